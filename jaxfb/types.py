@@ -1,0 +1,146 @@
+"""The contracts: what a loss function returns, how a model is cut for a pipeline, what one call gives back.
+
+First step of the story: everything below speaks in these types. All of them are pytrees, so they pass
+through `jax.jit`, `lax.scan` and `jax.shard_map` unchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PyTree = Any
+LossFn = Callable[[PyTree, PyTree, "jax.Array | None"], "LossOutput | Sum"]
+
+
+class _Reduced:
+    """A quantity that knows how to become one number: `.value`, `float(x)`, `np.asarray(x)`."""
+
+    @property
+    def value(self) -> jax.Array:
+        raise NotImplementedError
+
+    def __float__(self) -> float:
+        return float(self.value)
+
+    def __array__(self, dtype=None, copy=None) -> np.ndarray:
+        return np.asarray(self.value, dtype=dtype)
+
+    def __jax_array__(self) -> jax.Array:
+        return jnp.asarray(self.value)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Sum(_Reduced):
+    """An unreduced term: a sum and the weight it will be divided by. Loss functions never divide.
+
+    total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in).
+    weight: float or int, same shape or [], what was counted; it must depend on the data alone.
+    `a + b` adds totals and weights. `.value` is total / weight, and 0 where the weight is 0.
+    """
+
+    total: Any
+    weight: Any = 1.0
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total, self.weight + other.weight)
+
+    @property
+    def value(self) -> jax.Array:
+        weight = jnp.asarray(self.weight)
+        return jnp.where(weight != 0, self.total / jnp.where(weight != 0, weight, 1), 0)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class _Single(_Reduced):
+    """One array that is reduced by a rule other than the weighted sum."""
+
+    array: Any
+
+    @property
+    def value(self) -> jax.Array:
+        return jnp.asarray(self.array)
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Max(_Single):
+    """A metric whose largest value over all microbatches and replicas is reported."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Min(_Single):
+    """A metric whose smallest value over all microbatches and replicas is reported."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Last(_Single):
+    """A metric of which the value at the last rows of the global batch is reported."""
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class LossOutput:
+    """What a loss function returns for one microbatch.
+
+    terms:   name -> Sum. The objective is the sum over terms of total / weight, after both were summed
+             over the whole global batch; a coefficient is multiplied into `total` by the loss function.
+    metrics: name -> Sum, Max, Min or Last; reported, never differentiated.
+    outputs: pytree of [rows, ...] arrays to collect (such as log-probs), or None.
+    """
+
+    terms: dict[str, Sum]
+    metrics: dict[str, Sum | Max | Min | Last] = field(default_factory=dict)
+    outputs: PyTree = None
+
+
+@dataclass(frozen=True)
+class Pipelined:
+    """A model cut for stages: three pure functions over `params`, a dict with "layers" and anything beside it.
+
+    `params["layers"]` has every leaf stacked [num_layers, ...]; `outer` is params without "layers", so tied
+    weights are simply used twice. `hidden` is any pytree of [rows, ...] arrays.
+
+    embed: (outer, microbatch, rng) -> hidden
+    layer: (layer_params, hidden, microbatch, rng) -> hidden, or (hidden, {name: Sum}) whose sums are added
+           over layers and become terms of the loss.
+    head:  (outer, hidden, microbatch, rng) -> LossOutput or Sum
+    param_specs: optional, params -> tree of PartitionSpec that names the "tensor" axis only.
+
+    rng: keys [rows], one a row; layer i receives them folded with i; None where the caller gave none.
+    """
+
+    embed: Callable[..., PyTree]
+    layer: Callable[..., Any]
+    head: Callable[..., Any]
+    param_specs: Callable[[PyTree], PyTree] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class ForwardBackwardOutput:
+    """What one call over all microbatches of a global batch gives back. Equal on every device of the mesh.
+
+    loss:           f32[] (f64 for f64 params), the objective of the whole global batch.
+    terms:          name -> Sum over the whole global batch, reduced.
+    grads:          tree like params in the accumulation dtype, divided and reduced; None if forward_only.
+    metrics:        name -> Sum, Max, Min or Last over the whole global batch, reduced.
+    per_microbatch: name -> Sum of [num_microbatches] arrays, each reduced over replicas.
+    outputs:        [rows, ...] leaves in the original row order, or None.
+    """
+
+    loss: jax.Array
+    terms: dict[str, Sum]
+    grads: PyTree
+    metrics: dict[str, Any]
+    per_microbatch: dict[str, Sum]
+    outputs: PyTree
