@@ -1,0 +1,322 @@
+"""Saves and restores a run: the train state, and beside it where the data stood and under which config.
+
+Last step of the story: data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
+Orbax writes the arrays (asynchronously, committed by one rename); this file adds what it leaves open: a
+manifest of every leaf, compared *before* loading because Orbax casts dtypes silently, errors that are never
+swallowed, and the way back to the newest step that can be read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+from orbax.checkpoint import v1 as ocp
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, host
+DAMAGED_SUFFIX = ".damaged"
+
+
+class CheckpointStore:
+    """The checkpoints of one run: `directory/<step>/`, each either complete or invisible.
+
+    Keeps the newest `keep` steps, and the one whose `host["metrics"][keep_best]` is lowest.
+
+    Args:
+      directory: created at the first save. Tried in order by `restore`: newest complete step first.
+      keep: number of newest steps to keep, at least 1.
+      keep_best: name of a metric, lower is better; steps saved without it cannot be best. None: keeps none.
+      asynchronous: `save` returns once the arrays are copied from the devices, so that their buffers may be
+        donated to the next step at once. A failed write is raised by the next `save`, `wait` or `close`.
+
+    Every process of a run must make the same calls in the same order.
+    """
+
+    def __init__(
+        self,
+        directory: str | Path,
+        keep: int = 3,
+        keep_best: str | None = "eval/loss",
+        asynchronous: bool = True,
+    ):
+        if keep < 1:
+            raise ValueError(f"[checkpoint] keep={keep} must be at least 1, the newest step")
+        self.directory = Path(directory).absolute()
+        self.keep_best = keep_best
+        self.asynchronous = asynchronous
+        self._keep = keep
+        self._writer: ocp.training.Checkpointer | None = None
+        self._pending: ocp.AsyncResponse | None = None
+        self._damaged: set[int] = set()
+
+    def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
+        """Saves one step as a whole: arrays and host values are committed together or not at all.
+
+        Args:
+          step: number of applied updates, the name of the checkpoint.
+          state: pytree of jax.Array (sharded in any way, PRNG key arrays included).
+          host: a JSON-able dict, such as data position, config, metrics, versions; equal on every process.
+        Raises:
+          ValueError: the step exists, a leaf is no array, or `host` is not JSON.
+          Exception: whatever the previous asynchronous save failed with.
+        """
+        self.wait()
+        leaves = _named_leaves(state)
+        record = {"format": FORMAT, "leaves": _manifest(leaves), "host": _as_json(host)}
+        writer = self._writer or self._open_writer()
+        if (self.directory / str(step)).exists():
+            raise ValueError(
+                f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
+                "into another run directory"
+            )
+        parts = {"state": leaves, RECORD: record}
+        self._pending = writer.save_checkpointables_async(step, parts, metrics=self._score(host))
+        if self._pending is None:
+            raise RuntimeError(f"[checkpoint] the writer declined to save step {step}")
+        if not self.asynchronous:
+            self.wait()
+
+    def restore(
+        self, abstract_state: Any, step: int | None = None, partial: bool = False
+    ) -> tuple[Any, dict]:
+        """Restores a step onto the mesh the abstract state names, whatever mesh it was saved from.
+
+        Args:
+          abstract_state: tree of jax.ShapeDtypeStruct or arrays; each leaf's sharding is where it will live
+            (a leaf without one goes to the first local device).
+          step: the step, or None for the newest that can be read; steps passed over are logged as warnings.
+          partial: the checkpoint may hold leaves that are not asked for (`{"params": ...}` to generate text).
+        Returns:
+          (state like abstract_state, the host dict given to `save`). The arrays are bitwise those saved.
+        Raises:
+          FileNotFoundError: there is no such step, or none that can be read.
+          ValueError: names, shapes or dtypes differ; the message lists them.
+        """
+        if step is not None:
+            if not (self.directory / str(step)).is_dir():
+                raise FileNotFoundError(self._no_step(step))
+            return self._load(step, abstract_state, partial)
+        reasons = []
+        for candidate in reversed(self._step_directories()):
+            try:
+                return self._load(candidate, abstract_state, partial)
+            except _Mismatch:
+                raise
+            except Exception as error:  # damage shows up as any of a dozen storage errors
+                reasons.append(f"step {candidate}: {_first_line(error)}")
+                log.warning("[checkpoint] passing over %s of %s", reasons[-1], self.directory)
+                self._damaged.add(candidate)
+        raise FileNotFoundError(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
+
+    def host(self, step: int | None = None) -> dict:
+        """The host dict of a step (None: the newest complete), read without its arrays."""
+        step = self.latest() if step is None else step
+        if step is None or not (self.directory / str(step)).is_dir():
+            raise FileNotFoundError(self._no_step(step))
+        return self._record(step)["host"]
+
+    def steps(self) -> list[int]:
+        """Complete steps, oldest first. A directory without a readable manifest is not one."""
+        return [step for step in self._step_directories() if self._is_complete(step)]
+
+    def latest(self) -> int | None:
+        """The newest complete step; a save still being written does not count."""
+        return next((step for step in reversed(self._step_directories()) if self._is_complete(step)), None)
+
+    def best(self) -> int | None:
+        """The complete step with the lowest `keep_best` metric, the newer of equals."""
+        scored = []
+        for step in self.steps():
+            score = self._score(self._record(step)["host"])
+            if score is not None:
+                scored.append((score["score"], -step))
+        return -min(scored)[1] if scored else None
+
+    def wait(self) -> None:
+        """Returns when the last save is committed; raises what it failed with."""
+        pending, self._pending = self._pending, None
+        if pending is None:
+            return
+        try:
+            pending.result()
+        except BaseException:
+            self._abandon_writer()
+            raise
+
+    def close(self) -> None:
+        """Waits, then releases the writer. The store can still be read afterwards."""
+        writer, self._writer = self._writer, None
+        try:
+            self.wait()
+        finally:
+            if writer is not None:
+                writer.close()
+
+    def __enter__(self) -> CheckpointStore:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.close()
+
+    def _abandon_writer(self) -> None:
+        """Orbax repeats a failed save's error at every later call: the next save starts with a new writer."""
+        writer, self._writer = self._writer, None
+        if writer is not None:
+            with contextlib.suppress(Exception):
+                writer.close()
+
+    def _open_writer(self) -> ocp.training.Checkpointer:
+        self._set_aside_damaged()
+        policies = ocp.training.preservation_policies
+        keep = [policies.LatestN(self._keep)]
+        if self.keep_best is not None:
+            best = policies.BestN(
+                get_metric_fn=lambda metrics: metrics["score"],
+                reverse=True,
+                n=1,
+                keep_checkpoints_without_metrics=False,
+            )
+            keep.append(best)
+        self._writer = ocp.training.Checkpointer(
+            self.directory,
+            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            preservation_policy=policies.AnyPreservationPolicy(keep),
+            context=_context(),
+            cleanup_tmp_directories=True,
+        )
+        return self._writer
+
+    def _set_aside_damaged(self) -> None:
+        """Renames what cannot be read, so that it neither counts as newest nor blocks its step number."""
+        if jax.process_index() == 0:
+            for step in self._step_directories():
+                if step in self._damaged or not self._is_complete(step):
+                    target = _unused(self.directory / f"{step}{DAMAGED_SUFFIX}")
+                    (self.directory / str(step)).rename(target)
+                    log.warning("[checkpoint] step %d cannot be read; set aside as %s", step, target)
+        if jax.process_count() > 1:
+            from jax.experimental import multihost_utils
+
+            multihost_utils.sync_global_devices("jaxfb set aside damaged checkpoints")
+
+    def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
+        record = self._record(step)
+        wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(abstract_state).items()}
+        where = f"step {step} of {self.directory}"
+        _check_fit(record["leaves"], _manifest(wanted), where, partial)
+        skipped = {name: ocp.PLACEHOLDER for name in record["leaves"] if name not in wanted}
+        with _context():
+            path = self.directory / str(step)
+            loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
+        leaves = [loaded[name] for name in wanted]
+        return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), record["host"]
+
+    def _record(self, step: int) -> dict:
+        with _context():
+            record = ocp.load_checkpointables(self.directory / str(step), {RECORD: None})[RECORD]
+        if not isinstance(record, dict) or record.get("format") != FORMAT:
+            raise OSError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
+        return record
+
+    def _is_complete(self, step: int) -> bool:
+        try:
+            return bool(self._record(step))
+        except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
+            return False
+
+    def _step_directories(self) -> list[int]:
+        if not self.directory.is_dir():
+            return []
+        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir())
+
+    def _score(self, host: Mapping[str, Any]) -> dict | None:
+        value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
+        return {"score": float(value)} if value is not None and math.isfinite(value) else None
+
+    def _no_step(self, step: int | None) -> str:
+        have = ", ".join(map(str, self.steps())) or "none"
+        what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
+        return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
+
+
+def _context() -> ocp.Context:
+    """Orbax's settings: the record is one readable JSON file, not a tree of arrays."""
+    registry = ocp.handlers.local_registry()
+    registry.add(ocp.handlers.JsonHandler, checkpointable_name=RECORD)
+    context = ocp.Context()
+    context.checkpointables.registry = registry
+    return context
+
+
+class _Mismatch(ValueError):
+    """The checkpoint is sound, but of another model, optimizer or dtype: falling back would not help."""
+
+
+def _named_leaves(tree: Any) -> dict[str, Any]:
+    """Leaves by dotted path, in tree order; independent of the classes the tree is made of."""
+    named = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+        name = jax.tree_util.keystr(path, simple=True, separator=".")
+        if name in named:
+            raise ValueError(f"[checkpoint] two leaves are called {name}; rename one of the keys")
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            raise ValueError(f"[checkpoint] leaf {name} is a {type(leaf).__name__}; only arrays can be saved")
+        named[name] = leaf
+    return named
+
+
+def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict]:
+    return {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
+
+
+def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
+    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
+
+
+def _check_fit(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> None:
+    def text(leaf):
+        return f"{leaf['dtype']}{leaf['shape']}"
+
+    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
+    if not partial:
+        lines += [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
+    lines += [
+        f"{name}: {text(saved[name])} in the checkpoint, {text(leaf)} in this run"
+        for name, leaf in wanted.items()
+        if name in saved and saved[name] != leaf
+    ]
+    if lines:
+        more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
+        listing = "".join(f"\n  {line}" for line in lines[:8] + more)
+        raise _Mismatch(
+            f"[checkpoint] {where} does not fit this run; use the config saved with it, or another run "
+            f"directory:{listing}"
+        )
+
+
+def _as_json(host: Mapping[str, Any]) -> dict:
+    try:
+        return json.loads(json.dumps(host))
+    except TypeError as error:
+        raise ValueError(f"[checkpoint] host must hold JSON values only: {error}") from None
+
+
+def _first_line(error: Exception) -> str:
+    return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+def _unused(path: Path) -> Path:
+    number, candidate = 1, path
+    while candidate.exists():
+        number, candidate = number + 1, path.with_name(f"{path.name}{number}")
+    return candidate

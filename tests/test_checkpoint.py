@@ -1,0 +1,172 @@
+"""A checkpoint comes back as the same bits, on any mesh, or says in one sentence why not."""
+
+import logging
+import os
+import resource
+import signal
+import subprocess
+import sys
+import time
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.checkpoint import CheckpointStore
+
+
+def mesh_of(**sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+
+
+REPLICATED = P()
+
+
+def make_state(mesh, spec=REPLICATED, seed=0):
+    """A tree with the kinds of leaves a train state has; w is [16, 8] under `spec`."""
+    key = jax.random.key(seed)
+    state = {
+        "params": {"w": jax.random.normal(key, (16, 8), jnp.float32), "b": jnp.ones(3, jnp.bfloat16)},
+        "moments": (jnp.full((16, 8), 1 / 3, jnp.float32), jnp.zeros((), jnp.int32)),
+        "rng": jax.random.split(key, 4),
+    }
+    shardings = jax.tree.map(lambda x: NamedSharding(mesh, spec if x.ndim == 2 else P()), state)
+    return jax.device_put(state, shardings)
+
+
+def bits(tree):
+    def raw(x):
+        return jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x
+
+    return [np.asarray(raw(x)).tobytes() for x in jax.tree.leaves(tree)]
+
+
+def test_reshard_is_bitwise_and_survives_donation(tmp_path):
+    state = make_state(mesh_of(data=8), P("data"))
+    expected, host = bits(state), {"position": {"next_index": 7}, "metrics": {"eval/loss": 2.5}, "lr": 1e-3}
+    with CheckpointStore(tmp_path / "c") as store:
+        store.save(20, state, host)
+        jax.tree.map(lambda x: x.delete(), state)  # what donation to the next step does
+        store.wait()
+        wanted = make_state(mesh_of(fsdp=4, tensor=2), P("fsdp", "tensor"), seed=1)
+        restored, restored_host = store.restore(wanted)
+    assert bits(restored) == expected
+    assert restored_host == host
+    assert jax.tree.structure(restored) == jax.tree.structure(wanted)
+    assert restored["params"]["w"].sharding == wanted["params"]["w"].sharding
+    assert jax.random.bits(restored["rng"][0]) == jax.random.bits(jax.random.split(jax.random.key(0), 4)[0])
+
+
+def test_keeps_newest_and_best(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path, keep=2) as store:
+        assert store.latest() is None and store.best() is None
+        for step, loss in [(0, 3.0), (10, 1.0), (20, float("nan")), (30, None), (40, 2.0)]:
+            store.save(step, state, {"metrics": {} if loss is None else {"eval/loss": loss}})
+        store.wait()
+        assert store.steps() == [10, 30, 40]
+        assert (store.latest(), store.best()) == (40, 10)
+        with pytest.raises(ValueError, match="step 40 is already saved"):
+            store.save(40, state, {})
+        with pytest.raises(FileNotFoundError, match="step 20 .*complete steps: 10, 30, 40"):
+            store.restore(state, step=20)
+
+
+def test_refuses_what_orbax_would_cast(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, state, {})
+        store.wait()
+        other = {**state, "params": {"w": state["params"]["w"].astype(jnp.bfloat16), "c": jnp.zeros(2)}}
+        with pytest.raises(ValueError) as refusal:
+            store.restore(other)
+        params, _ = store.restore({"params": state["params"]}, partial=True)
+    text = str(refusal.value)
+    assert "params.w: float32[16, 8] in the checkpoint, bfloat16[16, 8] in this run" in text
+    assert "params.c: not in the checkpoint" in text and "params.b: only in the checkpoint" in text
+    assert bits(params) == bits(state["params"])
+
+
+@pytest.mark.filterwarnings("ignore")  # orbax leaves coroutines behind when a file is torn
+def test_falls_back_over_damage_and_goes_on(tmp_path, caplog):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path) as store:
+        for step in (10, 20):
+            store.save(step, state, {"step": step})
+    for file in (tmp_path / "20" / "state").rglob("*"):  # arrays torn, manifest intact
+        if file.is_file() and file.parent.name == "d":
+            file.write_bytes(file.read_bytes()[:10])
+    (tmp_path / "30").mkdir()
+    (tmp_path / "40.orbax-checkpoint-tmp").mkdir()
+
+    with CheckpointStore(tmp_path) as store, caplog.at_level(logging.WARNING, "jaxfb"):
+        assert store.latest() == 20
+        _, host = store.restore(state)
+        assert host == {"step": 10}
+        assert "passing over step 30" in caplog.text and "passing over step 20" in caplog.text
+        store.save(20, state, {"step": 20})
+        store.wait()
+        assert store.restore(state)[1] == {"step": 20}
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"10", "20", "20.damaged", "30.damaged"}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_failed_write_is_raised_and_the_next_one_works(tmp_path):
+    state = {"w": jax.random.normal(jax.random.key(0), (256, 256))}
+    with CheckpointStore(tmp_path) as store:
+        store.save(1, state, {})
+        store.wait()
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # as a full disk would
+        try:
+            store.save(2, state, {})
+            with pytest.raises(Exception, match="(?i)file too large"):
+                store.wait()
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        assert store.latest() == 1
+        with pytest.raises(ValueError, match="JSON"):
+            store.save(2, state, {"mesh": object()})
+        store.save(2, state, {})
+        store.wait()
+        assert store.latest() == 2 and bits(store.restore(state)[0]) == bits(state)
+
+
+SAVE_FOREVER = """
+import sys, jax, jax.numpy as jnp
+from jaxfb.checkpoint import CheckpointStore
+store = CheckpointStore(sys.argv[1], keep=2)
+for step in range(1, 10_000):
+    store.save(step, {"w": jnp.full((512, 512), step, jnp.float32), "step": jnp.int32(step)}, {"step": step})
+    print(step, flush=True)
+"""
+
+
+@pytest.mark.processes
+def test_kill_during_an_asynchronous_save(tmp_path):
+    """SIGKILL right after `save(n)` returned: n - 1 was acknowledged, so n - 1 or n comes back, whole."""
+    env = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    child = subprocess.Popen(
+        [sys.executable, "-c", SAVE_FOREVER, str(tmp_path)], stdout=subprocess.PIPE, text=True, env=env
+    )
+    try:
+        for line in child.stdout:
+            if int(line) == 6:
+                time.sleep(0.005)
+                break
+    finally:
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        child.stdout.close()
+    wanted = {"w": jax.ShapeDtypeStruct((512, 512), jnp.float32), "step": jax.ShapeDtypeStruct((), jnp.int32)}
+    with CheckpointStore(tmp_path, keep=2) as store:
+        state, host = store.restore(wanted)
+        step = int(state["step"])
+        assert step >= 5 and host == {"step": step}
+        np.testing.assert_array_equal(state["w"], np.full((512, 512), step, np.float32))
+        store.save(step + 1, state, {"step": step + 1})
+    assert not list(tmp_path.glob("*tmp*"))
