@@ -1,0 +1,124 @@
+"""Causal grouped-query attention over packed rows.
+
+A layer's middle part. What is attended to is an argument (`attend`): whole packed rows in training, a cache
+in generation, so that one module serves both.
+
+Shapes: R = rows, T = tokens of a row, S = tokens attended to, D = hidden_size, H = heads, G = kv heads,
+K = head_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate, statistics_dtype
+from jaxfb.parallel.tensor import constrain
+
+# (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
+Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+
+
+class Attention(nnx.Module):
+    """Projects to queries, keys and values, rotates, attends, projects back. H and G split over `tensor`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        width, size = config.hidden_size, config.head_size
+        self.config = config
+
+        def project(num_heads):
+            return Linear(
+                width, num_heads * size, use_bias=config.qkv_bias, kernel_init=fan_in_init, rngs=rngs
+            )
+
+        self.query = project(config.num_heads)
+        self.key = project(config.num_kv_heads)
+        self.value = project(config.num_kv_heads)
+        self.output = Linear(config.num_heads * size, width, kernel_init=residual_init(config), rngs=rngs)
+        if config.qk_norm:
+            self.query_norm = RMSNorm(size, config.norm_eps)
+            self.key_norm = RMSNorm(size, config.norm_eps)
+
+    def __call__(self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
+        query, key, value = (self._heads(project(x_RTD)) for project in (self.query, self.key, self.value))
+        if self.config.qk_norm:
+            query, key = self.query_norm(query), self.key_norm(key)
+        query, key = (rotate(x, positions_RT, self.config.rope_theta) for x in (query, key))
+        context_RTHK, kept = attend(query, key, value)
+        joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
+        return constrain(self.output(constrain(joined, None, None, "tensor")), None, None, None), kept
+
+    def _heads(self, x: jax.Array) -> jax.Array:
+        split = x.reshape(*x.shape[:2], -1, self.config.head_size)
+        return constrain(split, None, None, "tensor", None)
+
+
+def packed_attention(
+    query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None, backend: str
+) -> jax.Array:
+    """Causal attention inside each segment of each row. A token always sees itself, so padding is finite.
+
+    Args:
+      query: float[R, T, H, K].  key, value: float[R, T, G, K].
+      segments: i32[R, T] document ids, 0 for padding; None when each row is one document.
+      backend: "auto", "xla" or "cudnn".
+    Returns:
+      float[R, T, H, K].
+    """
+    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
+    if backend == "auto":
+        backend = "cudnn" if cudnn_supports(query, packed=segments is not None) else "xla"
+    return attention(query, key, value, mask=mask, is_causal=True, backend=backend)
+
+
+def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -> jax.Array:
+    """softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
+    if not _jax_supports(query.dtype):
+        return _einsum_attention(query, key, value, mask, is_causal)
+    return jax.nn.dot_product_attention(
+        query, key, value, mask=mask, is_causal=is_causal, implementation=backend
+    )
+
+
+def _jax_supports(dtype) -> bool:
+    """`jax.nn.dot_product_attention` takes its softmax in float32, and compiles float16 for GPUs only."""
+    return dtype != jnp.float64 and (dtype != jnp.float16 or jax.default_backend() == "gpu")
+
+
+def _einsum_attention(query, key, value, mask, is_causal):
+    """The same, written out: softmax in float64 for float64, so that equality can be proved to rounding."""
+    rows, length, heads, size = query.shape
+    grouped = query.reshape(rows, length, key.shape[2], -1, size)
+    wide = statistics_dtype(query.dtype)
+    scores = jnp.einsum("rtgnk,rsgk->rgnts", grouped, key, preferred_element_type=wide) / size**0.5
+    visible = jnp.ones((1, 1, length, key.shape[1]), bool) if mask is None else mask
+    visible = jnp.tril(visible) if is_causal else visible
+    probs = jax.nn.softmax(jnp.where(visible[:, :, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
+    return jnp.einsum("rgnts,rsgk->rtgnk", probs, value).reshape(query.shape)
+
+
+def cudnn_supports(query: jax.Array, *, packed: bool) -> bool:
+    """Whether cuDNN's flash attention can train here: a CUDA device, half precision, a legal head size.
+
+    Packed rows are legal but not free: cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T],
+    and that form wants an even T. (Its own packed layout has no public JAX name.)
+    """
+    if jax.default_backend() != "gpu" or query.dtype not in (jnp.bfloat16, jnp.float16):
+        return False
+    capability = _compute_capability()
+    limit = 256 if capability >= 9 else 128
+    _, length, _, size = query.shape
+    return capability >= 8 and size % 8 == 0 and size <= limit and not (packed and length % 2)
+
+
+def _compute_capability() -> float:
+    """Such as 9.0 for Hopper; 0 where the device is not made by NVIDIA."""
+    try:
+        return float(jax.local_devices()[0].compute_capability)
+    except (AttributeError, ValueError):
+        return 0.0

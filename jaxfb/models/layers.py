@@ -1,0 +1,118 @@
+"""The pieces every layer is made of: RMSNorm, SwiGLU, rotary positions, row-keyed dropout, the two tables.
+
+Flax modules with plain array parameters and no other state, so that one is rebuilt from a dict of arrays
+inside any transformation. Arrays are computed in the dtype of the parameters, statistics in float32 at least.
+
+Shapes: R = rows, T = tokens of a row, D = hidden_size, F = mlp_size, H = heads, K = head_size,
+V = vocab_size.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.parallel.tensor import constrain
+
+Linear = partial(nnx.Linear, use_bias=False)
+fan_in_init = nnx.initializers.lecun_normal()
+table_init = nnx.initializers.normal(0.02)
+
+
+def residual_init(config: TransformerConfig):
+    """For matrices that write into the residual stream: its variance must not grow with depth (GPT-2)."""
+    return nnx.initializers.variance_scaling(1 / (2 * config.num_layers), "fan_in", "truncated_normal")
+
+
+def statistics_dtype(dtype) -> jnp.dtype:
+    """float32, or float64 for float64: what norms, rotations and softmax are computed in."""
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+class RMSNorm(nnx.Module):
+    """x / sqrt(mean(x^2) + eps) * scale over the last dim (arXiv:1910.07467)."""
+
+    def __init__(self, size: int, eps: float):
+        self.scale = nnx.Param(jnp.ones(size))
+        self.eps = eps
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        wide = x.astype(statistics_dtype(x.dtype))
+        normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
+        return (normed * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+
+
+class SwiGLU(nnx.Module):
+    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202). [R, T, D] -> [R, T, D], F split over `tensor`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        width, mlp = config.hidden_size, config.mlp_size
+        self.gate = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
+        self.up = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
+        self.down = Linear(mlp, width, kernel_init=residual_init(config), rngs=rngs)
+
+    def __call__(self, x_RTD: jax.Array) -> jax.Array:
+        inner_RTF = nnx.silu(self.gate(x_RTD)) * self.up(x_RTD)
+        return constrain(self.down(constrain(inner_RTF, None, None, "tensor")), None, None, None)
+
+
+class Embed(nnx.Module):
+    """Token -> vector. [R, T] -> [R, T, D], V split over `tensor`."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.embedding = nnx.Param(table_init(rngs.params(), (config.vocab_size, config.hidden_size)))
+
+    def __call__(self, tokens_RT: jax.Array) -> jax.Array:
+        return constrain(self.embedding[...][tokens_RT], None, None, None)
+
+
+class Outer(nnx.Module):
+    """Everything beside the layers: the embedding, the last norm, the head's matrix (none if tied)."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.embed = Embed(config, rngs=rngs)
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        if not config.tied_embeddings:
+            self.head = Linear(config.hidden_size, config.vocab_size, kernel_init=table_init, rngs=rngs)
+        self.tied = config.tied_embeddings
+
+    @property
+    def head_kernel(self) -> jax.Array:
+        """[D, V], V split over `tensor`."""
+        return self.embed.embedding[...].T if self.tied else self.head.kernel[...]
+
+
+def rotate(x_RTHK: jax.Array, positions_RT: jax.Array, theta: float) -> jax.Array:
+    """Rotary positions (arXiv:2104.09864) on the two halves of each head, as Llama's weights expect."""
+    half = x_RTHK.shape[-1] // 2
+    wide = statistics_dtype(x_RTHK.dtype)
+    frequencies = theta ** (-jnp.arange(half, dtype=wide) / half)
+    angles = positions_RT[:, :, None, None].astype(wide) * frequencies
+    cos, sin = jnp.cos(angles), jnp.sin(angles)
+    first, second = jnp.split(x_RTHK.astype(wide), 2, axis=-1)
+    rotated = (first * cos - second * sin, second * cos + first * sin)
+    return jnp.concatenate(rotated, axis=-1).astype(x_RTHK.dtype)
+
+
+def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax.Array:
+    """Zeroes entries with probability `rate` and scales the rest; nothing without keys or rate.
+
+    Each row's mask depends on that row's key and `site` alone, never on how rows were split.
+
+    Args:
+      x: [rows, ...].
+      keys: key[rows] or None.
+      site: tells apart the places in a layer that draw from the same keys.
+    """
+    if keys is None or rate == 0:
+        return x
+    keep = 1 - rate
+
+    def draw(key, row):
+        return jax.random.bernoulli(jax.random.fold_in(key, site), jnp.float32(keep), row.shape)
+
+    return jnp.where(jax.vmap(draw)(keys, x), x / keep, 0)

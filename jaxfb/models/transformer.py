@@ -1,0 +1,154 @@
+"""The built-in decoder-only transformer, written as `Pipelined(embed, layer, head)`.
+
+What forward_backward runs. The modules are Flax; what leaves this file is pure functions over a nested dict:
+
+    {"embed": {"embedding"}, "norm": {"scale"}, "head": {"kernel"} (absent if tied),
+     "layers": {"attention_norm", "attention": {"query", "key", "value", "output"}, "mlp_norm",
+                "mlp": {"gate", "up", "down"}}}          every leaf of "layers" stacked [num_layers, ...]
+
+Shapes: R = rows, T = tokens of a row, D = hidden_size, V = vocab_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax import lax
+
+from jaxfb.losses.language_model import next_token_loss
+from jaxfb.models.attention import Attend, Attention, packed_attention
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
+from jaxfb.models.remat import checkpoint_layer
+from jaxfb.parallel.tensor import transformer_param_specs
+from jaxfb.types import LossOutput, Pipelined
+
+# (hidden_RTD after the last norm, head kernel [D, V], microbatch) -> LossOutput
+HeadLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], LossOutput]
+
+
+class Block(nnx.Module):
+    """One layer: attention and MLP, each reading a normalised residual stream. [R, T, D] -> [R, T, D]."""
+
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
+        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.attention = Attention(config, rngs=rngs)
+        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.mlp = SwiGLU(config, rngs=rngs)
+        self.dropout = config.dropout
+
+    def __call__(
+        self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        mixed, kept = self.attention(self.attention_norm(x_RTD), positions_RT, attend)
+        x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
+        return x_RTD + dropout(self.mlp(self.mlp_norm(x_RTD)), self.dropout, keys, site=1), kept
+
+
+def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
+    """The transformer of `config` as three pure functions over the dict that `init_params` makes.
+
+    A microbatch holds `tokens` i32[R, T] and optionally `segments` i32[R, T] (attention stays inside one) and
+    `positions` i32[R, T] (0..T-1 if absent), beside what the loss reads. Computes in the params' dtype.
+
+    Args:
+      config: the sizes.
+      loss: what the head computes; `next_token_loss` in chunks of `config.loss_chunk` if None.
+    """
+    if loss is None:
+        loss = partial(next_token_loss, chunk=config.loss_chunk)
+    outer_of, block_of = _rebuilder(Outer, config), _rebuilder(Block, config)
+
+    def embed(outer, microbatch, rng=None):
+        return outer_of(outer).embed(microbatch["tokens"])
+
+    def layer(layer_params, hidden, microbatch, rng=None):
+        attend = partial(_attend_packed, segments=microbatch.get("segments"), backend=config.attention)
+        return block_of(layer_params)(hidden, _positions(microbatch), attend, rng)[0]
+
+    def head(outer, hidden, microbatch, rng=None):
+        module = outer_of(outer)
+        return loss(module.norm(hidden), module.head_kernel, microbatch)
+
+    return Pipelined(embed, layer, head, transformer_param_specs)
+
+
+def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
+    """Random parameters of `transformer(config)`.
+
+    Pure, so it can be jitted with `out_shardings` to be born sharded, or given to `jax.eval_shape`. The
+    numbers depend on `key` alone and are drawn in float32 for every dtype.
+
+    Args:
+      config: the sizes.
+      key: a PRNG key.
+      dtype: of every leaf.
+    Returns:
+      The dict at the top of this file.
+    """
+    outer_key, layers_key = jax.random.split(key)
+    params = _init(Outer, config)(outer_key)
+    params["layers"] = jax.vmap(_init(Block, config))(jax.random.split(layers_key, config.num_layers))
+    return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None) -> LossOutput:
+    """The head's output for one microbatch, without an engine: for evaluation by hand, and for tests."""
+    hidden = hidden_states(model, params, microbatch, rng)
+    return model.head(outer_params(params), hidden, microbatch, rng)
+
+
+def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.Array:
+    """All logits, float32[R, T, V] (float64 for float64 params): for small vocabularies and tests."""
+    wide = jnp.promote_types(params["norm"]["scale"].dtype, jnp.float32)
+    model = transformer(config, loss=lambda x, kernel, _: jnp.matmul(x, kernel, preferred_element_type=wide))
+    return apply(model, params, microbatch)
+
+
+def hidden_states(
+    model: Pipelined,
+    params: dict,
+    microbatch: Mapping,
+    rng: jax.Array | None = None,
+    remat: str | None = None,
+) -> jax.Array:
+    """Embeds and scans the layers, folding the row keys with each layer's index. float[R, T, D]."""
+    layer = checkpoint_layer(model.layer, remat)
+
+    def step(hidden, indexed):
+        index, layer_params = indexed
+        keys = None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
+        return layer(layer_params, hidden, microbatch, keys), None
+
+    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
+    hidden = model.embed(outer_params(params), microbatch, rng)
+    return lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))[0]
+
+
+def outer_params(params: dict) -> dict:
+    """Everything beside "layers"."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def _attend_packed(query, key, value, *, segments, backend):
+    return packed_attention(query, key, value, segments=segments, backend=backend), None
+
+
+def _positions(microbatch: Mapping) -> jax.Array:
+    tokens = microbatch["tokens"]
+    return microbatch.get("positions", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+
+
+def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:
+    return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
+
+
+def _rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
+    """A function from a module's dict of arrays to the module; its structure is found once, abstractly."""
+    graph = nnx.graphdef(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+    return lambda params: nnx.merge(graph, params)

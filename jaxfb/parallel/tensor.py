@@ -1,0 +1,101 @@
+"""The `tensor` axis: which dim of each weight is split, and annotations that keep activations split alike.
+
+`tensor` stays automatic (Shardy inserts its collectives) while the engine runs every other axis by hand, so
+a layer only has to say where its arrays are split. Column-parallel then row-parallel: one all-reduce after
+attention and one after the MLP (Megatron-LM, arXiv:1909.08053).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+AXIS = "tensor"
+
+# (module, leaf) -> the dim of the unstacked leaf that is split; leaves not listed are whole on every device.
+_SPLIT_DIM = {
+    **{(name, leaf): -1 for name in ("query", "key", "value", "gate", "up") for leaf in ("kernel", "bias")},
+    **{(name, "kernel"): -2 for name in ("output", "down")},
+    ("embed", "embedding"): -2,
+    ("head", "kernel"): -1,
+}
+
+
+def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
+    """Annotates `x` as split over `tensor` where `spec` says "tensor", whole over it where it says None.
+
+    A `with_sharding_constraint` when the mesh in context has an automatic `tensor` axis of size > 1 that
+    divides the dim; otherwise `x` itself, so model code runs unchanged outside any mesh. Other automatic
+    axes are left to the compiler.
+
+    Args:
+      x: any array.
+      spec: one entry per dim of x, "tensor" or None.
+    Raises:
+      ValueError: as many entries as dims were not given.
+    """
+    if len(spec) != x.ndim:
+        raise ValueError(f"[tensor] constrain needs one entry per dim: {spec=} for an array of {x.shape=}")
+    mesh = jax.sharding.get_abstract_mesh()
+    size = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
+    if size == 1 or not _is_automatic(mesh, AXIS):
+        return x
+    if any(name == AXIS and dim % size for name, dim in zip(spec, x.shape, strict=True)):
+        return x
+    others = any(_is_automatic(mesh, name) for name in mesh.axis_names if name != AXIS)
+    free = P.UNCONSTRAINED if others else None
+    return jax.lax.with_sharding_constraint(x, P(*(AXIS if name == AXIS else free for name in spec)))
+
+
+def _is_automatic(mesh: Any, axis: str) -> bool:
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return types[axis] == AxisType.Auto and mesh.shape[axis] > 1
+
+
+def transformer_param_specs(params: Any) -> Any:
+    """The PartitionSpec of every leaf of the built-in transformer's params, naming only `tensor`.
+
+    Queries, keys, values, gate and up are split by output, attention output and down by input, embedding
+    and head by vocabulary; norms are whole. The leading dim of stacked layers is never split.
+
+    Args:
+      params: the tree of `init_params`, arrays or ShapeDtypeStructs.
+    Returns:
+      A tree like params of PartitionSpecs.
+    """
+    return jax.tree_util.tree_map_with_path(_leaf_spec, params)
+
+
+def _leaf_spec(path: tuple, leaf: Any) -> P:
+    names = tuple(str(getattr(entry, "key", entry)) for entry in path)
+    dim = _SPLIT_DIM.get(names[-2:])
+    if dim is None:
+        return P()
+    spec: list[str | None] = [None] * len(leaf.shape)
+    spec[dim] = AXIS
+    return P(*spec)
+
+
+def check_tensor_divides(config: Any, tensor: int) -> None:
+    """Refuses a transformer whose heads, MLP or vocabulary the `tensor` axis does not divide.
+
+    Args:
+      config: a TransformerConfig.
+      tensor: size of the mesh axis.
+    Raises:
+      ValueError: names the field, both numbers and the nearest legal choice.
+    """
+    for name in ("num_heads", "num_kv_heads", "mlp_size", "vocab_size"):
+        value = getattr(config, name)
+        if value % tensor:
+            raise ValueError(
+                f"[tensor] {name}={value} must be a multiple of tensor={tensor}; "
+                f"use {name} {value + tensor - value % tensor} or tensor {_largest_divisor(value, tensor)}"
+            )
+
+
+def _largest_divisor(value: int, at_most: int) -> int:
+    return max(size for size in range(1, at_most + 1) if value % size == 0)
