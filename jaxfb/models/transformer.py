@@ -24,7 +24,6 @@ from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.attention import Attend, Attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
-from jaxfb.models.remat import checkpoint_layer
 from jaxfb.parallel.tensor import transformer_param_specs
 from jaxfb.types import LossOutput, Pipelined
 
@@ -111,19 +110,14 @@ def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.
 
 
 def hidden_states(
-    model: Pipelined,
-    params: dict,
-    microbatch: Mapping,
-    rng: jax.Array | None = None,
-    remat: str | None = None,
+    model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None
 ) -> jax.Array:
     """Embeds and scans the layers, folding the row keys with each layer's index. float[R, T, D]."""
-    layer = checkpoint_layer(model.layer, remat)
 
     def step(hidden, indexed):
         index, layer_params = indexed
         keys = None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
-        return layer(layer_params, hidden, microbatch, keys), None
+        return model.layer(layer_params, hidden, microbatch, keys), None
 
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     hidden = model.embed(outer_params(params), microbatch, rng)
