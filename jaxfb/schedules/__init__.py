@@ -1,0 +1,27 @@
+"""Pipeline schedules as data (forward_backward step): pure Python, no jax.
+
+`make(name, num_stages, num_microbatches, num_chunks)` gives a `Schedule`, which can be validated, simulated,
+printed and drawn without a device, and whose `.program` is what the pipeline executor scans over.
+"""
+
+from jaxfb.schedules.action import Action
+from jaxfb.schedules.make import NAMES, check_name, from_table, from_text, make
+from jaxfb.schedules.phases import Phase
+from jaxfb.schedules.program import Program
+from jaxfb.schedules.simulate import Simulation
+from jaxfb.schedules.slots import Slots
+from jaxfb.schedules.table import Schedule
+
+__all__ = [
+    "NAMES",
+    "Action",
+    "Phase",
+    "Program",
+    "Schedule",
+    "Simulation",
+    "Slots",
+    "check_name",
+    "from_table",
+    "from_text",
+    "make",
+]

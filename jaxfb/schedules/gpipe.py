@@ -1,0 +1,14 @@
+"""GPipe (forward_backward step): all forwards, then all backwards. The baseline: memory grows with M."""
+
+from jaxfb.schedules.lockstep import Timed, backwards, forwards
+
+
+def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+    """F everywhere, then B in the same order. Time (M*V + P - 1) * (f + b) / V; all M*V activations live.
+
+    The loss is still taken when a microbatch leaves the last stage, so its gradient waits there for the first
+    B.
+    """
+    forward = forwards(num_stages, num_microbatches, num_chunks)
+    start = 1 + max(tick for tick, _, _ in forward)
+    return forward + backwards(num_stages, num_microbatches, num_chunks, start)

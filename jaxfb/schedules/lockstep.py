@@ -1,0 +1,72 @@
+"""Ticks of the lockstep schedules on the ring of stages (forward_backward step).
+
+All devices walk the ticks of one program, so a tick costs the maximum over devices; F and B therefore share a
+tick instead of alternating. The forward items (microbatch, chunk) form one queue; the item at position k runs
+on device d at tick k + d. Backward items form the same queue with the chunks reversed and walk from the last
+device to the first, beginning at tick `backward_start`. An output is usable on another device one tick later,
+so the chunks of one microbatch must be at least P positions apart.
+"""
+
+from collections.abc import Iterable
+
+from jaxfb.schedules.action import KINDS, Action
+
+Timed = tuple[int, int, Action]
+"""(tick, device, action)."""
+
+
+def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
+    """Microbatches that visit a chunk one after another, before the next chunk's turn.
+
+    A group of at least P leaves no hole between its chunks. M that is not a multiple of P is dealt evenly
+    over M // P groups (9 on 4 devices: 5 + 4), which costs no tick; a group of the remainder alone would cost
+    (V - 1) * (P - M % P) ticks each way. M < P is one group, whose holes cannot be avoided.
+    """
+    count = max(num_microbatches // num_stages, 1)
+    size, extra = divmod(num_microbatches, count)
+    return [size + 1] * extra + [size] * (count - extra)
+
+
+def queue(num_stages: int, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
+    """Position of each (microbatch, nth chunk visited), in order of position."""
+    positions, start, first = {}, 0, 0
+    for size in group_sizes(num_stages, num_microbatches):
+        pitch = max(size, num_stages)
+        for visit in range(num_chunks):
+            for i in range(size):
+                positions[first + i, visit] = start + visit * pitch + i
+        start, first = start + num_chunks * size, first + size
+    return positions
+
+
+def backward_start(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+    """The tick in which the last device may start: its first microbatch leaves the last chunk (P*V - 1)."""
+    pitch = max(num_stages, *group_sizes(num_stages, num_microbatches))
+    return (num_chunks - 1) * pitch + num_stages - 1
+
+
+def forwards(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+    """F of the item at position k runs on device d at tick k + d."""
+    positions = queue(num_stages, num_microbatches, num_chunks)
+    return [(k + d, d, Action("F", m, c)) for (m, c), k in positions.items() for d in range(num_stages)]
+
+
+def backwards(num_stages: int, num_microbatches: int, num_chunks: int, start: int) -> list[Timed]:
+    """B of the item at position k runs on device d at tick start + k + P - 1 - d."""
+    positions = queue(num_stages, num_microbatches, num_chunks)
+    return [
+        (start + k + num_stages - 1 - d, d, Action("B", m, num_chunks - 1 - visit))
+        for (m, visit), k in positions.items()
+        for d in range(num_stages)
+    ]
+
+
+def tabulate(timed: Iterable[Timed], num_stages: int) -> tuple[tuple[tuple[Action, ...], ...], ...]:
+    """Makes table[tick][device] of timed actions, each cell in the order in which a tick runs it."""
+    timed = list(timed)
+    table = [[[] for _ in range(num_stages)] for _ in range(1 + max(tick for tick, _, _ in timed))]
+    for tick, device, action in timed:
+        table[tick][device].append(action)
+    return tuple(
+        tuple(tuple(sorted(cell, key=lambda a: KINDS.index(a.kind))) for cell in row) for row in table
+    )

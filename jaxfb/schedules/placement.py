@@ -1,0 +1,48 @@
+"""Which device holds which stage, and by which way a stage's output travels (forward_backward step).
+
+A placement is a tuple: placement[device][chunk] is the stage, 0 .. num_stages * num_chunks - 1.
+"""
+
+Placement = tuple[tuple[int, ...], ...]
+
+MIRROR = {"next": "prev", "prev": "next", "stay": "stay"}
+
+
+def loop_placement(num_stages: int, num_chunks: int) -> Placement:
+    """Chunk after chunk round the ring: device d holds stages d, P + d, 2P + d, ..."""
+    return tuple(tuple(c * num_stages + d for c in range(num_chunks)) for d in range(num_stages))
+
+
+def v_placement(num_stages: int) -> Placement:
+    """Down and up again: device d holds stages d and 2P - 1 - d, so first and last stage share device 0."""
+    return tuple((d, 2 * num_stages - 1 - d) for d in range(num_stages))
+
+
+def homes_of(placement: Placement) -> list[tuple[int, int]]:
+    """(device, chunk) by stage. ValueError unless each stage is placed once, a hop from the one before."""
+    homes = {stage: (d, c) for d, row in enumerate(placement) for c, stage in enumerate(row)}
+    count = sum(len(row) for row in placement)
+    if sorted(homes) != list(range(count)) or len({len(row) for row in placement}) != 1:
+        raise ValueError(
+            f"a placement holds each of the stages 0 .. {count - 1} once, the same number on every device; "
+            f"got {placement}; loop_placement(num_stages, num_chunks) is one"
+        )
+    ordered = [homes[stage] for stage in range(count)]
+    for stage in range(count - 1):
+        channel_of(ordered[stage][0], ordered[stage + 1][0], len(placement), stage)
+    return ordered
+
+
+def channel_of(source: int, target: int, num_devices: int, stage: int = 0) -> str:
+    """How an activation gets there on a ring: "stay", "next" (device + 1) or "prev" (device - 1)."""
+    if source == target:
+        return "stay"
+    if target == (source + 1) % num_devices:
+        return "next"
+    if target == (source - 1) % num_devices:
+        return "prev"
+    raise ValueError(
+        f"consecutive stages must be on the same or on neighbouring devices; "
+        f"stage {stage} is on device {source} and stage {stage + 1} on device {target} of {num_devices}; "
+        f"use device {(source + 1) % num_devices} or {(source - 1) % num_devices} for stage {stage + 1}"
+    )

@@ -1,0 +1,208 @@
+"""A schedule as rows of integers (forward_backward step): what the executor scans over. `schedule.program`.
+
+THE FORMAT. `program.rows` maps a name to a nested list of ints. A name marked [t] has one int a tick, the
+same for all devices; a name marked [t][d] has one int a tick and device. A phase is the slice
+rows[name][phase.start:phase.stop]; its body runs just the kinds in `phase.kinds`. An entry that is not valid
+has microbatch 0, chunk 0 and points at the spare slot, number `program.num_<buffer>_slots`; so allocate one
+slot more than that number. There are four buffers (`slots.py` says what is in them): residual, activation,
+gradient, cotangent.
+
+One tick, on device d, in this order (`replay.py` is the same in Python):
+
+ 1. store what arrived. Everything F sent in tick t-1 travels by ring permute. For each channel in
+    `program.forward_channels`: "next" came from device d-1, "prev" from d+1, "stay" from d itself
+      activation_from_next, activation_from_prev, activation_from_stay  [t][d]  activation slot to store it in
+    and likewise what B sent in tick t-1, for each channel in `program.backward_channels`
+      gradient_from_next, gradient_from_prev, gradient_from_stay        [t][d]  gradient slot to store it in
+    (gradients are needed only by step 4, so their permute may be issued here and hidden by F).
+    Nothing arrives in tick 0. `program.arrivals(phase)` names the channels that bring anything in a phase;
+    what is sent in its last tick is carried into the next phase. Where `program.activations_wait` is False,
+    F reads every activation in the tick in which it arrives, so the buffer may be left out; `gradients_wait`
+    says the same of gradients and B.
+ 2. F, if the phase has F:
+      f_valid, f_microbatch, f_chunk  [t][d]
+      f_embed     [t][d]  1: stage 0, the input is embed(microbatch), not a slot
+      f_input     [t][d]  activation slot to read (spare if f_embed)
+      f_residual  [t][d]  residual slot to write (spare if the schedule has no backward)
+      f_last      [t][d]  1: last stage, the output goes to the loss of step 3 and travels nowhere
+      f_send      [t][d]  0 next, 1 prev, 2 stay, 3 nowhere. Information: sending on every channel is right as
+                          well, since the receiver's row sends what it does not expect to its spare slot
+      embed_valid, embed_microbatch  [t]  the microbatch whose stage 0 runs in this tick, on device
+                          program.embed_device: for an embedding that all devices compute together
+ 3. loss, if loss_valid (a uniform branch: the same on every device, so collectives inside are fine):
+      loss_valid, loss_microbatch  [t]  the microbatch whose last stage ran in step 2, on program.loss_device
+      loss_gradient  [t][d]  gradient slot to store d loss / d output in (spare but on loss_device)
+ 4. B, if the phase has B; it may be of the microbatch of step 3:
+      b_valid, b_microbatch, b_chunk  [t][d]
+      b_residual   [t][d]  residual slot to read
+      b_gradient   [t][d]  gradient slot to read, on the last stage too (step 3 put it there)
+      b_last       [t][d]  1: last stage, that is, b_gradient came from the loss
+      b_embed      [t][d]  1: stage 0, the input gradient is that of embed(microbatch) and travels nowhere
+      b_cotangent  [t][d]  cotangent slot to write for W (spare if there is no W: B is all of it then)
+      b_send       [t][d]  as f_send
+      embed_gradient_valid, embed_gradient_microbatch  [t]  the microbatch whose stage 0 ran B in this tick
+ 5. W, if the phase has W:
+      w_valid, w_microbatch, w_chunk  [t][d]
+      w_residual, w_cotangent         [t][d]  slots to read
+
+Weight gradients of a chunk are always accumulated in the order of microbatches, under every built-in
+schedule. A forward-only program (`schedule.forward_only().program`) has no B and W rows that are valid and no
+residual slots.
+"""
+
+from dataclasses import dataclass
+
+from jaxfb.schedules.phases import Phase
+from jaxfb.schedules.placement import MIRROR, channel_of
+from jaxfb.schedules.slots import BUFFERS, Slots
+
+CHANNELS = ("next", "prev", "stay")
+NOWHERE = 3
+
+TICK_ROWS = tuple(
+    f"{event}_{field}" for event in ("embed", "loss", "embed_gradient") for field in ("valid", "microbatch")
+)
+ZERO_ROWS = (
+    *(f"{kind}_{field}" for kind in "fbw" for field in ("valid", "microbatch", "chunk")),
+    *("f_embed", "f_last", "b_last", "b_embed"),
+)
+SLOT_ROWS = {
+    **{f"activation_from_{channel}": "activation" for channel in CHANNELS},
+    **{f"gradient_from_{channel}": "gradient" for channel in CHANNELS},
+    "f_input": "activation",
+    "f_residual": "residual",
+    "loss_gradient": "gradient",
+    "b_residual": "residual",
+    "b_gradient": "gradient",
+    "b_cotangent": "cotangent",
+    "w_residual": "residual",
+    "w_cotangent": "cotangent",
+}
+"""Row name to the buffer it points into."""
+
+
+@dataclass(frozen=True, eq=False)
+class Program:
+    """Rows to scan over and the sizes of the buffers they point into; this file's docstring is the format."""
+
+    num_ticks: int
+    num_devices: int
+    num_residual_slots: int
+    num_activation_slots: int
+    num_gradient_slots: int
+    num_cotangent_slots: int
+    forward_channels: tuple[str, ...]
+    backward_channels: tuple[str, ...]
+    embed_device: int
+    loss_device: int
+    activations_wait: bool
+    gradients_wait: bool
+    phases: tuple[Phase, ...]
+    rows: dict[str, list]
+
+    def spare(self, buffer: str) -> int:
+        """The slot that takes what nobody reads: one past the last real one."""
+        return getattr(self, f"num_{buffer}_slots")
+
+    def phase_rows(self, phase: Phase) -> dict[str, list]:
+        """The rows of one phase, to be handed to its scan."""
+        return {name: row[phase.start : phase.stop] for name, row in self.rows.items()}
+
+    def arrivals(self, phase: Phase) -> tuple[tuple[str, ...], tuple[str, ...]]:
+        """(forward, backward) channels on which something valid arrives in some tick of a phase."""
+
+        def used(buffer: str, channels: tuple[str, ...]) -> tuple[str, ...]:
+            spare = self.spare(buffer)
+            rows = {c: self.rows[f"{buffer}_from_{c}"][phase.start : phase.stop] for c in channels}
+            return tuple(c for c in channels if any(slot != spare for row in rows[c] for slot in row))
+
+        return used("activation", self.forward_channels), used("gradient", self.backward_channels)
+
+
+def program_of(schedule) -> Program:
+    """Lowers a valid schedule; everything is decided here, the executor only follows."""
+    slots = schedule.slots
+    last = schedule.num_stages * schedule.num_chunks - 1
+    hops = [
+        channel_of(schedule.device_chunk_of(s)[0], schedule.device_chunk_of(s + 1)[0], schedule.num_stages)
+        for s in range(last)
+    ]
+    rows = _blank(schedule, slots)
+    for (kind, m, stage), tick in schedule.ticks.items():
+        device, chunk = schedule.device_chunk_of(stage)
+        lower = {"F": _forward, "B": _backward, "W": _weight}[kind]
+        for name, value in lower(slots, hops, m, stage).items():
+            rows[name][tick][device] = value
+        prefix = kind.lower()
+        for field, value in (("valid", 1), ("microbatch", m), ("chunk", chunk)):
+            rows[f"{prefix}_{field}"][tick][device] = value
+        _travel(rows, schedule, slots, hops, kind, m, stage, tick)
+    return Program(
+        num_ticks=schedule.num_ticks,
+        num_devices=schedule.num_stages,
+        **{f"num_{buffer}_slots": slots.most(buffer) for buffer in BUFFERS},
+        forward_channels=tuple(c for c in CHANNELS if c in hops),
+        backward_channels=tuple(c for c in CHANNELS if schedule.has_backward and MIRROR[c] in hops),
+        embed_device=schedule.device_chunk_of(0)[0],
+        loss_device=schedule.device_chunk_of(last)[0],
+        activations_wait=slots.waits("activation"),
+        gradients_wait=slots.waits("gradient"),
+        phases=schedule.phases,
+        rows=rows,
+    )
+
+
+def _blank(schedule, slots: Slots) -> dict[str, list]:
+    ticks, devices = range(schedule.num_ticks), schedule.num_stages
+    initial = dict.fromkeys(ZERO_ROWS, 0) | {"f_send": NOWHERE, "b_send": NOWHERE}
+    initial |= {name: slots.most(buffer) for name, buffer in SLOT_ROWS.items()}
+    rows: dict[str, list] = {name: [0 for _ in ticks] for name in TICK_ROWS}
+    return rows | {name: [[value] * devices for _ in ticks] for name, value in initial.items()}
+
+
+def _forward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
+    last = stage == len(hops)
+    row = {"f_embed": int(stage == 0), "f_last": int(last)}
+    row["f_send"] = NOWHERE if last else CHANNELS.index(hops[stage])
+    if stage > 0:
+        row["f_input"] = slots.number["activation"][m, stage]
+    if (m, stage) in slots.number["residual"]:
+        row["f_residual"] = slots.number["residual"][m, stage]
+    return row
+
+
+def _backward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
+    row = {"b_embed": int(stage == 0), "b_last": int(stage == len(hops))}
+    row["b_send"] = CHANNELS.index(MIRROR[hops[stage - 1]]) if stage > 0 else NOWHERE
+    row["b_residual"] = slots.number["residual"][m, stage]
+    row["b_gradient"] = slots.number["gradient"][m, stage]
+    if (m, stage) in slots.number["cotangent"]:
+        row["b_cotangent"] = slots.number["cotangent"][m, stage]
+    return row
+
+
+def _weight(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
+    return {
+        "w_residual": slots.number["residual"][m, stage],
+        "w_cotangent": slots.number["cotangent"][m, stage],
+    }
+
+
+def _travel(rows, schedule, slots: Slots, hops, kind: str, m: int, stage: int, tick: int) -> None:
+    """Writes what follows an F or B: the arrival a tick later, the loss, the embedding's rows."""
+    if kind == "F" and stage == 0:
+        rows["embed_valid"][tick], rows["embed_microbatch"][tick] = 1, m
+    if kind == "F" and stage == len(hops):
+        rows["loss_valid"][tick], rows["loss_microbatch"][tick] = 1, m
+        if schedule.has_backward:
+            device, _ = schedule.device_chunk_of(stage)
+            rows["loss_gradient"][tick][device] = slots.number["gradient"][m, stage]
+    elif kind == "F":
+        target, _ = schedule.device_chunk_of(stage + 1)
+        rows[f"activation_from_{hops[stage]}"][tick + 1][target] = slots.number["activation"][m, stage + 1]
+    if kind == "B" and stage == 0:
+        rows["embed_gradient_valid"][tick], rows["embed_gradient_microbatch"][tick] = 1, m
+    elif kind == "B":
+        target, _ = schedule.device_chunk_of(stage - 1)
+        channel = MIRROR[hops[stage - 1]]
+        rows[f"gradient_from_{channel}"][tick + 1][target] = slots.number["gradient"][m, stage - 1]

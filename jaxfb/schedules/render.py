@@ -1,0 +1,78 @@
+"""Schedules as text (forward_backward step): printed, read back, and in errors with a bad cell marked."""
+
+from collections.abc import Sequence
+
+from jaxfb.schedules.action import KINDS, Action, parse_action
+
+Mark = tuple[int, int, str]
+"""(tick, device, kind) of a cell to mark."""
+
+
+def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
+    """A title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
+    title = (
+        f"{schedule.name}: {schedule.num_stages} devices x {schedule.num_chunks} chunks, "
+        f"{schedule.num_microbatches} microbatches, {schedule.num_ticks} ticks; phases "
+        + ", ".join(f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases)
+    )
+    starts = {phase.start for phase in schedule.phases if phase.start}
+    return "\n".join([title, *render_table(schedule.table, width=width, mark=mark, separators=starts)])
+
+
+def render_table(
+    table: Sequence, *, width: int = 120, mark: Mark | None = None, separators: set[int] | None = None
+) -> list[str]:
+    """Lines of the table alone; with a mark, only the ticks around it."""
+    kinds = [k for k in KINDS if any(a.kind == k for row in table for cell in row for a in cell)] or ["F"]
+    cell_width = max((len(str(a)) for row in table for cell in row for a in cell), default=4) + (
+        3 if mark else 0
+    )
+    label = len(f"device {len(table[0]) - 1} {kinds[0]}")
+    columns = max(1, (width - label) // (cell_width + 2) - 1)
+    first = max(0, mark[0] - columns // 2) if mark else 0
+    lines: list[str] = []
+    for start in range(first, len(table), columns):
+        ticks = range(start, min(start + columns, len(table)))
+        gaps = ["| " if tick in (separators or ()) else "  " for tick in ticks]
+        numbers = [gap + str(tick).ljust(cell_width) for gap, tick in zip(gaps, ticks, strict=True)]
+        lines.append(("tick".ljust(label) + "".join(numbers)).rstrip())
+        for device in range(len(table[0])):
+            for kind in kinds:
+                cells = [_cell(table, tick, device, kind, mark) for tick in ticks]
+                line = f"device {device} {kind}".ljust(label) + "".join(
+                    gap + cell.ljust(cell_width) for gap, cell in zip(gaps, cells, strict=True)
+                )
+                marked = mark is not None and mark[1:] == (device, kind)
+                lines.append(line.rstrip() + ("   <-- here" if marked else ""))
+        if mark:
+            break
+    return lines
+
+
+def _cell(table, tick: int, device: int, kind: str, mark: Mark | None) -> str:
+    text = "+".join(str(a) for a in table[tick][device] if a.kind == kind) or "."
+    return f"[{text}]!" if mark == (tick, device, kind) else text
+
+
+def parse_table(text: str) -> list[list[list[Action]]]:
+    """Reads what `render` prints or the like: lines "device D ACTION ...", "." for idle, "+" in a cell.
+
+    A line "tick N ..." gives the tick of the first cell of the lines below it (0 without one); lines of the
+    same device add up; all other lines are ignored.
+    """
+    cells: dict[tuple[int, int], list[Action]] = {}
+    start = 0
+    for line in text.splitlines():
+        words = [word for word in line.split("<--")[0].replace("|", " ").split() if word]
+        if words[:1] == ["tick"]:
+            start = int(words[1]) if len(words) > 1 else 0
+        if words[:1] == ["device"] and len(words) > 1:
+            entries = [word for word in words[2:] if word not in KINDS]
+            for i, entry in enumerate(entries):
+                parts = entry.strip("[]!").split("+")
+                found = [] if entry == "." else [parse_action(part) for part in parts]
+                cells.setdefault((start + i, int(words[1].rstrip(":"))), []).extend(found)
+    if not cells:
+        raise ValueError('no line "device D ACTION ACTION ..." found, such as "device 0 F0.0 F1.0 . B0.0"')
+    ticks, devices = (1 + max(key[i] for key in cells) for i in (0, 1))
+    return [[cells.get((t, d), []) for d in range(devices)] for t in range(ticks)]

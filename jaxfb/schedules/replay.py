@@ -1,0 +1,102 @@
+"""The executor in plain Python (forward_backward step): walks a program's rows with labels for arrays.
+
+It is the last check of a schedule, that every read finds what it expects and nothing live was overwritten,
+and the shortest description of what the executor does with a tick.
+"""
+
+from jaxfb.schedules.program import CHANNELS, Program
+from jaxfb.schedules.slots import BUFFERS
+
+Label = tuple
+"""("input" | "residual" | "gradient" | "cotangent", microbatch, stage), or None for garbage."""
+
+
+def replay(program: Program, placement) -> list[tuple[str, int, int]]:
+    """(kind, microbatch, stage) as executed; ValueError at the first read that finds the wrong value."""
+    devices = range(program.num_devices)
+    buffers = [{b: [None] * (program.spare(b) + 1) for b in BUFFERS} for _ in devices]
+    sent = {"activation": [None] * len(devices), "gradient": [None] * len(devices)}
+    executed: list[tuple[str, int, int]] = []
+    for tick in range(program.num_ticks):
+        cells = [
+            {
+                name: row[tick] if isinstance(row[tick], int) else row[tick][d]
+                for name, row in program.rows.items()
+            }
+            for d in devices
+        ]
+        for d in devices:
+            _store_arrivals(buffers[d], cells[d], d, sent, program)
+        outputs = [_forward(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        if cells[0]["loss_valid"]:
+            _loss(buffers, cells, outputs, program.loss_device)
+        gradients = [_backward(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        for d in devices:
+            _weight(buffers[d], cells[d], placement[d], tick, d, executed)
+        sent = {"activation": outputs, "gradient": gradients}
+    return executed
+
+
+def _store_arrivals(buffers, cell, device, sent, program) -> None:
+    for buffer, channels in (
+        ("activation", program.forward_channels),
+        ("gradient", program.backward_channels),
+    ):
+        for channel in channels:
+            source = (device + {"next": -1, "prev": 1, "stay": 0}[channel]) % program.num_devices
+            buffers[buffer][cell[f"{buffer}_from_{channel}"]] = sent[buffer][source]
+    for channel in CHANNELS:
+        unused = channel not in program.forward_channels
+        if unused and cell[f"activation_from_{channel}"] != program.spare("activation"):
+            raise ValueError(
+                f"channel {channel!r} is used but not in forward_channels={program.forward_channels}"
+            )
+
+
+def _forward(buffers, cell, stages, tick, device, executed) -> Label:
+    if not cell["f_valid"]:
+        buffers["residual"][cell["f_residual"]] = None
+        return None
+    m, stage = cell["f_microbatch"], stages[cell["f_chunk"]]
+    if not cell["f_embed"]:
+        _expect(buffers["activation"][cell["f_input"]], ("input", m, stage), "F", tick, device)
+    buffers["residual"][cell["f_residual"]] = ("residual", m, stage)
+    executed.append(("F", m, stage))
+    return ("input", m, stage + 1)
+
+
+def _loss(buffers, cells, outputs, device) -> None:
+    cell, (_, m, above) = cells[device], outputs[device]
+    if not cell["f_last"] or m != cell["loss_microbatch"]:
+        raise ValueError(
+            f"loss of microbatch {cell['loss_microbatch']} in a tick in which it leaves no stage"
+        )
+    for d, buffer in enumerate(buffers):
+        buffer["gradient"][cells[d]["loss_gradient"]] = ("gradient", m, above - 1)
+
+
+def _backward(buffers, cell, stages, tick, device, executed) -> Label:
+    if not cell["b_valid"]:
+        buffers["cotangent"][cell["b_cotangent"]] = None
+        return None
+    m, stage = cell["b_microbatch"], stages[cell["b_chunk"]]
+    _expect(buffers["residual"][cell["b_residual"]], ("residual", m, stage), "B", tick, device)
+    _expect(buffers["gradient"][cell["b_gradient"]], ("gradient", m, stage), "B", tick, device)
+    buffers["cotangent"][cell["b_cotangent"]] = ("cotangent", m, stage)
+    executed.append(("B", m, stage))
+    return ("gradient", m, stage - 1)
+
+
+def _weight(buffers, cell, stages, tick, device, executed) -> None:
+    if cell["w_valid"]:
+        m, stage = cell["w_microbatch"], stages[cell["w_chunk"]]
+        _expect(buffers["residual"][cell["w_residual"]], ("residual", m, stage), "W", tick, device)
+        _expect(buffers["cotangent"][cell["w_cotangent"]], ("cotangent", m, stage), "W", tick, device)
+        executed.append(("W", m, stage))
+
+
+def _expect(found: Label, wanted: Label, kind: str, tick: int, device: int) -> None:
+    if found != wanted:
+        raise ValueError(
+            f"{kind} in tick {tick} on device {device} needs {wanted} but its slot holds {found}"
+        )

@@ -1,0 +1,62 @@
+"""What a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Simulation:
+    """Result of `Schedule.simulate`; times in the unit of the costs given.
+
+    Attributes:
+      time: of one step: the sum over ticks of what the tick's phase executes, valid or not, on every device.
+      ideal_time: of one step if no device ever idled: M microbatches of everything.
+      bubble_fraction: 1 - ideal_time / time, in 0 .. 1.
+      peak_live_activations: by device, the most chunk activations (each 1 / num_chunks of a device's layers)
+        whose F has run and whose last reader, B or W, has not.
+      tick_times: cost of each tick.
+    """
+
+    time: float
+    ideal_time: float
+    bubble_fraction: float
+    peak_live_activations: tuple[int, ...]
+    tick_times: tuple[float, ...]
+
+    @property
+    def bubble_over_ideal(self) -> float:
+        """Idle time as a multiple of ideal time: (P - 1) / (M * V) for interleaved, as Megatron counts it."""
+        return self.time / self.ideal_time - 1
+
+
+def simulate(
+    schedule, *, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, head: float = 0
+) -> Simulation:
+    """Charges each tick for its phase's whole body, which lockstep devices execute, valid or not."""
+    costs = kind_costs(schedule, forward, backward_input, backward_weight)
+    tick_times = [
+        sum(costs[kind] for kind in phase.kinds) / schedule.num_chunks
+        for phase in schedule.phases
+        for _ in range(phase.num_ticks)
+    ]
+    last = schedule.num_stages * schedule.num_chunks - 1
+    for m in range(schedule.num_microbatches):
+        tick_times[schedule.ticks["F", m, last]] += head
+    time = sum(tick_times)
+    ideal = schedule.num_microbatches * (sum(costs.values()) + head)
+    return Simulation(
+        time=time,
+        ideal_time=ideal,
+        bubble_fraction=1 - ideal / time if time else 0.0,
+        peak_live_activations=schedule.slots.num["residual"],
+        tick_times=tuple(tick_times),
+    )
+
+
+def kind_costs(schedule, forward: float, backward_input: float, backward_weight: float) -> dict[str, float]:
+    """Cost by kind; a B without W beside it is the whole backward."""
+    costs = {"F": forward}
+    if schedule.splits_backward:
+        costs |= {"B": backward_input, "W": backward_weight}
+    elif schedule.has_backward:
+        costs["B"] = backward_input + backward_weight
+    return costs

@@ -1,0 +1,98 @@
+"""Buffer slots of a table (forward_backward step): how many of each kind a device needs, and who uses which.
+
+Four buffers, each a ring on every device; a value occupies one slot from the tick that writes it to the tick
+of its last reader, both included (a tick writes before it reads):
+
+  residual    what a forward leaves for its backward: written by F, read by B, and by W where the table has W
+  activation  an input on its way: written when it arrives, the tick after the previous stage's F; read by F
+  gradient    an output gradient on its way: written when it arrives, the tick after the next stage's B, or,
+              on the last stage, in the tick of F itself, by the loss; read by B
+  cotangent   what B leaves for W (the gradients at the outputs of the weights' products): written by
+              B, read by W
+
+Intervals are coloured greedily by start, lowest free slot first, which is optimal: the number of slots is the
+largest number of intervals that overlap.
+"""
+
+import heapq
+from dataclasses import dataclass
+from typing import NamedTuple
+
+BUFFERS = ("residual", "activation", "gradient", "cotangent")
+
+Item = tuple[int, int]
+"""(microbatch, stage)."""
+
+
+class Interval(NamedTuple):
+    start: int
+    stop: int
+    item: Item
+
+
+@dataclass(frozen=True)
+class Slots:
+    """num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses."""
+
+    num: dict[str, tuple[int, ...]]
+    number: dict[str, dict[Item, int]]
+    waiting: frozenset[str]
+
+    def waits(self, buffer: str) -> bool:
+        """False if every value is read in the tick that writes it."""
+        return buffer in self.waiting
+
+    def most(self, buffer: str) -> int:
+        """Slots that every device allocates, buffers having one shape on all of them."""
+        return max(self.num[buffer])
+
+
+def slots_of(schedule) -> Slots:
+    """Colours the intervals of a valid schedule, buffer by buffer and device by device."""
+    num, number, waiting = {}, {}, set()
+    for buffer, by_device in intervals(schedule).items():
+        coloured = [colour(found) for found in by_device]
+        num[buffer] = tuple(count for count, _ in coloured)
+        if any(start < stop for found in by_device for start, stop, _ in found):
+            waiting.add(buffer)
+        number[buffer] = {item: slot for _, slots in coloured for item, slot in slots.items()}
+    return Slots(num, number, frozenset(waiting))
+
+
+def intervals(schedule) -> dict[str, list[list[Interval]]]:
+    """intervals(schedule)[buffer][device]: when each item occupies a slot."""
+    ticks, last = schedule.ticks, schedule.num_stages * schedule.num_chunks - 1
+    found = {buffer: [[] for _ in range(schedule.num_stages)] for buffer in BUFFERS}
+
+    def add(buffer, stage, start, stop, microbatch):
+        device, _ = schedule.device_chunk_of(stage)
+        found[buffer][device].append(Interval(start, stop, (microbatch, stage)))
+
+    for (kind, m, stage), tick in ticks.items():
+        if kind == "F" and stage > 0:
+            add("activation", stage, ticks["F", m, stage - 1] + 1, tick, m)
+        if kind == "F" and ("B", m, stage) in ticks:
+            reader = ticks.get(("W", m, stage), ticks["B", m, stage])
+            add("residual", stage, tick, reader, m)
+        if kind == "B":
+            arrival = ticks["F", m, stage] if stage == last else ticks["B", m, stage + 1] + 1
+            add("gradient", stage, arrival, tick, m)
+        if kind == "W":
+            add("cotangent", stage, ticks["B", m, stage], tick, m)
+    return found
+
+
+def colour(found: list[Interval]) -> tuple[int, dict[Item, int]]:
+    """(number of slots, slot by item) of one device's intervals."""
+    free: list[int] = []
+    busy: list[tuple[int, int]] = []
+    slots: dict[Item, int] = {}
+    count = 0
+    for start, stop, item in sorted(found):
+        while busy and busy[0][0] < start:
+            heapq.heappush(free, heapq.heappop(busy)[1])
+        if not free:
+            free, count = [count], count + 1
+        slots[item] = heapq.heappop(free)
+        heapq.heappush(busy, (stop, slots[item]))
+    return count, slots

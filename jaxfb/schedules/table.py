@@ -1,0 +1,130 @@
+"""A schedule is a table (forward_backward step): which device does what on which microbatch in which tick.
+
+Everything else is derived from the table: its phases, its buffer slots, the rows the executor scans over,
+what it costs and how it looks. No device is needed for any of it.
+"""
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from jaxfb.schedules.action import Action
+from jaxfb.schedules.phases import Phase, phases_of
+from jaxfb.schedules.placement import Placement, homes_of
+from jaxfb.schedules.program import Program, program_of
+from jaxfb.schedules.render import render
+from jaxfb.schedules.simulate import Simulation, simulate
+from jaxfb.schedules.slots import Slots, slots_of
+from jaxfb.schedules.validate import validate
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """A table of actions over P devices (`num_stages`), M microbatches and V chunks a device.
+
+    Attributes:
+      name: what it is called in output.
+      num_stages: P, size of the pipe axis. The model is cut into P * V stages.
+      num_microbatches: M.
+      num_chunks: V, stages a device holds.
+      table: table[tick][device] is a tuple of Actions, at most one of each kind, run in the order F, loss, B,
+        W. What one tick computes reaches another device for the next tick.
+      placement: placement[device][chunk] is the stage.
+    """
+
+    name: str
+    num_stages: int
+    num_microbatches: int
+    num_chunks: int
+    table: tuple[tuple[tuple[Action, ...], ...], ...]
+    placement: Placement
+
+    def stage_of(self, device: int, chunk: int) -> int:
+        """The stage, 0 .. P*V - 1, that is this chunk of this device."""
+        return self.placement[device][chunk]
+
+    def device_chunk_of(self, stage: int) -> tuple[int, int]:
+        """(device, chunk) that hold a stage; the inverse of `stage_of`."""
+        return self._homes[stage]
+
+    @cached_property
+    def _homes(self) -> list[tuple[int, int]]:
+        return homes_of(self.placement)
+
+    @property
+    def num_ticks(self) -> int:
+        return len(self.table)
+
+    @cached_property
+    def ticks(self) -> dict[tuple[str, int, int], int]:
+        """(kind, microbatch, stage) -> the tick it runs in, in order of ticks."""
+        return {
+            (action.kind, action.microbatch, self.placement[device][action.chunk]): tick
+            for tick, row in enumerate(self.table)
+            for device, cell in enumerate(row)
+            for action in cell
+        }
+
+    @cached_property
+    def has_backward(self) -> bool:
+        """False for a forward-only schedule."""
+        return any(kind == "B" for kind, _, _ in self.ticks)
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        """True if weight gradients are actions of their own, so that B is the input gradient alone."""
+        return any(kind == "W" for kind, _, _ in self.ticks)
+
+    @cached_property
+    def phases(self) -> tuple[Phase, ...]:
+        """Static phases (start, stop, kinds), at most six however many microbatches there are."""
+        return phases_of(self.table)
+
+    @cached_property
+    def slots(self) -> Slots:
+        """Buffer slots that each device needs, and which item uses which."""
+        return slots_of(self)
+
+    @cached_property
+    def program(self) -> Program:
+        """The rows of integers that the executor scans over; see `program.py` for the format."""
+        return program_of(self)
+
+    def validate(self) -> "Schedule":
+        """Returns self, or raises ValueError with the table and the bad cell marked."""
+        validate(self)
+        return self
+
+    def simulate(
+        self,
+        forward: float = 1,
+        backward_input: float = 1,
+        backward_weight: float = 1,
+        *,
+        head: float = 0,
+    ) -> Simulation:
+        """Time, bubble fraction and peak memory, for costs of one microbatch on all chunks of a device.
+
+        `head` is what head and loss of a microbatch cost each device, in the tick in which it leaves the last
+        stage.
+        """
+        return simulate(
+            self, forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head
+        )
+
+    def render(self, *, width: int = 120) -> str:
+        """The table as text, a line a device and kind, cut into blocks of at most `width` characters."""
+        return render(self, width=width)
+
+    def forward_only(self) -> "Schedule":
+        """The forwards alone, for evaluation and log-probs: no backward, nothing kept."""
+        table = [tuple(tuple(a for a in cell if a.kind == "F") for cell in row) for row in self.table]
+        while not any(table[-1]):
+            table.pop()
+        return Schedule(
+            f"{self.name}, forward only",
+            self.num_stages,
+            self.num_microbatches,
+            self.num_chunks,
+            tuple(table),
+            self.placement,
+        )

@@ -1,0 +1,106 @@
+"""Is a table a schedule (forward_backward step)? Each action once, in order, no slot overwritten."""
+
+from jaxfb.schedules.action import KINDS, Action
+from jaxfb.schedules.placement import homes_of
+from jaxfb.schedules.render import render
+from jaxfb.schedules.replay import replay
+
+
+def validate(schedule) -> None:
+    """Raises ValueError: the rule, the values, and the table with the bad cell marked `[F3.1]!`."""
+    homes_of(schedule.placement)
+    _check_cells(schedule)
+    _check_complete(schedule)
+    _check_order(schedule)
+    executed = replay(schedule.program, schedule.placement)
+    assert sorted(executed) == sorted(schedule.ticks), "the program does not execute the table"
+
+
+def _refuse(schedule, tick: int, device: int, kind: str, message: str) -> None:
+    raise ValueError(f"[schedule] {message}\n{render(schedule, mark=(tick, device, kind))}")
+
+
+def _check_cells(schedule) -> None:
+    """Known kinds, numbers in range, one action of a kind in a cell, no action twice."""
+    seen: dict[tuple[int, Action], int] = {}
+    for tick, row in enumerate(schedule.table):
+        if len(row) != schedule.num_stages:
+            raise ValueError(
+                f"[schedule] every tick has a cell for each device; tick {tick} has {len(row)} cells "
+                f"for num_stages={schedule.num_stages}; use () for an idle device"
+            )
+        for device, cell in enumerate(row):
+            for action in cell:
+                problem = _problem(schedule, tick, device, action, seen)
+                if problem:
+                    _refuse(schedule, tick, device, action.kind, problem)
+                seen[device, action] = tick
+
+
+def _problem(schedule, tick: int, device: int, action: Action, seen: dict) -> str | None:
+    kind, microbatch, chunk = action
+    if kind not in KINDS:
+        return (
+            f"a kind is F, B or W; {action} on device {device} in tick {tick} is none of them; use F, B or W"
+        )
+    if not (0 <= microbatch < schedule.num_microbatches and 0 <= chunk < schedule.num_chunks):
+        return (
+            f"{action} on device {device} is out of range: microbatches are 0 .. "
+            f"{schedule.num_microbatches - 1}, chunks 0 .. {schedule.num_chunks - 1}"
+        )
+    if (device, action) in seen:
+        ticks = f"in ticks {seen[device, action]} and {tick}"
+        return f"{action} runs twice on device {device}, {ticks}; leave one out"
+    if any(a.kind == kind and a != action for a in schedule.table[tick][device]):
+        return (
+            f"a device runs at most one {kind} a tick; device {device} has several in tick {tick}; "
+            f"move all but one to other ticks"
+        )
+    return None
+
+
+def _check_complete(schedule) -> None:
+    """F of every microbatch and stage; B of all or none; W of all or none, and none without B."""
+    if schedule.splits_backward and not schedule.has_backward:
+        raise ValueError(
+            "[schedule] W is the weight gradient of a B; the table has W but no B; add B or drop W"
+        )
+    for kind in KINDS:
+        if kind != "F" and not any(kind == k for k, _, _ in schedule.ticks):
+            continue
+        for stage in range(schedule.num_stages * schedule.num_chunks):
+            for m in range(schedule.num_microbatches):
+                if (kind, m, stage) not in schedule.ticks:
+                    device, chunk = schedule.device_chunk_of(stage)
+                    message = (
+                        f"{kind}{m}.{chunk} is missing on device {device}; each {kind} must run exactly once"
+                    )
+                    _refuse(schedule, schedule.num_ticks - 1, device, kind, message)
+
+
+def _check_order(schedule) -> None:
+    """Happens-before, with one tick of transport between stages, also between two on the same device."""
+    last = schedule.num_stages * schedule.num_chunks - 1
+    for (kind, m, stage), tick in schedule.ticks.items():
+        for need, delay in _needs(kind, m, stage, last):
+            ready = schedule.ticks[need]
+            if tick >= ready + delay:
+                continue
+            device, chunk = schedule.device_chunk_of(stage)
+            other, other_chunk = schedule.device_chunk_of(need[2])
+            message = (
+                f"{kind}{m}.{chunk} on device {device} in tick {tick} needs {need[0]}{m}.{other_chunk} of "
+                f"device {other}, which runs in tick {ready}"
+                + (" and takes one tick to arrive" if delay else "")
+                + f"; move it to tick {ready + delay} or later"
+            )
+            _refuse(schedule, tick, device, kind, message)
+
+
+def _needs(kind: str, m: int, stage: int, last: int) -> list[tuple[tuple[str, int, int], int]]:
+    """What an action reads, and how many ticks after it at the earliest."""
+    if kind == "F":
+        return [(("F", m, stage - 1), 1)] if stage > 0 else []
+    if kind == "B":
+        return [(("F", m, stage), 0)] + ([(("B", m, stage + 1), 1)] if stage < last else [])
+    return [(("B", m, stage), 0)]
