@@ -1,0 +1,189 @@
+"""One update (or one evaluation batch) as arithmetic: rows -> microbatches -> replicas.
+
+Part of the batch-plan step: rows = data_parallel * rows_per_microbatch * num_microbatches, decided once,
+checked here, and read by everything after it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import KW_ONLY, dataclass
+from typing import Any, Literal, get_args
+
+from jaxfb.batch_plan.fit import SIZES, misfit, solve
+from jaxfb.batch_plan.refusal import PlanError, around, offer, one_of, positive_int
+
+Purpose = Literal["train", "logprob_old", "logprob_ref", "value", "eval"]
+Remainder = Literal["error", "pad", "drop"]
+PURPOSES: tuple[str, ...] = get_args(Purpose)
+REMAINDERS: tuple[str, ...] = get_args(Remainder)
+
+_SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
+
+
+@dataclass(frozen=True)
+class BatchPlan:
+    """How the rows of one update are cut: replicas x microbatches x rows. Frozen, hashable, one per purpose.
+
+    Give two of `rows`, `rows_per_microbatch` and `num_microbatches`: the third is derived and filled in;
+    given all three, they must agree. Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and
+    replica d takes the d-th b rows inside it: contiguous, as in Megatron-LM.
+
+    Args:
+      purpose: which call may use this plan: train, logprob_old, logprob_ref, value or eval.
+      rows: rows of one update over all replicas (G); real rows, padding not counted.
+      rows_per_microbatch: rows of one microbatch on one replica (b).
+      data_parallel: number of replicas = data * fsdp * expert of the mesh (dp).
+      num_microbatches: microbatches of one update on each replica (M).
+      max_tokens_per_microbatch: a token budget instead of b. Not built yet: refused.
+      multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
+      remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
+        end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed).
+
+    Raises:
+      PlanError: a ValueError naming the values, the arithmetic and, in `.choices`, the nearest legal changes.
+    """
+
+    purpose: Purpose = "train"
+    _: KW_ONLY
+    rows: int = None  # type: ignore[assignment]
+    rows_per_microbatch: int = None  # type: ignore[assignment]
+    data_parallel: int = 1
+    num_microbatches: int = None  # type: ignore[assignment]
+    max_tokens_per_microbatch: int | None = None
+    multiple_of: int = 1
+    remainder: Remainder = "error"
+
+    def __post_init__(self) -> None:
+        one_of("plan", "purpose", self.purpose, PURPOSES)
+        one_of(self.purpose, "remainder", self.remainder, REMAINDERS)
+        for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of"):
+            if (value := getattr(self, name)) is not None or name in ("data_parallel", "multiple_of"):
+                object.__setattr__(self, name, positive_int(self.purpose, name, value))
+        _check_given(self)
+        given = self.to_dict()
+        sizes = solve(given)
+        if sizes is None:
+            raise misfit(given)
+        for name, value in zip(SIZES, sizes, strict=True):
+            object.__setattr__(self, name, value)
+
+    @property
+    def rows_per_global_microbatch(self) -> int:
+        """Rows of one microbatch over all replicas: dp * b."""
+        return self.data_parallel * self.rows_per_microbatch
+
+    @property
+    def padded_rows(self) -> int:
+        """Rows that are computed: dp * b * M. Above `rows` when padded, below it when dropped."""
+        return self.rows_per_global_microbatch * self.num_microbatches
+
+    @property
+    def real_rows(self) -> int:
+        """Rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
+        return min(self.rows, self.padded_rows)
+
+    @property
+    def padding_rows(self) -> int:
+        """Rows of weight 0 at the end of the last microbatch."""
+        return self.padded_rows - self.real_rows
+
+    def rows_of(self, microbatch: int, replica: int) -> range:
+        """The rows of the (padded) global batch that `replica` computes in `microbatch`."""
+        if not (0 <= microbatch < self.num_microbatches and 0 <= replica < self.data_parallel):
+            raise PlanError(
+                f"[{self.purpose}] no microbatch {microbatch} on replica {replica}: there are "
+                f"{self.num_microbatches} microbatches on {self.data_parallel} replicas, counted from 0"
+            )
+        start = (microbatch * self.data_parallel + replica) * self.rows_per_microbatch
+        return range(start, start + self.rows_per_microbatch)
+
+    def replace(self, **changes: Any) -> BatchPlan:
+        """A new plan with some arguments changed; what follows from them is derived again, `rows` stays."""
+        derived = "rows_per_microbatch" if changes.get("num_microbatches") else "num_microbatches"
+        return dataclasses.replace(self, **{derived: None, **changes})
+
+    def require(self, *purposes: Purpose, caller: str = "forward_backward") -> None:
+        """Refuses to be used for another purpose than its own."""
+        for purpose in purposes:
+            one_of(caller, "purpose", purpose, PURPOSES)
+        if self.purpose not in purposes:
+            wanted = " or ".join(f'plans["{purpose}"]' for purpose in purposes)
+            own = f'"{self.purpose}" ({self.rows_per_microbatch} rows per microbatch)'
+            raise PlanError(f"{caller} got plan {own}; pass {wanted}")
+
+    def check_rows(self, rows: int) -> int:
+        """Refuses a batch of another size; returns the rows of weight 0 still to add (negative: to drop).
+
+        Legal are `plan.rows` and, padded or dropped beforehand, `plan.padded_rows`.
+        """
+        if rows not in (self.rows, self.padded_rows):
+            short = self.rows - rows
+            fix = f"add {short} rows of weight 0" if short > 0 else f"hand over {-short} fewer"
+            raise PlanError(f'plan "{self.purpose}" covers {self.rows} rows, batch has {rows}; {fix}')
+        return self.padded_rows - rows
+
+    def check_keys(self, names: Iterable[Any]) -> None:
+        """Refuses batch keys that carry sizes: a size that travels with the data is one nobody checked."""
+        for name in map(str, names):
+            if _SIZE_KEY.search(name):
+                raise PlanError(f'batch["{name}"] is not data; sizes live in BatchPlan')
+
+    def to_dict(self) -> dict[str, Any]:
+        """The fields, for saving with a run; `BatchPlan(**plan.to_dict()) == plan`."""
+        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+
+    def fingerprint(self) -> str:
+        """16 hex digits, equal for equal plans on any host, in any process, under any Python."""
+        return fingerprint_of(self.to_dict())
+
+    def table(self) -> list[tuple[str, Any]]:
+        """(name, value) of every given and derived number, in reading order."""
+        given = ("purpose", "rows", "data_parallel", "rows_per_microbatch", "num_microbatches")
+        others = ("rows_per_global_microbatch", "padded_rows", "padding_rows", "multiple_of", "remainder")
+        numbers = [(name, getattr(self, name)) for name in given + others]
+        return [*numbers, ("fingerprint", self.fingerprint())]
+
+
+def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context: int = 1) -> int:
+    """Replicas that remain: devices / (tensor * pipe * context). Refuses a remainder."""
+    sizes = {"devices": devices, "tensor": tensor, "pipe": pipe, "context": context}
+    devices, tensor, pipe, context = (positive_int("mesh", name, value) for name, value in sizes.items())
+    model = tensor * pipe * context
+    if devices % model:
+        choices = [{"devices": count} for count in around(devices, model)]
+        raise PlanError(
+            f"{devices} devices cannot form tp {tensor} × pp {pipe} × cp {context} = {model}; "
+            f"dp would be {devices / model:.2f}{offer(choices)}",
+            choices,
+        )
+    return devices // model
+
+
+def fingerprint_of(values: Mapping[str, Any]) -> str:
+    """16 hex digits of a dict of plain values, whatever the order of its keys."""
+    return hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_given(plan: BatchPlan) -> None:
+    """Enough is given, and nothing that excludes something else."""
+    budget, rows_per_microbatch = plan.max_tokens_per_microbatch, plan.rows_per_microbatch
+    if budget and rows_per_microbatch:
+        raise PlanError(
+            f"[{plan.purpose}] rows_per_microbatch={rows_per_microbatch} and "
+            f"max_tokens_per_microbatch={budget} are exclusive; keep rows_per_microbatch",
+            [{"max_tokens_per_microbatch": None}],
+        )
+    if budget:
+        raise PlanError(
+            f"[{plan.purpose}] max_tokens_per_microbatch={budget}: token budgets are not built yet; "
+            "give rows_per_microbatch instead"
+        )
+    missing = [name for name in SIZES if getattr(plan, name) is None]
+    if len(missing) > 1:
+        needs = "rows_per_microbatch or num_microbatches" if plan.rows else "rows (all rows of one update)"
+        raise PlanError(f"[{plan.purpose}] needs {needs}; nothing is inherited from another plan")

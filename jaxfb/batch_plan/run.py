@@ -1,0 +1,292 @@
+"""The length of a run: how many updates, which rows each consumes, and where epochs end.
+
+Part of the batch-plan step. Everything follows from row counts alone, so it is the same on any number of
+processes, replicas and microbatches.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from fractions import Fraction
+from functools import cached_property
+from typing import Any, NamedTuple
+
+from jaxfb.batch_plan.fit import divide
+from jaxfb.batch_plan.plan import PURPOSES, REMAINDERS, BatchPlan, Remainder
+from jaxfb.batch_plan.ramp_up import RampUp, as_ramp_up
+from jaxfb.batch_plan.refusal import PlanError, around, offer, one_of, positive_int
+
+_LENGTHS = ("updates", "samples", "tokens", "epochs")
+_ENDLESS = 1 << 62
+
+
+class Window(NamedTuple):
+    """The rows of one update: `rows` real rows of the stream from row `start` on, cut by `plan`."""
+
+    update: int
+    epoch: int
+    start: int
+    rows: int
+    plan: BatchPlan
+
+
+class _Stretch(NamedTuple):
+    """`count` equal windows in a row, the first of them update number `update`."""
+
+    update: int
+    start: int
+    rows: int
+    count: int
+    plan: BatchPlan
+
+
+@dataclass(frozen=True)
+class RunPlan:
+    """The plans of a run by purpose, and its length in exactly one of updates, samples, tokens or epochs.
+
+    `total_updates` is derived once, here. A window of rows never crosses the end of an epoch (where
+    `dataset_rows` is given) or of the run; the window that is cut short there is padded with rows of weight
+    0, dropped, or refused. Positions count the rows of the stream passed so far, dropped ones included.
+
+    Args:
+      plans: {purpose: BatchPlan} with at least "train", or the train plan alone.
+      updates, samples, tokens, epochs: the length; samples are rows, epochs may be a fraction.
+      dataset_rows: rows of one epoch; required for epochs, without it the stream never ends.
+      sequence_length: tokens of one row; required for tokens.
+      ramp_up: rows of an update by consumed rows; must end at the train plan's rows. Also a string or pairs.
+      remainder: "pad", "drop" or "error": what becomes of a short last window.
+
+    Raises:
+      PlanError: a ValueError, before anything is compiled; also when a ramp-up size makes no legal plan.
+    """
+
+    plans: Mapping[str, BatchPlan] | BatchPlan = field(hash=False)
+    _: KW_ONLY
+    updates: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    epochs: int | float | None = None
+    dataset_rows: int | None = None
+    sequence_length: int | None = None
+    ramp_up: RampUp | str | Sequence | None = None
+    remainder: Remainder = "pad"
+
+    def __post_init__(self) -> None:
+        plans = self.plans
+        object.__setattr__(self, "plans", {"train": plans} if isinstance(plans, BatchPlan) else dict(plans))
+        object.__setattr__(self, "ramp_up", as_ramp_up(self.ramp_up))
+        one_of("run", "remainder", self.remainder, REMAINDERS)
+        for name in ("updates", "samples", "tokens", "dataset_rows", "sequence_length"):
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, positive_int("run", name, value))
+        _check_plans(self.plans)
+        _check_length(self)
+        _check_ramp_up(self)
+        _check_drop(self)
+        _check_some_updates(self)
+
+    @property
+    def train(self) -> BatchPlan:
+        """The plan of a full update, after any ramp-up."""
+        return self.plans["train"]
+
+    @cached_property
+    def total_updates(self) -> int:
+        """Updates of the whole run."""
+        return sum(stretch.count for stretch in self._stretches)
+
+    @property
+    def row_counts(self) -> tuple[int, ...]:
+        """Distinct planned row counts this run reaches, in order; each compiles the train step once."""
+        return tuple(dict.fromkeys(stretch.plan.rows for stretch in self._stretches))
+
+    def rows_at(self, consumed_rows: int) -> int:
+        """Planned rows of the update that starts at this position."""
+        return self.ramp_up.rows_at(consumed_rows) if self.ramp_up else self.train.rows
+
+    def plan_at(self, consumed_rows: int) -> BatchPlan:
+        """The train plan of the update that starts at this position."""
+        return self._plan_of[self.rows_at(consumed_rows)]
+
+    def window(self, update: int) -> Window:
+        """Update number `update`, from 0: its plan, its real rows and where they start."""
+        if not 0 <= update < self.total_updates:
+            raise PlanError(f"[run] no update {update}: there are {self.total_updates}, counted from 0")
+        stretch = self._stretches[bisect_right(self._stretches, update, key=lambda s: s.update) - 1]
+        start = stretch.start + (update - stretch.update) * stretch.rows
+        return Window(update, start // (self.dataset_rows or _ENDLESS), start, stretch.rows, stretch.plan)
+
+    def windows(self, first: int = 0) -> Iterator[Window]:
+        """Every update in order, from update number `first` on (where a resumed run continues)."""
+        return map(self.window, range(first, self.total_updates))
+
+    def rows_of_update(self, update: int) -> int:
+        """Real rows of one update; fewer than planned in the short last window of an epoch."""
+        return self.window(update).rows
+
+    def table(self) -> list[tuple[str, Any]]:
+        """(name, value) of what decides the length and what follows from it, in reading order."""
+        given = (*_LENGTHS, "dataset_rows", "sequence_length")
+        rows = [(name, value) for name in given if (value := getattr(self, name)) is not None]
+        last = self.window(self.total_updates - 1)
+        rows += [("total_updates", self.total_updates), ("total_rows", self._total_rows)]
+        rows += [("row_counts", ", ".join(map(str, self.row_counts))), ("rows of the last update", last.rows)]
+        return [*rows, ("remainder", self.remainder)]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for saving with a run."""
+        names = (*_LENGTHS, "dataset_rows", "sequence_length", "remainder")
+        return {
+            **{name: getattr(self, name) for name in names},
+            "ramp_up": [list(step) for step in self.ramp_up.steps] if self.ramp_up else None,
+            "plans": {purpose: plan.to_dict() for purpose, plan in self.plans.items()},
+        }
+
+    @property
+    def _total_rows(self) -> int:
+        return sum(stretch.rows * stretch.count for stretch in self._stretches)
+
+    @cached_property
+    def _plan_of(self) -> dict[int, BatchPlan]:
+        counts = self.ramp_up.row_counts if self.ramp_up else (self.train.rows,)
+        return {rows: self.train.replace(rows=rows) for rows in counts}
+
+    @cached_property
+    def _stretches(self) -> tuple[_Stretch, ...]:
+        return tuple(_cut(self, _row_limit(self), self.updates or _ENDLESS))
+
+
+def horizon_warning(lr_horizon: int, total_updates: int, final_lr: float = 0.0) -> str | None:
+    """What to warn of when a learning-rate schedule and a run differ in length; None when they agree."""
+    beyond = total_updates - lr_horizon
+    if beyond > 0:
+        outcome = f"lr is {final_lr:g} for the last {beyond}"
+    else:
+        outcome = f"lr never reaches its end, {-beyond} updates short of it"
+    ends = f"schedule ends at {lr_horizon}, run makes {total_updates} updates"
+    return f"{ends}: {outcome}; set the horizon to {total_updates}" if beyond else None
+
+
+def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
+    """The stream cut into stretches of equal windows: at ends of epochs, at ramp-up steps and at the end."""
+    update = position = 0
+    while position < row_limit and update < update_limit:
+        plan = run.plan_at(position)
+        change = (run.ramp_up and run.ramp_up.next_change(position)) or _ENDLESS
+        end = min(row_limit, _end_of_epoch(run, position))
+        fit = (end - position) // plan.real_rows
+        count = min(fit, divide(change - position, plan.real_rows, "pad"), update_limit - update)
+        rows = plan.real_rows
+        if fit == 0:
+            rows, count = end - position, _count_short(run, end, end - position, plan, update)
+        if count:
+            yield _Stretch(update, position, rows, count, plan)
+        update += count
+        position += rows * max(count, 1)
+
+
+def _end_of_epoch(run: RunPlan, position: int) -> int:
+    size = run.dataset_rows or _ENDLESS
+    return (position // size + 1) * size
+
+
+def _count_short(run: RunPlan, end: int, left: int, plan: BatchPlan, update: int) -> int:
+    """1 if a short window becomes an update, 0 if it is dropped."""
+    if run.remainder != "error":
+        return int(run.remainder == "pad")
+    whole_epochs = run.dataset_rows and end % run.dataset_rows == 0
+    length = next(f"{name} {getattr(run, name)}" for name in _LENGTHS if getattr(run, name))
+    what = f"dataset {run.dataset_rows} rows" if whole_epochs else length
+    largest = max(each.real_rows for each in run._plan_of.values())
+    may_drop = update and largest <= (run.dataset_rows or _ENDLESS)
+    legal = ("pad", "drop") if may_drop else ("pad",)
+    raise PlanError(
+        f"[run] {what}, updates of {plan.real_rows}: {left} left; choose {' or '.join(legal)}",
+        [{"remainder": policy} for policy in legal],
+    )
+
+
+def _row_limit(run: RunPlan) -> int:
+    """The rows after which the run ends, where its length is not given in updates."""
+    if run.tokens:
+        return _rows_of_tokens(run)
+    if run.epochs:
+        return math.ceil(Fraction(str(run.epochs)) * run.dataset_rows)
+    return run.samples or _ENDLESS
+
+
+def _rows_of_tokens(run: RunPlan) -> int:
+    rows = divide(run.tokens, run.sequence_length, run.remainder)
+    if rows:
+        return rows
+    choices = [{"tokens": tokens} for tokens in around(run.tokens, run.sequence_length)]
+    raise PlanError(
+        f"[run] {run.tokens} tokens are not whole rows of sequence_length {run.sequence_length}"
+        f'{offer(choices, "tokens")}, or remainder="pad"',
+        [*choices, {"remainder": "pad"}],
+    )
+
+
+def _check_plans(plans: Mapping[str, BatchPlan]) -> None:
+    for purpose, plan in plans.items():
+        one_of("run", "purpose", purpose, PURPOSES)
+        plan.require(purpose, caller=f'[run] plans["{purpose}"]')
+    if "train" not in plans:
+        raise PlanError(f'[run] needs a plan for "train", got {", ".join(plans) or "none"}')
+
+
+def _check_length(run: RunPlan) -> None:
+    """Exactly one length, with what it needs beside it."""
+    lengths = {name: getattr(run, name) for name in _LENGTHS if getattr(run, name) is not None}
+    if len(lengths) != 1:
+        got = " and ".join(f"{name}={value}" for name, value in lengths.items()) or "none"
+        raise PlanError(
+            f"[run] give exactly one of updates, samples, tokens or epochs, got {got}",
+            [{other: None for other in lengths if other != name} for name in lengths],
+        )
+    if run.epochs is not None:
+        is_number = isinstance(run.epochs, int | float) and not isinstance(run.epochs, bool)
+        if not (is_number and 0 < run.epochs < math.inf):
+            raise PlanError(f"[run] epochs must be a positive number, got {run.epochs!r}")
+    for length, needed in (("epochs", "dataset_rows"), ("tokens", "sequence_length")):
+        if length in lengths and getattr(run, needed) is None:
+            raise PlanError(f"[run] {length}={lengths[length]} needs {needed}")
+
+
+def _check_ramp_up(run: RunPlan) -> None:
+    """The ramp-up ends at the train plan's rows, and each of its sizes makes a legal plan."""
+    if run.ramp_up is None:
+        return
+    final = run.ramp_up.steps[-1][1]
+    if final != run.train.rows:
+        raise PlanError(
+            f"[run] ramp-up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
+        )
+    for start, rows in run.ramp_up.steps:
+        try:
+            run.train.replace(rows=rows)
+        except PlanError as error:
+            raise PlanError(f"[run] ramp-up step {start}:{rows} is not a legal plan: {error}") from None
+
+
+def _check_drop(run: RunPlan) -> None:
+    """Dropping short windows must leave an update in every epoch, or the run would never end."""
+    largest = max(plan.real_rows for plan in run._plan_of.values())
+    if run.remainder == "drop" and run.dataset_rows and run.dataset_rows < largest:
+        raise PlanError(
+            f"[run] dataset {run.dataset_rows} rows holds no full update of {largest}, "
+            'and remainder="drop" drops the rest; choose pad',
+            [{"remainder": "pad"}],
+        )
+
+
+def _check_some_updates(run: RunPlan) -> None:
+    if run.total_updates == 0:
+        raise PlanError(
+            f"[run] {_row_limit(run)} rows are less than one update of {run.rows_at(0)}, and "
+            'remainder="drop" drops them; choose pad',
+            [{"remainder": "pad"}],
+        )
