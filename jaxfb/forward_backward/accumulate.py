@@ -1,0 +1,62 @@
+"""Forward and backward without a pipeline: one `lax.scan` over the microbatches of this replica.
+
+Equals
+    grads = 0
+    for microbatch, seed in zip(microbatches, seeds):
+        grads += grad(lambda p: sum(seed[t] * loss(p, microbatch).terms[t].total for t in terms))(params)
+with the sum kept in the accumulation dtype and no collective over the replicas inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.types import LossFn, LossOutput
+
+PyTree = Any
+
+
+def accumulate(
+    loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None, seeds: dict, accum_dtypes: PyTree
+) -> tuple[PyTree, LossOutput]:
+    """Gradients of this replica's rows, seeded and summed; and every microbatch's LossOutput.
+
+    Args:
+      params: as the microbatch loop holds them (`parallel.data.compute_params`).
+      microbatches: leaves [num_microbatches, rows_per_microbatch, ...].
+      keys: [num_microbatches, rows_per_microbatch] PRNG keys, or None.
+      seeds: name -> [num_microbatches], the cotangent of each term's total.
+      accum_dtypes: tree like params of dtypes.
+    Returns:
+      (tree like params in the accumulation dtypes, LossOutput with leaves [num_microbatches, ...]).
+    """
+
+    def step(grads, inputs):
+        microbatch, row_keys, seed = inputs
+        with jax.named_scope("forward"):
+            totals, vjp, out = jax.vjp(lambda p: _split_totals(loss_fn(p, microbatch, row_keys)), params, has_aux=True)
+        with jax.named_scope("backward"):
+            (partial,) = vjp({name: seed[name].astype(total.dtype) for name, total in totals.items()})
+        with jax.named_scope("accumulate"):
+            return jax.tree.map(lambda sum_, part: sum_ + part.astype(sum_.dtype), grads, partial), out
+
+    zeros = jax.tree.map(lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), params, accum_dtypes)
+    return lax.scan(step, zeros, (microbatches, keys, seeds))
+
+
+def forward(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> LossOutput:
+    """Every microbatch's LossOutput, leaves [num_microbatches, ...], without a backward."""
+
+    def step(_, inputs):
+        with jax.named_scope("forward"):
+            return None, loss_fn(params, *inputs)
+
+    return lax.scan(step, None, (microbatches, keys))[1]
+
+
+def _split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
+    return {name: term.total for name, term in out.terms.items()}, out

@@ -1,0 +1,76 @@
+"""One microbatch: the user's loss function called and its answer checked."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Sum
+
+PyTree = Any
+
+
+def checked(loss_fn: LossFn) -> LossFn:
+    """`loss_fn`, with a bare Sum turned into a LossOutput and anything else than the contract refused.
+
+    Raises (when traced):
+      ValueError: the loss function returned a bare scalar, divided things, or misplaced a quantity.
+    """
+
+    def call(params, microbatch, rng) -> LossOutput:
+        with jax.named_scope("loss"):
+            out = as_loss_output(loss_fn(params, microbatch, rng))
+        _check_outputs(out.outputs, microbatch)
+        return out
+
+    return call
+
+
+def as_loss_output(out: Any) -> LossOutput:
+    """The loss function's answer as a LossOutput of float terms."""
+    if isinstance(out, Sum):
+        out = LossOutput({"loss": out})
+    if not isinstance(out, LossOutput):
+        raise ValueError(
+            f"a loss function must return jaxfb.LossOutput or jaxfb.Sum(total, weight), got {_described(out)}; "
+            "return Sum(per_token_loss.sum(), mask.sum()), or wrap a Megatron loss in jaxfb.from_megatron"
+        )
+    if not out.terms:
+        raise ValueError("LossOutput.terms must name at least one jaxfb.Sum, got none; metrics are not the objective")
+    for name, term in out.terms.items():
+        _check_term(name, term)
+    for name, metric in out.metrics.items():
+        if not isinstance(metric, (Sum, Max, Min, Last)):
+            raise ValueError(f"metric {name!r} must be a jaxfb.Sum, Max, Min or Last, got {_described(metric)}")
+    terms = {name: Sum(jnp.asarray(t.total), jnp.asarray(t.weight)) for name, t in out.terms.items()}
+    return LossOutput(terms, jax.tree.map(jnp.asarray, out.metrics), out.outputs)
+
+
+def _check_term(name: str, term: Any) -> None:
+    if not isinstance(term, Sum):
+        raise ValueError(f"term {name!r} must be a jaxfb.Sum(total, weight), got {_described(term)}")
+    total, weight = jnp.asarray(term.total), jnp.asarray(term.weight)
+    if total.shape or weight.shape:
+        raise ValueError(
+            f"term {name!r} must be a scalar sum over a scalar weight, got total {total.shape} and weight "
+            f"{weight.shape}; sum over rows and tokens before returning it"
+        )
+    if not jnp.issubdtype(total.dtype, jnp.floating):
+        raise ValueError(f"term {name!r} must have a floating total, got {total.dtype}")
+
+
+def _check_outputs(outputs: PyTree, microbatch: PyTree) -> None:
+    rows = jax.tree.leaves(microbatch)[0].shape[0] if jax.tree.leaves(microbatch) else None
+    for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
+        if rows is not None and (not jnp.shape(leaf) or jnp.shape(leaf)[0] != rows):
+            raise ValueError(
+                f"outputs are collected by row: leaf {jax.tree_util.keystr(path)} must be [{rows}, ...], "
+                f"got shape {jnp.shape(leaf)}"
+            )
+
+
+def _described(value: Any) -> str:
+    shape = getattr(value, "shape", None)
+    return f"a {type(value).__name__}" + (f" of shape {shape}" if shape is not None else "")

@@ -1,0 +1,33 @@
+"""What a layer keeps for its backward and what it computes again, by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+
+REMAT_POLICIES = ("none", "selective", "full")
+
+# shape-only primitives: saving one of these would keep a gathered weight under another name
+_VIEWS = {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims", "copy"}
+
+
+def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
+    """`layer` with the recomputation of that name.
+
+    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and
+    computes attention and elementwise work again; "full" keeps the layer's input only.
+    keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
+    """
+    if name == "none" and keep_gathered:
+        return layer
+    policies = {
+        "none": _all_but_gathered,
+        "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "full": jax.checkpoint_policies.nothing_saveable,
+    }
+    return jax.checkpoint(layer, policy=policies[name], prevent_cse=False)
+
+
+def _all_but_gathered(primitive, *_, **__) -> bool:
+    return primitive.name != "all_gather" and primitive.name not in _VIEWS

@@ -1,0 +1,103 @@
+"""A `Pipelined` model without a pipeline: embed, a scan over the layers, head, as one loss function."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
+
+PyTree = Any
+Bring = Callable[[PyTree], PyTree]
+
+
+def sequential(
+    model: Pipelined, remat: Callable = lambda layer: layer, bring_outer: Bring = None, bring_layer: Bring = None
+) -> LossFn:
+    """The model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers.
+
+    Args:
+      remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
+      bring_outer, bring_layer: make whole parameters out of shards where they are used (FSDP).
+    """
+    bring_outer, bring_layer = bring_outer or _as_is, bring_layer or _as_is
+
+    @remat
+    def run_layer(shards, hidden, microbatch, rng):
+        return layer_output(model.layer(bring_layer(shards), hidden, microbatch, rng))
+
+    def loss_fn(params, microbatch, rng) -> LossOutput:
+        outer = bring_outer(outer_params(params))
+        hidden = model.embed(outer, microbatch, rng)
+
+        def step(hidden, inputs):
+            index, shards = inputs
+            return run_layer(shards, hidden, microbatch, layer_keys(rng, index))
+
+        _check_layer(step, hidden, params["layers"])
+        with jax.named_scope("layers"):
+            hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers(params)), params["layers"]))
+        return with_layer_terms(as_loss_output(model.head(outer, hidden, microbatch, rng)), terms)
+
+    return loss_fn
+
+
+def outer_params(params: dict) -> dict:
+    """Everything beside the stacked layers."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
+def num_layers(params: dict) -> int:
+    """Length of the stacked layer dim.
+
+    Raises:
+      ValueError: params has no "layers", or its leaves are stacked to different lengths.
+    """
+    if not isinstance(params, dict) or not jax.tree.leaves(params.get("layers")):
+        raise ValueError('params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]')
+    lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params["layers"])}
+    if len(lengths) > 1:
+        raise ValueError(f'every leaf of params["layers"] must be stacked to one num_layers, got {sorted(lengths)}')
+    return lengths.pop()
+
+
+def layer_keys(rng: jax.Array | None, index: jax.Array) -> jax.Array | None:
+    """The row keys of one layer: each row's key folded with the index of the layer in the whole model."""
+    return None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
+
+
+def layer_output(out: Any) -> tuple[PyTree, dict[str, Sum]]:
+    """What a layer returned, as (hidden, terms)."""
+    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
+        if all(isinstance(term, Sum) for term in out[1].values()):
+            return out[0], jax.tree.map(jnp.asarray, out[1])
+    return out, {}
+
+
+def with_layer_terms(out: LossOutput, stacked: dict[str, Sum]) -> LossOutput:
+    """The head's answer with the layers' terms, each summed over its leading dim, beside the head's own."""
+    both = sorted(set(out.terms) & set(stacked))
+    if both:
+        raise ValueError(f"the head and the layers both return a term named {both[0]!r}; rename one of them")
+    terms = {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in stacked.items()}
+    return LossOutput({**out.terms, **terms}, out.metrics, out.outputs)
+
+
+def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:
+    one = jax.tree.map(lambda leaf: leaf[0], layers)
+    after = jax.eval_shape(lambda h, p: step(h, (jnp.int32(0), p))[0], hidden, one)
+    before = jax.eval_shape(lambda h: h, hidden)
+    describe = lambda tree: jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)  # noqa: E731
+    if describe(before) != describe(after):
+        raise ValueError(
+            f"a layer must return hidden as it got it: embed gives {describe(before)}, layer gives {describe(after)}"
+        )
+
+
+def _as_is(tree: PyTree) -> PyTree:
+    return tree

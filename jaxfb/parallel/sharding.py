@@ -1,0 +1,73 @@
+"""Where each parameter lives: which dim of which leaf is cut over fsdp, tensor, or (optimizer state) data.
+
+The rule reads shapes alone, so the engine, the trainer and a checkpoint on another mesh agree without talking.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.mesh import AUTOMATIC_AXES, axis_size
+
+PyTree = Any
+
+
+def param_specs(params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked: bool = False) -> PyTree:
+    """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
+
+    The fsdp dim is the largest that fsdp divides and tensor leaves free; a leaf without one is replicated.
+
+    Args:
+      params: tree of arrays or ShapeDtypeStructs.
+      tensor_specs: tree like params of PartitionSpec that name only "tensor", or None.
+      stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut, since
+        the layers are gathered one at a time.
+    """
+    if tensor_specs is None:
+        tensor_specs = jax.tree.map(lambda _: P(), params)
+    size = axis_size(mesh, "fsdp")
+
+    def spec(path, leaf, tensor_spec):
+        return _add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=int(stacked and _in_layers(path)))
+
+    return jax.tree_util.tree_map_with_path(spec, params, tensor_specs)
+
+
+def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
+    """ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
+    size = axis_size(mesh, axis)
+    return jax.tree.map(lambda leaf, spec: _add_axis(leaf.shape, spec, axis, size, first_dim=0), params, specs)
+
+
+def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
+    """NamedShardings of a tree of specs."""
+    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+
+
+def manual_part(spec: P) -> P:
+    """The spec as `shard_map` wants it: without the automatic axes."""
+    return P(*(None if entry in AUTOMATIC_AXES else entry for entry in spec))
+
+
+def dim_of(spec: P, axis: str) -> int | None:
+    """The dim that `axis` cuts, or None."""
+    return next((dim for dim, entry in enumerate(spec) if entry == axis), None)
+
+
+def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: int) -> P:
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    free = [
+        dim for dim in range(first_dim, len(shape)) if entries[dim] is None and shape[dim] and shape[dim] % size == 0
+    ]
+    if size == 1 or not free:
+        return P(*entries)
+    entries[max(free, key=lambda dim: (shape[dim], dim))] = axis
+    return P(*entries)
+
+
+def _in_layers(path) -> bool:
+    return bool(path) and getattr(path[0], "key", None) == "layers"

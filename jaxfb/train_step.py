@@ -1,0 +1,278 @@
+"""One global batch, one optimizer update. The file to read first after the README:
+
+    batch -> forward_backward -> unscale -> finite? -> clip -> optax update (once) -> TrainState
+
+Everything behind `forward_backward` sees whole arrays; XLA cuts them as parameters and optimizer state are cut.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxfb import gradients
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.optim import learning_rate_of
+from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
+from jaxfb.parallel.sharding import shardings
+from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
+
+PyTree = Any
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class TrainState:
+    """All that one update reads and writes; what a checkpoint holds.
+
+    step:                i32[], applied updates. The learning rate is a function of it, and of nothing else.
+    samples:             i32[], rows of the applied updates.
+    params:              the master parameters, float32 as a rule.
+    opt_state:           the optimizer's; there is no microbatch in it.
+    rng:                 PRNG key of the whole run; an update's key is folded from it.
+    nonfinite_updates:   i32[], updates skipped because the gradient norm was not finite.
+    zero_weight_updates: i32[], updates skipped because their rows counted nothing.
+    loss_scale:          fp16 loss scaling, or None.
+    """
+
+    step: jax.Array
+    samples: jax.Array
+    params: PyTree
+    opt_state: PyTree
+    rng: jax.Array
+    nonfinite_updates: jax.Array
+    zero_weight_updates: jax.Array
+    loss_scale: LossScaleState | None = None
+
+    @classmethod
+    def create(cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None) -> TrainState:
+        """A fresh state. `rng` is a seed or a key; `loss_scale` a DynamicLossScale, StaticLossScale or None."""
+        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
+        scale = loss_scale and loss_scale.init()
+        return cls(zero(), zero(), params, optimizer.init(params), key, zero(), zero(), scale)
+
+    @property
+    def attempts(self) -> jax.Array:
+        """i32[], global batches consumed: applied and skipped updates."""
+        return self.step + self.nonfinite_updates + self.zero_weight_updates
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class StepMetrics:
+    """The record of one update; scalars on the device, float32 unless said otherwise.
+
+    step:              i32, index of this update (applied updates before it).
+    loss:              of the whole global batch.
+    terms, weights:    name -> value of each term, and the weight that divided it.
+    metrics:           name -> value of the loss function's metrics.
+    grad_norm:         global norm of the reduced, divided, unscaled gradients.
+    clipped_grad_norm: the same after clipping.
+    clip_coefficient:  what the gradients were multiplied by.
+    param_norm:        global norm of the parameters before the update ("weight norm").
+    update_norm:       global norm of what was added to them (0 if skipped).
+    learning_rate:     the one that this update used; nan for a transformation that does not tell.
+    loss_scale:        that this update used, 1 without loss scaling.
+    skipped:           bool, the update was not applied.
+    nonfinite:         bool[num_leaves], which gradient leaves hold an inf or a nan; see `nonfinite_leaves`.
+    nonfinite_updates, zero_weight_updates: i32, skipped so far, this one included.
+    """
+
+    step: jax.Array
+    loss: jax.Array
+    terms: dict
+    weights: dict
+    metrics: dict
+    grad_norm: jax.Array
+    clipped_grad_norm: jax.Array
+    clip_coefficient: jax.Array
+    param_norm: jax.Array
+    update_norm: jax.Array
+    learning_rate: jax.Array
+    loss_scale: jax.Array
+    skipped: jax.Array
+    nonfinite: jax.Array
+    nonfinite_updates: jax.Array
+    zero_weight_updates: jax.Array
+
+    def nonfinite_leaves(self, params: PyTree) -> list[str]:
+        """Paths of the gradient leaves with an inf or a nan in them, such as "['layers']['mlp']['up']"."""
+        return gradients.names_of(self.nonfinite, params)
+
+
+def make_train_step(
+    model: LossFn | Pipelined,
+    optimizer: optax.GradientTransformation,
+    mesh: Mesh | None,
+    plan: BatchPlan,
+    *,
+    max_grad_norm: float | None = None,
+    clip_convention: str = "exact",
+    loss_scale: DynamicLossScale | StaticLossScale | None = None,
+    dropout: bool = True,
+    **forward_backward_options,
+) -> TrainStep:
+    """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
+
+    Args:
+      model: `loss_fn(params, microbatch, rng)` or a `Pipelined`.
+      optimizer: `make_optimizer(...)` or any optax transformation; applied once a call.
+      plan: of purpose "train"; every batch has its rows.
+      max_grad_norm: global norm to clip to; None does not clip.
+      clip_convention: "exact" min(1, max/norm), "torch" min(1, max/(norm + 1e-6)).
+      loss_scale: for float16; the loss itself is reported unscaled.
+      dropout: False hands None to the model as rng.
+      forward_backward_options: as for `get_forward_backward_func`.
+
+    Raises:
+      ValueError: an option is illegal, or the plan does not fit the mesh.
+    """
+    gradients.check_clipping(max_grad_norm, clip_convention)
+    plan.require("train")
+    fb = get_forward_backward_func(mesh, **forward_backward_options)
+    return TrainStep(fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout)
+
+
+class TrainStep:
+    """A compiled update, and where its state lives; made by `make_train_step`."""
+
+    def __init__(self, forward_backward, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout):
+        self.forward_backward: ForwardBackward = forward_backward
+        self.model, self.optimizer, self.plan = model, optimizer, plan
+        self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
+        self._loss_scale, self._dropout = loss_scale, dropout
+        self._jitted = jax.jit(self._update, donate_argnums=0)
+
+    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
+        """Applies one update. `state` is donated: use the one that comes back."""
+        return self._jitted(self.place(state), batch)
+
+    def lower(self, state: TrainState, batch: PyTree):
+        """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""
+        return self._jitted.lower(state, batch)
+
+    def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
+        """A fresh state on the mesh.
+
+        Args:
+          params: the parameters, or a function key -> parameters, which is then run sharded, so that no
+            device ever holds them whole.
+        """
+        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        if not callable(params):
+            return self.place(TrainState.create(params, self.optimizer, key, self._loss_scale))
+
+        def create(key):
+            return TrainState.create(params(jax.random.fold_in(key, 0)), self.optimizer, key, self._loss_scale)
+
+        return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+
+    def place(self, state: TrainState) -> TrainState:
+        """The state moved to where this step keeps it; nothing happens to what is there already."""
+        targets = self.state_shardings(state)
+        if all(
+            isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding == target)
+            for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(targets), strict=True)
+        ):
+            return state
+        return jax.device_put(state, targets)
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the gradients."""
+        fb, params = self.forward_backward, state.params
+        specs = jax.tree.map(lambda _: P(), state)
+        specs = replace(
+            specs,
+            params=fb.param_specs(self.model, params),
+            opt_state=_moment_specs(state.opt_state, params, fb.grad_specs(self.model, params)),
+        )
+        return shardings(specs, fb.mesh)
+
+    def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
+        scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
+        rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
+        out = self.forward_backward(self.model, state.params, batch, self.plan, rng, grad_scale=scale)
+        grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
+        norm = gradients.global_norm(grads)
+        finite, counted = jnp.isfinite(norm), _weight(out) > 0
+        clipped, coefficient = gradients.clip_by_global_norm(grads, norm, self._max_grad_norm, self._clip_convention)
+        new, updates = self._apply(state, clipped)
+        new = _advance(state, new, finite, counted, self.plan.real_rows, self._loss_scale)
+        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
+        applied = finite & counted
+        return new, StepMetrics(
+            step=state.step,
+            loss=out.loss,
+            terms={name: term.value for name, term in out.terms.items()},
+            weights={name: term.weight for name, term in out.terms.items()},
+            metrics={name: metric.value for name, metric in out.metrics.items()},
+            grad_norm=norm,
+            clipped_grad_norm=norm * coefficient,
+            clip_coefficient=coefficient,
+            param_norm=gradients.global_norm(state.params),
+            update_norm=jnp.where(applied, gradients.global_norm(updates), 0),
+            learning_rate=learning_rate_of(
+                self.optimizer, state.opt_state, state.samples, updated=new.opt_state
+            ),
+            loss_scale=scale,
+            skipped=~applied,
+            nonfinite=gradients.nonfinite_leaves(grads),
+            nonfinite_updates=new.nonfinite_updates,
+            zero_weight_updates=new.zero_weight_updates,
+        )
+
+    def _apply(self, state: TrainState, grads: PyTree) -> tuple[TrainState, PyTree]:
+        """The one optax update, computed where the gradients live (under ZeRO-1 cut over data)."""
+        with jax.named_scope("optimizer"):
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            optimizer = optax.with_extra_args_support(self.optimizer)
+            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, samples=state.samples)
+            return replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state), updates
+
+
+def _advance(state, new, finite, counted, rows, loss_scale) -> TrainState:
+    """`new` where the update applies, else `state`, bit for bit but for the counters of what was skipped."""
+    applied = finite & counted
+    kept = jax.tree.map(
+        lambda a, b: jnp.where(applied, a, b), (new.params, new.opt_state), (state.params, state.opt_state)
+    )
+    return replace(
+        state,
+        params=kept[0],
+        opt_state=kept[1],
+        step=state.step + applied,
+        samples=state.samples + jnp.where(applied, rows, 0),
+        nonfinite_updates=state.nonfinite_updates + ~finite,
+        zero_weight_updates=state.zero_weight_updates + (finite & ~counted),
+        loss_scale=loss_scale and loss_scale.update(state.loss_scale, finite),
+    )
+
+
+def _weight(out: ForwardBackwardOutput) -> jax.Array:
+    return sum(jnp.abs(term.weight).astype(jnp.float32) for term in out.terms.values())
+
+
+def _moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTree:
+    """Optimizer state that mirrors a parameter (its path ends in the parameter's, same shape) lives as its gradient."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves(grad_specs, is_leaf=lambda spec: isinstance(spec, P))
+    known = {tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
+
+    def spec(path, leaf):
+        names = tuple(map(str, path))
+        for start in range(len(names) + 1):
+            shape, found = known.get(names[start:], (None, None))
+            if shape == leaf.shape:
+                return found
+        return P()
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
