@@ -5,7 +5,10 @@ printed and drawn without a device, and whose `.program` is what the pipeline ex
 """
 
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.compare import ComparisonRow, comparison, comparison_table
+from jaxfb.schedules.draw import chrome_trace, timeline_figure
 from jaxfb.schedules.make import NAMES, check_name, from_table, from_text, make
+from jaxfb.schedules.megatron import MegatronRank, megatron_order, megatron_time
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.program import Program
 from jaxfb.schedules.simulate import Simulation
@@ -15,13 +18,21 @@ from jaxfb.schedules.table import Schedule
 __all__ = [
     "NAMES",
     "Action",
+    "ComparisonRow",
+    "MegatronRank",
     "Phase",
     "Program",
     "Schedule",
     "Simulation",
     "Slots",
     "check_name",
+    "chrome_trace",
+    "comparison",
+    "comparison_table",
     "from_table",
     "from_text",
     "make",
+    "megatron_order",
+    "megatron_time",
+    "timeline_figure",
 ]

@@ -11,7 +11,7 @@ Mark = tuple[int, int, str]
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
     """A title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
     title = (
-        f"{schedule.name}: {schedule.num_stages} devices x {schedule.num_chunks} chunks, "
+        f"{schedule.name}: {schedule.num_stages} devices x {schedule.num_chunks} chunk{'s' * (schedule.num_chunks > 1)}, "
         f"{schedule.num_microbatches} microbatches, {schedule.num_ticks} ticks; phases "
         + ", ".join(f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases)
     )
@@ -33,7 +33,7 @@ def render_table(
     lines: list[str] = []
     for start in range(first, len(table), columns):
         ticks = range(start, min(start + columns, len(table)))
-        gaps = ["| " if tick in (separators or ()) else "  " for tick in ticks]
+        gaps = [" | " if tick in (separators or ()) else "  " for tick in ticks]
         numbers = [gap + str(tick).ljust(cell_width) for gap, tick in zip(gaps, ticks, strict=True)]
         lines.append(("tick".ljust(label) + "".join(numbers)).rstrip())
         for device in range(len(table[0])):

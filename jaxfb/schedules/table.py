@@ -115,6 +115,16 @@ class Schedule:
         """The table as text, a line a device and kind, cut into blocks of at most `width` characters."""
         return render(self, width=width)
 
+    def summary(self, **costs: float) -> str:
+        """One line: ticks, bubble and memory for the costs given, which are `simulate`'s."""
+        result = self.simulate(**costs)
+        peaks = " ".join(map(str, result.peak_live_activations))
+        return (
+            f"{self.name}: {self.num_stages} devices x {self.num_chunks} chunk{'s' * (self.num_chunks > 1)}, "
+            f"{self.num_microbatches} microbatches, {self.num_ticks} ticks, bubble {result.bubble_fraction:.1%}, "
+            f"peak live activations {peaks} (chunks, by device)"
+        )
+
     def forward_only(self) -> "Schedule":
         """The forwards alone, for evaluation and log-probs: no backward, nothing kept."""
         table = [tuple(tuple(a for a in cell if a.kind == "F") for cell in row) for row in self.table]

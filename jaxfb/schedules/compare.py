@@ -1,0 +1,88 @@
+"""All schedules side by side (forward_backward step): time, bubble and memory, Megatron's own beside ours."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from jaxfb.schedules.make import make
+from jaxfb.schedules.megatron import megatron_order, megatron_time
+
+
+class ComparisonRow(NamedTuple):
+    """One schedule's numbers; times in the unit of the costs.
+
+    peak_live_activations is in chunks, by device; peak_microbatches is its largest in whole microbatches of a
+    device (chunks / num_chunks), which compares across numbers of chunks.
+    """
+
+    name: str
+    num_chunks: int
+    num_ticks: int | None
+    time: float
+    bubble_fraction: float
+    peak_live_activations: tuple[int, ...]
+    peak_microbatches: float
+
+
+def comparison(
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 2,
+    *,
+    forward: float = 1,
+    backward_input: float = 1,
+    backward_weight: float = 1,
+) -> list[ComparisonRow]:
+    """Every built-in kind, then Megatron's orders where Megatron accepts the sizes.
+
+    gpipe and 1f1b are given one chunk, v_shape two, interleaved `num_chunks` (at least two), zero_bubble
+    both. Megatron's times are of independent ranks with free transport, ours of lockstep ticks.
+    """
+    costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    chunks = max(num_chunks, 2)
+    kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved", chunks), ("zero_bubble", 1), ("zero_bubble", chunks)]
+    rows = [_ours(name, num_stages, num_microbatches, v, costs) for name, v in [*kinds, ("v_shape", 2)]]
+    rows += [_megatron(num_stages, num_microbatches, 1, costs)]
+    if num_stages > 1 and num_microbatches % num_stages == 0:
+        rows += [_megatron(num_stages, num_microbatches, chunks, costs)]
+    return rows
+
+
+def comparison_table(rows: Sequence[ComparisonRow]) -> str:
+    """The rows as a Markdown table with aligned columns."""
+    head = ("schedule", "chunks", "ticks", "time", "bubble", "peak activations by device", "in microbatches")
+    cells = [head, *(_cells(row) for row in rows)]
+    widths = [max(len(line[i]) for line in cells) for i in range(len(head))]
+    padded = [[text.ljust(w) for text, w in zip(line, widths, strict=True)] for line in cells]
+    lines = [f"| {' | '.join(line)} |" for line in padded]
+    return "\n".join([lines[0], f"|{'|'.join('-' * (w + 2) for w in widths)}|", *lines[1:]])
+
+
+def _cells(row: ComparisonRow) -> tuple[str, ...]:
+    return (
+        row.name,
+        str(row.num_chunks),
+        "" if row.num_ticks is None else str(row.num_ticks),
+        f"{row.time:g}",
+        f"{row.bubble_fraction:.1%}",
+        " ".join(map(str, row.peak_live_activations)),
+        f"{row.peak_microbatches:g}",
+    )
+
+
+def _ours(name: str, num_stages: int, num_microbatches: int, num_chunks: int, costs: dict) -> ComparisonRow:
+    schedule = make(name, num_stages, num_microbatches, num_chunks)
+    cost = schedule.simulate(**costs)
+    peaks = cost.peak_live_activations
+    return ComparisonRow(
+        name, num_chunks, schedule.num_ticks, cost.time, cost.bubble_fraction, peaks, max(peaks) / num_chunks
+    )
+
+
+def _megatron(num_stages: int, num_microbatches: int, num_chunks: int, costs: dict) -> ComparisonRow:
+    ranks = megatron_order(num_stages, num_microbatches, num_chunks)
+    backward = costs["backward_input"] + costs["backward_weight"]
+    time = megatron_time(ranks, forward=costs["forward"], backward=backward)
+    ideal = num_microbatches * (costs["forward"] + backward)
+    peaks = tuple(rank.max_in_flight for rank in ranks)
+    name = "Megatron 1F1B" if num_chunks == 1 else "Megatron interleaved"
+    return ComparisonRow(name, num_chunks, None, time, 1 - ideal / time, peaks, max(peaks) / num_chunks)

@@ -1,0 +1,198 @@
+"""Pictures of a schedule (forward_backward step): a timeline as SVG or PNG, and a trace for Perfetto.
+
+Both show lockstep time: a tick is as long as its phase's body, a device that has nothing to do in it stands
+idle. Costs are keyword arguments of `Schedule.simulate`, one microbatch on all chunks of a device.
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from jaxfb.schedules.action import KINDS
+from jaxfb.schedules.simulate import kind_costs
+
+COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
+IDLE = "#eceef1"
+LABELS = {"F": "forward", "B": "backward", "W": "weight gradient", "loss": "head and loss"}
+
+
+class Bar(NamedTuple):
+    """One stretch of a device's time; `microbatch` is None where it executes the body on nothing."""
+
+    device: int
+    kind: str
+    start: float
+    length: float
+    tick: int
+    microbatch: int | None
+    chunk: int | None
+
+
+def bars(
+    schedule,
+    *,
+    forward: float = 1,
+    backward_input: float = 1,
+    backward_weight: float = 1,
+    head: float = 0,
+) -> list[Bar]:
+    """Everything every device executes, in order of time; adds up to `simulate(...).time` on each device."""
+    costs = kind_costs(schedule, forward, backward_input, backward_weight)
+    last = schedule.num_stages * schedule.num_chunks - 1
+    losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_microbatches)} if head else {}
+    found, now = [], 0.0
+    for phase in schedule.phases:
+        for tick in range(phase.start, phase.stop):
+            steps = [(kind, costs[kind] / schedule.num_chunks) for kind in phase.kinds]
+            if tick in losses:
+                steps.insert(phase.kinds.find("F") + 1, ("loss", head))
+            for kind, length in steps:
+                for device, cell in enumerate(schedule.table[tick]):
+                    done = {a.kind: (a.microbatch, a.chunk) for a in cell} | {
+                        "loss": (losses.get(tick), None)
+                    }
+                    found.append(Bar(device, kind, now, length, tick, *done.get(kind, (None, None))))
+                now += length
+    return found
+
+
+def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | None = None) -> Path:
+    """Draws the schedule to a .svg, .png or .pdf file and returns its path.
+
+    One lane a device, time to the right. Colour is the kind, its shade the chunk, the number in it the
+    microbatch, light grey the bubble; dashed lines separate the static phases.
+    """
+    path = Path(path)
+    if path.suffix not in (".svg", ".png", ".pdf"):
+        raise ValueError(
+            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; "
+            f"use {str(path.with_suffix('.svg'))!r}"
+        )
+    from matplotlib.figure import Figure  # heavy, and only needed here
+
+    found = bars(schedule, **(costs or {}))
+    result = schedule.simulate(**(costs or {}))
+    per_device = len(found) / schedule.num_stages
+    figure = Figure(figsize=(min(max(8.0, 0.27 * per_device), 48.0), 1.5 + 0.5 * schedule.num_stages))
+    axes = figure.add_subplot()
+    _draw_bars(axes, found, schedule.num_chunks, result.time, figure.get_size_inches()[0])
+    _draw_phases(axes, schedule, result.tick_times)
+    _label(axes, schedule, result, {bar.kind for bar in found})
+    figure.savefig(path, bbox_inches="tight", dpi=150)
+    return path
+
+
+def chrome_trace(schedule, path: str | Path, costs: Mapping[str, float] | None = None) -> Path:
+    """Writes a trace that Perfetto and chrome://tracing open: a track a device, costs read as milliseconds.
+
+    Each device also has a counter of its live chunk activations.
+    """
+    events = [{"ph": "M", "pid": 0, "name": "process_name", "args": {"name": schedule.name}}]
+    for device in range(schedule.num_stages):
+        name = {"name": f"device {device}"}
+        events.append({"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": name})
+    live = [0] * schedule.num_stages
+    last_reader = "W" if schedule.splits_backward else "B"
+    for bar in bars(schedule, **(costs or {})):
+        if bar.microbatch is None:
+            continue
+        events.append(_work_event(bar))
+        change = (bar.kind == "F") - (bar.kind == last_reader)
+        if change:
+            live[bar.device] += change
+            events.append(_memory_event(bar, live[bar.device], change))
+    path = Path(path)
+    path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
+    return path
+
+
+def _work_event(bar: Bar) -> dict:
+    name = f"{bar.kind}{bar.microbatch}" + ("" if bar.chunk is None else f".{bar.chunk}")
+    return {
+        "ph": "X",
+        "name": name,
+        "cat": LABELS[bar.kind],
+        "pid": 0,
+        "tid": bar.device,
+        "ts": bar.start * 1000,
+        "dur": bar.length * 1000,
+        "args": {"microbatch": bar.microbatch, "chunk": bar.chunk, "tick": bar.tick},
+    }
+
+
+def _memory_event(bar: Bar, live: int, change: int) -> dict:
+    """A forward holds its activations from its start, their last reader frees them at its end."""
+    time = bar.start if change > 0 else bar.start + bar.length
+    name = f"live activations, device {bar.device}"
+    return {"ph": "C", "name": name, "pid": 0, "ts": time * 1000, "args": {"chunks": live}}
+
+
+def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: float) -> None:
+    for bar in found:
+        idle = bar.microbatch is None
+        face = IDLE if idle else _shade(COLOURS[bar.kind], bar.chunk or 0, num_chunks)
+        axes.broken_barh(
+            [(bar.start, bar.length)],
+            (bar.device - 0.44, 0.88),
+            facecolor=face,
+            edgecolor="white",
+            linewidth=0.8,
+        )
+        if not idle and inches * bar.length / time > 0.14:
+            dark = sum(face) < 1.9
+            axes.text(
+                bar.start + bar.length / 2, bar.device, str(bar.microbatch), ha="center", va="center",
+                fontsize=8, color="white" if dark else "#20242a",
+            )  # fmt: skip
+
+
+def _shade(colour: str, chunk: int, num_chunks: int) -> tuple[float, ...]:
+    """Later chunks are lighter: from the full colour to 60 % white."""
+    white = 0.6 * chunk / max(num_chunks - 1, 1)
+    red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
+    return tuple(c + (1 - c) * white for c in (red, green, blue))
+
+
+def _draw_phases(axes, schedule, tick_times: tuple[float, ...]) -> None:
+    for phase in schedule.phases:
+        start, stop = sum(tick_times[: phase.start]), sum(tick_times[: phase.stop])
+        if phase.start:
+            axes.axvline(start, color="#8a9099", linewidth=0.8, linestyle=(0, (4, 3)))
+        axes.text(
+            (start + stop) / 2,
+            -0.62,
+            "+".join(phase.kinds),
+            ha="center",
+            va="bottom",
+            fontsize=8,
+            color="#6b7280",
+        )
+
+
+def _label(axes, schedule, result, kinds: set[str]) -> None:
+    from matplotlib.patches import Patch
+
+    devices = range(schedule.num_stages)
+    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
+    peaks = " ".join(map(str, result.peak_live_activations))
+    axes.set_title(
+        f"{schedule.name}: {schedule.num_stages} devices{chunks}, {schedule.num_microbatches} microbatches\n"
+        f"time {result.time:g}, bubble {result.bubble_fraction:.1%}, peak live activations {peaks}",
+        loc="left", fontsize=10, pad=16,
+    )  # fmt: skip
+    axes.set(xlim=(0, result.time), ylim=(schedule.num_stages - 0.45, -0.55), xlabel="time")
+    axes.set_yticks(devices, [f"device {d}" for d in devices])
+    axes.tick_params(length=0)
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    shown = [kind for kind in (*KINDS, "loss") if kind in kinds]
+    patches = [Patch(color=COLOURS[k], label=LABELS[k]) for k in shown] + [Patch(color=IDLE, label="idle")]
+    axes.legend(
+        handles=patches,
+        ncols=len(patches),
+        loc="lower right",
+        bbox_to_anchor=(1, 1.02),
+        frameon=False,
+        fontsize=8,
+    )

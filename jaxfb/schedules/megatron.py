@@ -1,0 +1,138 @@
+"""Megatron-LM's own per-rank orders (forward_backward step), to set its bubble and memory beside ours.
+
+Its ranks run independently, each executing its list of F and B as soon as the inputs are there; ours share
+ticks.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxfb.schedules.action import Action
+
+
+@dataclass(frozen=True)
+class MegatronRank:
+    """What one rank executes.
+
+    Attributes:
+      num_warmup: forwards before the first pair of F and B.
+      order: its actions; B is input and weight gradient in one. Stage of chunk c is c * num_stages + rank.
+    """
+
+    rank: int
+    num_warmup: int
+    order: tuple[Action, ...]
+
+    @property
+    def max_in_flight(self) -> int:
+        """Most chunk activations at a time that wait for their backward."""
+        return most_in_flight(self.order)
+
+
+def megatron_order(
+    num_stages: int,
+    num_microbatches: int,
+    num_chunks: int = 1,
+    group_size: int | None = None,
+    *,
+    interleaved: bool | None = None,
+    forward_only: bool = False,
+) -> tuple[MegatronRank, ...]:
+    """The execution orders of Megatron-LM's schedules, rank by rank.
+
+    Args:
+      group_size: microbatches that visit a chunk before the next chunk's turn
+        (`microbatch_group_size_per_vp_stage`); num_stages if not given. Used by the interleaved schedule
+        only.
+      interleaved: None picks as Megatron does, by num_chunks > 1.
+      forward_only: all forwards, no backward.
+    Raises:
+      ValueError: what Megatron refuses: a group smaller than num_stages or larger than M, or a last group
+        that is shorter than num_stages.
+    """
+    interleaved = num_chunks > 1 if interleaved is None else interleaved
+    group = group_size or num_stages
+    if interleaved:
+        _check_groups(num_stages, num_microbatches, group)
+    elif num_chunks > 1:
+        raise ValueError(
+            f"chunks need the interleaved schedule; got num_chunks={num_chunks} with interleaved=False; "
+            f"use num_chunks=1"
+        )
+    forward = schedule_table(num_microbatches, num_chunks, group)
+    backward = [(m, num_chunks - 1 - c) for m, c in forward]
+    ranks = []
+    for rank in range(num_stages):
+        warmup = num_stages - rank - 1
+        if interleaved:
+            warmup = 2 * warmup + (num_chunks - 1) * group
+        warmup = len(forward) if forward_only else min(warmup, len(forward))
+        order = _order(forward, () if forward_only else backward, warmup)
+        ranks.append(MegatronRank(rank, warmup, order))
+    return tuple(ranks)
+
+
+def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
+    """(microbatch, chunk) of each forward slot: groups of microbatches, within a group chunk after chunk."""
+    return [
+        (m, chunk)
+        for start in range(0, num_microbatches, group_size)
+        for chunk in range(num_chunks)
+        for m in range(start, min(start + group_size, num_microbatches))
+    ]
+
+
+def _check_groups(num_stages: int, num_microbatches: int, group: int) -> None:
+    if not num_stages <= group <= num_microbatches:
+        raise ValueError(
+            f"Megatron needs num_stages <= group_size <= num_microbatches; got num_stages={num_stages}, "
+            f"group_size={group}, num_microbatches={num_microbatches}; "
+            f"use group_size={num_stages} and at least {num_stages} microbatches"
+        )
+    rest = num_microbatches % group
+    if 0 < rest < num_stages:
+        raise ValueError(
+            f"Megatron needs a last group of at least num_stages={num_stages} microbatches; got {rest} "
+            f"(num_microbatches={num_microbatches}, group_size={group}); "
+            f"use {num_microbatches - rest} or {num_microbatches - rest + num_stages} microbatches"
+        )
+
+
+def _order(forward: Sequence, backward: Sequence, warmup: int) -> tuple[Action, ...]:
+    order = [Action("F", *item) for item in forward[:warmup]]
+    done = iter(backward)
+    for item in forward[warmup:]:
+        order += [Action("F", *item), Action("B", *next(done))]
+    return (*order, *(Action("B", *item) for item in done))
+
+
+def most_in_flight(order: Sequence[Action]) -> int:
+    """Most forwards at a time whose last reader, W or else B, has not run."""
+    last = "W" if any(action.kind == "W" for action in order) else "B"
+    live = most = 0
+    for action in order:
+        live += (action.kind == "F") - (action.kind == last)
+        most = max(most, live)
+    return most
+
+
+def megatron_time(ranks: Sequence[MegatronRank], *, forward: float, backward: float) -> float:
+    """Time of one step, transport free; costs are of one microbatch on all chunks of a rank."""
+    num_chunks = 1 + max(action.chunk for action in ranks[0].order)
+    costs = {"F": forward / num_chunks, "B": backward / num_chunks}
+    last = len(ranks) * num_chunks - 1
+    done: dict[tuple[str, int, int], float] = {}
+    clock, position = [0.0] * len(ranks), [0] * len(ranks)
+    while any(position[r.rank] < len(r.order) for r in ranks):
+        for rank in ranks:
+            while position[rank.rank] < len(rank.order):
+                kind, m, chunk = rank.order[position[rank.rank]]
+                stage = chunk * len(ranks) + rank.rank
+                neighbour = stage - 1 if kind == "F" else stage + 1
+                ready = done.get((kind, m, neighbour)) if 0 <= neighbour <= last else 0.0
+                if ready is None:
+                    break
+                clock[rank.rank] = max(clock[rank.rank], ready) + costs[kind]
+                done[kind, m, stage] = clock[rank.rank]
+                position[rank.rank] += 1
+    return max(clock)
