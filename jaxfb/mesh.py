@@ -93,7 +93,9 @@ def _checked_sizes(given: dict[str, int]) -> dict[str, int]:
             raise ValueError(f"mesh size {axis} must be a positive int, or -1 for the rest, got {size!r}")
     unknown = [axis for axis, size in given.items() if size == -1]
     if len(unknown) > 1:
-        raise ValueError(f"only one mesh size may be -1, got {' and '.join(unknown)}; give one of them a number")
+        raise ValueError(
+            f"only one mesh size may be -1, got {' and '.join(unknown)}; give one of them a number"
+        )
     return _refuse_unbuilt(given)
 
 

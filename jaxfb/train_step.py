@@ -53,7 +53,9 @@ class TrainState:
     loss_scale: LossScaleState | None = None
 
     @classmethod
-    def create(cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None) -> TrainState:
+    def create(
+        cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None
+    ) -> TrainState:
         """A fresh state. `rng` is a seed or a key; `loss_scale` a DynamicLossScale, StaticLossScale or None."""
         key = jax.random.key(rng) if isinstance(rng, int) else rng
         zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
@@ -145,7 +147,9 @@ def make_train_step(
 class TrainStep:
     """A compiled update, and where its state lives; made by `make_train_step`."""
 
-    def __init__(self, forward_backward, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout):
+    def __init__(
+        self, forward_backward, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout
+    ):
         self.forward_backward: ForwardBackward = forward_backward
         self.model, self.optimizer, self.plan = model, optimizer, plan
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
@@ -172,7 +176,9 @@ class TrainStep:
             return self.place(TrainState.create(params, self.optimizer, key, self._loss_scale))
 
         def create(key):
-            return TrainState.create(params(jax.random.fold_in(key, 0)), self.optimizer, key, self._loss_scale)
+            return TrainState.create(
+                params(jax.random.fold_in(key, 0)), self.optimizer, key, self._loss_scale
+            )
 
         return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
 
@@ -204,7 +210,9 @@ class TrainStep:
         grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
         norm = gradients.global_norm(grads)
         finite, counted = jnp.isfinite(norm), _weight(out) > 0
-        clipped, coefficient = gradients.clip_by_global_norm(grads, norm, self._max_grad_norm, self._clip_convention)
+        clipped, coefficient = gradients.clip_by_global_norm(
+            grads, norm, self._max_grad_norm, self._clip_convention
+        )
         new, updates = self._apply(state, clipped)
         new = _advance(state, new, finite, counted, self.plan.real_rows, self._loss_scale)
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
@@ -236,7 +244,9 @@ class TrainStep:
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, samples=state.samples)
-            return replace(state, params=optax.apply_updates(state.params, updates), opt_state=opt_state), updates
+            return replace(
+                state, params=optax.apply_updates(state.params, updates), opt_state=opt_state
+            ), updates
 
 
 def _advance(state, new, finite, counted, rows, loss_scale) -> TrainState:
@@ -265,7 +275,9 @@ def _moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTr
     """Optimizer state that mirrors a parameter (its path ends in the parameter's, same shape) lives as its gradient."""
     leaves = jax.tree_util.tree_leaves_with_path(params)
     specs = jax.tree.leaves(grad_specs, is_leaf=lambda spec: isinstance(spec, P))
-    known = {tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)}
+    known = {
+        tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)
+    }
 
     def spec(path, leaf):
         names = tuple(map(str, path))

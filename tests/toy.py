@@ -14,7 +14,10 @@ def params(seed=0, layers=LAYERS, dtype=np.float64, tied=True):
     rng = np.random.default_rng(seed)
     tree = {
         "embed": rng.normal(size=(VOCAB, WIDTH)),
-        "layers": {"w": rng.normal(size=(layers, WIDTH, WIDTH)) * 0.3, "b": rng.normal(size=(layers, WIDTH)) * 0.1},
+        "layers": {
+            "w": rng.normal(size=(layers, WIDTH, WIDTH)) * 0.3,
+            "b": rng.normal(size=(layers, WIDTH)) * 0.1,
+        },
         "gain": np.ones(3),
     }
     if not tied:

@@ -21,7 +21,12 @@ PyTree = Any
 
 
 def accumulate(
-    loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None, seeds: dict, accum_dtypes: PyTree
+    loss_fn: LossFn,
+    params: PyTree,
+    microbatches: PyTree,
+    keys: jax.Array | None,
+    seeds: dict,
+    accum_dtypes: PyTree,
 ) -> tuple[PyTree, LossOutput]:
     """Gradients of this replica's rows, seeded and summed; and every microbatch's LossOutput.
 
@@ -38,7 +43,9 @@ def accumulate(
     def step(grads, inputs):
         microbatch, row_keys, seed = inputs
         with jax.named_scope("forward"):
-            totals, vjp, out = jax.vjp(lambda p: _split_totals(loss_fn(p, microbatch, row_keys)), params, has_aux=True)
+            totals, vjp, out = jax.vjp(
+                lambda p: _split_totals(loss_fn(p, microbatch, row_keys)), params, has_aux=True
+            )
         with jax.named_scope("backward"):
             (partial,) = vjp({name: seed[name].astype(total.dtype) for name, total in totals.items()})
         with jax.named_scope("accumulate"):

@@ -151,7 +151,9 @@ class ForwardBackward:
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     """The sharded program: one `shard_map`, manual over every axis but tensor."""
     specs, grad_specs = fb.param_specs(model, params), fb.grad_specs(model, params)
-    whole = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, fb.compute_dtype or leaf.dtype), params)
+    whole = jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, fb.compute_dtype or leaf.dtype), params
+    )
     rows = P(None, replica_axes(fb.mesh))
 
     def body(params, microbatches, keys, grad_scale):
@@ -227,7 +229,9 @@ def _place(params: PyTree, shardings: PyTree) -> PyTree:
 
 def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan, forward_only: bool) -> None:
     if not isinstance(plan, BatchPlan):
-        raise ValueError(f"plan must be a jaxfb.BatchPlan, got {plan!r}; sizes are given there and nowhere else")
+        raise ValueError(
+            f"plan must be a jaxfb.BatchPlan, got {plan!r}; sizes are given there and nowhere else"
+        )
     if not forward_only:
         plan.require("train")
     replicas = data_parallel(fb.mesh)
@@ -274,5 +278,7 @@ def _float_dtype(name: str, value: Any) -> Any:
     except TypeError:
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(f"{name} must be a float dtype such as 'float32' or 'bfloat16', or None, got {value!r}")
+        raise ValueError(
+            f"{name} must be a float dtype such as 'float32' or 'bfloat16', or None, got {value!r}"
+        )
     return dtype

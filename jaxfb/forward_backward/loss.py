@@ -38,12 +38,16 @@ def as_loss_output(out: Any) -> LossOutput:
             "return Sum(per_token_loss.sum(), mask.sum()), or wrap a Megatron loss in jaxfb.from_megatron"
         )
     if not out.terms:
-        raise ValueError("LossOutput.terms must name at least one jaxfb.Sum, got none; metrics are not the objective")
+        raise ValueError(
+            "LossOutput.terms must name at least one jaxfb.Sum, got none; metrics are not the objective"
+        )
     for name, term in out.terms.items():
         _check_term(name, term)
     for name, metric in out.metrics.items():
         if not isinstance(metric, (Sum, Max, Min, Last)):
-            raise ValueError(f"metric {name!r} must be a jaxfb.Sum, Max, Min or Last, got {_described(metric)}")
+            raise ValueError(
+                f"metric {name!r} must be a jaxfb.Sum, Max, Min or Last, got {_described(metric)}"
+            )
     terms = {name: Sum(jnp.asarray(t.total), jnp.asarray(t.weight)) for name, t in out.terms.items()}
     return LossOutput(terms, jax.tree.map(jnp.asarray, out.metrics), out.outputs)
 

@@ -59,7 +59,9 @@ def row_keys(rng: jax.Array | None, plan: BatchPlan) -> jax.Array | None:
     if rng.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(plan.padded_rows))
     if rng.shape != (plan.rows,):
-        raise ValueError(f"rng must be one key or one a row: plan has {plan.rows} rows, rng shape is {rng.shape}")
+        raise ValueError(
+            f"rng must be one key or one a row: plan has {plan.rows} rows, rng shape is {rng.shape}"
+        )
     return rng if plan.padded_rows <= plan.rows else jnp.resize(rng, (plan.padded_rows,))
 
 

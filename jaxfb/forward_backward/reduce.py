@@ -11,7 +11,9 @@ from jax import lax
 from jaxfb.types import Last, LossOutput, Max, Min, Sum
 
 PyTree = Any
-RECORD = 256  # per-microbatch records travel in blocks of this many, so their bytes do not depend on their number
+RECORD = (
+    256  # per-microbatch records travel in blocks of this many, so their bytes do not depend on their number
+)
 
 
 def reduce_records(values: PyTree, axes: tuple[str, ...]) -> PyTree:

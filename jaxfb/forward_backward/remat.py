@@ -9,7 +9,15 @@ import jax
 REMAT_POLICIES = ("none", "selective", "full")
 
 # shape-only primitives: saving one of these would keep a gathered weight under another name
-_VIEWS = {"reshape", "transpose", "convert_element_type", "broadcast_in_dim", "squeeze", "expand_dims", "copy"}
+_VIEWS = {
+    "reshape",
+    "transpose",
+    "convert_element_type",
+    "broadcast_in_dim",
+    "squeeze",
+    "expand_dims",
+    "copy",
+}
 
 
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:

@@ -17,7 +17,10 @@ Bring = Callable[[PyTree], PyTree]
 
 
 def sequential(
-    model: Pipelined, remat: Callable = lambda layer: layer, bring_outer: Bring = None, bring_layer: Bring = None
+    model: Pipelined,
+    remat: Callable = lambda layer: layer,
+    bring_outer: Bring = None,
+    bring_layer: Bring = None,
 ) -> LossFn:
     """The model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers.
 
@@ -59,10 +62,14 @@ def num_layers(params: dict) -> int:
       ValueError: params has no "layers", or its leaves are stacked to different lengths.
     """
     if not isinstance(params, dict) or not jax.tree.leaves(params.get("layers")):
-        raise ValueError('params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]')
+        raise ValueError(
+            'params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]'
+        )
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params["layers"])}
     if len(lengths) > 1:
-        raise ValueError(f'every leaf of params["layers"] must be stacked to one num_layers, got {sorted(lengths)}')
+        raise ValueError(
+            f'every leaf of params["layers"] must be stacked to one num_layers, got {sorted(lengths)}'
+        )
     return lengths.pop()
 
 

@@ -32,7 +32,8 @@ def term_weights(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: ja
     """
     first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (microbatches, keys))
     closed, shape = jax.make_jaxpr(
-        lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()}, return_shape=True
+        lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()},
+        return_shape=True,
     )(params, *first)
     _check_data_only(closed, params, tuple(shape))
     run, used = prune(closed, [True] * len(shape))

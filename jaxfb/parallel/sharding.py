@@ -40,7 +40,9 @@ def param_specs(params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked
 def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
     """ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
     size = axis_size(mesh, axis)
-    return jax.tree.map(lambda leaf, spec: _add_axis(leaf.shape, spec, axis, size, first_dim=0), params, specs)
+    return jax.tree.map(
+        lambda leaf, spec: _add_axis(leaf.shape, spec, axis, size, first_dim=0), params, specs
+    )
 
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
@@ -61,7 +63,9 @@ def dim_of(spec: P, axis: str) -> int | None:
 def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: int) -> P:
     entries = list(spec) + [None] * (len(shape) - len(spec))
     free = [
-        dim for dim in range(first_dim, len(shape)) if entries[dim] is None and shape[dim] and shape[dim] % size == 0
+        dim
+        for dim in range(first_dim, len(shape))
+        if entries[dim] is None and shape[dim] and shape[dim] % size == 0
     ]
     if size == 1 or not free:
         return P(*entries)
