@@ -1,0 +1,75 @@
+"""What happens to the gradients between forward_backward and the update: unscale, measure, clip.
+
+Everything here sees the gradient of the whole global batch, reduced over replicas and divided by its weights.
+The order: `unscale`; `global_norm`; not finite? skip the update and name the leaves; `clip_by_global_norm`.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfb.types import PyTree
+
+
+def unscale(grads: PyTree, loss_scale: jax.typing.ArrayLike | None) -> PyTree:
+    """Gradients without the loss scale, in float32 (float64 for f64 leaves). None: there was no scale."""
+    if loss_scale is None:
+        return grads
+    return jax.tree.map(lambda g: _wide(g) / jnp.asarray(loss_scale, _wide(g).dtype), grads)
+
+
+def global_norm(tree: PyTree) -> jax.Array:
+    """L2 norm over all leaves together: f32[], or f64[] if any leaf is f64. Leaves are widened, then squared.
+
+    Outside shard_map a sharded leaf is one array, so every parameter is counted once on any mesh.
+    """
+    squares = [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
+
+
+def clip_by_global_norm(
+    grads: PyTree, norm: jax.Array, max_norm: float | None, convention: str = "exact"
+) -> tuple[PyTree, jax.Array]:
+    """Scales gradients down to a global norm of `max_norm`; returns them and the coefficient, float[].
+
+    norm:       `global_norm(grads)`. Where it is not finite, neither is the result: skip the update.
+    max_norm:   None does not clip (coefficient 1); 0 or less is refused.
+    convention: "exact", min(1, max_norm / norm), as optax; "torch", min(1, max_norm / (norm + 1e-6)), as
+                Megatron too.
+    """
+    check_clipping(max_norm, convention)
+    if max_norm is None:
+        return grads, jnp.ones_like(norm)
+    coefficient = max_norm / jnp.maximum(norm + 1e-6 if convention == "torch" else norm, max_norm)
+    return jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads), coefficient
+
+
+def check_clipping(max_norm: float | None, convention: str = "exact") -> None:
+    """ValueError for what `clip_by_global_norm` cannot do; to be called before anything is traced."""
+    if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
+        raise ValueError(
+            f"max_norm must be positive and finite, got {max_norm}; use None to disable clipping"
+        )
+    if convention not in ("exact", "torch"):
+        raise ValueError(f'clip convention must be "exact" or "torch", got {convention!r}; use "exact"')
+
+
+def nonfinite_leaves(tree: PyTree) -> jax.Array:
+    """bool[num_leaves], in the order of `jax.tree.leaves`: whether a leaf has an inf or a nan in it."""
+    flags = [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
+    return jnp.stack(flags) if flags else jnp.zeros([0], bool)
+
+
+def names_of(flags: jax.typing.ArrayLike, tree: PyTree) -> list[str]:
+    """On the host: the paths of the leaves whose flag is set, such as `["['layers']['w1']"]`."""
+    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
+    return [path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag]
+
+
+def _wide(x: jax.Array) -> jax.Array:
+    """float32, or float64 where it is already."""
+    return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))

@@ -1,0 +1,235 @@
+"""Optimizers by name, on optax: a direction, then decoupled weight decay, then the learning rate.
+
+Part of "one update". All of them end in the same line,
+
+  params += -learning_rate * (direction + weight_decay * params where the mask says so)
+
+with both rates functions of the number of applied updates (or of consumed samples). There is no clipping and
+no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands over one gradient an update.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+import optax.contrib
+
+from jaxfb.optim.choose import build, check, choose
+from jaxfb.optim.learning_rate import Schedule
+from jaxfb.optim.leaves import has_word, is_stacked, layer_ndim, path_names
+from jaxfb.optim.weight_decay import decay_mask
+from jaxfb.types import PyTree
+
+Rate = float | Callable[[jax.Array], jax.Array]
+
+
+class OptimizerState(NamedTuple):
+    """count: i32[], applied updates. learning_rate: float[], what the last one used. inner: optax's state."""
+
+    count: jax.Array
+    learning_rate: jax.Array
+    inner: PyTree
+
+
+class Optimizer(optax.GradientTransformationExtraArgs):
+    """An optax transformation that can say which learning rate it will use; made by `make_optimizer`.
+
+    init, update:  as in optax; `update(grads, state, params, samples=None)`.
+    learning_rate: count (or samples, see `.learning_rate.unit`) -> float[].
+    weight_decay:  the same for the weight decay.
+    """
+
+    learning_rate: Callable[[jax.Array], jax.Array]
+    weight_decay: Callable[[jax.Array], jax.Array]
+
+    def __new__(cls, init, update, learning_rate, weight_decay):
+        self = super().__new__(cls, init, update)
+        self.learning_rate = learning_rate
+        self.weight_decay = weight_decay
+        return self
+
+
+def make_optimizer(
+    name: str = "adamw",
+    *,
+    learning_rate: Rate,
+    weight_decay: Rate = 0.0,
+    mask: Callable[[PyTree], PyTree] = decay_mask,
+    **hyperparameters,
+) -> Optimizer:
+    """Optimizer by name.
+
+    Args:
+      name: adamw, lion, adafactor, muon or sgd.
+      learning_rate: a number, or a function of the count of applied updates such as `lr_schedule(...)`; with
+        unit="samples" a function of the `samples` handed to `update`.
+      weight_decay: the same; decoupled, and multiplied by the learning rate, for every name.
+      mask: params -> tree of bool (or a prefix of it), the leaves that decay; default matrices only.
+      hyperparameters: with their defaults,
+        adamw: b1=0.9, b2=0.95, eps=1e-8, mu_dtype=None
+        lion: b1=0.9, b2=0.99, mu_dtype=None
+        adafactor: decay_rate=0.8, clipping_threshold=1.0, scale_by_parameter=True, eps=1e-30,
+          min_dim_size_to_factor=128
+        muon: momentum=0.95, nesterov=True, ns_steps=5, consistent_rms=0.2, matrices=`muon_matrices`;
+          the AdamW of the leaves that are no matrices: b1=0.9, b2=0.95, eps=1e-8
+          consistent_rms gives every matrix an update of that RMS, like AdamW's, so that one learning rate
+          serves both (arXiv:2502.16982); None scales by sqrt(max(1, fan_out / fan_in)) as the first Muon did
+        sgd: momentum=0.0, nesterov=False
+    Returns:
+      Optimizer, usable wherever optax takes a transformation. Moments have the dtype of the parameters.
+    Raises:
+      ValueError: unknown name or hyperparameter, naming the nearest.
+    """
+    who = f"make_optimizer({name!r})"
+    direction = build(who, choose("optimizer", name, _DIRECTIONS), **hyperparameters)
+    direction = optax.with_extra_args_support(direction)
+    rate = _as_schedule(f"{who}: learning_rate", learning_rate)
+    decay = _as_schedule(f"{who}: weight_decay", weight_decay)
+
+    def init(params):
+        return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
+
+    def update(grads, state, params=None, *, samples=None, **extra_args):
+        check(params is not None, f"{who}: update reads the parameters; call update(grads, state, params)")
+        directions, inner = direction.update(grads, state.inner, params, **extra_args)
+        lr, wd = _at(rate, state.count, samples), _at(decay, state.count, samples)
+        decays = jax.tree.broadcast(mask(params), params)
+        updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays)
+        return updates, OptimizerState(state.count + 1, lr, inner)
+
+    return Optimizer(init, update, rate, decay)
+
+
+def learning_rate_of(
+    optimizer: optax.GradientTransformation,
+    opt_state: PyTree,
+    samples: jax.typing.ArrayLike | None = None,
+    *,
+    updated: PyTree | None = None,
+) -> jax.Array:
+    """The learning rate of the update that starts from `opt_state`, float[], for the log; nan if unknown.
+
+    Exact for an `Optimizer`. Any other transformation is asked through its state: `optax.inject_hyperparams`
+    and an `Optimizer` inside an `optax.chain` write down the rate that they used, so pass the state that
+    came out of the update as `updated` (without it: the rate of the update before, or one set by hand).
+    """
+    if isinstance(optimizer, Optimizer):
+        return _at(optimizer.learning_rate, opt_state.count, samples)
+    leaves = jax.tree_util.tree_leaves_with_path(opt_state if updated is None else updated)
+    rates = [leaf for path, leaf in leaves if path_names(path)[-1:] == ["learning_rate"]]
+    return jnp.asarray(rates[0] if len(rates) == 1 else jnp.nan, float)
+
+
+def muon_matrices(params: PyTree) -> PyTree:
+    """The leaves that Muon orthogonalises, as a tree of bool: hidden matrices.
+
+    Leaves of two dimensions in one layer, or of three under a name with "expert"; each layer and expert is a
+    matrix of its own. Embeddings and the head are left to AdamW, as Muon's author advises, and so are other
+    shapes, whose rows and columns are unknown.
+    """
+
+    def is_matrix(path, leaf):
+        ndim = layer_ndim(path, leaf)
+        matrix = ndim == 2 or (ndim == 3 and has_word(path, "expert"))
+        head = "layers" not in path_names(path) and has_word(path, "head")
+        return matrix and not head and not has_word(path, "embed", "norm", "bias")
+
+    return jax.tree_util.tree_map_with_path(is_matrix, params)
+
+
+def _as_schedule(what: str, rate: Rate):
+    if callable(rate):
+        return rate
+    check(math.isfinite(rate) and rate >= 0, f"{what}={rate} must be finite and not negative; use 0 or more")
+    return Schedule(lambda count: jnp.full_like(count, rate))
+
+
+def _at(schedule: Callable, count: jax.Array, samples: jax.typing.ArrayLike | None) -> jax.Array:
+    by_samples = getattr(schedule, "unit", "updates") == "samples"
+    check(
+        samples is not None or not by_samples,
+        'a schedule with unit="samples" needs the number of rows consumed so far; pass samples= to update',
+    )
+    return jnp.asarray(schedule(samples if by_samples else count), float)
+
+
+def _step(lr, wd, direction, param, decays):
+    # The rates may be float64 beside float32 parameters; the update keeps the parameters' dtype.
+    dtype = jnp.result_type(direction, param)
+    decayed = direction + wd.astype(dtype) * param if decays else direction
+    return -lr.astype(dtype) * decayed
+
+
+def _adamw(b1=0.9, b2=0.95, eps=1e-8, mu_dtype=None):
+    return optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
+
+
+def _lion(b1=0.9, b2=0.99, mu_dtype=None):
+    return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
+
+
+def _sgd(momentum=0.0, nesterov=False):
+    return optax.trace(momentum, nesterov) if momentum else optax.identity()
+
+
+def _adafactor(
+    decay_rate=0.8, clipping_threshold=1.0, scale_by_parameter=True, min_dim_size_to_factor=128, eps=1e-30
+):
+    factored = optax.scale_by_factored_rms(
+        decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps
+    )
+    clip = optax.identity() if clipping_threshold is None else optax.clip_by_block_rms(clipping_threshold)
+    scale = optax.scale_by_param_block_rms() if scale_by_parameter else optax.identity()
+    return optax.chain(factored, _per_layer(clip), _per_layer(scale))
+
+
+def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A stateless leafwise transformation, applied to every layer of a stacked leaf by itself."""
+
+    def one(path, update, param):
+        def apply(update, param):
+            return transform.update(update, optax.EmptyState(), param)[0]
+
+        return (jax.vmap(apply) if is_stacked(path) else apply)(update, param)
+
+    return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates, params))
+
+
+def _muon(
+    momentum=0.95,
+    nesterov=True,
+    ns_steps=5,
+    consistent_rms=0.2,
+    b1=0.9,
+    b2=0.95,
+    eps=1e-8,
+    matrices=muon_matrices,
+):
+    # The last two dims are the matrix; those before them (layers, experts) are a batch of matrices.
+    def last_two(updates):
+        return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
+
+    def rescale(update):
+        fan_in, fan_out = update.shape[-2:]
+        if consistent_rms is None:
+            return update * max(1, fan_out / fan_in) ** 0.5
+        return update * (consistent_rms * max(fan_in, fan_out) ** 0.5)
+
+    muon = optax.chain(
+        optax.contrib.scale_by_muon(
+            ns_steps=ns_steps, beta=momentum, nesterov=nesterov, eps=eps, weight_dimension_numbers=last_two
+        ),
+        optax.stateless(lambda updates, params: jax.tree.map(rescale, updates)),
+    )
+    return optax.partition(
+        {True: muon, False: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
+        lambda params: jax.tree.broadcast(matrices(params), params),
+    )
+
+
+_DIRECTIONS = {"adamw": _adamw, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}

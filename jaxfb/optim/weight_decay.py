@@ -1,0 +1,48 @@
+"""Weight decay: how much (a ramp, like the learning rate) and on which leaves. Part of "one update"."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.optim.choose import check, choose
+from jaxfb.optim.learning_rate import RISES, UNITS, Schedule
+from jaxfb.optim.leaves import has_word, layer_ndim
+from jaxfb.types import PyTree
+
+RAMPS = {"constant": jnp.ones_like, "linear": RISES["linear"], "cosine": RISES["cosine"]}
+
+
+def weight_decay_schedule(
+    name: str, *, initial: float, final: float, total: int, unit: str = "updates"
+) -> Schedule:
+    """Weight decay rising from `initial` at count 0 to `final` at `total`, and staying there (Megatron's).
+
+    name: constant (both values must be equal), linear or cosine.
+    unit: "updates" or "samples", as in `lr_schedule`. Raises ValueError for numbers that make no ramp.
+    """
+    who = f"weight_decay_schedule({name!r})"
+    rise = choose("weight-decay ramp", name, RAMPS)
+    choose("unit", unit, UNITS)
+    check(0 <= initial, f"{who}: initial={initial} must not be negative; use 0")
+    check(initial <= final, f"{who}: initial={initial} must not be above final={final}; use at most {final}")
+    check(
+        name != "constant" or initial == final, f"{who}: initial={initial} is not final={final}; use 'linear'"
+    )
+    check(total > 0, f"{who}: total={total} must be positive; use 1 or more")
+    return Schedule(
+        lambda count: initial + (final - initial) * rise(jnp.clip(count / total, 0, 1)), unit, total
+    )
+
+
+def decay_mask(params: PyTree) -> PyTree:
+    """Default mask: weight decay on matrices only. Tree of bool like `params`.
+
+    Not decayed: leaves with fewer than two dimensions in one layer, and leaves with "embed", "norm" or "bias"
+    in a name of their path.
+    """
+
+    def decays(path, leaf):
+        return layer_ndim(path, leaf) >= 2 and not has_word(path, "embed", "norm", "bias")
+
+    return jax.tree_util.tree_map_with_path(decays, params)
