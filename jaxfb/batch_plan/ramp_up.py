@@ -28,8 +28,7 @@ class RampUp:
     steps: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
-        pairs = ((_threshold(start), positive_int(_WHO, "rows", rows)) for start, rows in self.steps)
-        steps = tuple(sorted(pairs))
+        steps = tuple(sorted(_step(pair) for pair in self.steps))
         starts = [start for start, _ in steps]
         if not steps or starts[0] != 0:
             got = f"starts at {starts[0]}" if steps else "is empty"
@@ -92,9 +91,12 @@ class RampUp:
         return bisect_right(self.steps, consumed_rows, key=lambda step: step[0]) - 1
 
 
-def _threshold(start: int) -> int:
-    """A step's start: a positive int, or 0."""
-    return 0 if start == 0 and not isinstance(start, bool) else positive_int(_WHO, "a step's start", start)
+def _step(pair: Sequence[int]) -> tuple[int, int]:
+    if not isinstance(pair, Sequence) or len(pair) != 2:
+        raise PlanError(f"[{_WHO}] a step is (consumed rows, rows of an update), got {pair!r}")
+    start, rows = pair
+    is_zero = start == 0 and not isinstance(start, bool)
+    return 0 if is_zero else positive_int(_WHO, "a step's start", start), positive_int(_WHO, "rows", rows)
 
 
 def _parse_pair(pair: str, text: str) -> tuple[int, int]:
@@ -122,4 +124,4 @@ def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
     """A RampUp from what a config holds: itself, None, a string of steps in rows, or a list of pairs."""
     if value is None or isinstance(value, RampUp):
         return value
-    return RampUp.parse(value) if isinstance(value, str) else RampUp(tuple(map(tuple, value)))
+    return RampUp.parse(value) if isinstance(value, str) else RampUp(value)
