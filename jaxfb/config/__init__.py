@@ -1,0 +1,20 @@
+"""A training config: read a YAML file, apply overrides, refuse whatever is not legal. No jax is imported.
+
+Step zero of the story. `load_config("configs/quickstart.yaml", ["mesh.dp=2"])` gives one frozen tree of
+sections (`sections.py`); every refusal is a ValueError of one sentence that names the full key.
+"""
+
+from jaxfb.config.load import config_from_dict, load_config
+from jaxfb.config.root import Config
+from jaxfb.config.schema import ConfigError
+from jaxfb.config.show import config_to_dict, save_yaml, table
+
+__all__ = [
+    "Config",
+    "ConfigError",
+    "config_from_dict",
+    "config_to_dict",
+    "load_config",
+    "save_yaml",
+    "table",
+]

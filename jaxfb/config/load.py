@@ -1,0 +1,138 @@
+"""From a YAML file and `key.path=value` overrides to the frozen config."""
+
+from __future__ import annotations
+
+import difflib
+import re
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxfb.config.root import Config
+from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
+
+MAX_BYTES = 1 << 20
+
+
+def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+    """Reads a config and applies overrides, refusing whatever is not legal before anything is compiled.
+
+    Args:
+      path: a YAML file, or a run's directory (its config.yaml).
+      overrides: "key.path=value", the value in YAML; a later one wins. mesh.pp, dp, ep, cp, tp are short for
+        mesh.pipe, data, expert, context, tensor.
+    Raises:
+      ConfigError, ValueError: one sentence naming the key, the value and the nearest legal choice.
+    """
+    values = _read(Path(path))
+    for override in overrides:
+        _apply(values, override)
+    return config_from_dict(values)
+
+
+def config_from_dict(values: Mapping[str, Any]) -> Config:
+    """The config of plain nested values, such as those saved with a checkpoint (`config_to_dict`)."""
+    return build(Config, values)
+
+
+class _Loader(yaml.SafeLoader):
+    """Safe YAML that reads 1e-3 as a number, and refuses a key given twice and aliases."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        twice = next((key for i, key in enumerate(keys) if key in keys[:i]), None)
+        if twice is not None:
+            raise yaml.MarkedYAMLError(problem=f"{twice} is given twice", problem_mark=node.start_mark)
+        return super().construct_mapping(node, deep)
+
+    def compose_node(self, parent, index):
+        if self.check_event(yaml.AliasEvent):
+            mark = self.peek_event().start_mark
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
+        return super().compose_node(parent, index)
+
+
+# YAML 1.1 takes 1e-3 for a text because it lacks the dot.
+_FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
+_Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _read(path: Path) -> dict:
+    path = path / "config.yaml" if path.is_dir() else path
+    if not path.is_file():
+        raise ConfigError(_not_found(path))
+    if path.stat().st_size > MAX_BYTES:
+        raise ConfigError(
+            f"[config] {path} has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}"
+        )
+    values = _parse(path.read_text(), str(path))
+    if not isinstance(values, dict):
+        raise ConfigError(f"[config] {path} must hold sections such as {', '.join(fields_of(Config))}")
+    return values
+
+
+def _parse(text: str, where: str) -> Any:
+    try:
+        return yaml.load(text, _Loader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f" line {mark.line + 1}" if mark else ""
+        raise ConfigError(f"[config] {where}{line}: {error.problem}") from None
+    except yaml.YAMLError as error:
+        raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
+
+
+def _not_found(path: Path) -> str:
+    names = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
+    hint = (
+        f"did you mean {path.parent / close[0]}?" if close else f"there is {', '.join(names) or 'no config'}"
+    )
+    return f"[config] no file {path}; {hint}"
+
+
+def _apply(values: dict, override: str) -> None:
+    key, equals, text = override.partition("=")
+    if not equals or not key:
+        raise ConfigError(f"[config] cannot read the override {override!r}; write key.path=value")
+    key = ALIASES.get(key, key)
+    hint = _hint_at(key)
+    *sections, name = key.split(".")
+    node = values
+    for section in sections:
+        if node.get(section) is None:
+            node[section] = {}
+        node = node[section]
+        if not isinstance(node, dict):
+            raise ConfigError(
+                f"[config] {section}={node!r} in the file must be a section; {key} belongs in it"
+            )
+    node[name] = _override_value(hint, text, key)
+
+
+def _override_value(hint: Any, text: str, key: str) -> Any:
+    """The text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
+    wants_text = hint is str or hint == (str | None)
+    if wants_text and text not in ("null", "~", "") and text[0] not in "\"'":
+        return text
+    return _parse(text, key) if text else ""
+
+
+def _hint_at(key: str) -> Any:
+    """The type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
+    cls: Any = Config
+    hint: Any = None
+    for name in key.split("."):
+        if cls is None and _is_mapping(hint):
+            return Any
+        if cls is None or name not in fields_of(cls):
+            raise ConfigError(unknown_key(key, Config))
+        hint = fields_of(cls)[name]
+        cls = section_of(hint)
+    return hint
+
+
+def _is_mapping(hint: Any) -> bool:
+    return getattr(hint, "__origin__", None) in (dict, Mapping)

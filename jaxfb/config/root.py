@@ -1,0 +1,76 @@
+"""The whole config: the sections under one root, and the checks that need more than one of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxfb.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    EvalConfig,
+    LearningRateConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+)
+from jaxfb.data.config import DataConfig
+
+
+@dataclass(frozen=True)
+class Config:
+    """Everything a training run is made of.
+
+    schedule: of the pipeline, where mesh.pipe > 1; null is plain accumulation on one stage.
+    chunks:   parts of the model on each stage.
+    """
+
+    model: ModelConfig
+    data: DataConfig
+    batch: BatchConfig
+    run: RunConfig
+    optimizer: OptimizerConfig
+    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape"] | None = None
+    chunks: int = 1
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        _check_pipeline(self)
+        _check_learning_rate(self)
+
+
+def _check_pipeline(config: Config) -> None:
+    pipe = config.mesh.pipe
+    if config.chunks < 1:
+        raise ValueError(f"[config] chunks={config.chunks} must be positive; use 1")
+    if pipe == 1 and (config.schedule is not None or config.chunks != 1):
+        raise ValueError(
+            f"[config] schedule={config.schedule} and chunks={config.chunks} belong to a pipeline, but "
+            "mesh.pipe=1; use mesh.pipe=2, or leave both out"
+        )
+
+
+def _check_learning_rate(config: Config) -> None:
+    peak = config.optimizer.learning_rate
+    for name in ("initial", "final"):
+        if getattr(config.lr, name) > peak:
+            raise ValueError(
+                f"[lr] {name}={getattr(config.lr, name)} is above optimizer.learning_rate={peak}, the peak; "
+                f"use at most {peak}"
+            )
+    end = config.lr.total or (config.run.updates if config.lr.unit == "updates" else None)
+    if end is not None and config.lr.warmup >= end:
+        raise ValueError(
+            f"[lr] warmup={config.lr.warmup} must be below the {end} {config.lr.unit} it is part of; "
+            f"use at most {end - 1}"
+        )

@@ -1,0 +1,197 @@
+"""Builds the frozen config out of plain values: checks every key and type, names the nearest legal one."""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import types
+import typing
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
+
+# What people coming from other trainers type, and what it is called here.
+ALIASES = {
+    "mesh.pp": "mesh.pipe",
+    "mesh.dp": "mesh.data",
+    "mesh.ep": "mesh.expert",
+    "mesh.cp": "mesh.context",
+    "mesh.tp": "mesh.tensor",
+}
+SYNONYMS = {
+    "batch_size": "batch.rows",
+    "global_batch_size": "batch.rows",
+    "micro_batch_size": "batch.rows_per_microbatch",
+    "microbatch_size": "batch.rows_per_microbatch",
+    "gradient_accumulation_steps": "batch.num_microbatches",
+    "lr": "optimizer.learning_rate",
+    "peak": "optimizer.learning_rate",
+    "clip_grad": "optimizer.max_grad_norm",
+    "grad_clip": "optimizer.max_grad_norm",
+    "zero": "optimizer.sharding",
+    "steps": "run.updates",
+    "max_steps": "run.updates",
+    "train_iters": "run.updates",
+    "num_train_epochs": "run.epochs",
+    "output_dir": "run.dir",
+    "eval_every": "eval.every",
+    "save_every": "checkpoint.every",
+    "log_every": "log.every",
+    "dtype": "precision.compute_dtype",
+    "warmup_steps": "lr.warmup",
+    "num_chunks": "chunks",
+    "seed": "run.seed",
+    "stage": "mesh.pipe",
+    "remat_policy": "parallel.remat",
+}
+
+
+class ConfigError(ValueError):
+    """A config that is refused: one sentence with the full key, its value and the nearest legal choice."""
+
+
+def build(cls: type, values: Any, prefix: str = "", root: type | None = None) -> Any:
+    """An instance of the dataclass `cls` from a mapping; nested dataclasses are built from nested mappings.
+
+    Raises:
+      ConfigError: an unknown or missing key, or a value of a wrong type.
+      ValueError: what a section's own checks say.
+    """
+    root = root or cls
+    if not isinstance(values, Mapping):
+        raise ConfigError(_not_a_section(cls, values, prefix))
+    hints = fields_of(cls)
+    for key in values:
+        if key not in hints:
+            raise ConfigError(unknown_key(f"{prefix}{key}", root))
+    built = {name: _value(hints[name], given, f"{prefix}{name}", root) for name, given in values.items()}
+    missing = [f"{prefix}{name}" for name in _required(cls) if name not in built]
+    if missing:
+        raise ConfigError(f"[config] {', '.join(missing)} must be given; add it to the file")
+    return cls(**built)
+
+
+@cache
+def fields_of(cls: type) -> dict[str, Any]:
+    """Name -> type of every field that `cls(...)` takes."""
+    hints = typing.get_type_hints(cls)
+    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+
+
+def section_of(hint: Any) -> type | None:
+    """The dataclass a field holds (perhaps or None), or None for a leaf."""
+    found = [option for option in _options(hint) if dataclasses.is_dataclass(option)]
+    return found[0] if found else None
+
+
+def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
+    """Every dotted key below `cls`, leaves and sections."""
+    for name, hint in fields_of(cls).items():
+        yield f"{prefix}{name}"
+        if section := section_of(hint):
+            yield from all_keys(section, f"{prefix}{name}.")
+
+
+def unknown_key(key: str, root: type) -> str:
+    """The sentence for a key that does not exist: its nearest sibling, a namesake, or all there is."""
+    keys = list(all_keys(root))
+    near = _nearest(key, keys)
+    if near:
+        return f"[config] unknown key {key}; did you mean {near}?"
+    section = key.rpartition(".")[0]
+    depth = key.count(".")
+    legal = [k for k in keys if k.rpartition(".")[0] == section and k.count(".") == depth]
+    legal = legal or [k for k in keys if "." not in k]
+    return f"[config] unknown key {key}; choose one of {', '.join(legal)}"
+
+
+def _nearest(key: str, keys: list[str]) -> str | None:
+    section, _, name = key.rpartition(".")
+    siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
+    anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
+    known = ALIASES.get(key) or SYNONYMS.get(name)
+    for names in (siblings, {name: known} if known else {}, anywhere):
+        close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
+        if close:
+            return names[close[0]]
+    return next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=0.8)), None)
+
+
+def _value(hint: Any, given: Any, key: str, root: type) -> Any:
+    section = section_of(hint)
+    if section is None:
+        return _leaf(hint, given, key)
+    return None if given is None and type(None) in _options(hint) else build(section, given, f"{key}.", root)
+
+
+def _leaf(hint: Any, given: Any, key: str) -> Any:
+    from pydantic import ValidationError
+
+    try:
+        return _adapter(hint).validate_python(tuple(given) if isinstance(given, list) else given)
+    except ValidationError:
+        raise ConfigError(_wrong_type(hint, given, key)) from None
+
+
+@cache
+def _adapter(hint: Any):
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
+
+
+def _wrong_type(hint: Any, given: Any, key: str) -> str:
+    words = [str(word) for word in _words(hint)]
+    close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
+    nearest = f"; did you mean {close[0]}?" if close else ""
+    return f"[config] {key}={_shown(given)} must be {describe(hint)}{nearest}"
+
+
+def describe(hint: Any) -> str:
+    """A type in words: `an int or null`, `one of gpipe, 1f1b`."""
+    names = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
+    parts = []
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            parts.append("one of " + ", ".join(map(str, get_args(option))))
+        elif get_origin(option) is tuple:
+            parts.append(f"a list, each {describe(get_args(option)[0])}")
+        elif get_origin(option) in (dict, Mapping):
+            parts.append("a mapping of names to values")
+        else:
+            parts.append(names.get(option, getattr(option, "__name__", str(option))))
+    return " or ".join(parts)
+
+
+def _options(hint: Any) -> tuple:
+    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+
+
+def _words(hint: Any) -> Iterator[Any]:
+    for option in _options(hint):
+        if get_origin(option) is Literal:
+            yield from get_args(option)
+        elif get_origin(option) is tuple:
+            yield from _words(get_args(option)[0])
+
+
+def _required(cls: type) -> list[str]:
+    missing = dataclasses.MISSING
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.init and field.default is missing and field.default_factory is missing
+    ]
+
+
+def _not_a_section(cls: type, values: Any, prefix: str) -> str:
+    name = prefix.rstrip(".")
+    if values is None:
+        return f"[config] {name or 'the file'} is empty; give {', '.join(_required(cls) or fields_of(cls))}"
+    hint = f"; did you mean {SYNONYMS[name]}={_shown(values)}?" if name in SYNONYMS else ""
+    return f"[config] {name}={_shown(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
+
+
+def _shown(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) < 80 else text[:77] + "..."

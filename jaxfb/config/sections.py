@@ -1,0 +1,259 @@
+"""The sections of a training config: frozen dataclasses, one a topic, each checked alone. Plain Python.
+
+Step zero of the story: everything after it receives these as arguments. Two sections live beside the code
+that reads them, `model` (`jaxfb.models.config`) and `data` (`jaxfb.data.config`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from jaxfb.batch_plan.ramp_up import as_ramp_up
+from jaxfb.models.config import TransformerConfig
+
+Number = int | float | bool | str | None
+LearningRateName = Literal[
+    "constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "wsd"
+]
+LENGTHS = ("updates", "samples", "tokens", "epochs")
+
+
+@dataclass(frozen=True)
+class ModelConfig(TransformerConfig):
+    """A `TransformerConfig` whose vocabulary may be left to the tokenizer: `vocab_size` null."""
+
+    vocab_size: int | None = field(default=None, kw_only=True)
+
+    def __post_init__(self):
+        if self.vocab_size is not None:
+            return super().__post_init__()
+        for name, value in vars(self.sized(1)).items():
+            object.__setattr__(self, name, None if name == "vocab_size" else value)
+
+    def sized(self, vocab_size: int) -> TransformerConfig:
+        """The transformer itself: `vocab_size` where the config gives one, otherwise the tokenizer's."""
+        return TransformerConfig(**{**vars(self), "vocab_size": self.vocab_size or vocab_size})
+
+
+@dataclass(frozen=True)
+class BatchConfig:
+    """The rows of one update over all replicas, cut by rows_per_microbatch (on each) or num_microbatches.
+
+    remainder: rows that do not fill their microbatches: "error" refuses, "pad" adds rows of weight 0, "drop".
+    normalize: "global" divides each term by its weight over all rows; "microbatch" and "none" are Megatron's
+               mean of means and plain sums.
+    ramp_up:   rows of an update by consumed rows, such as "0:16 10K:32"; the last is `rows`.
+    """
+
+    rows: int
+    rows_per_microbatch: int | None = None
+    num_microbatches: int | None = None
+    remainder: Literal["error", "pad", "drop"] = "error"
+    normalize: Literal["global", "microbatch", "none"] = "global"
+    ramp_up: str | None = None
+
+    def __post_init__(self):
+        positive("batch", rows=self.rows)
+        as_ramp_up(self.ramp_up)
+        positive(
+            "batch", rows_per_microbatch=self.rows_per_microbatch, num_microbatches=self.num_microbatches
+        )
+        if self.rows_per_microbatch is None and self.num_microbatches is None:
+            raise ValueError(
+                "[batch] needs rows_per_microbatch or num_microbatches; use rows_per_microbatch=1"
+            )
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation on held-out rows, every `every` updates and at the end (null: at the end only).
+
+    rows, rows_per_microbatch: of one evaluation batch; null takes those of `batch`.
+    batches:     at most so many evaluation batches; null takes all held-out rows.
+    prompt:      a continuation of it is printed at the end; an empty one prints none.
+    tokens:      length of that continuation. temperature: 0 takes the likeliest token.
+    """
+
+    every: int | None = None
+    rows: int | None = None
+    rows_per_microbatch: int | None = None
+    batches: int | None = None
+    prompt: str = ""
+    tokens: int = 128
+    temperature: float = 0.8
+
+    def __post_init__(self):
+        positive("eval", every=self.every, rows=self.rows, rows_per_microbatch=self.rows_per_microbatch)
+        positive("eval", batches=self.batches, tokens=self.tokens)
+        at_least_zero("eval", temperature=self.temperature)
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """How long (exactly one of updates, samples, tokens, epochs), from which seed, into which directory.
+
+    remainder: a short last window of an epoch or of the run: "pad" with rows of weight 0, "drop" or "error".
+    """
+
+    dir: str
+    updates: int | None = None
+    samples: int | None = None
+    tokens: int | None = None
+    epochs: float | None = None
+    remainder: Literal["error", "pad", "drop"] = "pad"
+    seed: int = 0
+
+    def __post_init__(self):
+        given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
+        positive("run", **given)
+        at_least_zero("run", seed=self.seed)
+        if len(given) != 1:
+            values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+            raise ValueError(
+                f"[run] the length is given by exactly one of {', '.join(LENGTHS)}; got {values}; "
+                f"set {' or '.join(f'run.{name}=null' for name in given) or 'run.updates=1000'}"
+            )
+
+
+@dataclass(frozen=True)
+class OptimizerConfig:
+    """The arguments of `jaxfb.make_optimizer`, the clipping before it and where its state lives.
+
+    learning_rate: the peak; its course is the section `lr`.
+    weight_decay:  the final value; it goes there from `weight_decay_initial` along `weight_decay_ramp`.
+    options:       what is particular to the optimizer, such as b1, b2, eps.
+    max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
+    sharding:      "data" cuts the state over the data replicas too (ZeRO-1); "none" does not.
+    """
+
+    learning_rate: float
+    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
+    weight_decay: float = 0.1
+    weight_decay_initial: float | None = None
+    weight_decay_ramp: Literal["constant", "linear", "cosine"] = "constant"
+    options: dict[str, Number] = field(default_factory=dict)
+    max_grad_norm: float | None = 1.0
+    clip: Literal["exact", "torch"] = "exact"
+    sharding: Literal["none", "data"] = "none"
+
+    def __post_init__(self):
+        positive("optimizer", learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)
+        at_least_zero("optimizer", weight_decay=self.weight_decay)
+        ramps = self.weight_decay_initial not in (None, self.weight_decay)
+        if ramps and self.weight_decay_ramp == "constant":
+            raise ValueError(
+                f"[optimizer] weight_decay from {self.weight_decay_initial} to {self.weight_decay} is not "
+                "constant; use weight_decay_ramp=linear or cosine"
+            )
+
+
+@dataclass(frozen=True)
+class LearningRateConfig:
+    """The arguments of `jaxfb.lr_schedule` beside the peak, which is `optimizer.learning_rate`.
+
+    warmup, total: counted in `unit`; total null is the length of the run.
+    final:         where the rate ends.
+    options:       what is particular to one schedule, such as decay and tail of wsd.
+    """
+
+    name: LearningRateName = "cosine"
+    warmup: int = 0
+    warmup_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
+    initial: float = 0.0
+    final: float = 0.0
+    total: int | None = None
+    unit: Literal["updates", "samples"] = "updates"
+    options: dict[str, Number] = field(default_factory=dict)
+
+    def __post_init__(self):
+        at_least_zero("lr", warmup=self.warmup, initial=self.initial, final=self.final)
+        positive("lr", total=self.total)
+
+
+@dataclass(frozen=True)
+class MeshConfig:
+    """Sizes of the mesh axes (aliases pp, dp, fsdp, ep, cp, tp); one may be -1 and takes the devices left."""
+
+    pipe: int = 1
+    data: int = -1
+    fsdp: int = 1
+    expert: int = 1
+    context: int = 1
+    tensor: int = 1
+
+    def __post_init__(self):
+        filled = [name for name, size in vars(self).items() if size == -1]
+        positive("mesh", **{name: size for name, size in vars(self).items() if size != -1})
+        if len(filled) > 1:
+            raise ValueError(
+                f"[mesh] only one size may be -1 (the devices left), got {' and '.join(filled)}; "
+                f"give mesh.{filled[0]} a number"
+            )
+
+
+@dataclass(frozen=True)
+class PrecisionConfig:
+    """Master params are float32 (or float64 under x64). accum_dtype null: float32, or that of float64 params.
+
+    loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.
+    """
+
+    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
+    accum_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    loss_scale: Literal["auto", "none", "dynamic"] | float = "auto"
+
+    def __post_init__(self):
+        if not isinstance(self.loss_scale, str):
+            positive("precision", loss_scale=self.loss_scale)
+
+
+@dataclass(frozen=True)
+class ParallelConfig:
+    """How the work is laid out, never what is computed.
+
+    fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
+    remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "full" (a layer).
+    """
+
+    fsdp_gather: Literal["layer", "step"] = "layer"
+    remat: Literal["none", "selective", "full"] = "none"
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`."""
+
+    every: int | None = None
+    keep: int = 3
+    keep_best: str | None = "eval/loss"
+    asynchronous: bool = True
+
+    def __post_init__(self):
+        positive("checkpoint", every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """A record every `every` updates. metrics.jsonl is always written; `writers` says where else they go."""
+
+    every: int = 1
+    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+
+    def __post_init__(self):
+        positive("log", every=self.every)
+
+
+def positive(section: str, **values: Any) -> None:
+    """Refuses numbers that are not above 0; None is not given and passes."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            least = "1" if isinstance(value, int) else "a number above 0"
+            raise ValueError(f"[{section}] {name}={value} must be positive and finite; use {least}")
+
+
+def at_least_zero(section: str, **values: Any) -> None:
+    """Refuses negative and infinite numbers; None is not given and passes."""
+    for name, value in values.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise ValueError(f"[{section}] {name}={value} must not be negative or infinite; use 0 or more")

@@ -1,0 +1,49 @@
+"""The config on its way out: a dict to save with a checkpoint, a YAML file beside it, a table to print."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+
+def config_to_dict(config: Any) -> dict[str, Any]:
+    """Plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
+    return {
+        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
+    }
+
+
+def save_yaml(config: Any, path: str | Path) -> None:
+    """Writes the whole resolved config; `load_config(path) == config`."""
+    text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
+    target = Path(path)
+    temporary = target.with_name(target.name + ".tmp")
+    temporary.write_text(f"# jaxfb train {target}\n{text}")
+    temporary.replace(target)
+
+
+def table(config: Any) -> list[tuple[str, Any]]:
+    """(dotted key, value) of every leaf, in reading order."""
+    return list(_rows(config_to_dict(config), ""))
+
+
+def _rows(values: dict, prefix: str) -> Iterator[tuple[str, Any]]:
+    for name, value in values.items():
+        if isinstance(value, dict) and value:
+            yield from _rows(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value):
+        return config_to_dict(value)
+    if isinstance(value, tuple | list):
+        return [_plain(item) for item in value]
+    if isinstance(value, dict):
+        return {name: _plain(item) for name, item in value.items()}
+    return str(value) if isinstance(value, Path) else value

@@ -1,0 +1,144 @@
+"""A config is read whole or refused in one sentence that names the key and the nearest legal choice."""
+
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args, get_type_hints
+
+import pytest
+
+from jaxfb.config import config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config.root import Config
+from jaxfb.config.schema import ALIASES, SYNONYMS, all_keys
+from jaxfb.config.sections import BatchConfig, LearningRateConfig, OptimizerConfig, ParallelConfig
+
+CONFIGS = Path(__file__).parent.parent / "configs"
+QUICKSTART = CONFIGS / "quickstart.yaml"
+
+REFUSED = [
+    ("model.hiden_size=3", r"unknown key model\.hiden_size; did you mean model\.hidden_size\?"),
+    ("optimizer.lr=1", r"unknown key optimizer\.lr; did you mean optimizer\.learning_rate\?"),
+    ("lr=1e-3", r"lr=0\.001 must be a section .* did you mean optimizer\.learning_rate=0\.001\?"),
+    ("mesh.stage=2", r"did you mean mesh\.pipe\?"),
+    ("hidden_size=3", r"unknown key hidden_size; did you mean model\.hidden_size\?"),
+    ("run.foo=1", r"unknown key run\.foo; choose one of run\.dir, run\.updates, .*"),
+    ("run.updates=many", r"run\.updates='many' must be an int or null"),
+    ("batch.rows=true", r"batch\.rows=True must be an int"),
+    ("batch.rows=2.0", r"batch\.rows=2\.0 must be an int"),
+    ("optimizer.learning_rate=.inf", r"optimizer\.learning_rate=inf must be a number"),
+    ("optimizer.name=adamv", r"must be one of adamw, .*; did you mean adamw\?"),
+    ("log.writers=[wanb]", r"log\.writers=\['wanb'\] must be a list, each one of tensorboard, wandb"),
+    ("schedule=1f1b", r"belong to a pipeline, but mesh\.pipe=1; use mesh\.pipe=2"),
+    ("mesh.tp=-1", r"only one size may be -1 .* data and tensor; give mesh\.data a number"),
+    ("run.epochs=2", r"exactly one .* set run\.updates=null or run\.epochs=null"),
+    ("lr.final=1", r"\[lr\] final=1.0 is above optimizer\.learning_rate"),
+    ("lr.warmup=1000000", r"\[lr\] warmup=1000000 must be below the \d+ updates it is part of"),
+    ("model.num_heads=3", r"\[model\] hidden_size=.* multiple of num_heads=3"),
+    ("checkpoint.keep=0", r"\[checkpoint\] keep=0 must be positive and finite; use 1"),
+    ("noequals", r"write key\.path=value"),
+]
+
+
+@pytest.mark.parametrize("override, sentence", REFUSED, ids=[override for override, _ in REFUSED])
+def test_refusals_name_the_key_and_the_nearest(override, sentence):
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        load_config(QUICKSTART, [override])
+    assert "\n" not in str(refusal.value)
+
+
+def test_overrides():
+    overrides = ["mesh.pp=4", "schedule=1f1b", "optimizer.options.b2=0.99", "run.dir=2024-01-01", "mesh.tp=2"]
+    overrides += ["optimizer.learning_rate=5e-3", "eval.prompt=class A ", "model.vocab_size=null"]
+    config = load_config(QUICKSTART, [*overrides, "log.writers=[tensorboard]", "precision.loss_scale=1024"])
+    assert (config.mesh.pipe, config.mesh.tensor, config.schedule) == (4, 2, "1f1b")
+    assert config.optimizer.options == {"b2": 0.99} and config.optimizer.learning_rate == 0.005
+    assert (config.run.dir, config.eval.prompt) == ("2024-01-01", "class A ")
+    assert config.log.writers == ("tensorboard",) and config.precision.loss_scale == 1024.0
+    assert config.model.vocab_size is None and config.model.sized(300).vocab_size == 300
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
+def test_shipped_configs(path, tmp_path):
+    lines = path.read_text().splitlines()
+    assert f"jaxfb train configs/{path.name}" in lines[0] and lines[0].startswith("# ")
+    assert lines[1].startswith("# ") and len(lines) < 70
+    config = load_config(path)
+    assert config_from_dict(config_to_dict(config)) == config
+    save_yaml(config, tmp_path / "config.yaml")
+    assert load_config(tmp_path) == config
+    assert {key for key, _ in table(config)} <= {*all_keys(Config), *_option_keys(config)}
+
+
+def _option_keys(config):
+    for section in ("optimizer", "lr"):
+        yield from (f"{section}.options.{name}" for name in getattr(config, section).options)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("model: {num_layers: 1}\nmodel: {}", r"bad\.yaml line 1: model is given twice"),
+        ("a: &x 1\nb: *x", r"bad\.yaml line 2: aliases"),
+        ("model:\n  - [", r"bad\.yaml line 2"),
+        ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given"),
+        ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
+        ("3", "must hold sections such as model, data"),
+        ("- !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
+    ],
+)
+def test_bad_files(tmp_path, text, sentence):
+    (tmp_path / "bad.yaml").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        load_config(tmp_path / "bad.yaml")
+
+
+def test_missing_file_names_the_nearest():
+    with pytest.raises(ValueError, match=r"did you mean .*quickstart\.yaml\?"):
+        load_config(CONFIGS / "quikstart.yaml")
+
+
+def test_hints_point_at_keys_that_exist():
+    assert {*ALIASES.values(), *SYNONYMS.values()} <= set(all_keys(Config))
+
+
+def names(section, field):
+    return set(get_args(get_type_hints(section)[field]))
+
+
+def refused_with(function, *args, **kwargs):
+    """The legal names that a function offers for an illegal one."""
+    with pytest.raises(ValueError, match="; .*, ") as refusal:
+        function(*args, **kwargs)
+    return {words.split()[-1] for words in str(refusal.value).rpartition("; ")[2].split(", ")}
+
+
+def test_enumerated_names_are_those_of_the_code():
+    from jaxfb.batch_plan.plan import REMAINDERS
+    from jaxfb.forward_backward.remat import REMAT_POLICIES
+    from jaxfb.forward_backward.weights import NORMALIZATIONS
+    from jaxfb.gradients import check_clipping
+    from jaxfb.optim import lr_schedule, make_optimizer
+    from jaxfb.parallel.data import GATHERS
+
+    assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
+    assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)
+    linear = dict(peak=1, total=9)
+    assert names(LearningRateConfig, "warmup_shape") == refused_with(
+        lr_schedule, "linear", warmup_shape="", **linear
+    )
+    assert names(LearningRateConfig, "unit") == refused_with(lr_schedule, "linear", unit="", **linear)
+    assert names(BatchConfig, "remainder") == set(REMAINDERS)
+    assert names(BatchConfig, "normalize") == set(NORMALIZATIONS)
+    assert names(ParallelConfig, "remat") == set(REMAT_POLICIES)
+    assert names(ParallelConfig, "fsdp_gather") == set(GATHERS)
+    for convention in names(OptimizerConfig, "clip"):
+        check_clipping(1.0, convention)
+
+
+def test_nothing_heavy_is_imported():
+    code = "import sys; from jaxfb.config import load_config; load_config(sys.argv[1]); print(*sys.modules)"
+    done = subprocess.run(
+        [sys.executable, "-c", code, QUICKSTART], capture_output=True, text=True, check=True
+    )
+    heavy = {"jax", "flax", "optax", "orbax", "grain", "tokenizers", "matplotlib", "rich"}
+    assert not heavy & set(done.stdout.split())
