@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from jaxfb.schedules.action import KINDS
+from jaxfb.schedules.render import headline
 from jaxfb.schedules.simulate import kind_costs
 
 COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
@@ -174,25 +175,22 @@ def _label(axes, schedule, result, kinds: set[str]) -> None:
     from matplotlib.patches import Patch
 
     devices = range(schedule.num_stages)
-    chunks = f", {schedule.num_chunks} chunks" if schedule.num_chunks > 1 else ""
     peaks = " ".join(map(str, result.peak_live_activations))
     axes.set_title(
-        f"{schedule.name}: {schedule.num_stages} devices{chunks}, {schedule.num_microbatches} microbatches\n"
+        f"{headline(schedule)}\n"
         f"time {result.time:g}, bubble {result.bubble_fraction:.1%}, peak live activations {peaks}",
         loc="left", fontsize=10, pad=16,
     )  # fmt: skip
-    axes.set(xlim=(0, result.time), ylim=(schedule.num_stages - 0.45, -0.55), xlabel="time")
+    axes.set(xlim=(0, result.time), ylim=(schedule.num_stages - 0.45, -0.55))
+    axes.set_xlabel("time", loc="left")
     axes.set_yticks(devices, [f"device {d}" for d in devices])
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     shown = [kind for kind in (*KINDS, "loss") if kind in kinds]
-    patches = [Patch(color=COLOURS[k], label=LABELS[k]) for k in shown] + [Patch(color=IDLE, label="idle")]
+    labels = LABELS | ({"B": "input gradient"} if schedule.splits_backward else {})
+    patches = [Patch(color=COLOURS[k], label=labels[k]) for k in shown] + [Patch(color=IDLE, label="idle")]
     axes.legend(
-        handles=patches,
-        ncols=len(patches),
-        loc="lower right",
-        bbox_to_anchor=(1, 1.02),
-        frameon=False,
-        fontsize=8,
-    )
+        handles=patches, ncols=len(patches), loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2.4,
+        frameon=False, fontsize=8,
+    )  # fmt: skip

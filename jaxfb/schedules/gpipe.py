@@ -1,9 +1,11 @@
 """GPipe (forward_backward step): all forwards, then all backwards. The baseline: memory grows with M."""
 
-from jaxfb.schedules.lockstep import Timed, backwards, forwards
+from jaxfb.schedules.lockstep import backwards, forwards, tabulate
+from jaxfb.schedules.placement import loop_placement
+from jaxfb.schedules.table import Schedule
 
 
-def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """F everywhere, then B in the same order. Time (M*V + P - 1) * (f + b) / V; all M*V activations live.
 
     The loss is still taken when a microbatch leaves the last stage, so its gradient waits there for the first
@@ -11,4 +13,5 @@ def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed
     """
     forward = forwards(num_stages, num_microbatches, num_chunks)
     start = 1 + max(tick for tick, _, _ in forward)
-    return forward + backwards(num_stages, num_microbatches, num_chunks, start)
+    timed = forward + backwards(num_stages, num_microbatches, num_chunks, start)
+    return tabulate("gpipe", timed, loop_placement(num_stages, num_chunks), num_microbatches)

@@ -1,12 +1,12 @@
 """Interleaved 1F1B (forward_backward step): V chunks a device divide the bubble by V."""
 
-from jaxfb.schedules.lockstep import Timed
 from jaxfb.schedules.one_f_one_b import one_f_one_b
+from jaxfb.schedules.table import Schedule
 
 
-def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B's rule with several chunks, which is why it is 1F1B's function: the queue does the interleaving.
 
     Bubble (P - 1) / V microbatches. M need not be a multiple of P; see `lockstep.group_sizes`.
     """
-    return one_f_one_b(num_stages, num_microbatches, num_chunks)
+    return one_f_one_b(num_stages, num_microbatches, num_chunks, "interleaved")

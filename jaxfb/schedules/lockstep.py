@@ -7,9 +7,11 @@ device to the first, beginning at tick `backward_start`. An output is usable on 
 so the chunks of one microbatch must be at least P positions apart.
 """
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from jaxfb.schedules.action import KINDS, Action
+from jaxfb.schedules.placement import Placement
+from jaxfb.schedules.table import Schedule
 
 Timed = tuple[int, int, Action]
 """(tick, device, action)."""
@@ -61,12 +63,14 @@ def backwards(num_stages: int, num_microbatches: int, num_chunks: int, start: in
     ]
 
 
-def tabulate(timed: Iterable[Timed], num_stages: int) -> tuple[tuple[tuple[Action, ...], ...], ...]:
-    """Makes table[tick][device] of timed actions, each cell in the order in which a tick runs it."""
-    timed = list(timed)
-    table = [[[] for _ in range(num_stages)] for _ in range(1 + max(tick for tick, _, _ in timed))]
+def tabulate(name: str, timed: Sequence[Timed], placement: Placement, num_microbatches: int) -> Schedule:
+    """The schedule that runs these actions in these ticks; a cell is in the order in which a tick runs it."""
+    table = [[[] for _ in placement] for _ in range(1 + max(tick for tick, _, _ in timed))]
     for tick, device, action in timed:
         table[tick][device].append(action)
-    return tuple(
-        tuple(tuple(sorted(cell, key=lambda a: KINDS.index(a.kind))) for cell in row) for row in table
-    )
+    cells = tuple(tuple(tuple(sorted(c, key=_rank)) for c in row) for row in table)
+    return Schedule(name, len(placement), num_microbatches, len(placement[0]), cells, placement)
+
+
+def _rank(action: Action) -> int:
+    return KINDS.index(action.kind)

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from jaxfb.schedules.action import Action, parse_action
 from jaxfb.schedules.gpipe import gpipe
 from jaxfb.schedules.interleaved import interleaved
-from jaxfb.schedules.lockstep import tabulate
 from jaxfb.schedules.one_f_one_b import one_f_one_b
 from jaxfb.schedules.placement import Placement, loop_placement, v_placement
 from jaxfb.schedules.render import parse_table
@@ -21,7 +20,7 @@ BUILDERS = {
     "zero_bubble": zero_bubble,
     "v_shape": v_shape,
 }
-"""Name -> function (num_stages, num_microbatches, num_chunks) -> list of (tick, device, action)."""
+"""Name -> function (num_stages, num_microbatches, num_chunks) -> Schedule."""
 
 NAMES = tuple(BUILDERS)
 
@@ -47,14 +46,7 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
             raise ValueError(
                 f"[schedule] {key} must be an integer of at least 1; got {key}={value!r}; use {key}=1"
             )
-    if name == "v_shape" and num_chunks != 2:
-        raise ValueError(
-            f"[schedule] v_shape places exactly two chunks on each device; got num_chunks={num_chunks}; "
-            f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}"
-        )
-    placement = v_placement(num_stages) if name == "v_shape" else loop_placement(num_stages, num_chunks)
-    table = tabulate(BUILDERS[name](num_stages, num_microbatches, num_chunks), num_stages)
-    return Schedule(name, num_stages, num_microbatches, num_chunks, table, placement)
+    return BUILDERS[name](num_stages, num_microbatches, num_chunks)
 
 
 def check_name(name: str) -> None:

@@ -1,15 +1,22 @@
 """1F1B (forward_backward step): a tick of the steady phase is one forward and one backward a device."""
 
-from jaxfb.schedules.lockstep import Timed, backward_start, backwards, forwards
+from jaxfb.schedules.lockstep import Timed, backward_start, backwards, forwards, tabulate
+from jaxfb.schedules.placement import loop_placement
+from jaxfb.schedules.table import Schedule
 
 
-def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int, name: str = "1f1b") -> Schedule:
     """Backward starts in the tick in which the first microbatch leaves the last chunk.
 
     Three static phases, for M a multiple of P: F (P*V - 1 ticks), F+B (M*V - P*V + P), B (P*V - 1).
     Time (M*V + P - 1) * (f + b) / V. Live chunk activations P*V + P - 1 - 2d on device d, whatever M is.
     """
+    timed = paired_ticks(num_stages, num_microbatches, num_chunks)
+    return tabulate(name, timed, loop_placement(num_stages, num_chunks), num_microbatches)
+
+
+def paired_ticks(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+    """F and B of 1F1B, each in its tick."""
     start = backward_start(num_stages, num_microbatches, num_chunks)
-    return forwards(num_stages, num_microbatches, num_chunks) + backwards(
-        num_stages, num_microbatches, num_chunks, start
-    )
+    forward = forwards(num_stages, num_microbatches, num_chunks)
+    return forward + backwards(num_stages, num_microbatches, num_chunks, start)

@@ -10,13 +10,17 @@ Mark = tuple[int, int, str]
 
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
     """A title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
-    title = (
-        f"{schedule.name}: {schedule.num_stages} devices x {schedule.num_chunks} chunk{'s' * (schedule.num_chunks > 1)}, "
-        f"{schedule.num_microbatches} microbatches, {schedule.num_ticks} ticks; phases "
-        + ", ".join(f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases)
-    )
+    phases = [f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases]
+    title = f"{headline(schedule)}; phases {', '.join(phases)}"
     starts = {phase.start for phase in schedule.phases if phase.start}
     return "\n".join([title, *render_table(schedule.table, width=width, mark=mark, separators=starts)])
+
+
+def headline(schedule) -> str:
+    """Name and sizes, such as "1f1b: 4 devices x 1 chunk, 8 microbatches, 14 ticks"."""
+    chunks = "1 chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
+    sizes = f"{schedule.num_stages} devices x {chunks}, {schedule.num_microbatches} microbatches"
+    return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks"
 
 
 def render_table(

@@ -11,7 +11,7 @@ from jaxfb.schedules.action import Action
 from jaxfb.schedules.phases import Phase, phases_of
 from jaxfb.schedules.placement import Placement, homes_of
 from jaxfb.schedules.program import Program, program_of
-from jaxfb.schedules.render import render
+from jaxfb.schedules.render import headline, render
 from jaxfb.schedules.simulate import Simulation, simulate
 from jaxfb.schedules.slots import Slots, slots_of
 from jaxfb.schedules.validate import validate
@@ -120,8 +120,7 @@ class Schedule:
         result = self.simulate(**costs)
         peaks = " ".join(map(str, result.peak_live_activations))
         return (
-            f"{self.name}: {self.num_stages} devices x {self.num_chunks} chunk{'s' * (self.num_chunks > 1)}, "
-            f"{self.num_microbatches} microbatches, {self.num_ticks} ticks, bubble {result.bubble_fraction:.1%}, "
+            f"{headline(self)}, bubble {result.bubble_fraction:.1%}, "
             f"peak live activations {peaks} (chunks, by device)"
         )
 

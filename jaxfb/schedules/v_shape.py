@@ -1,19 +1,26 @@
 """V-shape (forward_backward step): two chunks a device, down the devices and up again; even memory."""
 
 from jaxfb.schedules.action import Action
-from jaxfb.schedules.lockstep import Timed
+from jaxfb.schedules.lockstep import tabulate
 from jaxfb.schedules.placement import homes_of, v_placement
+from jaxfb.schedules.table import Schedule
 
 
-def v_shape(num_stages: int, num_microbatches: int, num_chunks: int = 2) -> list[Timed]:
-    """F of microbatch m, stage x at tick 2m + x; B at tick 2m + 4P - 2 - x. Needs num_chunks == 2.
+def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
+    """F of microbatch m, stage x at tick 2m + x; B at tick 2m + 4P - 2 - x.
 
     1F1B's time (M + P - 1) * (f + b) with 2P half-stages live on every device. Embedding and loss are both on
-    device 0, so tied weights are used on one device only.
+    device 0, so tied weights are used on one device only. ValueError unless num_chunks is 2.
     """
+    if num_chunks != 2:
+        raise ValueError(
+            f"[schedule] v_shape places exactly two chunks on each device; got num_chunks={num_chunks}; "
+            f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}"
+        )
+    placement = v_placement(num_stages)
     timed = []
-    for stage, (device, chunk) in enumerate(homes_of(v_placement(num_stages))):
+    for stage, (device, chunk) in enumerate(homes_of(placement)):
         for m in range(num_microbatches):
             timed.append((2 * m + stage, device, Action("F", m, chunk)))
             timed.append((2 * m + 4 * num_stages - 2 - stage, device, Action("B", m, chunk)))
-    return timed
+    return tabulate("v_shape", timed, placement, num_microbatches)

@@ -1,11 +1,13 @@
 """Zero-bubble (forward_backward step): weight gradients leave the backward's chain and wait for nobody."""
 
 from jaxfb.schedules.action import Action
-from jaxfb.schedules.lockstep import Timed, queue
-from jaxfb.schedules.one_f_one_b import one_f_one_b
+from jaxfb.schedules.lockstep import Timed, queue, tabulate
+from jaxfb.schedules.one_f_one_b import paired_ticks
+from jaxfb.schedules.placement import loop_placement
+from jaxfb.schedules.table import Schedule
 
 
-def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
+def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B with B the input gradient alone, and W of an item on *every* device when device 0 runs its B.
 
     So W never waits for anyone and costs M*V ticks, not M*V + P - 1: time
@@ -13,8 +15,9 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> list
     activations no longer than under 1F1B, so a program with equal buffers everywhere needs no more residual
     slots.
     """
-    one_backward = one_f_one_b(num_stages, num_microbatches, num_chunks)
-    return one_backward + weights(num_stages, num_microbatches, num_chunks, one_backward)
+    timed = paired_ticks(num_stages, num_microbatches, num_chunks)
+    timed += weights(num_stages, num_microbatches, num_chunks, timed)
+    return tabulate("zero_bubble", timed, loop_placement(num_stages, num_chunks), num_microbatches)
 
 
 def weights(num_stages: int, num_microbatches: int, num_chunks: int, timed: list[Timed]) -> list[Timed]:

@@ -1,0 +1,108 @@
+"""Schedules of one's own: text in and out, validation with the bad cell marked, irregular tables."""
+
+import copy
+import re
+
+import pytest
+
+from jaxfb.schedules import NAMES, Action, from_table, from_text, make
+from jaxfb.schedules.phases import MAX_PHASES
+from jaxfb.schedules.replay import replay
+
+GOOD = """
+device 0  F0.0  F1.0       .          B0.0  B1.0
+device 1  .     F0.0+B0.0  F1.0+B1.0  .     .
+"""
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("width", [40, 120])
+def test_text_is_read_back_as_the_same_table(name, width):
+    schedule = make(name, 3, 7, 2)
+    placement = "v" if name == "v_shape" else "loop"
+    assert from_text(schedule.render(width=width), placement=placement).table == schedule.table
+    assert from_table(schedule.table, placement=schedule.placement).table == schedule.table
+
+
+def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():
+    schedule = from_text(GOOD, name="mine")
+    assert (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks) == (2, 2, 1)
+    assert schedule.table[1] == ((Action("F", 1, 0),), (Action("F", 0, 0), Action("B", 0, 0)))
+    assert [tuple(phase) for phase in schedule.phases] == [(0, 1, "F"), (1, 3, "FB"), (3, 5, "B")]
+    assert schedule.simulate().time == 1 + 2 * 3 + 2 * 2
+    assert schedule.program.num_residual_slots == 2
+
+
+@pytest.mark.parametrize(
+    "text, message, marked",
+    [
+        (
+            "device 0 F0 B0\ndevice 1 F0 B0",
+            "F0.0 on device 1 in tick 0 needs F0.0 of device 0, which runs in tick 0 "
+            "and takes one tick to arrive; move it to tick 1 or later",
+            "device 1 F  [F0.0]!",
+        ),
+        ("device 0 F0 . B0\ndevice 1 . F0", "B0.0 is missing on device 1", "device 1 B"),
+        ("device 0 F0 F0", "F0.0 runs twice on device 0, in ticks 0 and 1", "[F0.0]!"),
+        ("device 0 F0+F1", "at most one F a tick", "[F0.0+F1.0]!"),
+        ("device 0 B0 F0", "needs F0.0 of device 0, which runs in tick 1; move it to tick 1", "[B0.0]!"),
+        ("device 0 F0+B0 W0 F1+B1", "W1.0 is missing on device 0", "[.]!"),
+        ("device 0 W0 F0+B0", "needs B0.0 of device 0", "[W0.0]!"),
+    ],
+)
+def test_bad_cell_is_marked(text, message, marked):
+    with pytest.raises(ValueError, match=re.escape(message)) as refused:
+        from_text(text)
+    line = next(line for line in str(refused.value).splitlines() if line.endswith("<-- here"))
+    assert marked in line
+
+
+@pytest.mark.parametrize(
+    "make_it, message",
+    [
+        (lambda: from_text("nothing here"), "device D ACTION"),
+        (lambda: from_text("device 0 X0.0"), "such as F3.1; got 'X0.0'"),
+        (lambda: from_table([[()]]), "the table is empty"),
+        (lambda: from_table([[[Action("X", 0, 0)]]]), "a kind is F, B or W"),
+        (lambda: from_table([["F0", "F0"], ["F0"]]), "tick 1 has 1 cells for num_stages=2"),
+        (
+            lambda: from_table([["F0", "F0", "F0", "F0"]], placement=((0,), (2,), (1,), (3,))),
+            "neighbouring devices",
+        ),
+        (lambda: from_table([["F0", "F0"]], placement=((0,), (0,))), "each of the stages 0 .. 1 once"),
+    ],
+)
+def test_what_is_no_table_is_refused(make_it, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_it()
+
+
+@pytest.mark.parametrize(
+    "row", ["f_residual", "b_residual", "b_gradient", "w_cotangent", "activation_from_next"]
+)
+def test_replay_notices_a_wrong_slot(row):
+    """The replay is what proves slots right, so it must see one that is wrong."""
+    schedule = make("zero_bubble", 3, 6, 2)
+    program = copy.deepcopy(schedule.program)
+    tick, device = next(
+        (t, d)
+        for t, line in enumerate(program.rows[row])
+        for d, slot in enumerate(line)
+        if t > 8 and slot == 0
+    )
+    program.rows[row][tick][device] = 1
+    with pytest.raises(ValueError, match=r"needs \('.*\) but its slot holds"):
+        replay(program, schedule.placement)
+
+
+def test_irregular_table_has_few_phases_whatever_the_number_of_microbatches():
+    """F and B in ticks of their own, as on ranks that take turns: the body of the merged ticks holds both."""
+    for count in (4, 32):
+        table = [[cell] for m in range(count) for cell in (f"F{m}", f"B{m}")]
+        schedule = from_table(table)
+        assert len(schedule.phases) <= MAX_PHASES
+        assert schedule.phases[0].start == 0 and schedule.phases[-1].stop == 2 * count
+        assert all(a.stop == b.start for a, b in zip(schedule.phases, schedule.phases[1:], strict=False))
+        body = [kinds for start, stop, kinds in schedule.phases for _ in range(start, stop)]
+        assert all(a.kind in kinds for kinds, row in zip(body, schedule.table, strict=True) for a in row[0])
+        assert schedule.simulate().time > schedule.simulate().ideal_time
