@@ -62,7 +62,7 @@ class CheckpointStore:
         """Saves one step as a whole: arrays and host values are committed together or not at all.
 
         Args:
-          step: number of applied updates, the name of the checkpoint.
+          step: names the checkpoint; a larger number is newer.
           state: pytree of jax.Array (sharded in any way, PRNG key arrays included).
           host: a JSON-able dict, such as data position, config, metrics, versions; equal on every process.
         Raises:

@@ -1,0 +1,89 @@
+"""What happens around the updates: hooks for library users, and for the trainer's own logging.
+
+Beside the story: the loop calls these on the host; nothing in here touches what is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+HOOKS = (
+    "on_train_start",
+    "on_step_start",
+    "before_update",
+    "on_step_end",
+    "on_eval",
+    "on_save",
+    "on_train_end",
+)
+
+
+class Callback:
+    """Override the hooks you need; each does nothing by default and what it returns is ignored.
+
+    Steps are numbered from 1: when step n ends, n global batches have been consumed. `metrics` are plain
+    numbers by name, already on the host. The loop runs ahead of the device: `on_step_end` of a step comes
+    after the next one was started. An exception raised in a hook ends the run.
+    """
+
+    def on_train_start(self, run: Any) -> None:
+        """Once, when everything is built and restored and nothing has been computed."""
+
+    def on_step_start(self, step: int) -> None:
+        """Before the rows of this update are fetched."""
+
+    def before_update(self, step: int, batch: Any) -> None:
+        """When the rows of this update are there, before the compiled step runs on them."""
+
+    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """When the numbers of this update have arrived."""
+
+    def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
+        """After an evaluation of the parameters that step left."""
+
+    def on_save(self, step: int, directory: Any) -> None:
+        """After the state that step left was handed to the checkpoint writer."""
+
+    def on_train_end(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Once, after the last update; not called when the run ends by an exception."""
+
+
+def callback(**hooks: Callable) -> Callback:
+    """A callback out of functions: callback(on_eval=lambda step, metrics: print(step, metrics))."""
+    _check_names(hooks)
+    return _with_hooks(hooks)
+
+
+def combine(callbacks: Iterable[Callback]) -> Callback:
+    """One callback whose every hook calls those of all, in the order given."""
+    members = tuple(callbacks)
+    for member in members:
+        missing = [hook for hook in HOOKS if not callable(getattr(member, hook, None))]
+        if missing:
+            raise ValueError(
+                f"[callbacks] {member!r} lacks {', '.join(missing)}; subclass jaxfb.Callback, or make one "
+                "with jaxfb.callback(on_step_end=...)"
+            )
+    return _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
+
+
+def _in_order(functions: list[Callable]) -> Callable:
+    def call(*args):
+        for function in functions:
+            function(*args)
+
+    return call
+
+
+def _with_hooks(hooks: Mapping[str, Callable]) -> Callback:
+    made = Callback()
+    for name, function in hooks.items():
+        setattr(made, name, function)
+    return made
+
+
+def _check_names(hooks: Mapping[str, Callable]) -> None:
+    for name in hooks:
+        if name not in HOOKS:
+            raise ValueError(f"[callbacks] there is no hook {name}; use one of {', '.join(HOOKS)}")

@@ -1,0 +1,30 @@
+"""The numbers of a run on their way out: to files and services, to the terminal, to a picture.
+
+Beside the story: numbers leave the device one step behind (`Pending`), become plain floats, and go to every
+`Writer` and to the `Progress` display.
+"""
+
+from jaxfb.metrics.pending import Pending, scalars
+from jaxfb.metrics.plot import plot_losses
+from jaxfb.metrics.throughput import Throughput
+from jaxfb.metrics.writers import (
+    JsonlWriter,
+    TensorBoardWriter,
+    WandbWriter,
+    Writer,
+    make_writers,
+    read_jsonl,
+)
+
+__all__ = [
+    "JsonlWriter",
+    "Pending",
+    "TensorBoardWriter",
+    "Throughput",
+    "WandbWriter",
+    "Writer",
+    "make_writers",
+    "plot_losses",
+    "read_jsonl",
+    "scalars",
+]

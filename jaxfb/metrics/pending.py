@@ -1,0 +1,55 @@
+"""Device numbers to the host, one step late: the host asks for step k when step k+1 is on its way."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.types import Last, Max, Min, Sum
+
+REDUCED = (Sum, Max, Min, Last)
+
+
+class Pending:
+    """Holds the newest step's device metrics and hands back those of the step before: no wait for the newest.
+
+    for step, batch in ...:
+        state, metrics = train_step(state, batch)       # dispatched, not finished
+        if arrived := pending.push(step, metrics):       # (step - 1, its numbers)
+            log(*arrived)
+    log(*pending.flush())
+    """
+
+    def __init__(self):
+        self._held: tuple[int, Any] | None = None
+
+    def push(self, step: int, metrics: Any) -> tuple[int, Any] | None:
+        """Takes the metrics of `step`, any pytree; returns those of the one before on the host, or None."""
+        arrived = self.flush()
+        self._held = (step, metrics)
+        return arrived
+
+    def flush(self) -> tuple[int, Any] | None:
+        """Waits for what is held and returns it; None if nothing is."""
+        held, self._held = self._held, None
+        return held and (held[0], jax.device_get(held[1]))
+
+
+def scalars(tree: Any) -> dict[str, float | int | bool]:
+    """Every single number in a pytree by its path, such as {"loss": 3.2, "terms/balance": 0.1}.
+
+    A Sum, Max, Min or Last becomes its value; leaves with more than one element are left out.
+    """
+    reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
+    named = jax.tree_util.tree_flatten_with_path(reduced)[0]
+    return {
+        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf).item()
+        for path, leaf in named
+        if np.size(leaf) == 1
+    }
+
+
+def _value(node: Any) -> Any:
+    return node.value if isinstance(node, REDUCED) else node

@@ -1,0 +1,181 @@
+"""Where records go: a JSON-lines file always, TensorBoard and Weights & Biases as extras.
+
+Beside the story. A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+
+class Writer(Protocol):
+    """Takes records. `write` returns at once; `close` returns when everything is stored."""
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonlWriter:
+    """One JSON object a line, {"step": 12, "loss": 3.2}; what is not finite is written as null.
+
+    path:   the file; made with its directory.
+    resume: the step of the checkpoint a run continues from: records of later steps, which will be written
+            again, and a line torn by a crash are dropped. None starts the file anew.
+
+    A record is in the operating system's hands when `write` returns: killing the process loses none.
+    """
+
+    def __init__(self, path: str | Path, resume: int | None = None):
+        self.path = Path(path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        records = [] if resume is None else read_jsonl(self.path)
+        kept = [record for record in records if record["step"] <= resume]
+        _replace(self.path, "".join(_line(record) for record in kept))
+        self._file = self.path.open("a")
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        self._file.write(_line({"step": int(step), **{name: _plain(v) for name, v in record.items()}}))
+        self._file.flush()
+
+    def close(self) -> None:
+        if not self._file.closed:
+            self._file.flush()
+            os.fsync(self._file.fileno())
+            self._file.close()
+
+
+class TensorBoardWriter:
+    """Scalars for TensorBoard, through tensorboardX."""
+
+    def __init__(self, directory: str | Path, resume: int | None = None):
+        library = _extra("tensorboardX", "tensorboard")
+        purge = None if resume is None else resume + 1
+        self._writer = library.SummaryWriter(str(directory), purge_step=purge)
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        for name, value in record.items():
+            if not isinstance(value, str):
+                self._writer.add_scalar(name, float(value), int(step))
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class WandbWriter:
+    """Scalars for Weights & Biases; offline, in directory/wandb, without WANDB_API_KEY or WANDB_MODE."""
+
+    def __init__(self, directory: str | Path, config: Mapping[str, Any], resume: int | None = None):
+        wandb = _extra("wandb", "wandb")
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
+        self._run = wandb.init(
+            project=os.environ.get("WANDB_PROJECT", "jaxfb"),
+            name=directory.name,
+            id=_run_id(directory, new=resume is None),
+            dir=str(directory),
+            config=dict(config),
+            resume="allow",
+            mode=None if key else "offline",
+        )
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        self._run.log(dict(record), step=int(step))
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Fan:
+    """Writes to several writers."""
+
+    def __init__(self, writers: Iterable[Writer]):
+        self._writers = tuple(writers)
+
+    def write(self, step: int, record: Mapping[str, Any]) -> None:
+        for writer in self._writers:
+            writer.write(step, record)
+
+    def close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+
+
+def make_writers(
+    names: Iterable[str],
+    directory: str | Path,
+    config: Mapping[str, Any],
+    resume: int | None = None,
+    extra: Iterable[Writer] = (),
+) -> Writer:
+    """One writer to directory/metrics.jsonl, to what `names` says ("tensorboard", "wandb") and to `extra`.
+
+    resume: the step that the run continues from, or None for a new run.
+
+    Raises:
+      ValueError: the package a name needs is not installed; the message says how to install it.
+    """
+    directory = Path(directory)
+    makers = {
+        "tensorboard": lambda: TensorBoardWriter(directory / "tensorboard", resume),
+        "wandb": lambda: WandbWriter(directory, config, resume),
+    }
+    for name in names:
+        if name not in makers:
+            raise ValueError(f"[log] no writer {name!r}; use one of {', '.join(makers)} (jsonl is always on)")
+    others = [makers[name]() for name in names]
+    return _Fan([JsonlWriter(directory / "metrics.jsonl", resume), *others, *extra])
+
+
+def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
+    """The records of a metrics file, in order; a torn line is passed over, a missing file has none."""
+    records = []
+    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
+        try:
+            record = json.loads(line)
+        except json.JSONDecodeError:
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            records.append(record)
+    return records
+
+
+def _line(record: Mapping[str, Any]) -> str:
+    return json.dumps(record, allow_nan=False) + "\n"
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, str | bool | int) or value is None:
+        return value
+    number = value.item() if hasattr(value, "item") else float(value)
+    return number if not isinstance(number, float) or math.isfinite(number) else None
+
+
+def _replace(path: Path, text: str) -> None:
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text)
+    temporary.replace(path)
+
+
+def _extra(package: str, extra: str) -> Any:
+    try:
+        return importlib.import_module(package)
+    except ImportError:
+        raise ValueError(
+            f"[log] writer {extra!r} needs the package {package}: pip install 'jaxfb[{extra}]'"
+        ) from None
+
+
+def _run_id(directory: Path, new: bool) -> str:
+    """The same id when a run is resumed, so that its curves continue."""
+    file = directory / "wandb-id"
+    if new or not file.exists():
+        file.write_text(os.urandom(8).hex())
+    return file.read_text()

@@ -1,0 +1,169 @@
+"""Numbers leave the run as they were: none lost by a kill, none doubled by a resume, none waited for."""
+
+import io
+import json
+import sys
+import types
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.callbacks import HOOKS, Callback, callback, combine
+from jaxfb.display import Progress, print_table, summary
+from jaxfb.metrics import Pending, Throughput, make_writers, plot_losses, read_jsonl, scalars
+from jaxfb.types import Last, Max, Sum
+
+
+def test_jsonl_survives_a_kill_and_a_resume(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    writer = make_writers((), tmp_path, {})
+    for step in range(1, 6):
+        writer.write(step, {"loss": np.float32(step), "skipped": np.bool_(False), "norm": float("nan")})
+    assert [r["step"] for r in read_jsonl(path)] == [1, 2, 3, 4, 5]  # before close: a kill loses nothing
+    assert json.loads(path.read_text().splitlines()[0]) == {
+        "step": 1,
+        "loss": 1.0,
+        "skipped": False,
+        "norm": None,
+    }
+    writer.write(3, {"eval/loss": 2.0})
+    with path.open("a") as file:
+        file.write('{"step": 6, "lo')  # torn by a kill
+
+    resumed = make_writers((), tmp_path, {}, resume=3)
+    resumed.write(4, {"loss": 40.0})
+    resumed.close()
+    assert [(r["step"], r.get("loss")) for r in read_jsonl(path)] == [
+        (1, 1),
+        (2, 2),
+        (3, 3),
+        (3, None),
+        (4, 40),
+    ]
+    make_writers((), tmp_path, {}).close()
+    assert read_jsonl(path) == []
+
+
+def test_missing_extras_say_what_to_install(tmp_path, monkeypatch):
+    for name, package in (("tensorboard", "tensorboardX"), ("wandb", "wandb")):
+        monkeypatch.setitem(sys.modules, package, None)
+        with pytest.raises(ValueError, match=rf"pip install 'jaxfb\[{name}\]'"):
+            make_writers([name], tmp_path, {})
+    with pytest.raises(ValueError, match="no writer 'tensorbord'; use one of tensorboard, wandb"):
+        make_writers(["tensorbord"], tmp_path, {})
+
+
+def test_extras_receive_the_same_records(tmp_path, monkeypatch):
+    calls = []
+
+    class SummaryWriter:
+        def __init__(self, directory, purge_step):
+            calls.append(("purge", purge_step))
+
+        def add_scalar(self, *args):
+            calls.append(args)
+
+        def close(self):
+            calls.append("closed")
+
+    class Run:
+        log = staticmethod(lambda record, step: calls.append((record, step)))
+        finish = staticmethod(lambda: calls.append("finished"))
+
+    inits = []
+    wandb = types.SimpleNamespace(init=lambda **given: inits.append(given) or Run)
+    monkeypatch.setitem(sys.modules, "tensorboardX", types.SimpleNamespace(SummaryWriter=SummaryWriter))
+    monkeypatch.setitem(sys.modules, "wandb", wandb)
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    monkeypatch.delenv("WANDB_MODE", raising=False)
+    for resume in (None, 7):
+        writer = make_writers(["tensorboard", "wandb"], tmp_path, {"a": 1}, resume)
+        writer.write(8, {"loss": jnp.float32(2)})
+        writer.close()
+    assert ("purge", 8) in calls and ("loss", 2.0, 8) in calls and ({"loss": 2.0}, 8) in calls
+    assert calls[-2:] == ["closed", "finished"]
+    assert inits[0]["mode"] == "offline" and inits[0]["id"] == inits[1]["id"]
+
+
+def test_pending_is_one_step_behind():
+    pending = Pending()
+    assert pending.push(1, {"loss": jnp.float32(1)}) is None
+    step, metrics = pending.push(2, {"loss": jnp.float32(2)})
+    assert step == 1 and isinstance(metrics["loss"], np.ndarray | np.float32) and metrics["loss"] == 1
+    assert pending.flush()[0] == 2 and pending.flush() is None
+
+
+def test_scalars_flattens_what_is_one_number():
+    metrics = {"loss": jnp.float32(3), "terms": {"lm": Sum(jnp.float32(6), jnp.float32(2))}, "max": Max(2)}
+    metrics |= {"last": Last(jnp.float32(5)), "leaves": jnp.zeros(3, bool), "skipped": np.bool_(True)}
+    expected = {"loss": 3.0, "terms/lm": 3.0, "max": 2, "last": 5.0, "skipped": True}
+    assert scalars(metrics) == expected
+
+
+def test_throughput_forgets_compilation_and_pauses():
+    now = [0.0]
+    meter = Throughput(window=2, clock=lambda: now[0])
+    meter.start(0)
+    assert meter.tokens_per_second is None and meter.seconds_left(10) is None
+    for step, seconds in [(1, 60), (2, 1), (3, 1)]:
+        now[0] += seconds
+        meter.update(step, tokens=100)
+    assert meter.tokens_per_second == 100 and meter.seconds_left(10) == 7
+    now[0] += 1000
+    meter.start(3)
+    now[0] += 2
+    meter.update(4, tokens=100)
+    assert meter.tokens_per_second == 50
+
+
+@pytest.mark.parametrize("live", [False, True])
+def test_progress(live):
+    stream = io.StringIO()
+    record = {"loss": 3.21, "learning_rate": 3e-3, "grad_norm": 0.5, "tokens_per_second": 11402.0}
+    with Progress(total=400, stream=stream, live=live) as progress:
+        progress.update(100, record, seconds_left=65)
+        progress.update(101, record, line=False)
+        progress.say("held-out loss 3.3 [nats]")
+    text = stream.getvalue()
+    assert "100/400" in text or live
+    assert "held-out loss 3.3 [nats]" in text and "loss 3.2100" in text and "tokens/s 11,402" in text
+    if not live:
+        assert text.splitlines()[0].endswith("eta 0:01:05") and len(text.splitlines()) == 2
+    assert summary({"loss": None}) == ""
+
+
+def test_print_table(capsys):
+    print_table("config", [("model.num_layers", 4), ("schedule", None)])
+    assert capsys.readouterr().out == "config\n  model.num_layers  4\n  schedule\n"
+
+
+def test_plot_losses(tmp_path):
+    writer = make_writers((), tmp_path, {})
+    for step in range(1, 41):
+        writer.write(step, {"loss": 6 / step**0.2 if step != 7 else float("nan"), "learning_rate": 1e-3})
+        if step % 20 == 0:
+            writer.write(step, {"eval/loss": 6 / step**0.18})
+    writer.close()
+    path = plot_losses(tmp_path / "metrics.jsonl", tmp_path / "loss.png", {"unigram": 6.5, "bigram": 4.5})
+    assert path.read_bytes().startswith(b"\x89PNG") and path.stat().st_size > 10_000
+    with pytest.raises(ValueError, match="no loss to draw"):
+        plot_losses(tmp_path / "none.jsonl", tmp_path / "none.png")
+
+
+def test_callbacks_run_in_order_on_every_hook():
+    heard = []
+
+    class Recorder(Callback):
+        def on_eval(self, step, metrics):
+            heard.append(("class", step))
+
+    both = combine([Recorder(), callback(on_eval=lambda step, metrics: heard.append(("function", step)))])
+    both.on_eval(3, {})
+    both.on_train_start(None)
+    assert heard == [("class", 3), ("function", 3)]
+    assert all(callable(getattr(both, hook)) for hook in HOOKS)
+    with pytest.raises(ValueError, match="no hook on_stepend; use one of"):
+        callback(on_stepend=print)
+    with pytest.raises(ValueError, match="lacks on_train_start"):
+        combine([print])
