@@ -1,6 +1,7 @@
 """Actions, the words of a schedule (forward_backward step): a device's work on a microbatch in a tick."""
 
 import re
+from collections.abc import Sequence
 from typing import NamedTuple
 
 KINDS = "FBW"
@@ -29,3 +30,11 @@ def parse_action(text: str) -> Action:
         raise ValueError(f"an action is F, B or W, then microbatch.chunk, such as F3.1; got {text!r}")
     kind, microbatch, chunk = match.groups()
     return Action(kind, int(microbatch), int(chunk or 0))
+
+
+def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
+    """A cell's actions in the order of KINDS, from "F3.1+B0.1", Actions, strings, or None for idle."""
+    if isinstance(cell, str):
+        cell = [part for part in cell.split("+") if part.strip(" .")]
+    found = [parse_action(a) if isinstance(a, str) else Action(*a) for a in cell or ()]
+    return tuple(sorted(found, key=lambda action: KINDS.find(action.kind)))

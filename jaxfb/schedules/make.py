@@ -1,14 +1,10 @@
-"""Schedules by name (forward_backward step), and schedules of one's own."""
+"""Schedules by name (forward_backward step)."""
 
 import difflib
-from collections.abc import Sequence
 
-from jaxfb.schedules.action import Action, parse_action
 from jaxfb.schedules.gpipe import gpipe
 from jaxfb.schedules.interleaved import interleaved
 from jaxfb.schedules.one_f_one_b import one_f_one_b
-from jaxfb.schedules.placement import Placement, loop_placement, v_placement
-from jaxfb.schedules.render import parse_table
 from jaxfb.schedules.table import Schedule
 from jaxfb.schedules.v_shape import v_shape
 from jaxfb.schedules.zero_bubble import zero_bubble
@@ -54,42 +50,3 @@ def check_name(name: str) -> None:
     if name not in BUILDERS:
         nearest = difflib.get_close_matches(str(name).lower().replace("-", "_"), NAMES, n=1, cutoff=0.0)[0]
         raise ValueError(f"[schedule] unknown schedule {name!r}; use {nearest!r} (known: {', '.join(NAMES)})")
-
-
-def from_table(
-    table: Sequence[Sequence], *, name: str = "custom", placement: str | Placement = "loop"
-) -> Schedule:
-    """A schedule of one's own, validated.
-
-    Args:
-      table: table[tick][device] is a cell: a sequence of Actions or of strings "F3.1", one string
-        "F3.1+B0.1", or None for idle. Microbatches and chunks are counted from what is in it.
-      placement: "loop" (stage = chunk * P + device), "v" (0 .. P-1, then P-1 .. 0), or
-      placement[device][chunk].
-    Raises:
-      ValueError: with the table printed and the bad cell marked.
-    """
-    cells = tuple(tuple(_cell(cell) for cell in row) for row in table)
-    actions = [action for row in cells for cell in row for action in cell]
-    if not actions:
-        raise ValueError("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
-    num_chunks = 1 + max(action.chunk for action in actions)
-    if placement == "loop":
-        placement = loop_placement(len(cells[0]), num_chunks)
-    elif placement == "v":
-        placement = v_placement(len(cells[0]))
-    placement = tuple(tuple(row) for row in placement)
-    num_microbatches = 1 + max(action.microbatch for action in actions)
-    return Schedule(name, len(cells[0]), num_microbatches, len(placement[0]), cells, placement).validate()
-
-
-def from_text(text: str, *, name: str = "custom", placement: str | Placement = "loop") -> Schedule:
-    """A schedule from text in the form that `Schedule.render` prints; `from_table` otherwise."""
-    return from_table(parse_table(text), name=name, placement=placement)
-
-
-def _cell(cell) -> tuple[Action, ...]:
-    if isinstance(cell, str):
-        cell = [part for part in cell.split("+") if part.strip(" .")]
-    found = [parse_action(a) if isinstance(a, str) else Action(*a) for a in cell or ()]
-    return tuple(sorted(found, key=lambda action: "FBW".find(action.kind)))

@@ -4,14 +4,15 @@ Everything else is derived from the table: its phases, its buffer slots, the row
 what it costs and how it looks. No device is needed for any of it.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxfb.schedules.action import Action
+from jaxfb.schedules.action import Action, parse_cell
 from jaxfb.schedules.phases import Phase, phases_of
-from jaxfb.schedules.placement import Placement, homes_of
+from jaxfb.schedules.placement import Placement, homes_of, loop_placement, v_placement
 from jaxfb.schedules.program import Program, program_of
-from jaxfb.schedules.render import headline, render
+from jaxfb.schedules.render import headline, parse_table, render
 from jaxfb.schedules.simulate import Simulation, simulate
 from jaxfb.schedules.slots import Slots, slots_of
 from jaxfb.schedules.validate import validate
@@ -37,6 +38,38 @@ class Schedule:
     num_chunks: int
     table: tuple[tuple[tuple[Action, ...], ...], ...]
     placement: Placement
+
+    @classmethod
+    def from_table(
+        cls, table: Sequence[Sequence], *, name: str = "custom", placement: str | Placement = "loop"
+    ) -> "Schedule":
+        """A schedule of one's own, validated.
+
+        Args:
+          table: table[tick][device] is a cell: a sequence of Actions or of strings "F3.1", one string
+            "F3.1+B0.1", or None for idle. Microbatches and chunks are counted from what is in it.
+          placement: "loop" (stage = chunk * P + device), "v" (0 .. P-1, then P-1 .. 0), or
+            placement[device][chunk].
+        Raises:
+          ValueError: with the table printed and the bad cell marked.
+        """
+        cells = tuple(tuple(parse_cell(cell) for cell in row) for row in table)
+        actions = [action for row in cells for cell in row for action in cell]
+        if not actions:
+            raise ValueError("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
+        num_chunks = 1 + max(action.chunk for action in actions)
+        if placement == "loop":
+            placement = loop_placement(len(cells[0]), num_chunks)
+        elif placement == "v":
+            placement = v_placement(len(cells[0]))
+        placement = tuple(tuple(row) for row in placement)
+        num_microbatches = 1 + max(action.microbatch for action in actions)
+        return cls(name, len(cells[0]), num_microbatches, len(placement[0]), cells, placement).validate()
+
+    @classmethod
+    def from_text(cls, text: str, *, name: str = "custom", placement: str | Placement = "loop") -> "Schedule":
+        """A schedule from text in the form that `render` prints; otherwise as `from_table`."""
+        return cls.from_table(parse_table(text), name=name, placement=placement)
 
     def stage_of(self, device: int, chunk: int) -> int:
         """The stage, 0 .. P*V - 1, that is this chunk of this device."""

@@ -5,9 +5,11 @@ import re
 
 import pytest
 
-from jaxfb.schedules import NAMES, Action, from_table, from_text, make
+from jaxfb.schedules import NAMES, Action, Schedule, make
 from jaxfb.schedules.phases import MAX_PHASES
 from jaxfb.schedules.replay import replay
+
+from_table, from_text = Schedule.from_table, Schedule.from_text
 
 GOOD = """
 device 0  F0.0  F1.0       .          B0.0  B1.0
