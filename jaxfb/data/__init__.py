@@ -1,0 +1,25 @@
+"""Host side: text to rows of tokens. No device code; a position in the stream is a number to save."""
+
+from jaxfb.data.baselines import Baselines, count_baselines
+from jaxfb.data.config import DataConfig
+from jaxfb.data.corpus import Corpus, SplitStats, bits_per_byte, prepare
+from jaxfb.data.loader import Loader, contiguous_rows, evaluation_batches
+from jaxfb.data.packing import PackedRows
+from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+__all__ = [
+    "Baselines",
+    "ByteTokenizer",
+    "Corpus",
+    "DataConfig",
+    "Loader",
+    "PackedRows",
+    "SplitStats",
+    "Tokenizer",
+    "bits_per_byte",
+    "contiguous_rows",
+    "count_baselines",
+    "evaluation_batches",
+    "load_tokenizer",
+    "prepare",
+]

@@ -1,0 +1,88 @@
+"""What to read and how to cut it: the settings of the data, plain and cheap to import.
+
+Step of the story: data (its settings). `prepare(DataConfig(...))` turns them into rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, get_args, get_type_hints
+
+SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """Everything that decides which tokens stand in which row; only `seed` decides their order.
+
+    source: "python-stdlib" (the running interpreter's own source), "text", "jsonl" or "tokens".
+    path: file, directory or glob, or several of them; unused by "python-stdlib".
+    held_out_path: like `path`; all of it is held out, and nothing of `path` is. Empty: split by document.
+    held_out_fraction: share of the documents held out, in [0, 1); 0 holds out none.
+    text_field: the key of the text in each JSONL record.
+    tokenizer: "bpe" (trained on the train documents), "bytes", or the path of a tokenizer.json.
+    vocab_size: of "bpe"; a small text may yield fewer.
+    sequence_length: tokens in a row.
+    packing: "concat" (one stream cut into rows) or "best_fit" (documents whole where they fit, rest padded).
+    seed: of the row order, reshuffled each epoch.
+    max_bytes: read no more text than this; None reads all.
+    cache_dir: where shards are kept; None means $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else
+      .cache/jaxfb-data.
+    """
+
+    source: Literal["python-stdlib", "text", "jsonl", "tokens"] = "python-stdlib"
+    path: str | tuple[str, ...] = ()
+    held_out_path: str | tuple[str, ...] = ()
+    held_out_fraction: float = 0.05
+    text_field: str = "text"
+    tokenizer: str = "bpe"
+    vocab_size: int = 4096
+    sequence_length: int = 256
+    packing: Literal["concat", "best_fit"] = "concat"
+    seed: int = 0
+    max_bytes: int | None = None
+    cache_dir: str | None = None
+
+    def __post_init__(self):
+        for name in ("path", "held_out_path"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        _check_choice("source", self.source)
+        _check_choice("packing", self.packing)
+        _check_paths(self)
+        _check_sizes(self)
+
+
+def _check_choice(name: str, value: str) -> None:
+    choices = get_args(get_type_hints(DataConfig)[name])
+    if value not in choices:
+        raise ValueError(f"[data] {name}={value!r} is not known; use one of {', '.join(choices)}")
+
+
+def _check_paths(config: DataConfig) -> None:
+    if config.source != "python-stdlib" and not config.path:
+        raise ValueError(f"[data] source={config.source!r} needs path: a file, a directory or a glob")
+    if config.source == "python-stdlib" and (config.path or config.held_out_path):
+        raise ValueError(
+            f"[data] source='python-stdlib' reads the interpreter's own source and takes no path, "
+            f"got path={config.path} held_out_path={config.held_out_path}; use source='text'"
+        )
+
+
+def _check_sizes(config: DataConfig) -> None:
+    if config.sequence_length < 2:
+        raise ValueError(f"[data] sequence_length={config.sequence_length} must be at least 2; use 2 or more")
+    if config.tokenizer == "bpe" and config.vocab_size < SMALLEST_VOCAB:
+        raise ValueError(
+            f"[data] vocab_size={config.vocab_size} cannot hold the 256 bytes and the end token; "
+            f"use {SMALLEST_VOCAB} or more"
+        )
+    if not 0 <= config.held_out_fraction < 1:
+        raise ValueError(f"[data] held_out_fraction={config.held_out_fraction} must lie in [0, 1); try 0.05")
+    if not 0 <= config.seed < 2**63:
+        raise ValueError(f"[data] seed={config.seed} must lie in [0, 2**63); use {abs(config.seed) % 2**63}")
+    if config.max_bytes is not None and (config.max_bytes < 1 or config.source == "tokens"):
+        raise ValueError(
+            f"[data] max_bytes={config.max_bytes} must be a positive number of bytes of text "
+            f"(source={config.source!r}); leave it out to read everything"
+        )

@@ -1,0 +1,91 @@
+"""From settings to rows: the one call that reads, tokenises, splits, stores and packs.
+
+Step of the story: data (all of it, in order; read this file first).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import numpy as np
+
+from jaxfb.data.cache import cache_directory
+from jaxfb.data.config import DataConfig
+from jaxfb.data.packing import PackedRows, pack
+from jaxfb.data.shards import TokenDocuments
+from jaxfb.data.text_shards import open_text_shards
+from jaxfb.data.token_shards import open_token_shards
+from jaxfb.data.tokenizer import Tokenizer
+
+COUNTED_ROWS = 4096
+
+
+@dataclass(frozen=True)
+class SplitStats:
+    """`tokens`: those predicted. `bytes`: of text, None if not known. `fill`: share of slots used."""
+
+    documents: int
+    tokens: int
+    bytes: int | None
+    rows: int
+    fill: float
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """A prepared text: two sets of rows, and what is known of them.
+
+    tokenizer: None for token files that came without one. vocab_size: all ids lie below it.
+    """
+
+    train: PackedRows
+    held_out: PackedRows
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    train_stats: SplitStats
+    held_out_stats: SplitStats
+
+    def bytes_per_token(self, rows: PackedRows | None = None) -> float | None:
+        """Bytes of text for each predicted token of `rows` (default: held out); None without a tokenizer.
+
+        Exact for "bytes" and byte-level BPE. The end of a document is a token of 0 bytes.
+        """
+        rows = self.held_out if rows is None else rows
+        if self.tokenizer is None or not rows.num_tokens:
+            return None
+        sizes, total = self.tokenizer.token_bytes(), 0
+        for k in range(0, len(rows), COUNTED_ROWS):
+            batch = rows.gather(np.arange(k, min(k + COUNTED_ROWS, len(rows))))
+            total += int(sizes[batch["targets"]][batch["loss_mask"] > 0].sum())
+        return total / rows.num_tokens
+
+
+def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
+    """The loss in a unit that does not depend on the tokenizer."""
+    return nats_per_token / math.log(2) / bytes_per_token
+
+
+def prepare(config: DataConfig) -> Corpus:
+    """Reads, tokenises, splits and packs; the second time, finds it all in the cache.
+
+    Every process of a job may call it: they write the same and the first to finish is kept.
+    Raises ValueError when a path is missing, a file cannot be used, or there is nothing to train on.
+    """
+    open_shards = open_token_shards if config.source == "tokens" else open_text_shards
+    shards = open_shards(config, cache_directory(config.cache_dir))
+    rows = {
+        name: pack(split, config.sequence_length, config.packing, shards.directory / "rows" / name)
+        for name, split in (("train", shards.train), ("held_out", shards.held_out))
+    }
+    return Corpus(
+        **rows,
+        tokenizer=shards.tokenizer,
+        vocab_size=shards.vocab_size,
+        train_stats=_stats(shards.train, rows["train"]),
+        held_out_stats=_stats(shards.held_out, rows["held_out"]),
+    )
+
+
+def _stats(documents: TokenDocuments, rows: PackedRows) -> SplitStats:
+    return SplitStats(len(documents.length), documents.num_tokens, documents.num_bytes, len(rows), rows.fill)

@@ -1,0 +1,227 @@
+"""Batches of packed rows in a seeded order, from any position: the position is a number, not a state machine.
+
+Step of the story: data (what each update receives). grain gives the order (the row at position p of an
+endless stream, reshuffled each epoch, is a pure function of seed and p) and reads ahead with threads. The
+position counts the rows consumed by the whole job, so it means the same on any number of processes.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+
+import numpy as np
+
+from jaxfb.data.packing import PackedRows
+
+Batch = dict[str, np.ndarray]
+READERS = 2
+REMAINDERS = ("pad", "drop", "error")
+
+
+class Loader:
+    """An iterator of batches, each {tokens, targets, loss_mask, segments, positions} of [local rows, seq].
+
+    rows_per_update: rows of the global batch, or a pure function of the rows consumed so far (ramp-up); it is
+      asked ahead of time, because batches are.
+    seed: of the row order, reshuffled each epoch; None keeps the rows in order.
+    total_rows: where the run ends; None never ends. A window cut short by it is filled with rows of
+      weight 0 ("pad"), left out ("drop") or refused ("error").
+    local_rows: rows of a global batch -> the indices in [0, rows) that this process holds, in the order of
+      its devices; None means all.
+    prefetch: batches read ahead, by two threads; 0 reads in the calling thread.
+    """
+
+    def __init__(
+        self,
+        rows: PackedRows,
+        rows_per_update: int | Callable[[int], int],
+        *,
+        seed: int | None = 0,
+        total_rows: int | None = None,
+        remainder: str = "pad",
+        local_rows: Callable[[int], np.ndarray] | None = None,
+        prefetch: int = 4,
+    ):
+        self._rows = rows
+        self._seed = seed
+        self._prefetch = prefetch
+        self._total_rows = total_rows
+        self._remainder = remainder
+        self._local_rows = local_rows
+        self._rows_at = rows_per_update if callable(rows_per_update) else lambda consumed: rows_per_update
+        self._consumed_rows = 0
+        self._iterator = None
+        _check(rows, self._rows_at(0), seed, total_rows, remainder)
+        self._order = row_order(len(rows), seed)
+        if remainder == "error" and total_rows is not None:
+            self._refuse_short_window()
+
+    @property
+    def consumed_rows(self) -> int:
+        """Rows of the global batches handed out so far, without the padding."""
+        return self._consumed_rows
+
+    @property
+    def epoch(self) -> float:
+        """Passes over the data so far."""
+        return self._consumed_rows / len(self._rows)
+
+    def __iter__(self) -> Loader:
+        return self
+
+    def __next__(self) -> Batch:
+        if self._iterator is None:
+            self._iterator = self._read_from(self._consumed_rows)
+        consumed, batch = next(self._iterator)
+        if batch is None:
+            self.close()
+            raise StopIteration
+        self._consumed_rows = consumed
+        return batch
+
+    def state(self) -> dict:
+        """What `restore` needs: a few numbers, to be saved as JSON with the checkpoint."""
+        return {
+            "consumed_rows": self._consumed_rows,
+            "seed": self._seed,
+            "num_rows": len(self._rows),
+            "fingerprint": self._rows.fingerprint,
+        }
+
+    def restore(self, state: dict) -> None:
+        """Continues where `state` was taken, without reading what came before.
+
+        Raises ValueError when the rows or the seed are not those of `state`.
+        """
+        mine = self.state()
+        for name in ("fingerprint", "num_rows", "seed"):
+            if state[name] != mine[name]:
+                raise ValueError(
+                    f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
+                    f"{name}={mine[name]}; use the saved run's text, split, tokenizer, sequence_length, "
+                    f"packing and seed (python-stdlib is another text in another Python)"
+                )
+        self.close()
+        self._consumed_rows = int(state["consumed_rows"])
+
+    def close(self) -> None:
+        """Stops reading ahead; the next batch starts it again."""
+        iterator, self._iterator = self._iterator, None
+        if iterator is not None and hasattr(iterator, "close"):
+            iterator.close()
+
+    def _read_from(self, consumed_rows: int):
+        import grain
+
+        windows = _Windows(consumed_rows, self._rows_at, self._total_rows, self._remainder, self._batch)
+        options = grain.ReadOptions(
+            num_threads=min(self._prefetch, READERS), prefetch_buffer_size=self._prefetch
+        )
+        return iter(grain.MapDataset.source(windows).to_iter_dataset(options))
+
+    def _batch(self, start: int, rows: int) -> Batch:
+        """The local rows of global positions start .. start + rows; zeros past the end of the run."""
+        position = start + np.arange(rows)
+        if self._local_rows is not None:
+            position = position[self._local_rows(rows)]
+        end = sys.maxsize if self._total_rows is None else self._total_rows
+        row = [self._order(p) if p < end else -1 for p in position.tolist()]
+        return self._rows.gather(np.array(row, np.int64))
+
+    def _refuse_short_window(self) -> None:
+        consumed = 0
+        while consumed < self._total_rows:
+            last, consumed = consumed, consumed + self._rows_at(consumed)
+        if consumed > self._total_rows:
+            whole = f"{last} or {consumed}" if last else f"{consumed}"
+            raise ValueError(
+                f"[data] total_rows={self._total_rows} leaves {self._total_rows - last} rows to the last "
+                f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'"
+            )
+
+
+class _Windows:
+    """A grain source: element k is the k-th batch from a starting position, with the position after it.
+
+    Past the end its elements are (end, None), so that its length need not be known.
+    """
+
+    def __init__(self, start: int, rows_at, total_rows: int | None, remainder: str, batch):
+        self._edges = [start]
+        self._lock = threading.Lock()
+        self._rows_at, self._batch = rows_at, batch
+        self._end = sys.maxsize if total_rows is None else total_rows
+        self._drop = remainder == "drop"
+
+    def __len__(self) -> int:
+        return sys.maxsize
+
+    def __getitem__(self, k: int) -> tuple[int, Batch | None]:
+        start, stop = self._window(k)
+        if start >= self._end or (self._drop and stop > self._end):
+            return self._end, None
+        return min(stop, self._end), self._batch(start, stop - start)
+
+    def _window(self, k: int) -> tuple[int, int]:
+        with self._lock:
+            while len(self._edges) <= k + 1:
+                self._edges.append(self._edges[-1] + self._rows_at(self._edges[-1]))
+            return self._edges[k], self._edges[k + 1]
+
+
+def evaluation_batches(
+    rows: PackedRows,
+    rows_per_batch: int,
+    *,
+    local_rows: Callable[[int], np.ndarray] | None = None,
+    prefetch: int = 2,
+) -> Loader:
+    """All `rows` once, in order, in whole batches: the last one is filled with rows of weight 0."""
+    return Loader(
+        rows, rows_per_batch, seed=None, total_rows=len(rows), local_rows=local_rows, prefetch=prefetch
+    )
+
+
+def contiguous_rows(process_index: int, process_count: int) -> Callable[[int], np.ndarray]:
+    """`local_rows` for processes that hold equal neighbouring slices of the global batch."""
+
+    def local_rows(rows: int) -> np.ndarray:
+        if rows % process_count:
+            nearest = -(-rows // process_count) * process_count
+            raise ValueError(
+                f"[data] rows={rows} must be a multiple of processes={process_count}; use {nearest}"
+            )
+        share = rows // process_count
+        return np.arange(process_index * share, (process_index + 1) * share)
+
+    return local_rows
+
+
+def row_order(num_rows: int, seed: int | None) -> Callable[[int], int]:
+    """Position in the endless stream -> row; each epoch is another permutation of all rows."""
+    if seed is None:
+        return lambda position: position % num_rows
+    import grain
+
+    # Mixed first: grain adds the epoch to the seed, so neighbouring seeds would repeat each other's epochs.
+    mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
+    return grain.MapDataset.range(num_rows).shuffle(seed=mixed).repeat().__getitem__
+
+
+def _check(
+    rows: PackedRows, rows_per_update: int, seed: int | None, total_rows: int | None, remainder: str
+) -> None:
+    if len(rows) == 0:
+        raise ValueError("[data] num_rows=0 must be positive; give more text, or hold some of it out")
+    if rows_per_update < 1:
+        raise ValueError(f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more")
+    if total_rows is not None and total_rows < 1:
+        raise ValueError(
+            f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end"
+        )
+    if remainder not in REMAINDERS:
+        raise ValueError(f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}")
+    if seed is not None and seed < 0:
+        raise ValueError(f"[data] seed={seed} must not be negative; use {-seed}")

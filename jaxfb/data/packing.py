@@ -1,0 +1,194 @@
+"""Documents to rows of one length: which tokens stand where, decided once and then looked up.
+
+Step of the story: data (rows of the language-model microbatch). A document of n + 1 tokens has n slots: slot
+t holds token t as input and token t + 1 as target, so no target ever crosses into another document and each
+token but a document's first is predicted exactly once. Rows are filled with pieces of documents; row k is a
+pure function of k.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jaxfb.data.cache import build_once, digest
+from jaxfb.data.shards import TokenDocuments, TokenStream
+
+FORMAT = 1
+INDEX_FILES = ("row_start", "offset", "length")
+
+
+@dataclass(frozen=True)
+class PackedRows:
+    """Random access to packed rows; a grain source (`len(rows)`, `rows[k]`).
+
+    Row k holds pieces row_start[k] .. row_start[k + 1]; piece p is length[p] slots from stream[offset[p]] on.
+    row_start: i64[num_rows + 1]. offset: i64[num_pieces]. length: i32[num_pieces].
+    fingerprint: of tokens, packing and sequence length; two equal ones hold the same rows.
+    """
+
+    stream: TokenStream
+    row_start: np.ndarray
+    offset: np.ndarray
+    length: np.ndarray
+    sequence_length: int
+    fingerprint: str
+
+    def __len__(self) -> int:
+        return len(self.row_start) - 1
+
+    def __getitem__(self, row: int) -> dict[str, np.ndarray]:
+        return {name: leaf[0] for name, leaf in self.gather(np.array([row])).items()}
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens that are predicted, over all rows."""
+        return int(self.length.sum(dtype=np.int64))
+
+    @property
+    def fill(self) -> float:
+        """Share of the slots that are not padding."""
+        return self.num_tokens / max(len(self) * self.sequence_length, 1)
+
+    def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
+        """Tokens, targets, loss_mask, segments and positions of `rows`, each [num_rows, sequence_length].
+
+        rows: i64[num_rows]; -1 gives a row of zeros, which counts nothing. All i32, but loss_mask f32.
+        Segments count the pieces of a row from 1, 0 is padding; positions restart at each piece.
+        """
+        rows = np.asarray(rows, np.int64)
+        piece, row_of_piece, segment = self._pieces(rows)
+        length = self.length[piece].astype(np.int64)
+        before = np.cumsum(length) - length
+        first_of_row = np.searchsorted(row_of_piece, row_of_piece)
+        column = before - before[first_of_row] if len(piece) else before
+        position = _ranges(length)
+        source = np.repeat(self.offset[piece], length) + position
+        slot = np.repeat(row_of_piece * self.sequence_length + column, length) + position
+        filled = {
+            "tokens": self.stream.take(source),
+            "targets": self.stream.take(source + 1),
+            "loss_mask": np.float32(1),
+            "segments": np.repeat(segment, length),
+            "positions": position,
+        }
+        return {name: self._spread(len(rows), slot, values) for name, values in filled.items()}
+
+    def select(self, rows: np.ndarray) -> PackedRows:
+        """These rows alone, renumbered from 0."""
+        rows = np.asarray(rows, np.int64)
+        piece, _, _ = self._pieces(rows)
+        counts = self.row_start[rows + 1] - self.row_start[rows]
+        return replace(
+            self,
+            row_start=np.concatenate([[0], np.cumsum(counts)]),
+            offset=self.offset[piece],
+            length=self.length[piece],
+            fingerprint=digest([self.fingerprint, hashlib.blake2b(rows.tobytes()).hexdigest()]),
+        )
+
+    def spread(self, num_rows: int) -> PackedRows:
+        """At most `num_rows` rows, evenly spread over all: a cheaper evaluation that favours no document."""
+        num_rows = min(num_rows, len(self))
+        return self if num_rows == len(self) else self.select(np.arange(num_rows) * len(self) // num_rows)
+
+    def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Piece, index into `rows`, and number within the row (from 1) of every piece of `rows`."""
+        safe = np.maximum(rows, 0)
+        counts = np.where(rows < 0, 0, self.row_start[safe + 1] - self.row_start[safe])
+        within = _ranges(counts)
+        return (
+            np.repeat(self.row_start[safe], counts) + within,
+            np.repeat(np.arange(len(rows)), counts),
+            within + 1,
+        )
+
+    def _spread(self, num_rows: int, slot: np.ndarray, values: np.ndarray) -> np.ndarray:
+        dtype = np.float32 if values.dtype == np.float32 else np.int32
+        leaf = np.zeros(num_rows * self.sequence_length, dtype)
+        leaf[slot] = values
+        return leaf.reshape(num_rows, self.sequence_length)
+
+
+def pack(documents: TokenDocuments, sequence_length: int, packing: str, cache: Path) -> PackedRows:
+    """Packs documents into rows; the index is built once below `cache` and memory-mapped from there."""
+    directory = cache / f"{packing}-{sequence_length}-v{FORMAT}"
+
+    def build(draft: Path) -> dict:
+        document, skip, length, row_start = pack_lengths(documents.length, sequence_length, packing)
+        offset = documents.start[document] + skip
+        for name, array in zip(INDEX_FILES, (row_start, offset, length.astype(np.int32)), strict=True):
+            np.save(draft / f"{name}.npy", array)
+        return {"format": FORMAT}
+
+    build_once(directory, build)
+    index = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in INDEX_FILES}
+    fingerprint = digest([FORMAT, documents.fingerprint, sequence_length, packing])
+    return PackedRows(documents.stream, **index, sequence_length=sequence_length, fingerprint=fingerprint)
+
+
+def pack_lengths(lengths: np.ndarray, sequence_length: int, packing: str) -> tuple[np.ndarray, ...]:
+    """Which piece of which document goes to which row.
+
+    lengths: i64[num_documents], tokens of each.
+    Returns document, skip and length of each piece, i64[num_pieces], sorted by row, and row_start
+    i64[num_rows + 1]: the first piece of each row.
+    """
+    slots = np.maximum(np.asarray(lengths, np.int64) - 1, 0)
+    whole = {"concat": _cut_stream, "best_fit": _cut_long_documents}[packing]
+    document, skip, length, row = whole(slots, sequence_length)
+    num_rows = int(row.max()) + 1 if len(row) else 0
+    return document, skip, length, np.searchsorted(row, np.arange(num_rows + 1))
+
+
+def _cut_stream(slots: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
+    """One stream of all slots, cut where a document or a row ends."""
+    ends = np.concatenate([[0], np.cumsum(slots)])
+    total = int(ends[-1])
+    start = np.union1d(ends, np.arange(0, total, sequence_length))
+    start = start[start < total]
+    document = np.searchsorted(ends, start, side="right") - 1
+    return document, start - ends[document], np.diff(np.append(start, total)), start // sequence_length
+
+
+def _cut_long_documents(slots: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
+    """Documents whole, or in row-long pieces and a rest; each put into the fullest row that takes it."""
+    counts = -(-slots // sequence_length)
+    document = np.repeat(np.arange(len(slots)), counts)
+    skip = _ranges(counts) * sequence_length
+    length = np.minimum(slots[document] - skip, sequence_length)
+    row = _best_fit(length, sequence_length)
+    _, first, row = np.unique(row, return_index=True, return_inverse=True)
+    row = np.argsort(np.argsort(first))[row]  # rows in the order of their first piece
+    order = np.argsort(row, kind="stable")
+    return document[order], skip[order], length[order], row[order]
+
+
+def _best_fit(length: np.ndarray, sequence_length: int) -> np.ndarray:
+    """Row of each piece: longest first, each into the open row with the least room that still holds it."""
+    row_of_piece = np.empty(len(length), np.int64)
+    open_rows: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # by the room they have left
+    rooms, num_rows = 0, 0  # bit r of `rooms` says that some row has room r
+    order = np.argsort(-length, kind="stable")
+    for piece, size in zip(order.tolist(), length[order].tolist(), strict=True):
+        fitting = rooms >> size
+        if fitting:
+            room = size + (fitting & -fitting).bit_length() - 1
+            row = open_rows[room].pop()
+            rooms ^= 0 if open_rows[room] else 1 << room
+        else:
+            room, row, num_rows = sequence_length, num_rows, num_rows + 1
+        row_of_piece[piece] = row
+        if room > size:
+            open_rows[room - size].append(row)
+            rooms |= 1 << (room - size)
+    return row_of_piece
+
+
+def _ranges(counts: np.ndarray) -> np.ndarray:
+    """0..counts[0]-1, 0..counts[1]-1, ... one after the other."""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

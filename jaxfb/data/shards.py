@@ -1,0 +1,120 @@
+"""Tokenised documents, memory-mapped, with the boundaries between them.
+
+Step of the story: data (documents of token ids, ready to be packed into rows). What is on disk: tokens in one
+or several flat files, and for each split the start and length of every document.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from jaxfb.data.cache import digest
+from jaxfb.data.config import DataConfig
+from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile
+from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+
+FORMAT = 1  # raise it when the files change meaning
+SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
+
+
+class TokenStream:
+    """Several memory-mapped arrays of token ids, addressed as one."""
+
+    def __init__(self, arrays: list[np.ndarray]):
+        self._arrays = arrays
+        self._bases = np.cumsum([0] + [len(array) for array in arrays])
+
+    def __len__(self) -> int:
+        return int(self._bases[-1])
+
+    def take(self, positions: np.ndarray) -> np.ndarray:
+        """i32[n]: the tokens at i64[n] positions."""
+        if len(self._arrays) == 1:
+            return self._arrays[0][positions].astype(np.int32)
+        tokens = np.empty(len(positions), np.int32)
+        which = np.searchsorted(self._bases, positions, side="right") - 1
+        for k in np.unique(which):
+            tokens[which == k] = self._arrays[k][positions[which == k] - self._bases[k]]
+        return tokens
+
+
+@dataclass(frozen=True)
+class TokenDocuments:
+    """One split. Document d is stream[start[d] : start[d] + length[d]], its end tokens included.
+
+    start, length: i64[num_documents]. num_bytes: of the text, None where it is not known.
+    fingerprint: of the tokens and boundaries; the same on every machine with the same text and tokenizer.
+    """
+
+    stream: TokenStream
+    start: np.ndarray
+    length: np.ndarray
+    num_bytes: int | None
+    fingerprint: str
+
+    @cached_property
+    def num_tokens(self) -> int:
+        """Tokens that are predicted: all but the first of each document."""
+        return int((self.length - 1).sum())
+
+
+@dataclass(frozen=True)
+class Shards:
+    """Both splits of a corpus, its tokenizer (None for token files without one), and where they are kept."""
+
+    train: TokenDocuments
+    held_out: TokenDocuments
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    directory: Path
+
+
+def shards_key(
+    config: DataConfig, files: list[SourceFile], held_out_files: list[SourceFile], tokens: object
+) -> str:
+    """Names the shards of these files under these settings, without reading the files."""
+    both = [*files, *held_out_files]
+    stamps = [[str(file.path), file.num_bytes, file.path.stat().st_mtime_ns] for file in both]
+    settings = [config.source, config.text_field, config.held_out_fraction, config.max_bytes, len(files)]
+    return digest([FORMAT, settings, tokens, stamps])
+
+
+def given_tokenizer(config: DataConfig) -> Tokenizer | None:
+    """The tokenizer that `config` names; None for "bpe", which has yet to be trained."""
+    if config.tokenizer == "bpe":
+        return None
+    return ByteTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)
+
+
+def write_documents(draft: Path, name: str, documents: np.ndarray, num_bytes: int | None, state) -> dict:
+    """Stores start and length of each document, i64[num_documents, 2]; `state` has hashed the tokens.
+
+    Returns the facts from which `open_documents` continues.
+    """
+    np.save(draft / f"{name}.documents.npy", documents)
+    state.update(documents.tobytes())
+    return {"num_bytes": num_bytes, "fingerprint": state.hexdigest()}
+
+
+def open_documents(directory: Path, name: str, facts: dict, arrays: list[np.ndarray]) -> TokenDocuments:
+    documents = np.load(directory / f"{name}.documents.npy", mmap_mode="r")
+    return TokenDocuments(TokenStream(arrays), documents[:, 0], documents[:, 1], **facts)
+
+
+def check_sides(config: DataConfig, sides: np.ndarray) -> None:
+    """Raises ValueError when a split of these documents has an empty side."""
+    num_held_out = int((sides == HELD_OUT).sum())
+    if not (sides == TRAIN).any():
+        raise ValueError(
+            f"[data] source={config.source!r} path={config.path} max_bytes={config.max_bytes} leaves no "
+            f"document to train on (of {len(sides)} read, {num_held_out} are held out); give it more text"
+        )
+    if config.held_out_fraction > 0 and num_held_out == 0:
+        raise ValueError(
+            f"[data] held_out_fraction={config.held_out_fraction} of {len(sides)} document(s) holds out "
+            f"nothing; give held_out_path, more documents, or held_out_fraction=0"
+        )

@@ -1,0 +1,209 @@
+"""Documents of text, in a stable order: the standard library, text files, JSONL.
+
+Step of the story: data (the first thing read). Which side of the train / held-out split a document falls on
+is decided by its content alone, so neither order nor new neighbours move it.
+"""
+
+from __future__ import annotations
+
+import glob
+import gzip
+import hashlib
+import json
+import os
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+# Tests and vendored tools are bulky and repetitive; `encodings` is tables of characters.
+STDLIB_SKIPPED = {
+    *("test", "tests", "idlelib", "lib2to3", "encodings"),
+    *("site-packages", "dist-packages", "__pycache__"),
+}
+MACHINE_SPECIFIC = ("_sysconfigdata", "config-")
+SINGLE_FILE_PIECES = 100
+SUFFIXES = {"jsonl": (".jsonl", ".json", ".jsonl.gz"), "tokens": (".bin", ".npy")}
+
+TRAIN, HELD_OUT, DROPPED = 0, 1, -1
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text with a name; `opens` and `closes` are False at a cut made by us, not by its author."""
+
+    name: str
+    text: str
+    opens: bool = True
+    closes: bool = True
+
+
+@dataclass(frozen=True)
+class SourceFile:
+    name: str
+    path: Path
+    num_bytes: int
+
+
+def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None) -> list[SourceFile]:
+    """Files of a source sorted by name; with `max_bytes`, a stable choice of them that stays below it.
+
+    Raises ValueError when a path is missing or nothing is found.
+    """
+    if source == "python-stdlib":
+        files = _stdlib_files()
+    else:
+        found = [file for path in paths for file in _files_at(path, source)]
+        files = sorted({file.path: file for file in found}.values(), key=lambda file: file.name)
+    if max_bytes is not None and len(files) > 1 and source != "jsonl":
+        files = _within(files, max_bytes)
+    if not files:
+        raise ValueError(f"[data] source={source!r} path={paths} has no file below {max_bytes=}; raise it")
+    return files
+
+
+def read_documents(
+    source: str, files: list[SourceFile], text_field: str = "text", max_bytes: int | None = None
+) -> Iterator[Document]:
+    """Non-empty documents in file order, at most `max_bytes` of text in all."""
+    if source == "jsonl":
+        documents = (document for file in files for document in _read_jsonl(file, text_field))
+    elif len(files) == 1:
+        documents = _cut_in_pieces(_read_text(files[0]))
+    else:
+        documents = (_read_text(file) for file in files)
+    total = 0
+    for document in documents:
+        total += len(document.text.encode())
+        if max_bytes is not None and total > max_bytes:
+            return
+        if document.text:
+            yield document
+
+
+def content_hash(document: Document) -> int:
+    """64 bits of the text, the same on every machine."""
+    return name_hash(document.text)
+
+
+def name_hash(name: str) -> int:
+    """64 bits of a string."""
+    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+
+
+def split_documents(hashes: np.ndarray, fraction: float, num_forced: int = 0) -> np.ndarray:
+    """Side of each document, i8[num_documents]: TRAIN, HELD_OUT, or DROPPED for a repeated text.
+
+    hashes: u64[num_documents]. The first `num_forced` are held out and the others are not (a held-out text
+    given by the user); otherwise a document is held out if its hash lies in the lowest `fraction` of all
+    values, or, where none does, if its hash is the smallest.
+    """
+    side = np.full(len(hashes), DROPPED, np.int8)
+    _, first = np.unique(hashes, return_index=True)
+    side[first] = TRAIN
+    if num_forced:
+        side[:num_forced][side[:num_forced] == TRAIN] = HELD_OUT
+    elif fraction > 0 and len(first) > 1:
+        threshold = max(int(fraction * 2**64), int(hashes.min()) + 1)
+        side[(side == TRAIN) & (hashes < np.uint64(threshold))] = HELD_OUT
+    return side
+
+
+def _stdlib_files() -> list[SourceFile]:
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = []
+    for directory, subdirectories, names in os.walk(root):
+        subdirectories[:] = [name for name in subdirectories if name not in STDLIB_SKIPPED | {"ensurepip"}]
+        files += [Path(directory) / name for name in names if name.endswith(".py")]
+    files = [path for path in files if not any(part.startswith(MACHINE_SPECIFIC) for part in path.parts)]
+    if not files:
+        raise ValueError(f"[data] source='python-stdlib' found no .py file under {root}; use source='text'")
+    return sorted((_described(path, root) for path in files), key=lambda file: file.name)
+
+
+def _files_at(path: str, source: str) -> list[SourceFile]:
+    root = Path(path).expanduser()
+    if root.is_file():
+        return [_described(root, root.parent)]
+    if root.is_dir():
+        found = [p for p in root.rglob("*") if not _hidden(p.relative_to(root))]
+    else:
+        found = [Path(p) for p in glob.glob(str(root), recursive=True)]
+    paths = [p for p in found if p.is_file() and _belongs(p, source)]
+    if not paths:
+        raise ValueError(
+            f"[data] path={path!r} is no file, no directory with files for {source=}, "
+            f"no glob that matches one; correct it"
+        )
+    base = root if root.is_dir() else Path(os.path.commonpath([p.parent for p in paths]))
+    return [_described(p, base) for p in paths]
+
+
+def _described(path: Path, root: Path) -> SourceFile:
+    return SourceFile(path.relative_to(root).as_posix(), path.resolve(), path.stat().st_size)
+
+
+def _hidden(path: Path) -> bool:
+    return any(part.startswith(".") for part in path.parts)
+
+
+def _belongs(path: Path, source: str) -> bool:
+    if source in SUFFIXES:
+        return path.name.endswith(SUFFIXES[source])
+    with path.open("rb") as file:
+        return b"\0" not in file.read(4096)
+
+
+def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
+    """A subset that does not depend on the alphabet: taken in the order of the hashes of the names."""
+    chosen, total = [], 0
+    for file in sorted(files, key=lambda file: name_hash(file.name)):
+        if total + file.num_bytes <= max_bytes:
+            chosen.append(file)
+            total += file.num_bytes
+    return sorted(chosen, key=lambda file: file.name)
+
+
+def _read_text(file: SourceFile) -> Document:
+    return Document(file.name, file.path.read_text(encoding="utf-8-sig", errors="replace"))
+
+
+def _cut_in_pieces(document: Document) -> Iterator[Document]:
+    """One big file would be one document; cut at blank lines (or lines), it can be split and shuffled."""
+    text, start = document.text, 0
+    size = max(1024, len(text) // SINGLE_FILE_PIECES)
+    while start < len(text):
+        end = _next_break(text, start + size, start + 2 * size)
+        name = f"{document.name}@{start}"
+        yield Document(name, text[start:end], opens=start == 0, closes=end == len(text))
+        start = end
+
+
+def _next_break(text: str, low: int, high: int) -> int:
+    for mark in ("\n\n", "\n", " "):
+        found = text.find(mark, low, high)
+        if found >= 0:
+            return found + len(mark)
+    return min(high, len(text))
+
+
+def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
+    opener = gzip.open if file.path.suffix == ".gz" else open
+    with opener(file.path, "rt", encoding="utf-8", errors="replace", newline="\n") as lines:
+        for number, line in enumerate(lines, 1):
+            if line.strip():
+                yield Document(f"{file.name}:{number}", _text_of(line, text_field, f"{file.path}:{number}"))
+
+
+def _text_of(line: str, text_field: str, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except ValueError as error:
+        raise ValueError(f"[data] {where} is not a JSON record: {error}") from None
+    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(text, str):
+        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+        raise ValueError(f"[data] {where} has no text under {text_field=}; the record has: {fields}")
+    return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates, which no tokenizer takes

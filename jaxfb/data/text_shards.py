@@ -1,0 +1,107 @@
+"""Text to shards: split by document, train the tokenizer on the train side, encode, store.
+
+Step of the story: data (documents of text become documents of token ids, once). The source is read again for
+each of these steps rather than held in memory.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from jaxfb.data.cache import build_once
+from jaxfb.data.config import DataConfig
+from jaxfb.data.shards import (
+    FORMAT,
+    SPLITS,
+    Shards,
+    check_sides,
+    given_tokenizer,
+    open_documents,
+    shards_key,
+    write_documents,
+)
+from jaxfb.data.sources import TRAIN, Document, content_hash, find_files, read_documents, split_documents
+from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+
+ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
+
+
+def open_text_shards(config: DataConfig, cache: Path) -> Shards:
+    """Finds the shards of a source of text in `cache`, or writes them there."""
+    files = find_files(config.source, config.path, config.max_bytes)
+    held_out_files = find_files(config.source, config.held_out_path) if config.held_out_path else []
+    tokenizer = given_tokenizer(config)
+    identity = tokenizer.fingerprint if tokenizer else f"bpe-{config.vocab_size}"
+    directory = cache / f"text-{shards_key(config, files, held_out_files, identity)}"
+    facts = build_once(directory, lambda draft: _write(config, tokenizer, files, held_out_files, draft))
+    tokenizer = load_tokenizer(directory / "tokenizer.json")
+    splits = {
+        name: open_documents(directory, name, facts[name], [_map(directory / f"{name}.bin", facts["dtype"])])
+        for name in SPLITS
+    }
+    return Shards(**splits, tokenizer=tokenizer, vocab_size=tokenizer.vocab_size, directory=directory)
+
+
+def _map(path: Path, dtype: str) -> np.ndarray:
+    return np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
+
+
+def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
+    def documents() -> Iterator[Document]:
+        yield from read_documents(config.source, held_out_files, config.text_field)
+        yield from read_documents(config.source, files, config.text_field, config.max_bytes)
+
+    def on_side(side: int) -> Iterator[Document]:
+        return (document for document, s in zip(documents(), sides, strict=True) if s == side)
+
+    num_forced = sum(1 for _ in read_documents(config.source, held_out_files, config.text_field))
+    hashes = np.fromiter((content_hash(document) for document in documents()), np.uint64)
+    sides = split_documents(hashes, config.held_out_fraction, num_forced)
+    check_sides(config, sides)
+    if tokenizer is None:
+        tokenizer = train_bpe((document.text for document in on_side(TRAIN)), config.vocab_size)
+    tokenizer.save(draft / "tokenizer.json")
+    dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
+    facts = {"format": FORMAT, "dtype": dtype.name}
+    for name, side in SPLITS.items():
+        facts[name] = _write_split(draft, name, dtype, tokenizer, on_side(side))
+    return facts
+
+
+def _write_split(
+    draft: Path, name: str, dtype: np.dtype, tokenizer: Tokenizer, documents: Iterable[Document]
+) -> dict:
+    lengths, num_bytes, state = [], 0, hashlib.blake2b(digest_size=8)
+    with (draft / f"{name}.bin").open("wb") as file:
+        for batch in _batches(documents):
+            num_bytes += sum(len(document.text.encode()) for document in batch)
+            for document, ids in zip(batch, tokenizer.encode([d.text for d in batch]), strict=True):
+                tokens = _with_ends(document, ids, tokenizer).astype(dtype)
+                file.write(tokens.tobytes())
+                state.update(tokens.tobytes())
+                lengths.append(len(tokens))
+    length = np.array(lengths, np.int64)
+    start_and_length = np.stack([np.cumsum(length) - length, length], axis=1)
+    return write_documents(draft, name, start_and_length, num_bytes, state)
+
+
+def _with_ends(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:
+    first = [tokenizer.start_id] if document.opens and tokenizer.start_id is not None else []
+    last = [tokenizer.eos_id] if document.closes and tokenizer.eos_id is not None else []
+    return np.concatenate([first, ids, last])
+
+
+def _batches(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    batch, size = [], 0
+    for document in documents:
+        batch.append(document)
+        size += len(document.text)
+        if size >= ENCODE_CHARACTERS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

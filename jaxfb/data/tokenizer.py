@@ -1,0 +1,165 @@
+"""Text to token ids and back: plain bytes, or byte-level BPE by the `tokenizers` library.
+
+Step of the story: data (documents become token ids). A token stands at either end of a document, so its first
+token is predicted too, and its end; every byte of the text is then counted once in bits/byte.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable, Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Protocol
+
+import numpy as np
+
+END_TOKEN = "<|end|>"
+SAMPLE_BYTES = 64 * 2**20  # BPE merges settle long before this much text
+START_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<|endoftext|>", END_TOKEN)
+END_NAMES = ("<|end_of_text|>", "<|endoftext|>", "</s>", "<eos>", END_TOKEN)
+BYTES_FILE = {"jaxfb_tokenizer": "bytes"}
+
+
+class Tokenizer(Protocol):
+    """What the rest of jaxfb needs of a tokenizer. It neither adds special tokens nor reads them out of text.
+
+    vocab_size: ids lie in [0, vocab_size).
+    start_id, eos_id: put before and after each document; None where the vocabulary has none.
+    fingerprint: 16 hexadecimal digits; equal fingerprints encode alike.
+    """
+
+    vocab_size: int
+    start_id: int | None
+    eos_id: int | None
+    fingerprint: str
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        """One i32[num_tokens] a text."""
+
+    def decode(self, ids: Iterable[int]) -> str:
+        """Text of the ids; special tokens are left out."""
+
+    def token_bytes(self) -> np.ndarray:
+        """i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
+
+    def save(self, path: Path) -> None:
+        """Writes one file that `load_tokenizer` reads."""
+
+
+class ByteTokenizer:
+    """Ids 0..255 are the bytes of UTF-8; 256 stands between documents."""
+
+    vocab_size = 257
+    start_id = eos_id = 256
+    fingerprint = "bytes-257"
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def token_bytes(self) -> np.ndarray:
+        return (np.arange(257) < 256).astype(np.int32)
+
+    def save(self, path: Path) -> None:
+        Path(path).write_text(json.dumps(BYTES_FILE))
+
+
+class LibraryTokenizer:
+    """A tokenizer.json, read by the `tokenizers` library. Offline: no name is looked up anywhere."""
+
+    def __init__(self, serialized: str):
+        from tokenizers import Tokenizer as Implementation
+
+        self._implementation = Implementation.from_str(serialized)
+        # Text that happens to contain the name of a special token must not become that token.
+        self._implementation.encode_special_tokens = True
+        self._serialized = serialized
+        self._vocab = self._implementation.get_vocab(with_added_tokens=True)
+        self.vocab_size = max(self._vocab.values()) + 1
+        self.start_id = next((self._vocab[name] for name in START_NAMES if name in self._vocab), None)
+        self.eos_id = next((self._vocab[name] for name in END_NAMES if name in self._vocab), None)
+        self.fingerprint = hashlib.blake2b(serialized.encode(), digest_size=8).hexdigest()
+
+    def encode(self, texts: list[str]) -> list[np.ndarray]:
+        encodings = self._implementation.encode_batch_fast(texts, add_special_tokens=False)
+        return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
+
+    def decode(self, ids: Iterable[int]) -> str:
+        return self._implementation.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def token_bytes(self) -> np.ndarray:
+        return self._token_bytes.copy()
+
+    @cached_property
+    def _token_bytes(self) -> np.ndarray:
+        definition = json.loads(self._serialized)
+        added = {token["id"]: token for token in definition.get("added_tokens", ())}
+        byte_level = '"ByteLevel"' in json.dumps(definition.get("decoder"))
+        sizes = np.zeros(self.vocab_size, np.int32)
+        for name, i in self._vocab.items():
+            if i not in added:
+                sizes[i] = _num_bytes(name, byte_level)
+            elif not added[i]["special"]:
+                sizes[i] = len(name.encode())
+        return sizes
+
+    def save(self, path: Path) -> None:
+        Path(path).write_text(self._serialized, encoding="utf-8")
+
+
+def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
+    """Byte-level BPE of at most `vocab_size` tokens, learnt from the first SAMPLE_BYTES of `texts`.
+
+    The same texts in the same order give the same tokenizer. Every byte is a token, so nothing is unknown.
+    """
+    from tokenizers import Tokenizer as Implementation
+    from tokenizers import decoders, models, pre_tokenizers, trainers
+
+    implementation = Implementation(models.BPE())
+    implementation.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    implementation.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=[END_TOKEN],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    implementation.train_from_iterator(_first_bytes(texts, SAMPLE_BYTES), trainer)
+    return LibraryTokenizer(implementation.to_str())
+
+
+def load_tokenizer(path: str | Path) -> Tokenizer:
+    """The tokenizer in a tokenizer.json, or in a directory that holds one.
+
+    Raises ValueError when there is none, or it cannot be read.
+    """
+    file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
+    if not file.is_file():
+        raise ValueError(f"[data] tokenizer={str(path)!r} is no file; use 'bpe', 'bytes' or a tokenizer.json")
+    serialized = file.read_text(encoding="utf-8")
+    try:
+        return ByteTokenizer() if json.loads(serialized) == BYTES_FILE else LibraryTokenizer(serialized)
+    except Exception as error:  # the library raises bare Exception
+        raise ValueError(f"[data] tokenizer={str(path)!r} cannot be read: {error}") from error
+
+
+def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:
+    total = 0
+    for text in texts:
+        yield text
+        total += len(text)
+        if total >= limit:
+            return
+
+
+def _num_bytes(name: str, byte_level: bool) -> int:
+    if byte_level:
+        return len(name)  # the byte-level alphabet has one character a byte
+    if re.fullmatch(r"<0x[0-9A-F]{2}>", name):
+        return 1
+    return len(name.replace("\u2581", " ").encode())  # SentencePiece writes a space as this character

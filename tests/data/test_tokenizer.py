@@ -1,0 +1,57 @@
+"""Tokenizers give the text back, count its bytes, repeat themselves, take no special token from text."""
+
+import json
+
+import numpy as np
+import pytest
+
+from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, load_tokenizer, train_bpe
+
+TEXTS = [
+    "def add(a, b):\n    return a + b\n" * 20,
+    "for x in range(10):\n\tprint(x, 'Grüße, 日本語, \U0001f600')\n" * 9,
+    f"a text that names {END_TOKEN} and <s>\r\n\0",
+]
+
+
+@pytest.fixture(scope="module")
+def bpe():
+    return train_bpe(TEXTS, 300)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_text_comes_back_and_its_bytes_are_counted(kind, bpe, tmp_path):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    for text, ids in zip(TEXTS, tokenizer.encode(TEXTS), strict=True):
+        assert tokenizer.decode([tokenizer.start_id, *ids, tokenizer.eos_id]) == text
+        assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+        assert tokenizer.eos_id not in ids and ids.max() < tokenizer.vocab_size and ids.dtype == np.int32
+    assert tokenizer.token_bytes()[tokenizer.eos_id] == 0
+    tokenizer.save(tmp_path / "tokenizer.json")
+    again = load_tokenizer(tmp_path)
+    assert again.fingerprint == tokenizer.fingerprint
+    np.testing.assert_array_equal(again.encode(TEXTS)[0], tokenizer.encode(TEXTS)[0])
+
+
+def test_bpe_repeats_itself_and_knows_every_byte(bpe):
+    assert bpe.vocab_size == 300 and train_bpe(iter(TEXTS), 300).fingerprint == bpe.fingerprint
+    assert bpe.decode(bpe.encode(["Ωз\x01"])[0]) == "Ωз\x01"
+    assert train_bpe(["ab"], 1000).vocab_size == 258  # all bytes, the end token, "ab"
+
+
+def test_the_ends_of_a_document_are_found_by_name(tmp_path, bpe):
+    bpe.save(tmp_path / "tokenizer.json")
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    names = {"id": 300, "content": "<|begin_of_text|>"}, {"id": 301, "content": "<|end_of_text|>"}
+    definition["added_tokens"] += [{**definition["added_tokens"][0], **name} for name in names]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
+    assert (tokenizer.start_id, tokenizer.eos_id, tokenizer.vocab_size) == (300, 301, 302)
+
+
+def test_what_is_no_tokenizer_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="use 'bpe', 'bytes' or a tokenizer.json"):
+        load_tokenizer("no-such-name")
+    (tmp_path / "tokenizer.json").write_text("{}")
+    with pytest.raises(ValueError, match="cannot be read"):
+        load_tokenizer(tmp_path)
