@@ -1,0 +1,135 @@
+"""The command line: `jaxfb train configs/quickstart.yaml model.num_layers=6`; `trainer.py` does the work.
+
+Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
+Exit codes: 0 done, 2 a refused command or config (one sentence, no traceback).
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from jaxfb import __version__
+
+RUN = "a run's directory, or a config whose run.dir is meant"
+OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit code."""
+    options = _parse(arguments)
+    try:
+        return options.run(options) or 0
+    except (ValueError, FileNotFoundError) as error:
+        if not _is_refusal(error):
+            raise
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("jaxfb: stopped", file=sys.stderr)
+        return 130
+
+
+def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    """Options and overrides in any order, which argparse alone does not read."""
+    parser = _parser()
+    options, rest = parser.parse_known_args(arguments)
+    for text in rest:
+        if text.startswith("-") or not hasattr(options, "overrides"):
+            parser.error(f"cannot read {text!r}")
+        options.overrides.append(text)
+    return options
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="jaxfb",
+        description="Trains transformers with JAX on GPU and TPU meshes, with exact gradients on each.",
+    )
+    parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
+    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+
+    train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
+    train.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")
+    train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+
+    evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
+    evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
+    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+    generate = _verb(verbs, "generate", _generate, "continue a prompt with a run's newest checkpoint")
+    generate.add_argument("run_dir", metavar="RUN", help=RUN)
+    generate.add_argument("--prompt", required=True, help="the text to continue")
+    generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
+    generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
+    generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+
+    show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
+    show.add_argument("action", choices=("show",))
+    show.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    return parser
+
+
+def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
+    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+    verb.set_defaults(run=run)
+    return verb
+
+
+def _train(options) -> None:
+    from jaxfb.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    from jaxfb import trainer
+
+    trainer.train(config, resume=options.resume)
+
+
+def _evaluate(options) -> None:
+    run_dir = _run_dir(options.run_dir, options.overrides)
+    from jaxfb import trainer
+
+    trainer.evaluate(run_dir, options.overrides)
+
+
+def _generate(options) -> None:
+    run_dir = _run_dir(options.run_dir)
+    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    from jaxfb import trainer
+
+    text = trainer.generate(run_dir, options.prompt, **{k: v for k, v in given.items() if v is not None})
+    print(text)
+
+
+def _config(options) -> None:
+    from jaxfb.config import load_config, table
+    from jaxfb.display import print_table
+
+    print_table(options.config, table(load_config(options.config, options.overrides)))
+
+
+def _run_dir(path: str, overrides: Sequence[str] = ()) -> Path:
+    """The directory of a run, given itself or by the config that made it."""
+    from jaxfb.config import load_config
+
+    config = load_config(path, overrides)
+    return Path(path) if Path(path).is_dir() else Path(config.run.dir)
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether a `raise` statement of jaxfb made it; what another library raised keeps its traceback."""
+    from dis import opmap
+
+    trace = error.__traceback__
+    while trace.tb_next is not None:
+        trace = trace.tb_next
+    ours = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jaxfb"
+    return ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,84 @@
+"""The command line refuses in one sentence, quickly, and hands the trainer what was asked for."""
+
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+
+import jaxfb
+from jaxfb.cli import main
+
+QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """What the trainer was called with; its functions raise `calls.error` where it is set."""
+    seen = SimpleNamespace(made=[], error=None)
+
+    def record(*args, **kwargs):
+        seen.made.append((args, kwargs))
+        if seen.error:
+            raise seen.error
+        return "generated text"
+
+    trainer = SimpleNamespace(train=record, evaluate=record, generate=record)
+    monkeypatch.setitem(sys.modules, "jaxfb.trainer", trainer)
+    monkeypatch.setattr(jaxfb, "trainer", trainer, raising=False)
+    return seen
+
+
+def test_train_takes_options_and_overrides_in_any_order(calls):
+    assert main(["train", QUICKSTART, "mesh.tp=2", "--resume", "run.updates=70"]) == 0
+    (config,), options = calls.made[0]
+    assert (config.mesh.tensor, config.run.updates, options) == (2, 70, {"resume": True})
+
+
+def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys):
+    (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
+    assert main(["eval", str(tmp_path), "eval.batches=3"]) == 0
+    assert main(["generate", QUICKSTART, "--prompt", "def ", "--tokens", "5"]) == 0
+    assert calls.made[0][0] == (tmp_path, ["eval.batches=3"])
+    assert calls.made[1] == ((Path("runs/quickstart"), "def "), {"tokens": 5, "seed": 0})
+    assert capsys.readouterr().out == "generated text\n"
+
+
+def test_config_show(capsys):
+    assert main(["config", "show", QUICKSTART, "mesh.dp=2"]) == 0
+    assert ["mesh.data", "2"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+
+
+def test_refusals_are_one_sentence_and_code_2(calls, capsys):
+    assert main(["train", QUICKSTART, "model.hiden_size=3"]) == 2
+    expected = "jaxfb: [config] unknown key model.hiden_size; did you mean model.hidden_size?\n"
+    assert capsys.readouterr().err == expected and not calls.made
+    for arguments in (
+        ["train"],
+        ["trian", QUICKSTART],
+        ["train", QUICKSTART, "--resum-e"],
+        ["config", "show"],
+    ):
+        with pytest.raises(SystemExit) as stop:
+            main(arguments)
+        assert stop.value.code == 2
+
+
+def test_another_librarys_error_keeps_its_traceback(calls):
+    calls.error = ValueError("shapes (3,) and (4,) do not match")
+    with pytest.raises(ValueError, match="do not match"):
+        main(["train", QUICKSTART])
+
+
+@pytest.mark.processes
+def test_help_is_quick_and_imports_nothing_heavy():
+    code = "import sys; from jaxfb.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    started = time.monotonic()
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    seconds = time.monotonic() - started
+    heavy = {"jax", "numpy", "yaml", "pydantic", "flax", "optax", "orbax", "rich", "matplotlib"}
+    assert not heavy & set(done.stdout.split())
+    assert "train" in done.stdout and "generate" in done.stdout
+    assert seconds < 5  # 0.1 s on an idle machine; the bound is for a crowded one
