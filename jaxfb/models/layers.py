@@ -67,7 +67,9 @@ class Embed(nnx.Module):
         self.embedding = nnx.Param(table_init(rngs.params(), (config.vocab_size, config.hidden_size)))
 
     def __call__(self, tokens_RT: jax.Array) -> jax.Array:
-        return constrain(self.embedding[...][tokens_RT], None, None, None)
+        # annotated where it is read, so that its gradient (a scatter) is made in shards as well
+        embedding_VD = constrain(self.embedding[...], "tensor", None)
+        return constrain(embedding_VD[tokens_RT], None, None, None)
 
 
 class Outer(nnx.Module):

@@ -61,7 +61,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     """
     if loss is None:
         loss = partial(next_token_loss, chunk=config.loss_chunk)
-    outer_of, block_of = _rebuilder(Outer, config), _rebuilder(Block, config)
+    outer_of, block_of = rebuilder(Outer, config), rebuilder(Block, config)
 
     def embed(outer, microbatch, rng=None):
         return outer_of(outer).embed(microbatch["tokens"])
@@ -142,7 +142,7 @@ def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.
     return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
 
 
-def _rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
+def rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
     """A function from a module's dict of arrays to the module; its structure is found once, abstractly."""
     graph = nnx.graphdef(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
     return lambda params: nnx.merge(graph, params)

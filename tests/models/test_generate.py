@@ -1,0 +1,64 @@
+"""A sampled token is the one the training forward would have predicted, with the same log-probability."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate import generate
+from jaxfb.models.transformer import init_params, logits
+
+CONFIG = TransformerConfig(
+    vocab_size=23, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True
+)
+
+
+@pytest.fixture(scope="module")
+def params():
+    # ten times the initial weights: random, but far from a tie between two tokens
+    return jax.tree.map(lambda x: 10 * x, init_params(CONFIG, jax.random.key(0), jnp.float64))
+
+
+def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params):
+    prompts, lengths = np.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0], [6, 5, 3, 0, 0]]), [5, 2, 3]
+    out = generate(CONFIG, params, prompts, 6, prompt_lengths=jnp.array(lengths))
+    for row, length in enumerate(lengths):
+        whole = np.concatenate([prompts[row, :length], out.tokens[row]])[None]
+        log_probs = jax.nn.log_softmax(logits(CONFIG, params, {"tokens": whole}))[0, length - 1 : -1]
+        np.testing.assert_array_equal(out.tokens[row], log_probs.argmax(-1))
+        np.testing.assert_allclose(out.log_probs[row], log_probs.max(-1), rtol=0, atol=1e-12)
+
+
+def test_sampling_is_keyed_by_row_and_top_k_cuts_the_tail(params):
+    prompts = jnp.array([[3, 1], [9, 2], [3, 1]])
+    sample = lambda rows, **how: generate(  # noqa: E731
+        CONFIG, params, prompts[rows], 8, temperature=2.0, key=jax.random.key(5), **how
+    )
+    out = sample(slice(0, 3))
+    np.testing.assert_array_equal(out.tokens[:2], sample(slice(0, 2)).tokens)
+    assert (out.tokens[0] != out.tokens[2]).any()
+    greedy = generate(CONFIG, params, prompts, 8)
+    np.testing.assert_array_equal(sample(slice(0, 3), top_k=1).tokens, greedy.tokens)
+    whole = jnp.concatenate([prompts[:1], out.tokens[:1]], axis=1)
+    expected = jax.nn.log_softmax(logits(CONFIG, params, {"tokens": whole}))[0, 1:-1]
+    np.testing.assert_allclose(out.log_probs[0], expected[jnp.arange(8), out.tokens[0]], atol=1e-12)
+
+
+def test_a_row_ends_at_its_stop_token(params):
+    prompts = jnp.array([[3, 1], [9, 2]])
+    free = generate(CONFIG, params, prompts, 8)
+    stop = int(free.tokens[0, 2])
+    first = int(np.argmax(np.asarray(free.tokens[0]) == stop))
+    out = generate(CONFIG, params, prompts, 8, stop_token=stop)
+    np.testing.assert_array_equal(out.tokens[0, : first + 1], free.tokens[0, : first + 1])
+    assert (out.tokens[0, first:] == stop).all() and (out.log_probs[0, first + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize(
+    "how, message",
+    [({"temperature": 1.0}, "a key to draw from"), ({"top_k": 24}, "from 1 to vocab_size=23")],
+)
+def test_impossible_requests_are_refused(params, how, message):
+    with pytest.raises(ValueError, match=message):
+        generate(CONFIG, params, jnp.ones((1, 2), jnp.int32), 3, **how)

@@ -1,0 +1,138 @@
+"""The transformer's own laws: packing, row splits, dtypes and where params are born change nothing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+
+from jaxfb.models import attention as attention_module
+from jaxfb.models.attention import attention, packed_attention
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import apply, hidden_states, init_params, logits, transformer
+from jaxfb.parallel.tensor import transformer_param_specs
+
+CONFIG = TransformerConfig(
+    vocab_size=24,
+    num_layers=2,
+    hidden_size=16,
+    num_heads=4,
+    num_kv_heads=2,
+    mlp_size=24,
+    dropout=0.3,
+    loss_chunk=4,
+)
+all_logits = jax.jit(logits, static_argnums=0)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return init_params(CONFIG, jax.random.key(0), jnp.float64)
+
+
+def test_packed_documents_are_as_if_alone(params):
+    documents = [np.arange(1, 6), np.arange(7, 10)]
+    packed = np.zeros((1, 10), np.int32), np.zeros((1, 10), np.int32), np.zeros((1, 10), np.int32)
+    for array, parts in zip(
+        packed,
+        (documents, [np.full(5, 1), np.full(3, 2)], [np.arange(5), np.arange(3)]),
+        strict=True,
+    ):
+        array[0, :8] = np.concatenate(parts)
+    together = all_logits(
+        CONFIG, params, dict(zip(("tokens", "segments", "positions"), packed, strict=True))
+    )[0]
+    for start, document in zip((0, 5), documents, strict=True):
+        alone = all_logits(CONFIG, params, {"tokens": document[None]})[0]
+        np.testing.assert_allclose(together[start : start + len(document)], alone, rtol=0, atol=1e-13)
+    assert np.isfinite(together).all()
+
+
+def test_dropout_follows_the_row_wherever_it_goes(params):
+    model, tokens = transformer(CONFIG), np.random.default_rng(0).integers(0, 24, (3, 5), np.int32)
+    keys = jax.random.split(jax.random.key(2), 3)
+    run = jax.jit(lambda tokens, keys: hidden_states(model, params, {"tokens": tokens}, keys))
+    whole = run(tokens, keys)
+    np.testing.assert_allclose(run(tokens[2:], keys[2:])[0], whole[2], rtol=0, atol=1e-13)
+    same_row_twice = run(tokens[[1, 1]], keys[:2])
+    assert np.abs(same_row_twice[0] - same_row_twice[1]).max() > 0.01
+
+
+def test_the_two_branches_of_a_layer_drop_different_entries(params):
+    model, keys = transformer(CONFIG), jax.random.split(jax.random.key(2), 3)
+    ones = jax.tree.map(lambda x: jnp.ones_like(x[0]), params["layers"])
+    hidden, microbatch = jnp.ones((3, 2, 16)), {"tokens": jnp.zeros((3, 2), jnp.int32)}
+
+    def kept(silenced, keys):
+        weights = {**ones, silenced: jax.tree.map(jnp.zeros_like, ones[silenced])}
+        return np.asarray(model.layer(weights, hidden, microbatch, keys) != hidden)
+
+    assert kept("mlp", None).all() and kept("attention", None).all()
+    assert 0.5 < kept("mlp", keys).mean() < 0.9
+    assert (kept("mlp", keys) != kept("attention", keys)).any()
+
+
+def test_loss_of_float32_params_is_that_of_float64(params):
+    microbatch = {
+        "tokens": jnp.arange(10).reshape(2, 5),
+        "targets": jnp.arange(1, 11, dtype=jnp.int32).reshape(2, 5),
+        "loss_mask": jnp.ones((2, 5), jnp.float32).at[0, 3].set(0),
+        "segments": jnp.array([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]]),
+    }
+    run = jax.jit(lambda params: apply(transformer(CONFIG), params, microbatch).terms["cross_entropy"])
+    exact = run(params)
+    for dtype, close in ((jnp.float32, 1e-6), (jnp.bfloat16, 5e-3), (jnp.float16, 1e-3)):
+        term = run(jax.tree.map(lambda x, dtype=dtype: x.astype(dtype), params))
+        assert term.total.dtype == jnp.float32
+        np.testing.assert_allclose(term.total, exact.total, rtol=close)
+
+
+def test_both_attentions_agree():
+    """float64 takes the written-out softmax, float32 the library's: one formula."""
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = ((2, 6, 4, 8), (2, 6, 2, 8), (2, 6, 2, 8))
+    q, k, v = (jax.random.normal(key, shape, jnp.float64) for key, shape in zip(keys, shapes, strict=True))
+    mask = jax.random.bernoulli(keys[0], 0.5, (2, 1, 6, 6)) | jnp.eye(6, dtype=bool)
+    for how in ({"is_causal": True}, {"mask": mask}, {"mask": mask, "is_causal": True}):
+        single = attention(*(x.astype(jnp.float32) for x in (q, k, v)), **how)
+        np.testing.assert_allclose(single, attention(q, k, v, **how), rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    "platform, capability, dtype, size, length, packed, expected",
+    [
+        ("gpu", "9.0", jnp.bfloat16, 128, 64, True, "cudnn"),
+        ("gpu", "9.0", jnp.bfloat16, 256, 64, False, "cudnn"),
+        ("gpu", "8.0", jnp.bfloat16, 256, 64, False, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 128, 63, True, "xla"),
+        ("gpu", "9.0", jnp.bfloat16, 20, 64, False, "xla"),
+        ("gpu", "9.0", jnp.float32, 128, 64, False, "xla"),
+        ("gpu", "gfx942", jnp.bfloat16, 128, 64, False, "xla"),
+        ("tpu", None, jnp.bfloat16, 128, 64, False, "xla"),
+    ],
+)
+def test_cudnn_is_chosen_where_it_can_train(
+    monkeypatch, platform, capability, dtype, size, length, packed, expected
+):
+    chosen = []
+    device = type("Device", (), {"compute_capability": capability} if capability else {})()
+    monkeypatch.setattr(jax, "default_backend", lambda: platform)
+    monkeypatch.setattr(jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(attention_module, "attention", lambda *_, backend, **__: chosen.append(backend))
+    q = jax.ShapeDtypeStruct((2, length, 4, size), dtype)
+    segments = jnp.ones((2, length), jnp.int32) if packed else None
+    packed_attention(q, q, q, segments=segments, backend="auto")
+    assert chosen == [expected]
+
+
+def test_params_born_sharded_are_the_same_bits():
+    mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
+    make = lambda key: init_params(CONFIG, key, jnp.bfloat16)  # noqa: E731
+    specs = transformer_param_specs(jax.eval_shape(make, jax.random.key(0)))
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    sharded = jax.jit(make, out_shardings=shardings)(jax.random.key(0))
+    whole = jax.jit(make)(jax.random.key(0))
+    jax.tree.map(np.testing.assert_array_equal, sharded, whole)
+    assert all(leaf.dtype == jnp.bfloat16 for leaf in jax.tree.leaves(sharded))
+    first, second = (whole["layers"]["mlp"]["up"]["kernel"][i] for i in (0, 1))
+    assert (first != second).any()

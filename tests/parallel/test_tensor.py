@@ -1,0 +1,145 @@
+"""The tensor axis changes only where things are: same gradients, split like the weights, no gathers."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import apply, init_params, transformer
+from jaxfb.parallel.tensor import check_tensor_divides, constrain, transformer_param_specs
+
+SIZES = {
+    "vocab_size": 32,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "mlp_size": 24,
+}
+ROWS, LENGTH = 4, 6
+
+
+@pytest.fixture(scope="module")
+def mesh():
+    return jax.make_mesh(
+        (2, 2), ("data", "tensor"), devices=jax.devices()[:4], axis_types=(AxisType.Auto,) * 2
+    )
+
+
+def _microbatch():
+    draw = np.random.default_rng(0)
+    tokens = draw.integers(0, 32, (2, ROWS, LENGTH), np.int32)
+    mask = draw.integers(0, 2, (ROWS, LENGTH)).astype(np.float32)
+    return {"tokens": tokens[0], "targets": tokens[1], "loss_mask": mask, "segments": tokens[0] // 16}
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_gradients_equal_one_device_and_nothing_is_gathered(mesh, tied):
+    config = TransformerConfig(
+        **SIZES, tied_embeddings=tied, qkv_bias=True, qk_norm=True, dropout=0.2, loss_chunk=5
+    )
+    params, model = init_params(config, jax.random.key(0), jnp.float64), transformer(config)
+    keys = jax.random.split(jax.random.key(1), ROWS)
+
+    def loss_sum(params, microbatch, keys):
+        out = apply(model, params, microbatch, keys)
+        return out.terms["cross_entropy"].total, out.metrics["accuracy"].total
+
+    def summed(params, microbatch, keys):
+        return jax.lax.psum(jax.value_and_grad(loss_sum, has_aux=True)(params, microbatch, keys), "data")
+
+    expected = jax.jit(jax.value_and_grad(loss_sum, has_aux=True))(params, _microbatch(), keys)
+    sharded = jax.shard_map(
+        summed,
+        mesh=mesh,
+        in_specs=(P(), P("data"), P("data")),
+        out_specs=P(),
+        axis_names={"data"},
+        check_vma=False,
+    )
+    placed = jax.tree.map(
+        lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)), params, transformer_param_specs(params)
+    )
+    compiled = jax.jit(sharded).lower(placed, _microbatch(), keys).compile()
+    out = compiled(placed, _microbatch(), keys)
+
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-13), out, expected)
+    jax.tree.map(
+        lambda grad, param: np.testing.assert_(grad.sharding.is_equivalent_to(param.sharding, grad.ndim)),
+        out[1],
+        placed,
+    )
+    kinds = set(
+        re.findall(
+            r" (all-reduce|all-gather|all-to-all|reduce-scatter|collective-permute)\(", compiled.as_text()
+        )
+    )
+    assert kinds == {"all-reduce"}
+
+
+def test_the_embedding_gradient_is_a_plain_scatter_add(mesh):
+    config = TransformerConfig(**SIZES)
+    params, tokens = init_params(config, jax.random.key(0), jnp.float64), _microbatch()["tokens"] % 5
+    cotangent = np.random.default_rng(1).normal(size=(ROWS, LENGTH, 16))
+    expected = np.zeros((32, 16))
+    np.add.at(expected, tokens, cotangent)
+
+    def gradient(outer):
+        embed = lambda outer: transformer(config).embed(outer, {"tokens": tokens})  # noqa: E731
+        return jax.vjp(embed, outer)[1](jnp.asarray(cotangent))[0]["embed"]["embedding"]
+
+    with jax.set_mesh(mesh):
+        placed = jax.tree.map(
+            lambda x, spec: jax.device_put(x, NamedSharding(mesh, spec)),
+            params,
+            transformer_param_specs(params),
+        )
+        grad = jax.jit(gradient)({name: leaf for name, leaf in placed.items() if name != "layers"})
+    np.testing.assert_allclose(grad, expected, atol=1e-13)
+    assert grad.sharding.spec[0] == "tensor"
+
+
+def test_constrain_is_nothing_outside_a_mesh_and_never_refuses_to_run(mesh):
+    x = jnp.ones((4, 6))
+    assert constrain(x, None, "tensor") is x
+    with jax.set_mesh(mesh):
+        spec = jax.jit(lambda x: constrain(x, None, "tensor"))(x).sharding.spec
+        assert "tensor" in spec and spec[0] is None
+        assert constrain(x[:, :5], None, "tensor").shape == (4, 5)
+    explicit = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2], axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(explicit):
+        assert constrain(x, None, "tensor") is x
+    with pytest.raises(ValueError, match="one entry per dim"):
+        constrain(x, "tensor")
+
+
+def test_every_weight_is_split_and_no_layer_dim_is():
+    shapes = jax.eval_shape(lambda: init_params(TransformerConfig(**SIZES, qkv_bias=True), jax.random.key(0)))
+    specs = transformer_param_specs(shapes)
+    attention, mlp = specs["layers"]["attention"], specs["layers"]["mlp"]
+    assert attention["query"] == attention["key"] == attention["value"]
+    assert attention["query"] == {"bias": P(None, "tensor"), "kernel": P(None, None, "tensor")}
+    assert attention["output"]["kernel"] == mlp["down"]["kernel"] == P(None, "tensor", None)
+    assert mlp["gate"]["kernel"] == mlp["up"]["kernel"] == P(None, None, "tensor")
+    assert specs["embed"]["embedding"] == P("tensor", None) and specs["head"]["kernel"] == P(None, "tensor")
+    assert specs["norm"]["scale"] == specs["layers"]["mlp_norm"]["scale"] == P()
+
+
+@pytest.mark.parametrize(
+    "field, message",
+    [
+        ("num_kv_heads", r"num_kv_heads=2 must be a multiple of tensor=4; use num_kv_heads 4 or tensor 2"),
+        ("vocab_size", r"vocab_size=2 must be a multiple of tensor=4"),
+    ],
+)
+def test_a_tensor_axis_that_does_not_divide_is_refused(field, message):
+    config = SimpleNamespace(**{"num_heads": 8, "num_kv_heads": 4, "mlp_size": 8, "vocab_size": 8, field: 2})
+    check_tensor_divides(config, 2)
+    with pytest.raises(ValueError, match=message):
+        check_tensor_divides(config, 4)
