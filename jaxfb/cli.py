@@ -1,7 +1,8 @@
 """The command line: `jaxfb train configs/quickstart.yaml model.num_layers=6`; `trainer.py` does the work.
 
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
-Exit codes: 0 done, 2 a refused command or config (one sentence, no traceback).
+Exit codes: 0 done; 2 a refused command or config (one sentence, no traceback); 75 stopped by a signal, saved,
+to be resumed; 78 given up because gradients stayed non-finite.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 from jaxfb import __version__
 
 RUN = "a run's directory, or a config whose run.dir is meant"
+RESUMABLE, GAVE_UP = 75, 78
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 
 
@@ -54,7 +56,9 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
     train.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    train.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    how = train.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
 
     evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
     evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
@@ -80,13 +84,18 @@ def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
     return verb
 
 
-def _train(options) -> None:
+def _train(options) -> int:
     from jaxfb.config import load_config
 
     config = load_config(options.config, options.overrides)
     from jaxfb import trainer
 
-    trainer.train(config, resume=options.resume)
+    try:
+        result = trainer.train(config, resume=options.resume, fresh=options.fresh)
+    except trainer.NonFiniteAbort as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return GAVE_UP
+    return RESUMABLE if result.status == "interrupted" else 0
 
 
 def _evaluate(options) -> None:

@@ -93,7 +93,8 @@ class EvalConfig:
 class RunConfig:
     """How long (exactly one of updates, samples, tokens, epochs), from which seed, into which directory.
 
-    remainder: a short last window of an epoch or of the run: "pad" with rows of weight 0, "drop" or "error".
+    remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
+    max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
     """
 
     dir: str
@@ -103,10 +104,11 @@ class RunConfig:
     epochs: float | None = None
     remainder: Literal["error", "pad", "drop"] = "pad"
     seed: int = 0
+    max_nonfinite: int | None = 10
 
     def __post_init__(self):
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
-        positive("run", **given)
+        positive("run", **given, max_nonfinite=self.max_nonfinite)
         at_least_zero("run", seed=self.seed)
         if len(given) != 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"

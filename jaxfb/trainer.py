@@ -1,0 +1,223 @@
+"""The trainer: a config in, a trained model with its checkpoints, metrics and samples out.
+
+    config -> text, model, mesh, plan -> [rows -> one update -> its numbers] -> evaluate, save -> report
+
+This file is that line; the rooms are in `jaxfb/training/`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from jaxfb.callbacks import Callback, combine
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import Config, load_config
+from jaxfb.data import load_tokenizer
+from jaxfb.metrics import Pending
+from jaxfb.train_step import StepMetrics
+from jaxfb.training import report
+from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.evaluate import HeldOut
+from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.log import Log, record_of
+from jaxfb.training.run import Run
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.sample import continue_text
+from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
+
+
+@dataclass(frozen=True)
+class Result:
+    """How `train` ended.
+
+    status:  "finished" or "interrupted". updates: of the run, consumed so far.
+    summary: of a finished run, as in summary.json.
+    """
+
+    status: str
+    directory: Path
+    updates: int
+    summary: dict[str, Any] | None = None
+
+
+def train(
+    config: Config, *, resume: bool = False, fresh: bool = False, callbacks: Iterable[Callback] = ()
+) -> Result:
+    """Trains from a config; everything it makes is in `config.run.dir`.
+
+    resume: continue from the newest checkpoint there, bit for bit as if it had never stopped; without one,
+      start. A run that is finished stays as it is.
+    fresh: move a run that lies there aside and start over.
+    callbacks: called at every hook, after the trainer's own logging.
+
+    SIGINT and SIGTERM end it after the update in progress, saved.
+
+    Raises:
+      ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
+      NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
+    """
+    directory = RunDirectory.of(config)
+    if fresh:
+        directory.move_aside()
+    if summary := directory.finished(config):
+        return _already_finished(directory, summary["updates"], summary)
+    if not resume:
+        directory.refuse_unless_free()
+    use_compile_cache()
+    setup = make_setup(config)
+    with Run(setup, directory) as run, Interrupt() as interrupt:
+        resumed = resume and run.resume()
+        if run.finished:
+            return _already_finished(directory, run.done, None)
+        directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer)
+        report.print_start(setup)
+        print(_where_from(run, resume, resumed), flush=True)
+        if not resumed:
+            run.start()
+        return _train(run, callbacks, interrupt)
+
+
+def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
+    """Held-out loss of a run's newest checkpoint, printed and returned.
+
+    overrides: of the run's config, such as another mesh, `eval.batches=null` or `data.held_out_path=...`.
+    """
+    use_compile_cache()
+    setup = make_setup(load_config(run_dir, overrides))
+    held_out = HeldOut(setup)
+    params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
+    metrics = held_out.evaluate(params)
+    if not metrics:
+        raise ValueError("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
+    baselines = held_out.baselines()
+    losses = {"held_out": metrics["eval/loss"], **vars(baselines)}
+    bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}
+    print(f"{run_dir} after {update} updates, on {int(metrics['eval/tokens']):,} held-out tokens")
+    print(*report.loss_lines({"nats_per_token": losses, "bits_per_byte": bits}), sep="\n")
+    return metrics
+
+
+def generate(
+    run_dir: str | Path,
+    prompt: str,
+    *,
+    tokens: int | None = None,
+    temperature: float | None = None,
+    seed: int = 0,
+) -> str:
+    """The prompt and its continuation by a run's newest checkpoint; the training text is not needed."""
+    use_compile_cache()
+    directory, config = RunDirectory(Path(run_dir)), load_config(run_dir)
+    enable_float64(config)
+    if not directory.tokenizer.is_file():
+        raise ValueError(f"[generate] {run_dir} has no tokenizer.json, so its tokens cannot become text")
+    tokenizer = load_tokenizer(directory.tokenizer)
+    sizes = model_sizes(config, tokenizer.vocab_size)
+    params, _ = _restore(config, directory, abstract_params(config, sizes))
+    text = continue_text(
+        sizes,
+        params,
+        tokenizer,
+        prompt,
+        tokens=tokens or config.eval.tokens,
+        temperature=config.eval.temperature if temperature is None else temperature,
+        seed=seed,
+    )
+    return prompt + text
+
+
+def _train(run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Result:
+    """The loop between its hooks, and how it ended."""
+    began = time.monotonic()
+    with Log(run) as log:
+        hooks = combine([log, *callbacks])
+        hooks.on_train_start(run)
+        try:
+            _loop(run, hooks, SkipGuard.of(run), interrupt)
+        except NonFiniteAbort:
+            _save(run, hooks)
+            raise
+    if not run.finished:
+        print(_how_to_go_on(run, interrupt.signal))
+        return Result("interrupted", run.directory.path, run.done)
+    summary = report.summarize(run, time.monotonic() - began)
+    report.write_end(run, summary)
+    hooks.on_train_end(run.done, run.metrics)
+    report.print_end(run, summary)
+    return Result("finished", run.directory.path, run.done, summary)
+
+
+def _loop(run: Run, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> None:
+    """Every window of rows that is left: read, update, and take the numbers of the update before.
+
+    The host runs one update ahead of the device. On CPU it waits for each before it starts the next, since
+    XLA:CPU can deadlock with several queued.
+    """
+    pending, on_cpu = Pending(), run.setup.mesh.devices.flat[0].platform == "cpu"
+
+    def arrive(arrived: tuple[int, StepMetrics] | None) -> None:
+        if arrived is not None:
+            step, metrics = arrived
+            guard.check(step, metrics)
+            hooks.on_step_end(step, record_of(metrics, run.setup.plan.window(step - 1), run.rows_an_epoch))
+
+    for window in run.windows():
+        step = window.update + 1
+        hooks.on_step_start(step)
+        batch = run.read(window)
+        hooks.before_update(step, batch)
+        if on_cpu:
+            arrive(pending.flush())
+        arrive(pending.push(step, run.update(window, batch)))
+        evaluates, saves = run.is_due("eval"), run.is_due("checkpoint") or interrupt.signal is not None
+        if evaluates or saves:
+            arrive(pending.flush())
+        if evaluates:
+            hooks.on_eval(step, run.evaluate())
+        if saves:
+            _save(run, hooks)
+        if interrupt.signal is not None:
+            return
+
+
+def _save(run: Run, hooks: Callback) -> None:
+    if run.save():
+        hooks.on_save(run.done, run.directory.checkpoints / str(run.done))
+
+
+def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
+    """Parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
+    step = setup.train_step(setup.plan.train)
+    return _restore(setup.config, directory, setup.abstract_state(step).params)
+
+
+def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any, int]:
+    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
+    state, host = store.restore({"params": params}, partial=True)
+    return state["params"], host["update"]
+
+
+def _already_finished(directory: RunDirectory, updates: int, summary: dict[str, Any] | None) -> Result:
+    print(
+        f"{directory.path} is finished: {updates} updates. Train it longer with --resume and a greater "
+        "length (run.updates=...), or start over with --fresh"
+    )
+    if summary:
+        print(*report.loss_lines(summary), sep="\n")
+    return Result("finished", directory.path, updates, summary)
+
+
+def _where_from(run: Run, resume: bool, resumed: bool) -> str:
+    if resumed:
+        return f"resuming {run.directory.path} after update {run.done} of {run.total}"
+    return f"nothing to resume in {run.directory.path}: starting at update 0" if resume else "starting"
+
+
+def _how_to_go_on(run: Run, signal: str | None) -> str:
+    path = run.directory.path
+    return f"{signal}: saved after update {run.done} of {run.total}; go on with: jaxfb train {path} --resume"

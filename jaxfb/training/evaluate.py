@@ -1,0 +1,66 @@
+"""Held-out loss: the same rows at every evaluation, in nats a token and in bits a byte."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+
+from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
+from jaxfb.data.packing import PackedRows
+from jaxfb.training.batches import fill, place
+from jaxfb.training.setup import Setup
+
+PyTree = Any
+TERM = "cross_entropy"
+
+
+class HeldOut:
+    """The held-out rows of a run, and what they say of its parameters."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._plan = setup.plan.plans["eval"]
+        self.rows: PackedRows = _choose_rows(setup)
+        self._bytes_per_token = setup.corpus.bytes_per_token(self.rows) if len(self.rows) else None
+
+    def evaluate(self, params: PyTree) -> dict[str, float]:
+        """eval/loss (nats a token), eval/accuracy, eval/tokens; eval/bits_per_byte where bytes are known.
+
+        Sums and weights of all batches are added before the one division. Empty without held-out rows.
+        """
+        if not len(self.rows):
+            return {}
+        loss, weight, correct = 0.0, 0.0, 0.0
+        for batch in evaluation_batches(self.rows, self._plan.rows):
+            term, accuracy = self._forward(params, batch)
+            loss, weight = loss + float(term.total), weight + float(term.weight)
+            correct += float(accuracy.total)
+        return self._named(loss / weight, correct / weight, weight)
+
+    def baselines(self) -> Baselines | None:
+        """What a unigram and a bigram of the training text reach on the very same tokens."""
+        corpus = self._setup.corpus
+        if not len(self.rows):
+            return None
+        return count_baselines(corpus.train, self.rows, corpus.vocab_size)
+
+    def bits_per_byte(self, nats: float) -> float | None:
+        """A loss in the unit that does not depend on the tokenizer; None where the bytes are not known."""
+        return bits_per_byte(nats, self._bytes_per_token) if self._bytes_per_token else None
+
+    def _forward(self, params: PyTree, batch: dict):
+        setup, plan = self._setup, self._plan
+        placed = place(fill(batch, plan.rows, plan.padded_rows), plan, setup.mesh)
+        out = setup.eval_forward(setup.model, params, placed, plan, forward_only=True)
+        return jax.device_get((out.terms[TERM], out.metrics["accuracy"]))
+
+    def _named(self, nats: float, accuracy: float, weight: float) -> dict[str, float]:
+        bits = self.bits_per_byte(nats)
+        named = {"eval/loss": nats, "eval/accuracy": accuracy, "eval/tokens": weight}
+        return named if bits is None else {**named, "eval/bits_per_byte": bits}
+
+
+def _choose_rows(setup: Setup) -> PackedRows:
+    rows, batches = setup.corpus.held_out, setup.config.eval.batches
+    return rows if batches is None else rows.spread(batches * setup.plan.plans["eval"].rows)

@@ -1,0 +1,176 @@
+"""A run in progress: the train state, how many windows of rows it has consumed, and how both are saved."""
+
+from __future__ import annotations
+
+import platform
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import jax
+
+from jaxfb.batch_plan import BatchPlan, Window, explain_difference
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import config_to_dict
+from jaxfb.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.training.batches import HostBatch, WindowReader, place
+from jaxfb.training.evaluate import HeldOut
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.setup import Setup
+
+PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+
+
+class Run:
+    """What the loop works on, and what callbacks receive at the start.
+
+    setup:     everything it is made of. directory: where it lives.
+    state:     the train state after `done` windows (on the devices; donated by the next update).
+    done:      global batches consumed, applied or skipped; also the name of a checkpoint.
+    held_out:  the evaluation.
+    metrics:   of the last evaluation.
+    """
+
+    def __init__(self, setup: Setup, directory: RunDirectory, say: Callable[[str], None] = print):
+        self.setup, self.directory, self.say = setup, directory, say
+        settings = setup.config.checkpoint
+        self._store = CheckpointStore(
+            directory.checkpoints, settings.keep, settings.keep_best, settings.asynchronous
+        )
+        self._reader = WindowReader(setup.corpus.train, setup.plan, setup.config.data.seed)
+        self._steps: dict[BatchPlan, TrainStep] = {}
+        self._compiled: set[BatchPlan] = set()
+        self._saved: int | None = None
+        self.held_out = HeldOut(setup)
+        self.state: TrainState = None  # type: ignore[assignment]
+        self.done = 0
+        self.metrics: dict[str, float] = {}
+        self.metrics_at: int | None = None
+
+    @property
+    def total(self) -> int:
+        """Windows of the whole run."""
+        return self.setup.plan.total_updates
+
+    @property
+    def rows_an_epoch(self) -> int:
+        return len(self.setup.corpus.train)
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.total
+
+    def start(self) -> None:
+        """A fresh state, drawn from the seed."""
+        self.state = self._step(self.setup.plan.window(0).plan).init(
+            self.setup.init_params, self.setup.config.run.seed
+        )
+
+    def resume(self) -> bool:
+        """The state and position of the newest checkpoint that can be read; False if there is none.
+
+        The mesh and the cut into microbatches may differ from the saved run's, the rows of an update may not.
+
+        Raises:
+          ValueError: the checkpoint is of another model or optimizer, or would go on with other rows.
+        """
+        if self.directory.newest_update() is None:
+            return False
+        setup = self.setup
+        abstract = setup.abstract_state(self._step(setup.plan.train))
+        state, host = self._store.restore(abstract)
+        self._check_same_rows(host)
+        self._reader.restore(host["data"])
+        self.state, self.done, self._saved = state, host["update"], host["update"]
+        self.metrics, self.metrics_at = host["metrics"], host["update"] if host["metrics"] else None
+        return True
+
+    def windows(self) -> Iterator[Window]:
+        """The windows still to come."""
+        return self.setup.plan.windows(self.done)
+
+    def read(self, window: Window) -> HostBatch:
+        """The rows of a window, on the host."""
+        return self._reader.read(window)
+
+    def update(self, window: Window, batch: HostBatch) -> StepMetrics:
+        """Dispatches one update; its numbers are on the device and perhaps still to be computed."""
+        placed, step = place(batch, window.plan, self.setup.mesh), self._step(window.plan)
+        began = time.monotonic()
+        self.state, metrics = step(self.state, placed)
+        self.done = window.update + 1
+        if window.plan not in self._compiled:
+            self._compiled.add(window.plan)
+            self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
+        return metrics
+
+    def is_due(self, section: str) -> bool:
+        """Whether `eval` or `checkpoint` happens after this update: every so many, and at the end."""
+        every = getattr(self.setup.config, section).every
+        return self.finished or (every is not None and self.done % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        """Held-out loss of the present parameters."""
+        self.metrics, self.metrics_at = self.held_out.evaluate(self.state.params), self.done
+        return self.metrics
+
+    def save(self) -> bool:
+        """Hands the state to the checkpoint writer; False if this very state is saved already."""
+        if self._saved == self.done:
+            return False
+        self._store.save(self.done, self.state, self._host())
+        self._saved = self.done
+        return True
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._reader.close()
+        self._store.close()
+
+    def _step(self, plan: BatchPlan) -> TrainStep:
+        if plan not in self._steps:
+            self._steps[plan] = self.setup.train_step(plan)
+        return self._steps[plan]
+
+    def _host(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the state: position, evaluation, config, plan and versions."""
+        setup = self.setup
+        last = setup.plan.window(self.done - 1) if self.done else None
+        return {
+            "update": self.done,
+            "data": self._reader.position(last),
+            "metrics": self.metrics if self.metrics_at == self.done else {},
+            "config": config_to_dict(setup.config),
+            "plan": setup.plan.to_dict(),
+            "versions": versions(),
+        }
+
+    def _check_same_rows(self, host: dict[str, Any]) -> None:
+        plan, saved = self.setup.plan, host["plan"]
+        ramp_up = plan.to_dict()["ramp_up"]
+        difference = explain_difference(
+            {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}, plan.train, ramp_up=ramp_up
+        )
+        if difference:
+            raise ValueError(difference)
+        update, consumed = host["update"], host["data"]["consumed_rows"]
+        if update < plan.total_updates and plan.window(update).start != consumed:
+            raise ValueError(
+                f"[run] the saved run consumed {consumed} rows in {update} updates, by this config they "
+                f"would be {plan.window(update).start}: a window was cut short where this run cuts none; resume with "
+                "the saved run's length"
+            )
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that decide the bits."""
+    found = {"python": platform.python_version(), "platform": jax.devices()[0].platform}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

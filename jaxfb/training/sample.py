@@ -1,0 +1,45 @@
+"""A continuation of a prompt by trained parameters, as text."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.data import Tokenizer
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate import generate
+
+
+def continue_text(
+    sizes: TransformerConfig,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompt: str,
+    *,
+    tokens: int,
+    temperature: float,
+    seed: int = 0,
+) -> str:
+    """The text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
+
+    An empty prompt is the start of a document.
+    """
+    start = [] if tokenizer.start_id is None else [tokenizer.start_id]
+    ids = [*start, *tokenizer.encode([prompt])[0].tolist()] if not prompt else tokenizer.encode([prompt])[0]
+    if len(ids) == 0:
+        raise ValueError(
+            "[generate] the prompt is empty and this tokenizer has no start token; give a prompt"
+        )
+    drawn = generate(
+        sizes,
+        params,
+        jnp.asarray(ids, jnp.int32)[None],
+        tokens,
+        temperature=temperature,
+        stop_token=tokenizer.eos_id,
+        key=jax.random.key(seed),
+    )
+    known = [token for token in drawn.tokens[0].tolist() if token < tokenizer.vocab_size]
+    return tokenizer.decode(known)

@@ -1,0 +1,230 @@
+"""From a config to everything a run is made of: text, model, mesh, plans, optimizer.
+
+Step one of the story. What can be refused is refused here, in the order in which it costs: sizes and mesh
+first, then the text, then what depends on both. Nothing is compiled.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
+from jaxfb.config import Config
+from jaxfb.data import Corpus, prepare
+from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.optim import (
+    DynamicLossScale,
+    Optimizer,
+    StaticLossScale,
+    lr_schedule,
+    make_optimizer,
+    weight_decay_schedule,
+)
+from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.train_step import TrainState, TrainStep, make_train_step
+from jaxfb.types import Pipelined
+
+PyTree = Any
+VOCAB_MULTIPLE = (
+    128  # the vocabulary is rounded up, so that its size does not depend on the mesh that cuts it
+)
+
+
+@dataclass(frozen=True)
+class Setup:
+    """A run before its first update; every part a plain value that can be used alone."""
+
+    config: Config
+    mesh: Mesh
+    plan: RunPlan
+    corpus: Corpus
+    sizes: TransformerConfig
+    model: Pipelined
+    optimizer: Optimizer
+
+    @cached_property
+    def eval_forward(self) -> ForwardBackward:
+        """The engine as evaluation calls it, forward only."""
+        return get_forward_backward_func(self.mesh, **_engine_options(self.config, train=False))
+
+    def train_step(self, plan: BatchPlan) -> TrainStep:
+        """The compiled update for one plan; a run that ramps up its rows has one for each size."""
+        config = self.config
+        return make_train_step(
+            self.model,
+            self.optimizer,
+            self.mesh,
+            plan,
+            max_grad_norm=config.optimizer.max_grad_norm,
+            clip_convention=config.optimizer.clip,
+            loss_scale=loss_scale(config),
+            dropout=self.sizes.dropout > 0,
+            **_engine_options(config, train=True),
+        )
+
+    def init_params(self, key: jax.Array) -> PyTree:
+        """Random parameters, in the dtype of the master copy."""
+        return init_params(self.sizes, key, param_dtype(self.config))
+
+    def abstract_state(self, step: TrainStep) -> TrainState:
+        """The train state as shapes, dtypes and shardings: where a checkpoint is restored to."""
+        create = lambda key: TrainState.create(  # noqa: E731
+            self.init_params(key), self.optimizer, key, loss_scale(self.config)
+        )
+        shapes = jax.eval_shape(create, jax.random.key(0))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            step.state_shardings(shapes),
+        )
+
+
+def make_setup(config: Config, say: Callable[[str], None] = print) -> Setup:
+    """Builds it all; `say` is told what takes a while.
+
+    Raises:
+      ValueError: the first impossible size or missing file, in one sentence with the nearest legal choice.
+    """
+    enable_float64(config)
+    mesh = make_mesh(**vars(config.mesh))
+    plans = {"train": train_plan(config, mesh), "eval": eval_plan(config, mesh)}
+    say("reading the text")
+    corpus = prepare(config.data)
+    sizes = model_sizes(config, corpus.vocab_size)
+    check_tensor_divides(sizes, axis_size(mesh, "tensor"))
+    plan = run_plan(config, plans, len(corpus.train))
+    return Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
+
+
+def train_plan(config: Config, mesh: Mesh) -> BatchPlan:
+    """How the rows of one update are cut on this mesh."""
+    batch = config.batch
+    return BatchPlan(
+        "train",
+        rows=batch.rows,
+        rows_per_microbatch=batch.rows_per_microbatch,
+        num_microbatches=batch.num_microbatches,
+        data_parallel=data_parallel(mesh),
+        remainder=batch.remainder,
+    )
+
+
+def eval_plan(config: Config, mesh: Mesh) -> BatchPlan:
+    """How the rows of one evaluation batch are cut; what does not fill it weighs nothing."""
+    per_replica = config.eval.rows_per_microbatch or train_plan(config, mesh).rows_per_microbatch
+    return BatchPlan(
+        "eval",
+        rows=config.eval.rows or config.batch.rows,
+        rows_per_microbatch=per_replica,
+        data_parallel=data_parallel(mesh),
+        remainder="pad",
+    )
+
+
+def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> RunPlan:
+    """The length of the run. Only a length in epochs ends a window of rows where an epoch ends."""
+    run = config.run
+    return RunPlan(
+        plans,
+        updates=run.updates,
+        samples=run.samples,
+        tokens=run.tokens,
+        epochs=run.epochs,
+        dataset_rows=train_rows if run.epochs else None,
+        sequence_length=config.data.sequence_length,
+        ramp_up=config.batch.ramp_up,
+        remainder=run.remainder,
+    )
+
+
+def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
+    """The transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
+
+    Raises:
+      ValueError: the config's vocabulary is smaller than the tokenizer's.
+    """
+    rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
+    if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
+        raise ValueError(
+            f"[model] vocab_size={config.model.vocab_size} is below the {vocab_size} ids of the tokenizer; "
+            f"use {rounded}, or leave it out"
+        )
+    return config.model.sized(rounded)
+
+
+def optimizer(config: Config, plan: RunPlan) -> Optimizer:
+    """The optimizer with its schedules, which end with the run unless the config says otherwise."""
+    settings, lr = config.optimizer, config.lr
+    last = plan.window(plan.total_updates - 1)
+    length = {"updates": plan.total_updates, "samples": last.start + last.rows}[lr.unit]
+    horizon = lr.total or length
+    if lr.name != "constant" and (warning := horizon_warning(horizon, length, lr.final)):
+        warnings.warn(f"[lr] {warning}" if lr.unit == "updates" else f"[lr] in rows: {warning}", stacklevel=2)
+    rate = lr_schedule(
+        lr.name,
+        peak=settings.learning_rate,
+        total=horizon,
+        warmup=lr.warmup,
+        warmup_shape=lr.warmup_shape,
+        initial=lr.initial,
+        final=lr.final,
+        unit=lr.unit,
+        **lr.options,
+    )
+    decay: Any = settings.weight_decay
+    if settings.weight_decay_ramp != "constant":
+        first = 0.0 if settings.weight_decay_initial is None else settings.weight_decay_initial
+        decay = weight_decay_schedule(
+            settings.weight_decay_ramp, initial=first, final=decay, total=length, unit=lr.unit
+        )
+    return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **settings.options)
+
+
+def abstract_params(config: Config, sizes: TransformerConfig) -> PyTree:
+    """The parameters as shapes and dtypes, on no device in particular."""
+    return jax.eval_shape(lambda: init_params(sizes, jax.random.key(0), param_dtype(config)))
+
+
+def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
+    """Loss scaling: by default dynamic for float16, none otherwise."""
+    asked = config.precision.loss_scale
+    if isinstance(asked, float | int):
+        return StaticLossScale(asked)
+    dynamic = asked == "dynamic" or (asked == "auto" and config.precision.compute_dtype == "float16")
+    return DynamicLossScale() if dynamic else None
+
+
+def param_dtype(config: Config) -> Any:
+    """Of the master parameters: float32, or float64 where the whole run is."""
+    return jnp.float64 if config.precision.compute_dtype == "float64" else jnp.float32
+
+
+def enable_float64(config: Config) -> None:
+    """JAX makes float64 arrays only after it was told so, once for the process."""
+    if config.precision.compute_dtype == "float64":
+        jax.config.update("jax_enable_x64", True)
+
+
+def _engine_options(config: Config, train: bool) -> dict[str, Any]:
+    dtype = config.precision.compute_dtype
+    options = {
+        "normalize": config.batch.normalize if train else "global",
+        "accum_dtype": config.precision.accum_dtype,
+        "compute_dtype": None if dtype in ("float32", "float64") else dtype,
+        "remat": config.parallel.remat,
+        "fsdp_gather": config.parallel.fsdp_gather,
+        "optimizer_sharding": config.optimizer.sharding,
+    }
+    pipeline = {"schedule": config.schedule, "num_chunks": config.chunks}
+    return {**options, **pipeline} if config.mesh.pipe > 1 else options
