@@ -11,6 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
 
@@ -42,9 +43,13 @@ def split(batch: PyTree, plan: BatchPlan) -> Microbatches:
     return Microbatches(jax.tree.map(lambda leaf: _cut(leaf, plan), batch))
 
 
-def merge(outputs: PyTree, rows: int) -> PyTree:
-    """[num_microbatches, rows per global microbatch, ...] leaves back to [rows, ...], padding removed."""
-    return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[:rows], outputs)
+def merge(outputs: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:
+    """[num_microbatches, rows per global microbatch, ...] leaves back to [rows, ...], padding removed.
+
+    Whole on every device, so that a leaf costs one gather whatever the number of microbatches.
+    """
+    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: plan.rows], outputs)
+    return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec()))
 
 
 def row_keys(rng: jax.Array | None, plan: BatchPlan) -> jax.Array | None:
@@ -86,7 +91,8 @@ def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
         if not hasattr(leaf, "shape") or not leaf.shape:
             raise ValueError(
-                f"every leaf of a batch must be an array [rows, ...]; batch{jax.tree_util.keystr(path)} is {leaf!r}"
+                "every leaf of a batch must be an array [rows, ...]; "
+                f"batch{jax.tree_util.keystr(path)} is {leaf!r}"
             )
         plan.check_rows(leaf.shape[0])
 

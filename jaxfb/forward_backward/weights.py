@@ -44,7 +44,9 @@ def term_weights(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: ja
         return None, dict(zip(shape, run(*leaves), strict=True))
 
     with jax.named_scope("weights"):
-        return lax.scan(one, None, (microbatches, keys))[1]
+        weights = lax.scan(one, None, (microbatches, keys))[1]
+    # else XLA merges the reduction of a single microbatch's weight with that of a metric that counts the same
+    return lax.optimization_barrier(weights)
 
 
 def _check_data_only(closed, params: PyTree, names: tuple[str, ...]) -> None:
@@ -64,7 +66,7 @@ def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any
     """Cotangent of every term's total in every microbatch of this replica: name -> [num_microbatches].
 
     "global":     scale / (weight of the whole global batch)
-    "microbatch": scale / (weight of this microbatch * number of microbatches * replicas), Megatron's mean of means
+    "microbatch": scale / (weight of this microbatch * number of microbatches * replicas): a mean of means
     "none":       scale
     A weight of zero gives a seed of zero (in "none" there is no weight to be zero).
     """

@@ -1,0 +1,104 @@
+"""The reader of compiled programs, on text written by XLA for CPU, GPU and TPU and shortened by hand."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+import jaxfb
+from jaxfb.hlo import collectives, traffic
+
+PROGRAM = """HloModule m, is_scheduled=true
+%add (x: f32[], y: f32[]) -> f32[] {
+  ROOT %s = f32[] add(f32[] %x, f32[] %y)
+}
+%cond (p: (s32[], f32[4,8])) -> pred[] {
+  %p = (s32[], /*index=1*/f32[4,8]{1,0}) parameter(0)
+  %i = s32[] get-tuple-element(%p), index=0
+  %n = s32[] constant(5)
+  ROOT %lt = pred[] compare(%i, %n), direction=LT
+}
+%body (p.1: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p.1 = (s32[], f32[4,8]{1,0:T(8,128)}) parameter(0)
+  %x.1 = f32[4,8]{1,0:T(8,128)} get-tuple-element(%p.1), index=1
+  %rs = f32[2,8]{1,0:T(8,128)} reduce-scatter(%x.1), channel_id=1, replica_groups=[2,2]<=[2,2]T(1,0), dimensions={0}, to_apply=%add
+  %inner = (s32[], f32[4,8]{1,0}) while(%p.1), condition=%cond, body=%leaf, backend_config={"known_trip_count":{"n":"3"}}
+  ROOT %t = (s32[], f32[4,8]{1,0}) tuple(%i, %x.1)
+}
+%leaf (p.2: (s32[], f32[4,8])) -> (s32[], f32[4,8]) {
+  %p.2 = (s32[], f32[4,8]{1,0}) parameter(0)
+  %h = bf16[4,8]{1,0} get-tuple-element(%p.2), index=1
+  %cp = (bf16[4,8]{1,0}, bf16[4,8]{1,0}, u32[], u32[]) collective-permute-start(%h), source_target_pairs={{0,1},{1,0}}
+  %cpd = bf16[4,8]{1,0} collective-permute-done(%cp)
+  ROOT %t.2 = (s32[], f32[4,8]{1,0}) tuple(%i, %x.1)
+}
+ENTRY %main (a: f32[4,8]) -> f32[4,8] {
+  %a = f32[4,8]{1,0} parameter(0)
+  %w = (s32[], f32[4,8]{1,0}) while(%a), condition=%cond, body=%body
+  %ag = (f32[4,8]{1,0}, f32[8,8]{1,0}) all-gather-start(%a), replica_groups={{0,2},{1,3}}, dimensions={0}
+  %agd = f32[8,8]{1,0} all-gather-done(%ag)
+  %ar = (f32[4,8]{1,0}, pred[16]{0}) all-reduce(f32[4,8]{1,0} %a, pred[16]{0} %b), replica_groups=mesh['x'=2,'y'=2] {'x','y'}, to_apply=%add, metadata={op_name="jit(f)/psum"}
+  ROOT %call = f32[4,8]{1,0} call(%a), to_apply=%helper
+}
+%helper (a.1: f32[4,8]) -> f32[4,8] {
+  %a.1 = f32[4,8]{1,0} parameter(0)
+  ROOT %aa = f32[4,8]{1,0} all-to-all(%a.1), replica_groups={}, dimensions={0}
+}
+"""  # noqa: E501
+
+
+def test_every_kind_is_read_with_its_bytes_groups_and_loop_lengths():
+    found = {one.kind: one for one in collectives(PROGRAM)}
+    facts = {kind: (one.arrays, one.bytes, one.times, one.replica_groups) for kind, one in found.items()}
+    assert facts == {
+        "reduce-scatter": (1, 128, 5, ((0, 2), (1, 3))),
+        "collective-permute": (1, 64, 15, ((0, 1), (1, 0))),
+        "all-gather": (1, 256, 1, ((0, 2), (1, 3))),
+        "all-reduce": (2, 144, 1, ((0, 1, 2, 3),)),
+        "all-to-all": (1, 128, 1, ()),
+    }
+    assert found["all-reduce"].op_name == "jit(f)/psum"
+    mesh = jaxfb.make_mesh(data=2, tensor=2)
+    assert [found[kind].axes(mesh) for kind in ("all-gather", "collective-permute", "all-to-all")] == [
+        ("data",),
+        ("tensor",),
+        ("data", "tensor"),
+    ]
+    assert traffic(list(found.values()))["collective-permute"] == (15, 15 * 64)
+
+
+def test_a_loop_of_unknown_length_is_said_and_not_guessed():
+    text = PROGRAM.replace("direction=LT", "direction=NE")
+    unknown = [one for one in collectives(text) if one.times is None]
+    assert {one.kind for one in unknown} == {"reduce-scatter", "collective-permute"}
+    with pytest.raises(ValueError, match="reduce-scatter in body runs an unknown number of times"):
+        traffic(unknown)
+
+
+def test_what_is_no_program_is_refused():
+    with pytest.raises(ValueError, match="no ENTRY computation"):
+        collectives("hello")
+    with pytest.raises(ValueError, match="unknown way to write replica groups"):
+        collectives(PROGRAM.replace("replica_groups={{0,2},{1,3}}", "replica_groups=?"))
+
+
+def test_a_program_compiled_here_reads_as_it_was_written():
+    mesh = jaxfb.make_mesh(data=2, fsdp=4)
+
+    def body(x):
+        def step(carry, _):
+            return carry + lax.psum(x, "data"), None
+
+        total = lax.scan(step, x, None, length=7)[0]
+        return lax.all_gather(lax.ppermute(total, "fsdp", [(0, 1), (1, 0)]), "fsdp", tiled=True)
+
+    program = jax.shard_map(body, mesh=mesh, in_specs=P("fsdp"), out_specs=P(), check_vma=False)
+    found = collectives(jax.jit(program).lower(jnp.zeros((8, 4), jnp.float32)).compile().as_text())
+    assert {(one.kind, one.bytes, one.axes(mesh)) for one in found} == {
+        ("all-reduce", 32, ("data",)),
+        ("collective-permute", 32, ("fsdp",)),
+        ("all-gather", 128, ("fsdp",)),
+    }
+    # XLA may move a sum that does not change out of the loop; it may not change how often the others run
+    assert traffic(found)["all-gather"] == (1, 128)
