@@ -15,7 +15,7 @@ from jax.sharding import AxisType, Mesh
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 REPLICA_AXES = ("data", "fsdp", "expert")
 AUTOMATIC_AXES = ("tensor",)
-NOT_BUILT_YET = ("pipe", "expert", "context")
+NOT_BUILT_YET = ("expert", "context")
 
 
 def make_mesh(

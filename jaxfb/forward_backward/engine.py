@@ -1,89 +1,100 @@
 """One call takes all microbatches of a global batch through forward and backward.
 
-    batch -> microbatches -> weights -> seeds -> forward and backward -> one reduction -> ForwardBackwardOutput
-
-This file is the frame; what happens between seeds and reduction is `accumulate.py`.
+The function that does it and its checks; `frame.py` is the program it compiles.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
+from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
-from jaxfb.forward_backward import accumulate as core
-from jaxfb.forward_backward.loss import checked
+from jaxfb.forward_backward import frame
+from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
+from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.microbatches import merge, row_keys, split, split_keys
-from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
-from jaxfb.forward_backward.sequential import num_layers, sequential
-from jaxfb.forward_backward.weights import NORMALIZATIONS, objective, seeds, term_weights
-from jaxfb.mesh import check_mesh, data_parallel, make_mesh, manual_axes, replica_axes
-from jaxfb.forward_backward.remat import REMAT_POLICIES, checkpoint_layer
-from jaxfb.parallel import data, sharding
-from jaxfb.types import ForwardBackwardOutput, LossFn, LossOutput, Pipelined, Sum
+from jaxfb.forward_backward.remat import REMAT_POLICIES
+from jaxfb.forward_backward.sequential import num_layers
+from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
+from jaxfb.parallel import data, pipe, sharding
+from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
 PyTree = Any
 
 
 def get_forward_backward_func(
     mesh: Mesh | None = None,
-    schedule: Any = None,
+    schedule: str | schedules.Schedule | None = None,
     *,
     num_chunks: int = 1,
     normalize: str = "global",
     accum_dtype: Any = None,
     compute_dtype: Any = None,
-    remat: str = "none",
+    remat: str | None = None,
     fsdp_gather: str = "layer",
     optimizer_sharding: str = "none",
     param_specs: Callable[[PyTree], PyTree] | None = None,
+    head_placement: str | None = None,
+    layers_per_stage: Sequence[int] | None = None,
+    poison_bubbles: bool = False,
 ) -> ForwardBackward:
-    """Picks accumulation (or, with pipe > 1, the pipeline) and returns one function over whole global batches.
+    """Picks accumulation or, with pipe > 1, the pipeline, and returns one function over whole global batches.
 
-    Its loss and gradient are those of the whole batch on one device, whatever the mesh and the plan: in
-    float64 to rounding. See `ForwardBackward.__call__` for the signature.
+    Its loss and gradient are those of the whole batch on one device, whatever the mesh, the schedule and the
+    plan: in float64 to rounding. See `ForwardBackward.__call__` for the signature.
 
     Args:
       mesh: from `make_mesh`; None is one device. The rows are split over data, fsdp and expert.
-      schedule, num_chunks: the pipeline's; they need a mesh with pipe > 1.
+      schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", or a `Schedule` of
+        one's own for the plan's number of microbatches. None: "1f1b", or "interleaved" if num_chunks > 1.
+      num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
       compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
-      remat: "none", "selective" or "full": what a layer of a `Pipelined` recomputes in its backward.
+      remat: "none" (or None), "selective" or "full": what a layer of a `Pipelined` recomputes in its
+        backward. Under a pipeline "full" keeps a stage's input alone.
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.
       optimizer_sharding: "data" returns gradients cut over data as well (ZeRO-1), by a reduce-scatter.
       param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
+      head_placement: where a pipeline computes head and loss: "last" (every device spends the time of the
+        whole head in a tick, the last stage's answer counts) or "rows" (each device takes its share of the
+        microbatch's rows: for heads whose terms are sums over rows, and rows that pipe divides). None: "last".
+      layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
+        evenly. Every device then holds all layers' parameters and spends the time of the longest stage.
+      poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:
       ValueError: an argument is not among the legal choices, or they do not fit together.
     """
-    if schedule is not None or num_chunks != 1:
-        raise ValueError(
-            f"schedule={schedule!r} and num_chunks={num_chunks} belong to a pipeline: they need a mesh with "
-            "pipe > 1, this one has pipe=1; leave both out"
-        )
+    mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
+    _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
     return ForwardBackward(
-        check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh),
+        mesh,
+        schedule or ("1f1b" if num_chunks == 1 else "interleaved"),
+        num_chunks,
         _choice("normalize", normalize, NORMALIZATIONS),
         _float_dtype("accum_dtype", accum_dtype),
         _float_dtype("compute_dtype", compute_dtype),
-        _choice("remat", remat, REMAT_POLICIES),
+        _choice("remat", remat or "none", REMAT_POLICIES),
         _choice("fsdp_gather", fsdp_gather, data.GATHERS),
-        _choice("optimizer_sharding", optimizer_sharding, ("none", "data")),
+        _choice("optimizer_sharding", optimizer_sharding or "none", ("none", "data")),
         param_specs,
+        head_placement,
+        None if layers_per_stage is None else tuple(layers_per_stage),
+        poison_bubbles,
     )
 
 
@@ -92,6 +103,8 @@ class ForwardBackward:
     """Forward and backward over whole global batches on one mesh; made by `get_forward_backward_func`."""
 
     mesh: Mesh
+    schedule: str | schedules.Schedule
+    num_chunks: int
     normalize: str
     accum_dtype: Any
     compute_dtype: Any
@@ -99,6 +112,9 @@ class ForwardBackward:
     fsdp_gather: str
     optimizer_sharding: str
     tensor_specs: Callable[[PyTree], PyTree] | None
+    head_placement: str | None
+    layers_per_stage: tuple[int, ...] | None
+    poison_bubbles: bool
 
     def __call__(
         self,
@@ -134,10 +150,12 @@ class ForwardBackward:
         return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Where each parameter lives: a tree of PartitionSpec over fsdp and tensor."""
+        """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
         pipelined = isinstance(model, Pipelined)
         rule = self.tensor_specs or (model.param_specs if pipelined else None)
-        return sharding.param_specs(params, self.mesh, rule and rule(params), stacked=pipelined)
+        cut = self.pipe > 1 and (self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1)
+        stacked = ("pipe" if cut else None) if pipelined else False
+        return sharding.param_specs(params, self.mesh, rule and rule(params), stacked)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each gradient lives: as its parameter, under ZeRO-1 cut over data as well."""
@@ -146,74 +164,82 @@ class ForwardBackward:
             return specs
         return sharding.optimizer_specs(specs, params, self.mesh, self.optimizer_sharding)
 
+    def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
+        """The schedule that a plan with so many microbatches runs under; None without a pipeline."""
+        if self.pipe == 1:
+            return None
+        if isinstance(self.schedule, schedules.Schedule):
+            return _check_schedule(self.schedule, self.pipe, num_microbatches)
+        return _make_schedule(self.schedule, self.pipe, num_microbatches, self.num_chunks)
+
+    @property
+    def pipe(self) -> int:
+        """Number of devices along the pipe axis."""
+        return axis_size(self.mesh, "pipe")
+
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
-    """The sharded program: one `shard_map`, manual over every axis but tensor."""
-    specs, grad_specs = fb.param_specs(model, params), fb.grad_specs(model, params)
-    whole = jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, fb.compute_dtype or leaf.dtype), params
-    )
-    rows = P(None, replica_axes(fb.mesh))
-
-    def body(params, microbatches, keys, grad_scale):
-        weights_of = partial(term_weights, _loss_fn(fb, model), whole)
-        loss_fn = _loss_fn(fb, model, specs)
-        held = data.compute_params(params, specs, fb.fsdp_gather, fb.compute_dtype)
-        axes = tuple(axis for axis in replica_axes(fb.mesh) if fb.mesh.shape[axis] > 1)
-        if forward_only:
-            return None, *_records(fb, core.forward(loss_fn, held, microbatches, keys), axes)
-        dtypes = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
-        seed = _seeds(fb, weights_of(microbatches, keys), grad_scale, params, axes)
-        grads, out = core.accumulate(loss_fn, held, microbatches, keys, seed, dtypes)
-        grads = data.reduce_gradients(grads, specs, grad_specs, axes, fb.fsdp_gather)
-        return grads, *_records(fb, out, axes)
-
-    manual = partial(jax.tree.map, sharding.manual_part, is_leaf=lambda spec: isinstance(spec, P))
-    grads, loss, terms, metrics, per_microbatch, outputs = jax.shard_map(
-        body,
-        mesh=fb.mesh,
-        in_specs=(manual(specs), rows, rows, P()),
-        out_specs=(None if forward_only else manual(grad_specs), P(), P(), P(), P(), rows),
-        axis_names=set(manual_axes(fb.mesh)),
-        check_vma=False,
-    )(params, microbatches, keys, grad_scale)
-    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, merge(outputs, plan.rows))
+    specs = fb.param_specs(model, params)
+    grad_specs = None if forward_only else fb.grad_specs(model, params)
+    accum_dtypes = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
+    grads, loss, terms, metrics, per_microbatch, outputs = frame.run(
+        fb.mesh, _core(fb, model, plan, specs, params), model, fb.normalize, specs, grad_specs, accum_dtypes,
+        params, microbatches, keys, grad_scale,
+    )  # fmt: skip
+    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, merge(outputs, plan, fb.mesh))
 
 
-def _loss_fn(fb: ForwardBackward, model: LossFn | Pipelined, specs: PyTree = None) -> LossFn:
-    """The model as a loss function of the parameters the loop holds; without `specs`, of whole ones."""
-    gathers = specs is not None and fb.fsdp_gather == "layer"
-    bring = lambda part: lambda shards: data.materialize(shards, part, fb.compute_dtype)  # noqa: E731
-    if not isinstance(model, Pipelined):
-        return checked(lambda p, mb, rng: model(bring(specs)(p) if gathers else p, mb, rng))
-    remat = partial(checkpoint_layer, name=fb.remat, keep_gathered=not gathers)
-    if not gathers:
-        return checked(sequential(model, remat))
-    outer = {name: spec for name, spec in specs.items() if name != "layers"}
-    one_layer = jax.tree.map(lambda spec: P(*spec[1:]), specs["layers"], is_leaf=lambda x: isinstance(x, P))
-    return checked(sequential(model, remat, bring(outer), bring(one_layer)))
+def _core(
+    fb: ForwardBackward, model: LossFn | Pipelined, plan: BatchPlan, specs: PyTree, params: PyTree
+) -> Core:
+    """The way from seeds to gradients that this mesh asks for."""
+    how = Execution(specs, fb.fsdp_gather, fb.compute_dtype, fb.remat)
+    schedule = fb.schedule_for(plan.num_microbatches)
+    if schedule is None:
+        return Accumulation(model, how)
+    layout = pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
+    placement = check_placement(fb.head_placement, plan.rows_per_microbatch, fb.pipe)
+    return Pipelining(model, how, schedule, layout, placement, fb.poison_bubbles)
 
 
-def _seeds(fb: ForwardBackward, local: dict, grad_scale: Any, params: PyTree, axes: tuple[str, ...]) -> dict:
-    """Cotangents of this replica's totals; the one collective is a sum of a weight a term."""
-    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
-    reduced = {name: weight.sum() for name, weight in local.items()}
-    reduced = lax.psum(reduced, axes) if axes else reduced
-    num_parts = next(iter(local.values())).shape[0] * data_parallel(fb.mesh)
-    return seeds(local, reduced, fb.normalize, num_parts, grad_scale, dtype)
+@lru_cache(maxsize=64)
+def _make_schedule(name: str, pipe: int, num_microbatches: int, num_chunks: int) -> schedules.Schedule:
+    return schedules.make(name, pipe, num_microbatches, num_chunks)
 
 
-def _records(fb: ForwardBackward, out: LossOutput, axes: tuple[str, ...]) -> tuple:
-    """(loss, terms, metrics, per_microbatch, outputs), reduced over replicas but for the outputs."""
-    means = means_of_microbatches(out) if fb.normalize == "microbatch" else {}
-    per_microbatch, means = reduce_records((out.terms, means), axes)
-    terms = jax.tree.map(lambda records: records.sum(0), per_microbatch)
-    if means:
-        num_parts = len(next(iter(means.values()))) * data_parallel(fb.mesh)
-        terms = {name: Sum(mean.sum(), jnp.asarray(num_parts, mean.dtype)) for name, mean in means.items()}
-    metrics = reduce_metrics(out.metrics, axes)
-    return objective(terms, fb.normalize), terms, metrics, per_microbatch, out.outputs
+def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:
+    if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
+        raise ValueError(
+            f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "
+            f"microbatches, the call has pipe={pipe} and {num_microbatches}; make it for these"
+        )
+    return schedule
+
+
+def _check_pipeline(
+    mesh: Mesh, schedule: Any, num_chunks: int, head_placement: Any, layers_per_stage: Any
+) -> None:
+    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
+        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}; 1 is one stage a device")
+    given = {
+        "schedule": schedule,
+        "num_chunks": num_chunks if num_chunks > 1 else None,
+        "head_placement": head_placement,
+        "layers_per_stage": layers_per_stage,
+    }
+    if axis_size(mesh, "pipe") == 1:
+        set_ = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        if set_:
+            raise ValueError(
+                f"{' and '.join(set_)} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
+                "make the mesh with pipe=2 or more, or leave them out"
+            )
+    elif isinstance(schedule, schedules.Schedule):
+        _check_schedule(schedule, axis_size(mesh, "pipe"), schedule.num_microbatches)
+    else:
+        name = schedule or ("1f1b" if num_chunks == 1 else "interleaved")
+        _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
 
 
 def _place(params: PyTree, shardings: PyTree) -> PyTree:
@@ -243,6 +269,11 @@ def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan
     _check_params(params, plan, forward_only, fb.accum_dtype)
     if isinstance(model, Pipelined):
         num_layers(params)
+    elif fb.pipe > 1:
+        raise ValueError(
+            f"a mesh with pipe={fb.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), got "
+            f"{model!r}; use pipe=1 for a plain loss function"
+        )
 
 
 def _check_params(params: PyTree, plan: BatchPlan, forward_only: bool, accum_dtype: Any) -> None:

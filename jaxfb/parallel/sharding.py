@@ -16,7 +16,9 @@ from jaxfb.mesh import AUTOMATIC_AXES, axis_size
 PyTree = Any
 
 
-def param_specs(params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked: bool = False) -> PyTree:
+def param_specs(
+    params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked: str | None | bool = False
+) -> PyTree:
     """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
 
     The fsdp dim is the largest that fsdp divides and tensor leaves free; a leaf without one is replicated.
@@ -24,15 +26,17 @@ def param_specs(params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked
     Args:
       params: tree of arrays or ShapeDtypeStructs.
       tensor_specs: tree like params of PartitionSpec that name only "tensor", or None.
-      stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut, since
-        the layers are gathered one at a time.
+      stacked: not False: params is a dict whose "layers" leaves are [num_layers, ...]. That dim is cut over
+        the axis named ("pipe"), or None: not at all; never over fsdp, since layers are gathered one at a time.
     """
     if tensor_specs is None:
         tensor_specs = jax.tree.map(lambda _: P(), params)
     size = axis_size(mesh, "fsdp")
 
     def spec(path, leaf, tensor_spec):
-        return _add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=int(stacked and _in_layers(path)))
+        if stacked is False or not _in_layers(path):
+            return _add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=0)
+        return P(stacked, *_add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=1)[1:])
 
     return jax.tree_util.tree_map_with_path(spec, params, tensor_specs)
 

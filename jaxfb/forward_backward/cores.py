@@ -1,0 +1,147 @@
+"""The two ways from seeds to gradients, with one interface: accumulation on one stage, and the pipeline.
+
+hold -> forward_backward (or forward) -> reduce. Everything here runs on one device inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Protocol
+
+import jax
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.forward_backward import accumulate
+from jaxfb.forward_backward.ends import Ends
+from jaxfb.forward_backward.loss import checked
+from jaxfb.forward_backward.pipeline import Executor, Weights
+from jaxfb.forward_backward.remat import checkpoint_layer
+from jaxfb.forward_backward.sequential import layer_output, outer_params, sequential
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.parallel import data, pipe
+from jaxfb.schedules import Schedule
+from jaxfb.types import LossFn, LossOutput, Pipelined
+
+PyTree = Any
+
+
+class Core(Protocol):
+    """What the engine asks of either way."""
+
+    def hold(self, params: PyTree) -> PyTree:
+        """The parameters as the loop over microbatches reads them, made once a call."""
+
+    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes) -> tuple[PyTree, LossOutput]:
+        """Local gradients of `held`, and every microbatch's answer, [num_microbatches, ...] leaves."""
+
+    def forward(self, held, microbatches, keys) -> LossOutput:
+        """The answers alone."""
+
+    def reduce(self, grads: PyTree, grad_specs: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """Gradients like params, summed over `axes` (and pipe), each leaf once."""
+
+
+@dataclass(frozen=True)
+class Execution:
+    """How params are cut, cast and recomputed; what both ways share."""
+
+    specs: PyTree
+    fsdp_gather: str
+    compute_dtype: Any
+    remat: str
+
+    @property
+    def gathers_in_loop(self) -> bool:
+        return self.fsdp_gather == "layer"
+
+    def bring(self, specs: PyTree):
+        """A function from shards to whole parameters, for use inside the loop."""
+        return lambda shards: (
+            data.materialize(shards, specs, self.compute_dtype) if self.gathers_in_loop else shards
+        )
+
+    def one_layer(self) -> PyTree:
+        """Specs of one layer's parameters: those of the stacked leaves without their first dim."""
+        return jax.tree.map(
+            lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
+        )
+
+
+@dataclass(frozen=True)
+class Accumulation:
+    """A scan over microbatches of the whole model."""
+
+    model: LossFn | Pipelined
+    how: Execution
+
+    def hold(self, params):
+        return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.compute_dtype)
+
+    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
+        return accumulate.accumulate(self._loss_fn(), held, microbatches, keys, seeds, accum_dtypes)
+
+    def forward(self, held, microbatches, keys):
+        return accumulate.forward(self._loss_fn(), held, microbatches, keys)
+
+    def reduce(self, grads, grad_specs, axes):
+        return data.reduce_gradients(grads, self.how.specs, grad_specs, axes, self.how.fsdp_gather)
+
+    def _loss_fn(self) -> LossFn:
+        how = self.how
+        if not isinstance(self.model, Pipelined):
+            bring = how.bring(how.specs)
+            return checked(lambda params, microbatch, rng: self.model(bring(params), microbatch, rng))
+        remat = partial(checkpoint_layer, name=how.remat, keep_gathered=not how.gathers_in_loop)
+        return checked(
+            sequential(self.model, remat, how.bring(outer_params(how.specs)), how.bring(how.one_layer()))
+        )
+
+
+@dataclass(frozen=True)
+class Pipelining:
+    """A schedule over the stages of a `Pipelined`. Outer parameters are gathered once a call, layers as asked."""
+
+    model: Pipelined
+    how: Execution
+    schedule: Schedule
+    layout: pipe.Layout
+    head_placement: str
+    poison: bool
+
+    def hold(self, params) -> Weights:
+        how = self.how
+        outer = data.compute_params(outer_params(params), outer_params(how.specs), "step", how.compute_dtype)
+        layers = data.compute_params(
+            params["layers"], how.specs["layers"], how.fsdp_gather, how.compute_dtype
+        )
+        return Weights(outer, pipe.to_chunks(layers, self.layout))
+
+    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
+        dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
+        return self._executor(self.schedule).run(held, microbatches, keys, seeds, dtypes)
+
+    def forward(self, held, microbatches, keys):
+        return self._executor(self.schedule.forward_only()).run(held, microbatches, keys, None, None)[1]
+
+    def reduce(self, grads: Weights, grad_specs, axes):
+        how, specs = self.how, self.how.specs
+        layers = pipe.from_chunks(grads.layers, self.layout, sum(self.layout.layers_per_stage))
+        layers = data.reduce_gradients(layers, specs["layers"], grad_specs["layers"], axes, how.fsdp_gather)
+        outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
+        return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
+
+    def _executor(self, schedule: Schedule) -> Executor:
+        how, model = self.how, self.model
+        bring = how.bring(how.one_layer())
+
+        def layer(shards, hidden, microbatch, rng):
+            return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
+
+        keep = "input" if how.remat == "full" else "residuals"
+        if keep == "residuals":
+            layer = checkpoint_layer(layer, how.remat, keep_gathered=not how.gathers_in_loop)
+        stage = Stage(layer, keep, padded=not self.layout.even)
+        program = schedule.program
+        ends = Ends(model, self.head_placement, program.loss_device)
+        return Executor(program, stage, ends, self.layout, self.poison)

@@ -1,0 +1,287 @@
+"""Forward and backward through a pipeline: one program that walks any schedule's ticks on every device.
+
+A schedule's table becomes rows of integers (`jaxfb/schedules/program.py` has the format); each of its phases is one
+`lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. What an invalid entry
+computes goes to a spare slot and is masked out of every sum.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+
+from jaxfb.forward_backward.ends import Ends
+from jaxfb.forward_backward.stage import Given, Layers, Stage
+from jaxfb.parallel import pipe
+from jaxfb.schedules import Phase, Program
+from jaxfb.types import LossOutput, Sum
+
+PyTree = Any
+
+
+class Weights(NamedTuple):
+    """Parameters, or their gradients, as a device of the pipeline holds them: layers [num_chunks, l, ...]."""
+
+    outer: PyTree
+    layers: PyTree
+
+
+class Buffers(NamedTuple):
+    """What a device carries from tick to tick. Slots are the leading dim; the last is the spare one."""
+
+    residual: PyTree
+    activation: PyTree
+    gradient: PyTree
+    cotangent: PyTree
+    arriving: dict[str, PyTree]
+    leaving: PyTree
+    grads: Weights | None
+    records: LossOutput
+    layer_terms: dict[str, Sum]
+
+
+@dataclass(frozen=True)
+class Executor:
+    """Runs a program. `poison` fills bubbles with NaN: they must reach neither loss nor gradient."""
+
+    program: Program
+    stage: Stage
+    ends: Ends
+    layout: pipe.Layout
+    poison: bool = False
+
+    def run(
+        self,
+        weights: Weights,
+        microbatches: PyTree,
+        keys: Any,
+        seeds: dict | None,
+        accum_dtypes: Weights | None,
+    ) -> tuple[Weights | None, LossOutput]:
+        """Gradients of this device's layers and its part of those of `outer`; and every microbatch's answer.
+
+        seeds, accum_dtypes: None for a program without a backward.
+        """
+        tick = _Tick(self, weights, microbatches, keys, seeds)
+        buffers = tick.empty_buffers(accum_dtypes)
+        for phase in self.program.phases:
+            buffers = self._phase(phase, tick, buffers)
+        return buffers.grads, self._answer(buffers)
+
+    def _phase(self, phase: Phase, tick: _Tick, buffers: Buffers) -> Buffers:
+        me = lax.axis_index("pipe")
+        rows = {name: np.asarray(row, np.int32) for name, row in self.program.phase_rows(phase).items()}
+        mine = {name: jnp.asarray(row)[:, me] if row.ndim == 2 else row for name, row in rows.items()}
+        arrivals = self.program.arrivals(phase)
+        events = {name: _when(rows[f"{name}_valid"]) for name in ("loss", "embed_gradient")}
+        with jax.named_scope(f"phase_{phase.kinds}"):
+            return lax.scan(
+                lambda b, row: (tick(b, row, phase.kinds, arrivals, events), None), buffers, mine
+            )[0]
+
+    def _answer(self, buffers: Buffers) -> LossOutput:
+        """The records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the pipe."""
+        records, terms = jax.tree.map(lambda leaf: leaf[:-1], (buffers.records, buffers.layer_terms))
+        return self.ends.whole(LossOutput(records.terms | terms, records.metrics, records.outputs))
+
+
+class _Tick:
+    """One tick of the lockstep: store what arrived, F, loss, B, W."""
+
+    def __init__(
+        self, executor: Executor, weights: Weights, microbatches: PyTree, keys: Any, seeds: dict | None
+    ):
+        self._program, self._stage, self._ends = executor.program, executor.stage, executor.ends
+        self._poison, self._layout = executor.poison, executor.layout
+        self._weights, self._microbatches, self._keys, self._seeds = weights, microbatches, keys, seeds
+        me = lax.axis_index("pipe")
+        self._index, self._real = (
+            jnp.asarray(table)[me] for table in (self._layout.index, self._layout.real)
+        )
+
+    def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
+        gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}
+        for channel in arrivals[0]:
+            b = b._replace(
+                activation=_put(b.activation, row[f"activation_from_{channel}"], b.arriving[channel])
+            )
+        if "F" in kinds:
+            b, hidden = self._forward(b, row)
+            b = self._loss(b, row, hidden, events["loss"])
+        for channel, gradient in gradients.items():
+            b = b._replace(gradient=_put(b.gradient, row[f"gradient_from_{channel}"], gradient))
+        if "B" in kinds:
+            b = self._backward(b, row, events["embed_gradient"])
+        if "W" in kinds:
+            b = self._weight(b, row)
+        return b
+
+    def _forward(self, b: Buffers, row: dict) -> tuple[Buffers, PyTree]:
+        given = self._given(row["f_microbatch"])
+        embedded = self._ends.embed(self._weights.outer, self._given(row["embed_microbatch"]))
+        hidden = _choose(row["f_embed"], embedded, _get(b.activation, row["f_input"]))
+        hidden = self._poisoned(hidden, row["f_valid"])
+        with jax.named_scope("F"):
+            hidden, terms, residual = self._stage.forward(self._layers(row["f_chunk"]), hidden, given)
+        valid = row["f_valid"] == 1
+        terms = _add(b.layer_terms, row["f_microbatch"], _where(valid, terms))
+        arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
+        if self._program.num_residual_slots:
+            b = b._replace(residual=_put(b.residual, row["f_residual"], residual))
+        return b._replace(layer_terms=terms, arriving=arriving), hidden
+
+    def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
+        given, microbatch = self._given(row["loss_microbatch"]), row["loss_microbatch"]
+
+        def answer(b: Buffers) -> Buffers:
+            if self._seeds is None:
+                return b._replace(
+                    records=_put(b.records, microbatch, self._ends.loss(self._weights.outer, hidden, given))
+                )
+            seeds = self._seed(microbatch, b.records.terms)
+            out, grads, cotangent = self._ends.loss_backward(self._weights.outer, hidden, given, seeds)
+            return b._replace(
+                records=_put(b.records, microbatch, out),
+                gradient=_put(b.gradient, row["loss_gradient"], cotangent),
+                grads=b.grads._replace(outer=_sum(b.grads.outer, grads)),
+            )
+
+        return _if(when, row["loss_valid"], answer, b)
+
+    def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
+        chunk, given, residual = (
+            row["b_chunk"],
+            self._given(row["b_microbatch"]),
+            _get(b.residual, row["b_residual"]),
+        )
+        seeds = self._seed(row["b_microbatch"], b.layer_terms)
+        cotangent = self._poisoned(_get(b.gradient, row["b_gradient"]), row["b_valid"])
+        arguments = (self._layers(chunk), residual, cotangent, seeds, given)
+        with jax.named_scope("B"):
+            if self._splits:
+                saved, before = self._stage.backward_input(*arguments)
+                b = b._replace(cotangent=_put(b.cotangent, row["b_cotangent"], saved))
+            else:
+                grads, before = self._stage.backward(*arguments)
+                b = self._accumulate(b, chunk, grads, row["b_valid"])
+        return self._embed_backward(b._replace(leaving=before), row, before, when)
+
+    def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
+        given, mine = self._given(row["embed_gradient_microbatch"]), row["b_embed"] == 1
+
+        def scatter(outer: PyTree) -> PyTree:
+            return _sum(outer, self._ends.embed_backward(self._weights.outer, given, before, mine))
+
+        return b._replace(
+            grads=b.grads._replace(outer=_if(when, row["embed_gradient_valid"], scatter, b.grads.outer))
+        )
+
+    def _weight(self, b: Buffers, row: dict) -> Buffers:
+        chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
+        residual, saved = _get(b.residual, row["w_residual"]), _get(b.cotangent, row["w_cotangent"])
+        seeds = self._seed(row["w_microbatch"], b.layer_terms)
+        with jax.named_scope("W"):
+            grads = self._stage.backward_weight(self._layers(chunk), residual, saved, seeds, given)
+        return self._accumulate(b, chunk, grads, row["w_valid"])
+
+    def _accumulate(self, b: Buffers, chunk: jax.Array, grads: PyTree, valid: jax.Array) -> Buffers:
+        with jax.named_scope("accumulate"):
+            return b._replace(
+                grads=b.grads._replace(layers=_add(b.grads.layers, chunk, _where(valid == 1, grads)))
+            )
+
+    def _layers(self, chunk: jax.Array) -> Layers:
+        return Layers(*_get((self._weights.layers, self._index, self._real), chunk))
+
+    def _given(self, microbatch: jax.Array) -> Given:
+        return Given(*_get((self._microbatches, self._keys), microbatch))
+
+    def _seed(self, microbatch: jax.Array, terms: dict) -> dict:
+        return {name: self._seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
+
+    @property
+    def _splits(self) -> bool:
+        return self._program.num_cotangent_slots > 0
+
+    def _poisoned(self, tree: PyTree, valid: jax.Array) -> PyTree:
+        if not self._poison:
+            return tree
+        return jax.tree.map(lambda leaf: jnp.where(valid == 1, leaf, jnp.full_like(leaf, jnp.nan)), tree)
+
+    def empty_buffers(self, accum_dtypes: Weights | None) -> Buffers:
+        """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
+        program, zero = self._program, jnp.int32(0)
+        given, layers = jax.eval_shape(lambda: (self._given(zero), self._layers(zero)))
+        hidden = jax.eval_shape(self._ends.embed, self._weights.outer, given)
+        _, terms, residual = jax.eval_shape(self._stage.forward, layers, hidden, given)
+        records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
+        count = jax.tree.leaves(self._microbatches)[0].shape[0]
+        saved, grads = None, None
+        if self._seeds is not None:
+            grads = jax.tree.map(
+                lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), self._weights, accum_dtypes
+            )
+        if self._splits:
+            seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in terms.items()}
+            saved, _ = jax.eval_shape(self._stage.backward_input, layers, residual, hidden, seeds, given)
+        return Buffers(
+            residual=_slots(residual, program.num_residual_slots),
+            activation=_slots(hidden, program.num_activation_slots),
+            gradient=_slots(hidden, program.num_gradient_slots),
+            cotangent=_slots(saved, program.num_cotangent_slots),
+            arriving={channel: _zeros(hidden) for channel in program.forward_channels},
+            leaving=_zeros(hidden),
+            grads=grads,
+            records=_slots(records, count),
+            layer_terms=_slots(terms, count),
+        )
+
+
+def _when(valid: np.ndarray) -> str:
+    """Whether something happens in "all" ticks of a phase, in "some" or in "none"."""
+    return "all" if valid.all() else "some" if valid.any() else "none"
+
+
+def _if(when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
+    """`do(tree)` where valid, else tree. The predicate is the same on all devices, so collectives may be inside."""
+    if when == "some":
+        return lax.cond(valid == 1, do, lambda same: same, tree)
+    return do(tree) if when == "all" else tree
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def _slots(tree: PyTree, number: int) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros((number + 1, *leaf.shape), leaf.dtype), tree)
+
+
+def _get(tree: PyTree, slot: jax.Array) -> PyTree:
+    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), tree)
+
+
+def _put(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
+    put = lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), slot, 0)  # noqa: E731
+    return jax.tree.map(put, tree, values)
+
+
+def _add(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, value: leaf.at[slot].add(value.astype(leaf.dtype)), tree, values)
+
+
+def _sum(tree: PyTree, values: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf, value: leaf + value.astype(leaf.dtype), tree, values)
+
+
+def _where(valid: jax.Array, tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.where(valid, leaf, jnp.zeros_like(leaf)), tree)
+
+
+def _choose(first: jax.Array, yes: PyTree, no: PyTree) -> PyTree:
+    return jax.tree.map(lambda a, b: jnp.where(first == 1, a, b), yes, no)

@@ -1,0 +1,197 @@
+"""A stage: a run of layers forward, and backward either whole or as input gradients now, weight gradients later.
+
+The VJP of every layer is a pytree; its leaves that are at hand anyway (parameters, microbatch, keys) are left
+out, and the rest is what a slot of the pipeline holds between a forward and its backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.forward_backward.sequential import layer_keys
+from jaxfb.forward_backward.split import SplitBackward
+from jaxfb.types import Sum
+
+PyTree = Any
+KEEPS = ("residuals", "input")
+
+
+class Layers(NamedTuple):
+    """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l]."""
+
+    params: PyTree
+    index: jax.Array
+    real: jax.Array
+
+
+class Given(NamedTuple):
+    """What a stage is handed besides hidden: the microbatch and its row keys."""
+
+    microbatch: PyTree
+    keys: jax.Array | None
+
+
+class Stage:
+    """Forward, backward and split backward of a run of layers.
+
+    layer: (params, hidden, microbatch, rng) -> (hidden, {name: Sum}).
+    keep: "residuals" keeps what each layer's backward reads; "input" keeps the stage's input alone and
+      computes the layers again in the backward.
+    padded: some of the layers may not be real; those leave hidden as it is.
+    """
+
+    def __init__(self, layer: Callable, keep: str = "residuals", padded: bool = False):
+        self._layer, self._keep, self._padded = layer, keep, padded
+        self._leaves = _VjpLeaves()
+        self._split: SplitBackward | None = None
+
+    def forward(self, layers: Layers, hidden: PyTree, given: Given) -> tuple[PyTree, dict[str, Sum], PyTree]:
+        """(hidden, terms summed over the layers, residual for the backward)."""
+
+        def one(before, inputs):
+            layer = Layers(*inputs)
+            if self._keep == "residuals":
+                (after, totals), weights, kept = self._keeping_vjp(layer, before, given)
+            else:
+                (after, totals), weights = self._plain(layer.params, before, *_context(layer, given))
+                kept = None
+            terms = {name: Sum(total, weights[name]) for name, total in totals.items()}
+            return self._if_real(layer, after, before), (self._masked(layer, terms), kept)
+
+        after, (terms, kept) = lax.scan(one, hidden, tuple(layers))
+        terms = {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in terms.items()}
+        return after, terms, kept if self._keep == "residuals" else hidden
+
+    def backward(
+        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given
+    ) -> tuple[PyTree, PyTree]:
+        """(gradient of the parameters [l, ...], cotangent of the stage's input).
+
+        seeds: name -> cotangent of the total of each of the layers' terms.
+        """
+
+        def one(cotangent, inputs):
+            layer, kept = Layers(*inputs[0]), inputs[1]
+            grads, before = self._layer_backward(layer, kept, cotangent, seeds, given)
+            return self._if_real(layer, before, cotangent), self._masked(layer, grads)
+
+        before, grads = lax.scan(
+            one, cotangent, (tuple(layers), self._by_layer(layers, residual, given)), reverse=True
+        )
+        return grads, before
+
+    def backward_input(
+        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given
+    ) -> tuple[PyTree, PyTree]:
+        """(what `backward_weight` needs, leaves [l, ...]; cotangent of the stage's input)."""
+
+        def one(cotangent, inputs):
+            layer, kept = Layers(*inputs[0]), inputs[1]
+            only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
+            self._split = self._split or SplitBackward(self._split_form, only_now, always)
+            saved, before = self._split.now(only_now, always)
+            return self._if_real(layer, before, cotangent), saved
+
+        before, saved = lax.scan(
+            one, cotangent, (tuple(layers), self._by_layer(layers, residual, given)), reverse=True
+        )
+        return saved, before
+
+    def backward_weight(
+        self, layers: Layers, residual: PyTree, saved: PyTree, seeds: dict, given: Given
+    ) -> PyTree:
+        """Gradient of the parameters [l, ...]; `backward_input` of the same microbatch came first."""
+
+        def one(_, inputs):
+            layer, kept, saved = Layers(*inputs[0]), inputs[1], inputs[2]
+            _, always = self._arguments(layer, kept, None, seeds, given)
+            return None, self._masked(layer, self._split.later(saved, always))
+
+        kept = residual if self._keep == "residuals" else None
+        return lax.scan(one, None, (tuple(layers), kept, saved))[1]
+
+    def _plain(self, params, hidden, microbatch, rng):
+        """One layer as (hidden and totals, weights), the form that is differentiated."""
+        after, terms = self._layer(params, hidden, microbatch, rng)
+        return (after, {name: t.total for name, t in terms.items()}), {
+            name: t.weight for name, t in terms.items()
+        }
+
+    def _keeping_vjp(self, layer: Layers, hidden: PyTree, given: Given):
+        microbatch, rng = _context(layer, given)
+        out, vjp, weights = jax.vjp(
+            lambda p, h: self._plain(p, h, microbatch, rng), layer.params, hidden, has_aux=True
+        )
+        return out, weights, self._leaves.stored(vjp, (layer.params, microbatch, rng))
+
+    def _layer_backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, given: Given):
+        if self._keep == "residuals":
+            vjp = self._leaves.rebuilt(kept, (layer.params, *_context(layer, given)))
+            return vjp((cotangent, seeds))
+        microbatch, rng = _context(layer, given)
+        (_, totals), vjp, _ = jax.vjp(
+            lambda p, h: self._plain(p, h, microbatch, rng), layer.params, kept, has_aux=True
+        )
+        return vjp((cotangent, seeds))
+
+    def _arguments(self, layer, kept, cotangent, seeds, given) -> tuple[PyTree, PyTree]:
+        """A layer's backward's arguments: those that are gone when W runs, those that are at hand then too."""
+        if self._keep == "residuals":
+            return cotangent, (layer, seeds, given, kept)
+        return (cotangent, kept), (layer, seeds, given, None)
+
+    def _split_form(self, only_now, always):
+        layer, seeds, given, kept = always
+        cotangent = only_now if self._keep == "residuals" else only_now[0]
+        kept = kept if self._keep == "residuals" else only_now[1]
+        return self._layer_backward(layer, kept, cotangent, seeds, given)
+
+    def _by_layer(self, layers: Layers, residual: PyTree, given: Given) -> PyTree:
+        """What each layer's backward reads, leaves [l, ...]."""
+        if self._keep == "residuals":
+            return residual
+
+        def one(before, inputs):
+            layer = Layers(*inputs)
+            (after, _), _ = self._plain(layer.params, before, *_context(layer, given))
+            return self._if_real(layer, after, before), before
+
+        earlier = jax.tree.map(lambda leaf: leaf[:-1], tuple(layers))
+        last, inputs = lax.scan(one, residual, earlier)
+        return jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
+
+    def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
+        return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
+
+    def _masked(self, layer: Layers, tree: PyTree) -> PyTree:
+        return (
+            jax.tree.map(lambda a: jnp.where(layer.real, a, jnp.zeros_like(a)), tree)
+            if self._padded
+            else tree
+        )
+
+
+class _VjpLeaves:
+    """Which leaves of a layer's VJP are at hand anyway. Learnt when a forward is traced, used by its backward."""
+
+    def stored(self, vjp: PyTree, at_hand: PyTree) -> list:
+        """The leaves to keep."""
+        leaves, self._tree = jax.tree.flatten(vjp)
+        position = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(at_hand))}
+        self._sources = [position.get(id(leaf)) for leaf in leaves]
+        return [leaf for leaf, source in zip(leaves, self._sources, strict=True) if source is None]
+
+    def rebuilt(self, stored: list, at_hand: PyTree) -> Callable:
+        """The VJP again."""
+        stored, at_hand = iter(stored), jax.tree.leaves(at_hand)
+        leaves = [next(stored) if source is None else at_hand[source] for source in self._sources]
+        return jax.tree.unflatten(self._tree, leaves)
+
+
+def _context(layer: Layers, given: Given) -> tuple[PyTree, jax.Array | None]:
+    return given.microbatch, layer_keys(given.keys, layer.index)

@@ -1,0 +1,206 @@
+"""The pipe axis: which layers each device holds, and how hidden states and layers travel along it.
+
+All functions but `layout_of` run inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PyTree = Any
+SHIFT = {"next": 1, "prev": -1, "stay": 0}
+
+
+@dataclass(frozen=True)
+class Layout:
+    """Which layers each chunk of each device holds.
+
+    placement:        placement[device][chunk] is the stage.
+    layers_per_stage: number of layers of each stage, in the order of stages.
+    """
+
+    placement: tuple[tuple[int, ...], ...]
+    layers_per_stage: tuple[int, ...]
+
+    @property
+    def num_devices(self) -> int:
+        return len(self.placement)
+
+    @property
+    def num_chunks(self) -> int:
+        return len(self.placement[0])
+
+    @property
+    def even(self) -> bool:
+        """Every stage has as many layers; the stacked layer dim can then be cut over pipe."""
+        return len(set(self.layers_per_stage)) == 1
+
+    @property
+    def longest(self) -> int:
+        return max(self.layers_per_stage)
+
+    @cached_property
+    def index(self) -> list:
+        """[device][chunk][longest]: the layer in the model; places beyond a stage's last layer repeat it."""
+        first = [sum(self.layers_per_stage[:stage]) for stage in range(len(self.layers_per_stage))]
+
+        def layers(stage):
+            count = self.layers_per_stage[stage]
+            return [first[stage] + min(j, count - 1) for j in range(self.longest)]
+
+        return [[layers(stage) for stage in row] for row in self.placement]
+
+    @cached_property
+    def real(self) -> list:
+        """[device][chunk][longest]: whether that place holds a layer of its own."""
+        return [
+            [[j < self.layers_per_stage[s] for j in range(self.longest)] for s in row]
+            for row in self.placement
+        ]
+
+    @cached_property
+    def rounds(self) -> list[tuple[list, list, list]]:
+        """How stages get from where contiguous cutting puts them to where the placement wants them.
+
+        A list of (pairs (source, target), block each source sends, chunk each target fills); in every round a
+        device sends at most one stage and receives at most one.
+        """
+        chunks = self.num_chunks
+        moves = [
+            (stage // chunks, device, stage % chunks, chunk)
+            for device, row in enumerate(self.placement)
+            for chunk, stage in enumerate(row)
+        ]
+        rounds = []
+        while moves:
+            chosen = _matching(moves, self.num_devices)
+            moves = [move for move in moves if move not in chosen]
+            sends, fills = [0] * self.num_devices, [0] * self.num_devices
+            for source, target, block, chunk in chosen:
+                sends[source], fills[target] = block, chunk
+            rounds.append(([(move[0], move[1]) for move in chosen], sends, fills))
+        return rounds
+
+
+def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[int] | None = None) -> Layout:
+    """Cuts `num_layers` into the stages of a schedule's placement.
+
+    Raises:
+      ValueError: they do not divide and no explicit `layers_per_stage` says how, or it does not add up.
+    """
+    placement = tuple(map(tuple, placement))
+    num_stages = sum(map(len, placement))
+    if layers_per_stage is None:
+        if num_layers % num_stages:
+            raise ValueError(_uneven(num_layers, num_stages, len(placement)))
+        layers_per_stage = (num_layers // num_stages,) * num_stages
+    layers_per_stage = tuple(layers_per_stage)
+    if (
+        len(layers_per_stage) != num_stages
+        or sum(layers_per_stage) != num_layers
+        or min(layers_per_stage) < 1
+    ):
+        raise ValueError(
+            f"layers_per_stage={list(layers_per_stage)} must give each of {num_stages} stages at least one of the "
+            f"{num_layers} layers; try {_balanced(num_layers, num_stages)}"
+        )
+    return Layout(placement, layers_per_stage)
+
+
+def to_chunks(layers: PyTree, layout: Layout) -> PyTree:
+    """This device's layers as the placement wants them: leaves [num_chunks, longest, ...].
+
+    From [num_layers / pipe, ...] (the contiguous cut of an even layout) or whole [num_layers, ...].
+    """
+    if not layout.even:
+        index = _mine(layout.index)
+        return jax.tree.map(lambda leaf: leaf[index], layers)
+    return jax.tree.map(lambda leaf: _exchange(_blocks(leaf, layout), layout, back=False), layers)
+
+
+def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
+    """The inverse for gradients: back to the contiguous cut, or summed over pipe to whole [num_layers, ...]."""
+    if not layout.even:
+        index = _mine(layout.index)
+        zeros = lambda leaf: jnp.zeros((num_layers, *leaf.shape[2:]), leaf.dtype)  # noqa: E731
+        return jax.tree.map(lambda leaf: lax.psum(zeros(leaf).at[index].add(leaf), "pipe"), grads)
+    return jax.tree.map(lambda leaf: _joined(_exchange(leaf, layout, back=True)), grads)
+
+
+def shift(tree: PyTree, channel: str) -> PyTree:
+    """Every device's value one place along the ring; "stay" hands it to the device itself."""
+    if channel == "stay":
+        return tree
+    size = lax.axis_size("pipe")
+    pairs = [(device, (device + SHIFT[channel]) % size) for device in range(size)]
+    with jax.named_scope(f"pipe_{channel}"):
+        return jax.tree.map(lambda leaf: lax.ppermute(leaf, "pipe", pairs), tree)
+
+
+def _exchange(blocks: jax.Array, layout: Layout, back: bool) -> jax.Array:
+    if all(source == target for pairs, _, _ in layout.rounds for source, target in pairs):
+        return blocks
+    out = jnp.zeros_like(blocks)
+    for pairs, sends, fills in layout.rounds:
+        if back:
+            pairs, sends, fills = [(target, source) for source, target in pairs], fills, sends
+        moved = lax.ppermute(blocks[_mine(sends)], "pipe", pairs)
+        out = out.at[_mine(fills)].set(moved)
+    return out
+
+
+def _blocks(leaf: jax.Array, layout: Layout) -> jax.Array:
+    return leaf.reshape(layout.num_chunks, layout.longest, *leaf.shape[1:])
+
+
+def _joined(leaf: jax.Array) -> jax.Array:
+    return leaf.reshape(-1, *leaf.shape[2:])
+
+
+def _mine(table: Sequence) -> jax.Array:
+    return jnp.asarray(table)[lax.axis_index("pipe")]
+
+
+def _matching(moves: list, num_devices: int) -> list:
+    """A choice of moves with every source and every target once; there is one as long as all have equally many."""
+    taken: dict[int, tuple] = {}
+
+    def place(source: int, seen: set) -> bool:
+        for move in moves:
+            if move[0] != source or move[1] in seen:
+                continue
+            seen.add(move[1])
+            if move[1] not in taken or place(taken[move[1]][0], seen):
+                taken[move[1]] = move
+                return True
+        return False
+
+    for source in range(num_devices):
+        place(source, set())
+    return list(taken.values())
+
+
+def _balanced(num_layers: int, num_stages: int) -> list[int]:
+    """Middle stages get the odd layers: the ends also hold embedding and head."""
+    base, extra = divmod(num_layers, num_stages)
+    first = (num_stages - extra) // 2
+    return [base + (first <= stage < first + extra) for stage in range(num_stages)]
+
+
+def _uneven(num_layers: int, num_stages: int, num_devices: int) -> str:
+    legal = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
+    nearest = min(legal, key=lambda n: abs(n - num_stages))
+    advice = f"cut into {nearest} stages"
+    if num_layers > num_stages:
+        advice += f", or give layers_per_stage={_balanced(num_layers, num_stages)}"
+    return (
+        f"{num_layers} layers do not divide into {num_stages} stages "
+        f"(pipe {num_devices} x chunks {num_stages // num_devices}); {advice}"
+    )
