@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 log = logging.getLogger(__name__)
@@ -38,7 +39,8 @@ class CheckpointStore:
       asynchronous: `save` returns once the arrays are copied from the devices, so that their buffers may be
         donated to the next step at once. A failed write is raised by the next `save`, `wait` or `close`.
 
-    Every process of a run must make the same calls in the same order.
+    `save`, `restore`, `wait` and `close` are made by every process of a run, in the same order; any process may
+    look at `steps`, `latest`, `best` and `host` alone.
     """
 
     def __init__(
@@ -50,7 +52,7 @@ class CheckpointStore:
     ):
         if keep < 1:
             raise ValueError(f"[checkpoint] keep={keep} must be at least 1, the newest step")
-        self.directory = Path(directory).absolute()
+        self.directory = epath.Path(directory).absolute()
         self.keep_best = keep_best
         self.asynchronous = asynchronous
         self._keep = keep
@@ -221,8 +223,8 @@ class CheckpointStore:
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), record["host"]
 
     def _record(self, step: int) -> dict:
-        with _context():
-            record = ocp.load_checkpointables(self.directory / str(step), {RECORD: None})[RECORD]
+        # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
+        record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
         if not isinstance(record, dict) or record.get("format") != FORMAT:
             raise OSError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
         return record
@@ -315,7 +317,7 @@ def _first_line(error: Exception) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-def _unused(path: Path) -> Path:
+def _unused(path: epath.Path) -> epath.Path:
     number, candidate = 1, path
     while candidate.exists():
         number, candidate = number + 1, path.with_name(f"{path.name}{number}")

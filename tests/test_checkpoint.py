@@ -4,6 +4,7 @@ import logging
 import os
 import resource
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -170,3 +171,54 @@ def test_kill_during_an_asynchronous_save(tmp_path):
         np.testing.assert_array_equal(state["w"], np.full((512, 512), step, np.float32))
         store.save(step + 1, state, {"step": step + 1})
     assert not list(tmp_path.glob("*tmp*"))
+
+
+TWO_PROCESSES = """
+import sys, jax, jax.numpy as jnp, numpy as np
+from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
+from jaxfb.checkpoint import CheckpointStore
+jax.config.update("jax_cpu_collectives_implementation", "gloo")
+jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
+values = np.arange(24, dtype=np.float32).reshape(8, 3)
+def on(sizes, names, spec):
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(names))
+    return NamedSharding(mesh, spec)
+w = jax.make_array_from_callback((8, 3), on((4,), ("data",), P("data")), lambda index: values[index])
+store = CheckpointStore(sys.argv[3], keep=1)
+for step in (1, 2):
+    store.save(step, {"w": w}, {"step": step})
+store.wait()
+if jax.process_index() == 0:
+    assert store.steps() == [2] and store.host() == {"step": 2}  # one process may look alone
+elsewhere = jax.ShapeDtypeStruct((8, 3), jnp.float32, sharding=on((2, 2), ("a", "b"), P(("b", "a"))))
+restored, host = store.restore({"w": elsewhere})
+assert host == {"step": 2}
+assert all((np.asarray(s.data) == values[s.index]).all() for s in restored["w"].addressable_shards)
+store.close()
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes(tmp_path):
+    """Each process holds half of the array; a damaged step is set aside by one of them, without a deadlock."""
+    (tmp_path / "7").mkdir()
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {
+        **os.environ,
+        "JAX_PLATFORMS": "cpu",
+        "XLA_FLAGS": "--xla_force_host_platform_device_count=2",
+    }
+    children = [
+        subprocess.Popen([sys.executable, "-c", TWO_PROCESSES, str(rank), port, str(tmp_path)], env=env)
+        for rank in (0, 1)
+    ]
+    try:
+        assert [child.wait(timeout=120) for child in children] == [0, 0]
+    finally:
+        for child in children:
+            child.kill()
+            child.wait()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["2", "7.damaged"]
