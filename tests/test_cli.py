@@ -16,16 +16,20 @@ QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 
 @pytest.fixture
 def calls(monkeypatch):
-    """What the trainer was called with; its functions raise `calls.error` where it is set."""
-    seen = SimpleNamespace(made=[], error=None)
+    """What the trainer was called with; training raises `calls.error` where it is set."""
+    seen = SimpleNamespace(made=[], error=None, status="finished")
 
-    def record(*args, **kwargs):
+    def train(*args, **kwargs):
         seen.made.append((args, kwargs))
         if seen.error:
             raise seen.error
+        return SimpleNamespace(status=seen.status)
+
+    def other(*args, **kwargs):
+        seen.made.append((args, kwargs))
         return "generated text"
 
-    trainer = SimpleNamespace(train=record, evaluate=record, generate=record)
+    trainer = SimpleNamespace(train=train, evaluate=other, generate=other, NonFiniteAbort=FloatingPointError)
     monkeypatch.setitem(sys.modules, "jaxfb.trainer", trainer)
     monkeypatch.setattr(jaxfb, "trainer", trainer, raising=False)
     return seen
@@ -34,7 +38,15 @@ def calls(monkeypatch):
 def test_train_takes_options_and_overrides_in_any_order(calls):
     assert main(["train", QUICKSTART, "mesh.tp=2", "--resume", "run.updates=70"]) == 0
     (config,), options = calls.made[0]
-    assert (config.mesh.tensor, config.run.updates, options) == (2, 70, {"resume": True})
+    assert (config.mesh.tensor, config.run.updates) == (2, 70)
+    assert options == {"resume": True, "fresh": False}
+
+
+def test_exit_codes_tell_how_a_run_ended(calls):
+    calls.status = "interrupted"
+    assert main(["train", QUICKSTART]) == 75
+    calls.error = FloatingPointError("10 updates in a row were not finite")
+    assert main(["train", QUICKSTART]) == 78
 
 
 def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys):

@@ -119,7 +119,9 @@ def test_enumerated_names_are_those_of_the_code():
     from jaxfb.gradients import check_clipping
     from jaxfb.optim import lr_schedule, make_optimizer
     from jaxfb.parallel.data import GATHERS
+    from jaxfb.schedules import NAMES
 
+    assert set(get_args(get_args(get_type_hints(Config)["schedule"])[0])) == set(NAMES)
     assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
     assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)
     linear = dict(peak=1, total=9)
