@@ -3,28 +3,34 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.yaml
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # the jax extra that fits this machine's accelerator, if it has one
-EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo ,cuda; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo ,tpu; fi)
+EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo '[cuda]'; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo '[tpu]'; fi)
 
 .PHONY: train test test-fast lint clean
 
 $(VENV)/installed: pyproject.toml
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -e ".[test$(EXTRA)]"
-	touch $@
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxfb needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
+	@echo "setting up $(VENV) with jaxfb$(EXTRA), once; a minute or two"
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) -e ".$(EXTRA)"
+	@touch $@
+
+$(VENV)/installed-test: $(VENV)/installed
+	@$(PIP) -e ".[test]"
+	@touch $@
 
 train: $(VENV)/installed
-	$(BIN)/jaxfb train $(CONFIG) $(ARGS)
+	@$(BIN)/jaxfb train $(CONFIG) $(ARGS)
 
-test: $(VENV)/installed
+test: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q
 
-test-fast: $(VENV)/installed
+test-fast: $(VENV)/installed-test
 	$(BIN)/python -m pytest -q -m "not slow"
 
-lint: $(VENV)/installed
+lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
 
 clean:

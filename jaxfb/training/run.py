@@ -160,8 +160,8 @@ class Run:
         if update < plan.total_updates and plan.window(update).start != consumed:
             raise ValueError(
                 f"[run] the saved run consumed {consumed} rows in {update} updates, by this config they "
-                f"would be {plan.window(update).start}: a window was cut short where this run cuts none; resume with "
-                "the saved run's length"
+                f"would be {plan.window(update).start}: a window was cut short where this run cuts none; "
+                "resume with the saved run's length"
             )
 
 
