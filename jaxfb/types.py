@@ -115,6 +115,7 @@ class Pipelined:
            over layers and become terms of the loss.
     head:  (outer, hidden, microbatch, rng) -> LossOutput or Sum
     param_specs: optional, params -> tree of PartitionSpec that names the "tensor" axis only.
+    vocabulary: optional, how embedding and head are computed by all stages, each with its share.
 
     rng: keys [rows], one a row; layer i receives them folded with i; None where the caller gave none.
     """
@@ -123,6 +124,23 @@ class Pipelined:
     layer: Callable[..., Any]
     head: Callable[..., Any]
     param_specs: Callable[[PyTree], PyTree] | None = None
+    vocabulary: VocabularyParallel | None = None
+
+
+@dataclass(frozen=True)
+class VocabularyParallel:
+    """Embedding and head with the vocabulary cut over a manual mesh axis, so that no stage waits for an end.
+
+    dims:  outer -> tree like it of int: the dim that is the vocabulary's, -1 where a leaf has none.
+    embed: (outer, microbatch, rng, axis) -> this device's part of hidden; the sum over `axis` is hidden.
+    head:  (outer, hidden, microbatch, rng, axis) -> LossOutput, equal on all devices of `axis`; it sums over
+           the axis inside, and so does the gradient that it defines for hidden.
+    In all, `outer` has the leaves that `dims` names cut: [..., vocab / axis size, ...].
+    """
+
+    dims: Callable[[PyTree], PyTree]
+    embed: Callable[..., PyTree]
+    head: Callable[..., Any]
 
 
 @jax.tree_util.register_dataclass

@@ -13,13 +13,13 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
-from jaxfb.forward_backward.ends import Ends
+from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import checkpoint_layer
 from jaxfb.forward_backward.sequential import layer_output, outer_params, sequential
 from jaxfb.forward_backward.stage import Stage
-from jaxfb.parallel import data, pipe
+from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
 from jaxfb.types import LossFn, LossOutput, Pipelined
 
@@ -66,6 +66,10 @@ class Execution:
         return jax.tree.map(
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
+
+
+def _over_pipe(spec: P) -> bool:
+    return any("pipe" in sharding.axes_of(entry) for entry in spec)
 
 
 @dataclass(frozen=True)
@@ -143,5 +147,6 @@ class Pipelining:
             layer = checkpoint_layer(layer, how.remat, keep_gathered=not how.gathers_in_loop)
         stage = Stage(layer, keep, padded=not self.layout.even)
         program = schedule.program
-        ends = Ends(model, self.head_placement, program.loss_device)
+        cut = jax.tree.map(_over_pipe, outer_params(how.specs), is_leaf=lambda x: isinstance(x, P))
+        ends = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         return Executor(program, stage, ends, self.layout, self.poison)

@@ -1,12 +1,14 @@
 """The two ends of a pipeline: the embedding before the first stage, the head and loss after the last.
 
-All devices run the same tick, so what one end does costs everybody. "last" lets every device run the whole
-head and uses the answer of the one that holds the last stage; "rows" gives each device its share of the
-microbatch's rows, exact as long as the terms are sums over rows.
+All devices run the same tick, so what one end does costs everybody. Three ways to place the head:
+"last" lets every device run the whole head and uses the answer of the one that holds the last stage;
+"rows" gives each device its share of the microbatch's rows, exact as long as the terms are sums over rows;
+"vocabulary" gives each its share of the vocabulary, of the embedding too, for models that offer it.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any
 
 import jax
@@ -18,34 +20,28 @@ from jaxfb.forward_backward.stage import Given
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 PyTree = Any
-PLACEMENTS = ("rows", "last")
 
 
-class Ends:
-    """Embedding and head of a model inside a pipeline. `loss_device` holds the last stage."""
+class Ends(ABC):
+    """Embedding and head of a model inside a pipeline, on one device of it.
 
-    def __init__(self, model: Pipelined, placement: str, loss_device: int):
-        self._model, self._placement, self._loss_device = model, placement, loss_device
+    Args:
+      cut: tree of bool like the outer parameters, those of which a device holds its own share.
+      embed_device, loss_device: who holds the first and the last stage.
+    """
 
-    def embed(self, outer: PyTree, given: Given) -> PyTree:
-        with jax.named_scope("embed"):
-            return self._model.embed(outer, given.microbatch, given.keys)
-
-    def embed_backward(self, outer: PyTree, given: Given, cotangent: PyTree, mine: jax.Array) -> PyTree:
-        """Gradient of `outer` through the embedding; zero where the cotangent is not `mine`."""
-        with jax.named_scope("embed_backward"):
-            _, vjp = jax.vjp(lambda o: self._model.embed(o, given.microbatch, given.keys), outer)
-            return _masked(mine, vjp(cotangent)[0])
+    def __init__(self, model: Pipelined, cut: PyTree, embed_device: int, loss_device: int):
+        self._model, self._cut = model, cut
+        self._embed_device, self._loss_device = embed_device, loss_device
 
     def loss(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput:
-        """This device's part of the answer, neutral where it has none."""
-        hidden, given = self._spread(hidden, given)
-        return self._neutral_elsewhere(self._head(outer, hidden, given))
+        """This device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
+        return self._neutral_elsewhere(self._head(outer, *self._spread(hidden, given)))
 
     def loss_backward(
         self, outer: PyTree, hidden: PyTree, given: Given, seeds: dict
     ) -> tuple[LossOutput, PyTree, PyTree]:
-        """(this device's part of the answer, of the gradient of `outer`; the cotangent of hidden on loss_device)."""
+        """(this device's part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
         hidden, given = self._spread(hidden, given)
 
         def totals(outer, hidden):
@@ -54,82 +50,207 @@ class Ends:
 
         terms, vjp, out = jax.vjp(totals, outer, hidden, has_aux=True)
         grads, cotangent = vjp({name: seeds[name].astype(total.dtype) for name, total in terms.items()})
-        return self._neutral_elsewhere(out), _masked(self._owner(), grads), self._collect(cotangent)
+        return self._neutral_elsewhere(out), self._own(grads), self._collect(cotangent)
 
     def whole(self, out: LossOutput) -> LossOutput:
         """Every device's parts, [num_microbatches, ...] leaves, brought together over pipe."""
-        summed = jax.tree.map(lambda leaf: lax.psum(leaf, "pipe"), (out.terms, _of(out.metrics, Sum, Last)))
-        largest = jax.tree.map(lambda leaf: lax.pmax(leaf, "pipe"), _of(out.metrics, Max))
-        smallest = jax.tree.map(lambda leaf: lax.pmin(leaf, "pipe"), _of(out.metrics, Min))
-        metrics = summed[1] | largest | smallest
-        return LossOutput(
-            summed[0], {name: metrics[name] for name in out.metrics}, self._whole_outputs(out.outputs)
-        )
+        terms, summed = lax.psum((out.terms, _of(out.metrics, Sum, Last)), "pipe")
+        metrics = summed | lax.pmax(_of(out.metrics, Max), "pipe") | lax.pmin(_of(out.metrics, Min), "pipe")
+        outputs = jax.tree.map(self._whole_output, out.outputs)
+        return LossOutput(terms, {name: metrics[name] for name in out.metrics}, outputs)
 
-    def _head(self, outer, hidden, given) -> LossOutput:
-        with jax.named_scope("head"):
-            return as_loss_output(self._model.head(outer, hidden, given.microbatch, given.keys))
+    @abstractmethod
+    def embed(self, outer: PyTree, given: Given) -> PyTree:
+        """hidden, on embed_device at least."""
 
-    def _owner(self) -> jax.Array:
-        """Whether this device's head saw rows that count."""
-        return jnp.asarray(self._placement == "rows") | (lax.axis_index("pipe") == self._loss_device)
+    @abstractmethod
+    def embed_backward(self, outer: PyTree, given: Given, cotangent: PyTree, mine: jax.Array) -> PyTree:
+        """This device's part of the gradient of `outer`; the cotangent counts where it is `mine`."""
 
+    @abstractmethod
+    def _head(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput: ...
+
+    @abstractmethod
     def _spread(self, hidden: PyTree, given: Given) -> tuple[PyTree, Given]:
-        if self._placement == "last":
-            return hidden, given
-        here = lax.axis_index("pipe") == self._loss_device
+        """What this device's head reads, from what loss_device has."""
 
-        def scatter(leaf):
-            return lax.psum_scatter(_masked(here, leaf), "pipe", scatter_dimension=0, tiled=True)
-
-        return jax.tree.map(scatter, hidden), jax.tree.map(_my_rows, given)
-
+    @abstractmethod
     def _collect(self, cotangent: PyTree) -> PyTree:
-        if self._placement == "last":
-            return cotangent
-        return jax.tree.map(lambda leaf: lax.all_gather(leaf, "pipe", axis=0, tiled=True), cotangent)
+        """The cotangent of hidden on loss_device, from those of what each device's head read."""
+
+    @abstractmethod
+    def _own(self, grads: PyTree) -> PyTree:
+        """The part of the gradient of `outer` that is this device's to add."""
+
+    @abstractmethod
+    def _answers(self) -> jax.Array:
+        """bool[]: whether this device's answer counts."""
+
+    @abstractmethod
+    def _answers_last(self) -> jax.Array:
+        """bool[]: whether the last rows are in this device's answer."""
+
+    @abstractmethod
+    def _whole_output(self, leaf: jax.Array) -> jax.Array:
+        """[num_microbatches, rows, ...] of all rows, from each device's."""
 
     def _neutral_elsewhere(self, out: LossOutput) -> LossOutput:
-        owner = self._owner()
-        holds_last = lax.axis_index("pipe") == (
-            lax.axis_size("pipe") - 1 if self._placement == "rows" else self._loss_device
-        )
-
         def neutral(metric):
             if isinstance(metric, Sum):
                 metric = Sum(metric.total, jnp.broadcast_to(metric.weight, metric.total.shape))
-            fill = {Sum: lambda a: 0, Last: lambda a: 0, Max: _lowest, Min: _highest}[type(metric)]
-            mine = holds_last if isinstance(metric, Last) else owner
+            fill = {Max: _lowest, Min: _highest}.get(type(metric), lambda a: 0)
+            mine = self._answers_last() if isinstance(metric, Last) else self._answers()
             return jax.tree.map(lambda a: jnp.where(mine, a, jnp.full_like(a, fill(a))), metric)
 
         metrics = {name: neutral(metric) for name, metric in out.metrics.items()}
-        return LossOutput(_masked(owner, out.terms), metrics, _masked(owner, out.outputs))
+        return LossOutput(_masked(self._answers(), out.terms), metrics, _masked(self._answers(), out.outputs))
 
-    def _whole_outputs(self, outputs: PyTree) -> PyTree:
-        if self._placement == "rows":
-            return jax.tree.map(lambda leaf: lax.all_gather(leaf, "pipe", axis=1, tiled=True), outputs)
-        summed = lambda leaf: lax.psum(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, "pipe")  # noqa: E731
-        return jax.tree.map(lambda leaf: summed(leaf).astype(leaf.dtype), outputs)
+    def _here(self, device: int) -> jax.Array:
+        return lax.axis_index("pipe") == device
 
 
-def check_placement(placement: str | None, rows: int, pipe: int) -> str:
-    """The head placement to use.
+class _WholeModel(Ends):
+    """Ends that call the model's own embed and head, with whole outer parameters."""
+
+    def embed(self, outer, given):
+        with jax.named_scope("embed"):
+            return self._model.embed(outer, given.microbatch, given.keys)
+
+    def embed_backward(self, outer, given, cotangent, mine):
+        with jax.named_scope("embed_backward"):
+            _, vjp = jax.vjp(lambda o: self._model.embed(o, given.microbatch, given.keys), outer)
+            return _masked(mine, vjp(cotangent)[0])
+
+    def _head(self, outer, hidden, given):
+        with jax.named_scope("head"):
+            return as_loss_output(self._model.head(outer, hidden, given.microbatch, given.keys))
+
+
+class LastEnds(_WholeModel):
+    """Every device runs the whole head; the answer of loss_device counts."""
+
+    def _spread(self, hidden, given):
+        return hidden, given
+
+    def _collect(self, cotangent):
+        return cotangent
+
+    def _own(self, grads):
+        return _masked(self._answers(), grads)
+
+    def _answers(self):
+        return self._here(self._loss_device)
+
+    def _answers_last(self):
+        return self._answers()
+
+    def _whole_output(self, leaf):
+        return _psum(leaf)
+
+
+class RowEnds(_WholeModel):
+    """Each device runs the head on its share of the rows, in their order along pipe."""
+
+    def _spread(self, hidden, given):
+        mine = _masked(self._here(self._loss_device), hidden)
+        scatter = lambda leaf: lax.psum_scatter(leaf, "pipe", scatter_dimension=0, tiled=True)  # noqa: E731
+        return jax.tree.map(scatter, mine), jax.tree.map(_my_rows, given)
+
+    def _collect(self, cotangent):
+        return jax.tree.map(lambda leaf: lax.all_gather(leaf, "pipe", axis=0, tiled=True), cotangent)
+
+    def _own(self, grads):
+        return grads
+
+    def _answers(self):
+        return jnp.asarray(True)
+
+    def _answers_last(self):
+        return self._here(lax.axis_size("pipe") - 1)
+
+    def _whole_output(self, leaf):
+        return lax.all_gather(leaf, "pipe", axis=1, tiled=True)
+
+
+class VocabularyEnds(Ends):
+    """Each device embeds and scores its share of the vocabulary, for all rows."""
+
+    def embed(self, outer, given):
+        with jax.named_scope("embed"):
+            return lax.psum(self._part(outer, given), "pipe")
+
+    def embed_backward(self, outer, given, cotangent, mine):
+        with jax.named_scope("embed_backward"):
+            _, vjp = jax.vjp(lambda o: self._part(o, given), outer)
+            return self._own(vjp(lax.psum(_masked(mine, cotangent), "pipe"))[0])
+
+    def _part(self, outer, given):
+        return self._model.vocabulary.embed(outer, given.microbatch, given.keys, "pipe")
+
+    def _head(self, outer, hidden, given):
+        with jax.named_scope("head"):
+            head = self._model.vocabulary.head
+            return as_loss_output(head(outer, hidden, given.microbatch, given.keys, "pipe"))
+
+    def _spread(self, hidden, given):
+        return lax.psum(_masked(self._here(self._loss_device), hidden), "pipe"), given
+
+    def _collect(self, cotangent):
+        return cotangent
+
+    def _own(self, grads):
+        """Its share of what is cut; of the rest, of which every device has all of the gradient, on one device."""
+        here = self._answers()
+        return jax.tree.map(lambda grad, cut: grad if cut else _masked(here, grad), grads, self._cut)
+
+    def _answers(self):
+        return self._here(self._loss_device)
+
+    def _answers_last(self):
+        return self._answers()
+
+    def _whole_output(self, leaf):
+        return _psum(leaf)
+
+
+PLACEMENTS = {"vocabulary": VocabularyEnds, "rows": RowEnds, "last": LastEnds}
+
+
+def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: int, tensor: int) -> str:
+    """The head placement for a model: what was asked, else "vocabulary" where it is offered and divides, else "last".
 
     Raises:
-      ValueError: the name is unknown, or "rows" with rows that pipe does not divide.
+      ValueError: the name is unknown, or "vocabulary" is not possible.
     """
-    if placement is None:
-        return "last"
-    if placement not in PLACEMENTS:
-        raise ValueError(
-            f"head_placement must be one of {', '.join(map(repr, PLACEMENTS))}, got {placement!r}"
-        )
+    if asked not in (None, *PLACEMENTS):
+        raise ValueError(f"head_placement must be one of {', '.join(map(repr, PLACEMENTS))}, got {asked!r}")
+    if asked not in (None, "vocabulary"):
+        return asked
+    obstacle = _obstacle_to_vocabulary(model, outer, pipe, tensor)
+    if asked and obstacle:
+        raise ValueError(f'head_placement="vocabulary" {obstacle}; use "last" or "rows"')
+    return "last" if obstacle else "vocabulary"
+
+
+def check_rows(placement: str, rows: int, pipe: int) -> None:
+    """Raises ValueError if "rows" cannot share out a microbatch of so many rows."""
     if placement == "rows" and rows % pipe:
         raise ValueError(
             f'head_placement="rows" cuts a microbatch of {rows} rows over pipe={pipe}, which does not divide; '
             f'use rows_per_microbatch={max(pipe, rows - rows % pipe)} or head_placement="last"'
         )
-    return placement
+
+
+def _obstacle_to_vocabulary(model: Pipelined, outer: PyTree, pipe: int, tensor: int) -> str | None:
+    if model.vocabulary is None:
+        return "needs a model that offers Pipelined.vocabulary, this one does not"
+    dims = model.vocabulary.dims(outer)
+    for size in jax.tree.leaves(
+        jax.tree.map(lambda leaf, dim: leaf.shape[dim] if dim >= 0 else 0, outer, dims)
+    ):
+        if size % (pipe * tensor):
+            return f"needs a vocabulary that pipe * tensor = {pipe * tensor} divides, got {size}"
+    return None
 
 
 def _my_rows(leaf: jax.Array) -> jax.Array:
@@ -139,6 +260,11 @@ def _my_rows(leaf: jax.Array) -> jax.Array:
 
 def _masked(mine: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.where(mine, leaf, jnp.zeros_like(leaf)), tree)
+
+
+def _psum(leaf: jax.Array) -> jax.Array:
+    """Sum over pipe of an array that is zero on all devices but one; booleans too."""
+    return lax.psum(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, "pipe").astype(leaf.dtype)
 
 
 def _of(metrics: dict, *kinds: type) -> dict:

@@ -20,10 +20,10 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import frame
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
-from jaxfb.forward_backward.ends import check_placement
+from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.microbatches import merge, row_keys, split, split_keys
 from jaxfb.forward_backward.remat import REMAT_POLICIES
-from jaxfb.forward_backward.sequential import num_layers
+from jaxfb.forward_backward.sequential import num_layers, outer_params
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
 from jaxfb.parallel import data, pipe, sharding
@@ -69,9 +69,10 @@ def get_forward_backward_func(
         number of gathers does not depend on the number of microbatches.
       optimizer_sharding: "data" returns gradients cut over data as well (ZeRO-1), by a reduce-scatter.
       param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
-      head_placement: where a pipeline computes head and loss: "last" (every device spends the time of the
-        whole head in a tick, the last stage's answer counts) or "rows" (each device takes its share of the
-        microbatch's rows: for heads whose terms are sums over rows, and rows that pipe divides). None: "last".
+      head_placement: where a pipeline computes head and loss: "vocabulary" (each stage its share, for models
+        that offer it), "rows" (each stage its share of the microbatch's rows: for heads whose terms are sums
+        over rows, and rows that pipe divides) or "last" (every device spends the time of the whole head in a
+        tick, the last stage's answer counts). None: "vocabulary" where it is possible, else "last".
       layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
         evenly. Every device then holds all layers' parameters and spends the time of the longest stage.
       poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
@@ -153,9 +154,8 @@ class ForwardBackward:
         """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
         pipelined = isinstance(model, Pipelined)
         rule = self.tensor_specs or (model.param_specs if pipelined else None)
-        cut = self.pipe > 1 and (self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1)
-        stacked = ("pipe" if cut else None) if pipelined else False
-        return sharding.param_specs(params, self.mesh, rule and rule(params), stacked)
+        pipe_dims = self._pipe_dims(model, params) if pipelined and self.pipe > 1 else None
+        return sharding.param_specs(params, self.mesh, rule and rule(params), pipe_dims, stacked=pipelined)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each gradient lives: as its parameter, under ZeRO-1 cut over data as well."""
@@ -171,6 +171,21 @@ class ForwardBackward:
         if isinstance(self.schedule, schedules.Schedule):
             return _check_schedule(self.schedule, self.pipe, num_microbatches)
         return _make_schedule(self.schedule, self.pipe, num_microbatches, self.num_chunks)
+
+    def head_placement_for(self, model: Pipelined, params: PyTree) -> str:
+        """Where a pipeline computes this model's head: "vocabulary", "rows" or "last"."""
+        tensor = axis_size(self.mesh, "tensor")
+        return choose_placement(self.head_placement, model, outer_params(params), self.pipe, tensor)
+
+    def _pipe_dims(self, model: Pipelined, params: PyTree) -> PyTree:
+        """The dim of each leaf that the stages share out, -1 where each holds all of it."""
+        even = self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1
+        outer = outer_params(params)
+        if self.head_placement_for(model, params) == "vocabulary":
+            dims = model.vocabulary.dims(outer)
+        else:
+            dims = jax.tree.map(lambda _: -1, outer)
+        return dims | {"layers": jax.tree.map(lambda _: 0 if even else -1, params["layers"])}
 
     @property
     def pipe(self) -> int:
@@ -199,7 +214,8 @@ def _core(
     if schedule is None:
         return Accumulation(model, how)
     layout = pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
-    placement = check_placement(fb.head_placement, plan.rows_per_microbatch, fb.pipe)
+    placement = fb.head_placement_for(model, params)
+    check_rows(placement, plan.rows_per_microbatch, fb.pipe)
     return Pipelining(model, how, schedule, layout, placement, fb.poison_bubbles)
 
 
@@ -238,6 +254,8 @@ def _check_pipeline(
     elif isinstance(schedule, schedules.Schedule):
         _check_schedule(schedule, axis_size(mesh, "pipe"), schedule.num_microbatches)
     else:
+        if head_placement is not None:
+            _choice("head_placement", head_placement, tuple(PLACEMENTS))
         name = schedule or ("1f1b" if num_chunks == 1 else "interleaved")
         _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
 

@@ -78,7 +78,7 @@ class Executor:
         rows = {name: np.asarray(row, np.int32) for name, row in self.program.phase_rows(phase).items()}
         mine = {name: jnp.asarray(row)[:, me] if row.ndim == 2 else row for name, row in rows.items()}
         arrivals = self.program.arrivals(phase)
-        events = {name: _when(rows[f"{name}_valid"]) for name in ("loss", "embed_gradient")}
+        events = {name: _when(rows[f"{name}_valid"]) for name in ("embed", "loss", "embed_gradient")}
         with jax.named_scope(f"phase_{phase.kinds}"):
             return lax.scan(
                 lambda b, row: (tick(b, row, phase.kinds, arrivals, events), None), buffers, mine
@@ -111,7 +111,7 @@ class _Tick:
                 activation=_put(b.activation, row[f"activation_from_{channel}"], b.arriving[channel])
             )
         if "F" in kinds:
-            b, hidden = self._forward(b, row)
+            b, hidden = self._forward(b, row, events["embed"])
             b = self._loss(b, row, hidden, events["loss"])
         for channel, gradient in gradients.items():
             b = b._replace(gradient=_put(b.gradient, row[f"gradient_from_{channel}"], gradient))
@@ -121,11 +121,9 @@ class _Tick:
             b = self._weight(b, row)
         return b
 
-    def _forward(self, b: Buffers, row: dict) -> tuple[Buffers, PyTree]:
+    def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
         given = self._given(row["f_microbatch"])
-        embedded = self._ends.embed(self._weights.outer, self._given(row["embed_microbatch"]))
-        hidden = _choose(row["f_embed"], embedded, _get(b.activation, row["f_input"]))
-        hidden = self._poisoned(hidden, row["f_valid"])
+        hidden = self._poisoned(self._input(b, row, when_embed), row["f_valid"])
         with jax.named_scope("F"):
             hidden, terms, residual = self._stage.forward(self._layers(row["f_chunk"]), hidden, given)
         valid = row["f_valid"] == 1
@@ -134,6 +132,16 @@ class _Tick:
         if self._program.num_residual_slots:
             b = b._replace(residual=_put(b.residual, row["f_residual"], residual))
         return b._replace(layer_terms=terms, arriving=arriving), hidden
+
+    def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
+        arrived = _get(b.activation, row["f_input"])
+        if when == "none":
+            return arrived
+        given = self._given(row["embed_microbatch"])
+        embedded = _if(
+            when, row["embed_valid"], lambda _: self._ends.embed(self._weights.outer, given), _zeros(arrived)
+        )
+        return _choose(row["f_embed"], embedded, arrived)
 
     def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
         given, microbatch = self._given(row["loss_microbatch"]), row["loss_microbatch"]

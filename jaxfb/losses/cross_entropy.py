@@ -5,7 +5,10 @@ backward. The loss is a sum, so its gradient is known as soon as a chunk's logit
 forward pass makes the gradients in the same loop (6 instead of 8 multiplications per weight and token; Liger,
 arXiv:2410.10989) and the backward pass only scales them.
 
-Shapes: T = tokens in a chunk, D = width, V = vocabulary (may be split over the `tensor` axis).
+The vocabulary may be split over the automatic `tensor` axis, and over one manual axis besides (a pipeline's
+stages, each with its share of the head); sums over the manual axis are written here.
+
+Shapes: T = tokens in a chunk, D = width, V = vocabulary, or this device's share of it.
 Dtypes: logits, softmax, sums and the accumulated gradients are float32 (float64 for float64 inputs).
 """
 
@@ -44,6 +47,7 @@ def chunked_cross_entropy(
     loss_mask: jax.Array,
     *,
     chunk: int = 1024,
+    axis: str | None = None,
 ) -> CrossEntropy:
     """Cross entropy of `softmax(hidden @ kernel)` against `targets`, with `chunk` rows of logits at a time.
 
@@ -56,11 +60,13 @@ def chunked_cross_entropy(
       targets: i32[rows, seq].
       loss_mask: float[rows, seq], weight of each token; no gradient flows to it.
       chunk: tokens whose logits exist at one time.
+      axis: a manual mesh axis over which `kernel` is cut as well: float[width, vocab/axis/tensor]. The other
+        arguments, the results and the gradient of `hidden` are then equal on all its devices.
     Returns:
       CrossEntropy.
     """
     loss_mask = lax.stop_gradient(loss_mask).astype(_sum_dtype(hidden))
-    loss_sum, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, chunk)
+    loss_sum, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, chunk, axis)
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
     return CrossEntropy(loss_sum, correct_sum, lax.stop_gradient(jnp.where(counted, log_probs, 0)))
@@ -74,21 +80,21 @@ class _Tokens(NamedTuple):
     mask: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _cross_entropy(hidden, kernel, targets, mask, chunk):
+@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
+def _cross_entropy(hidden, kernel, targets, mask, chunk, axis):
     def step(tokens: _Tokens):
-        _, log_probs, correct = _score(_logits(tokens.hidden, kernel), tokens.targets)
+        _, log_probs, correct = _score(_logits(tokens.hidden, kernel), tokens.targets, axis)
         return log_probs, correct
 
     log_probs, correct = lax.map(step, _split(hidden, targets, mask, chunk))
     return _collect(log_probs, correct, mask)
 
 
-def _cross_entropy_forward(hidden, kernel, targets, mask, chunk):
+def _cross_entropy_forward(hidden, kernel, targets, mask, chunk, axis):
     def step(kernel_grad, tokens: _Tokens):
         logits = _logits(tokens.hidden, kernel)
-        normalizer, log_probs, correct = _score(logits, tokens.targets)
-        logits_grad = _logits_grad(logits, normalizer, tokens)
+        normalizer, log_probs, correct = _score(logits, tokens.targets, axis)
+        logits_grad = _logits_grad(logits, normalizer, tokens, axis)
         hidden_grad, added = _matmul_grads(tokens, kernel, logits_grad)
         return constrain(kernel_grad + added, None, "tensor"), (log_probs, correct, hidden_grad)
 
@@ -96,11 +102,11 @@ def _cross_entropy_forward(hidden, kernel, targets, mask, chunk):
     kernel_grad, (log_probs, correct, hidden_grad) = lax.scan(
         step, zeros, _split(hidden, targets, mask, chunk)
     )
-    grads = (_join(hidden_grad, hidden.shape), kernel_grad)
+    grads = (_summed(_join(hidden_grad, hidden.shape), axis), kernel_grad)
     return _collect(log_probs, correct, mask), (grads, _like(hidden), _like(kernel))
 
 
-def _cross_entropy_backward(chunk, residuals, cotangents):
+def _cross_entropy_backward(chunk, axis, residuals, cotangents):
     (hidden_grad, kernel_grad), hidden, kernel = residuals
     scale = cotangents[0]
     return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
@@ -115,22 +121,34 @@ def _logits(hidden, kernel):
     return constrain(logits, None, "tensor")
 
 
-def _score(logits, targets):
+def _score(logits, targets, axis):
     """[T, V], [T] -> log normaliser, log p(target), is the target the first of the likeliest tokens: all [T].
 
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split.
     """
-    vocab = lax.broadcasted_iota(targets.dtype, logits.shape, 1)
+    vocab = _token_ids(logits, targets.dtype, axis)
     top = jnp.max(logits, axis=-1, keepdims=True)
-    normalizer = top[:, 0] + jnp.log(jnp.sum(jnp.exp(logits - top), axis=-1))
-    target_logits = jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1)
-    likeliest = jnp.min(jnp.where(logits == top, vocab, logits.shape[1]), axis=-1)
+    top = top if axis is None else lax.pmax(top, axis)
+    normalizer = top[:, 0] + jnp.log(_summed(jnp.sum(jnp.exp(logits - top), axis=-1), axis))
+    target_logits = _summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
+    likeliest = jnp.min(jnp.where(logits == top, vocab, jnp.iinfo(vocab.dtype).max), axis=-1)
+    likeliest = likeliest if axis is None else lax.pmin(likeliest, axis)
     return normalizer, target_logits - normalizer, likeliest == targets
 
 
-def _logits_grad(logits, normalizer, tokens: _Tokens):
+def _token_ids(logits, dtype, axis):
+    """The id of the token that each column of this device's logits stands for: [T, V]."""
+    first = 0 if axis is None else lax.axis_index(axis).astype(dtype) * logits.shape[1]
+    return lax.broadcasted_iota(dtype, logits.shape, 1) + first
+
+
+def _summed(x, axis):
+    return x if axis is None else lax.psum(x, axis)
+
+
+def _logits_grad(logits, normalizer, tokens: _Tokens, axis):
     """d(sum of mask * -log p(target)) / d logits = mask * (softmax - one_hot(target)), float32[T, V]."""
-    vocab = lax.broadcasted_iota(tokens.targets.dtype, logits.shape, 1)
+    vocab = _token_ids(logits, tokens.targets.dtype, axis)
     softmax = jnp.exp(logits - normalizer[:, None])
     grad = tokens.mask[:, None] * (softmax - (vocab == tokens.targets[:, None]))
     return jnp.where(tokens.mask[:, None] != 0, grad, 0)

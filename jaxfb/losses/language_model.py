@@ -23,6 +23,7 @@ def next_token_loss(
     *,
     chunk: int = 1024,
     outputs: str | None = None,
+    axis: str | None = None,
 ) -> LossOutput:
     """Cross entropy of each position's prediction against `microbatch["targets"]`, which are already shifted.
 
@@ -33,13 +34,14 @@ def next_token_loss(
       chunk: tokens whose logits exist at one time.
       outputs: None; "tokens" for {"log_probs": f32[rows, seq]}; "rows" for {"log_prob": f32[rows],
         "weight": f32[rows]}, the masked sums of each row.
+      axis: a manual mesh axis over which `kernel` is cut by vocabulary as well.
     Returns:
       LossOutput with the term "cross_entropy" (nats) and the metric "accuracy", both weighted by the mask.
     """
     if outputs not in OUTPUTS:
         raise ValueError(f"[loss] {outputs=} must be one of {', '.join(map(repr, OUTPUTS))}")
     mask = microbatch["loss_mask"].astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    result = chunked_cross_entropy(hidden, kernel, microbatch["targets"], mask, chunk=chunk)
+    result = chunked_cross_entropy(hidden, kernel, microbatch["targets"], mask, chunk=chunk, axis=axis)
     weight = jnp.sum(mask)
     return LossOutput(
         terms={"cross_entropy": Sum(result.loss_sum, weight)},

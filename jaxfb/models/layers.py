@@ -71,6 +71,13 @@ class Embed(nnx.Module):
         embedding_VD = constrain(self.embedding[...], "tensor", None)
         return constrain(embedding_VD[tokens_RT], None, None, None)
 
+    def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
+        """The same with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
+        size = self.embedding[...].shape[0]
+        local_RT = tokens_RT - jax.lax.axis_index(axis) * size
+        here_RT = (local_RT >= 0) & (local_RT < size)
+        return jnp.where(here_RT[..., None], self(jnp.where(here_RT, local_RT, 0)), 0)
+
 
 class Outer(nnx.Module):
     """Everything beside the layers: the embedding, the last norm, the head's matrix (none if tied)."""

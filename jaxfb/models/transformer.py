@@ -24,11 +24,11 @@ from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.attention import Attend, Attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
-from jaxfb.parallel.tensor import transformer_param_specs
-from jaxfb.types import LossOutput, Pipelined
+from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
+from jaxfb.types import LossOutput, Pipelined, VocabularyParallel
 
-# (hidden_RTD after the last norm, head kernel [D, V], microbatch) -> LossOutput
-HeadLoss = Callable[[jax.Array, jax.Array, Mapping[str, jax.Array]], LossOutput]
+# (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput; with an axis, V is cut over it
+HeadLoss = Callable[..., LossOutput]
 
 
 class Block(nnx.Module):
@@ -74,7 +74,15 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         module = outer_of(outer)
         return loss(module.norm(hidden), module.head_kernel, microbatch)
 
-    return Pipelined(embed, layer, head, transformer_param_specs)
+    def embed_part(outer, microbatch, rng, axis):
+        return outer_of(outer).embed.part(microbatch["tokens"], axis)
+
+    def head_part(outer, hidden, microbatch, rng, axis):
+        module = outer_of(outer)
+        return loss(module.norm(hidden), module.head_kernel, microbatch, axis=axis)
+
+    vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part)
+    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary)
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:

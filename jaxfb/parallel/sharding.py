@@ -17,7 +17,7 @@ PyTree = Any
 
 
 def param_specs(
-    params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, stacked: str | None | bool = False
+    params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, pipe_dims: PyTree = None, stacked: bool = False
 ) -> PyTree:
     """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
 
@@ -26,19 +26,21 @@ def param_specs(
     Args:
       params: tree of arrays or ShapeDtypeStructs.
       tensor_specs: tree like params of PartitionSpec that name only "tensor", or None.
-      stacked: not False: params is a dict whose "layers" leaves are [num_layers, ...]. That dim is cut over
-        the axis named ("pipe"), or None: not at all; never over fsdp, since layers are gathered one at a time.
+      pipe_dims: tree like params of int, the dim that the stages of a pipeline share out (-1: none), or None.
+      stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut over fsdp,
+        since layers are gathered one at a time.
     """
     if tensor_specs is None:
         tensor_specs = jax.tree.map(lambda _: P(), params)
+    if pipe_dims is None:
+        pipe_dims = jax.tree.map(lambda _: -1, params)
     size = axis_size(mesh, "fsdp")
 
-    def spec(path, leaf, tensor_spec):
-        if stacked is False or not _in_layers(path):
-            return _add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=0)
-        return P(stacked, *_add_axis(leaf.shape, tensor_spec, "fsdp", size, first_dim=1)[1:])
+    def spec(path, leaf, tensor_spec, pipe_dim):
+        own = _cut_over_pipe(leaf.shape, tensor_spec, pipe_dim)
+        return _add_axis(leaf.shape, own, "fsdp", size, first_dim=int(stacked and _in_layers(path)))
 
-    return jax.tree_util.tree_map_with_path(spec, params, tensor_specs)
+    return jax.tree_util.tree_map_with_path(spec, params, tensor_specs, pipe_dims)
 
 
 def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
@@ -56,12 +58,26 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
 
 def manual_part(spec: P) -> P:
     """The spec as `shard_map` wants it: without the automatic axes."""
-    return P(*(None if entry in AUTOMATIC_AXES else entry for entry in spec))
+    kept = (tuple(axis for axis in axes_of(entry) if axis not in AUTOMATIC_AXES) for entry in spec)
+    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+
+
+def axes_of(entry: Any) -> tuple[str, ...]:
+    """The axes that cut one dim, from its entry in a spec."""
+    return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def dim_of(spec: P, axis: str) -> int | None:
     """The dim that `axis` cuts, or None."""
     return next((dim for dim, entry in enumerate(spec) if entry == axis), None)
+
+
+def _cut_over_pipe(shape: tuple[int, ...], spec: P, dim: int) -> P:
+    entries = list(spec) + [None] * (len(shape) - len(spec))
+    if dim >= 0:
+        both = ("pipe", *axes_of(entries[dim]))
+        entries[dim] = both if len(both) > 1 else "pipe"
+    return P(*entries)
 
 
 def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: int) -> P:

@@ -79,6 +79,16 @@ def _leaf_spec(path: tuple, leaf: Any) -> P:
     return P(*spec)
 
 
+def vocabulary_dims(outer: Any) -> Any:
+    """The vocabulary's dim of every leaf of the transformer's params beside the layers, -1 where there is none."""
+
+    def dim(path, leaf):
+        found = _SPLIT_DIM.get(tuple(str(getattr(entry, "key", entry)) for entry in path)[-2:])
+        return -1 if found is None else found % len(leaf.shape)
+
+    return jax.tree_util.tree_map_with_path(dim, outer)
+
+
 def check_tensor_divides(config: Any, tensor: int) -> None:
     """Refuses a transformer whose heads, MLP or vocabulary the `tensor` axis does not divide.
 
