@@ -12,12 +12,14 @@ from jaxfb.models.transformer import init_params, logits
 CONFIG = TransformerConfig(
     vocab_size=23, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True
 )
+all_logits = jax.jit(logits, static_argnums=0)
 
 
 @pytest.fixture(scope="module")
 def params():
     # ten times the initial weights: random, but far from a tie between two tokens
-    return jax.tree.map(lambda x: 10 * x, init_params(CONFIG, jax.random.key(0), jnp.float64))
+    make = jax.jit(lambda key: init_params(CONFIG, key, jnp.float64))
+    return jax.tree.map(lambda x: 10 * x, make(jax.random.key(0)))
 
 
 def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params):
@@ -25,7 +27,7 @@ def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(par
     out = generate(CONFIG, params, prompts, 6, prompt_lengths=jnp.array(lengths))
     for row, length in enumerate(lengths):
         whole = np.concatenate([prompts[row, :length], out.tokens[row]])[None]
-        log_probs = jax.nn.log_softmax(logits(CONFIG, params, {"tokens": whole}))[0, length - 1 : -1]
+        log_probs = jax.nn.log_softmax(all_logits(CONFIG, params, {"tokens": whole}))[0, length - 1 : -1]
         np.testing.assert_array_equal(out.tokens[row], log_probs.argmax(-1))
         np.testing.assert_allclose(out.log_probs[row], log_probs.max(-1), rtol=0, atol=1e-12)
 
@@ -41,7 +43,7 @@ def test_sampling_is_keyed_by_row_and_top_k_cuts_the_tail(params):
     greedy = generate(CONFIG, params, prompts, 8)
     np.testing.assert_array_equal(sample(slice(0, 3), top_k=1).tokens, greedy.tokens)
     whole = jnp.concatenate([prompts[:1], out.tokens[:1]], axis=1)
-    expected = jax.nn.log_softmax(logits(CONFIG, params, {"tokens": whole}))[0, 1:-1]
+    expected = jax.nn.log_softmax(all_logits(CONFIG, params, {"tokens": whole}))[0, 1:-1]
     np.testing.assert_allclose(out.log_probs[0], expected[jnp.arange(8), out.tokens[0]], atol=1e-12)
 
 
