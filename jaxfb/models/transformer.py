@@ -27,7 +27,8 @@ from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
 from jaxfb.types import LossOutput, Pipelined, VocabularyParallel
 
-# (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput; with an axis, V is cut over it
+# (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
+# with an axis, V is cut over it
 HeadLoss = Callable[..., LossOutput]
 
 
