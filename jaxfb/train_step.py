@@ -19,6 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb import gradients
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
@@ -155,14 +156,20 @@ class TrainStep:
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
         self._loss_scale, self._dropout = loss_scale, dropout
         self._jitted = jax.jit(self._update, donate_argnums=0)
+        self._shardings: dict = {}
 
-    def __call__(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
-        """Applies one update. `state` is donated: use the one that comes back."""
-        return self._jitted(self.place(state), batch)
+    def __call__(
+        self, state: TrainState, batch: PyTree, rows: int | None = None
+    ) -> tuple[TrainState, StepMetrics]:
+        """Applies one update. `state` is donated: use the one that comes back.
+
+        rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
+        """
+        return self._jitted(self.place(state), batch, self.plan.real_rows if rows is None else rows)
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""
-        return self._jitted.lower(state, batch)
+        return self._jitted.lower(state, batch, self.plan.real_rows)
 
     def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
         """A fresh state on the mesh.
@@ -184,10 +191,15 @@ class TrainStep:
 
     def place(self, state: TrainState) -> TrainState:
         """The state moved to where this step keeps it; nothing happens to what is there already."""
-        targets = self.state_shardings(state)
+        if is_traced(state):
+            return state
+        leaves, structure = jax.tree.flatten(state)
+        shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
+        if shapes not in self._shardings:
+            self._shardings[shapes] = self.state_shardings(state)
+        targets = self._shardings[shapes]
         if all(
-            isinstance(leaf, jax.core.Tracer) or (isinstance(leaf, jax.Array) and leaf.sharding == target)
-            for leaf, target in zip(jax.tree.leaves(state), jax.tree.leaves(targets), strict=True)
+            getattr(x, "sharding", None) == y for x, y in zip(leaves, jax.tree.leaves(targets), strict=True)
         ):
             return state
         return jax.device_put(state, targets)
@@ -203,7 +215,7 @@ class TrainStep:
         )
         return shardings(specs, fb.mesh)
 
-    def _update(self, state: TrainState, batch: PyTree) -> tuple[TrainState, StepMetrics]:
+    def _update(self, state: TrainState, batch: PyTree, rows: Any) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
         out = self.forward_backward(self.model, state.params, batch, self.plan, rng, grad_scale=scale)
@@ -213,8 +225,8 @@ class TrainStep:
         clipped, coefficient = gradients.clip_by_global_norm(
             grads, norm, self._max_grad_norm, self._clip_convention
         )
-        new, updates = self._apply(state, clipped)
-        new = _advance(state, new, finite, counted, self.plan.real_rows, self._loss_scale)
+        updated, updates = self._apply(state, clipped)
+        new = _advance(state, updated, finite, counted, rows, self._loss_scale)
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         applied = finite & counted
         return new, StepMetrics(
@@ -229,7 +241,7 @@ class TrainStep:
             param_norm=gradients.global_norm(state.params),
             update_norm=jnp.where(applied, gradients.global_norm(updates), 0),
             learning_rate=learning_rate_of(
-                self.optimizer, state.opt_state, state.samples, updated=new.opt_state
+                self.optimizer, state.opt_state, state.samples, updated=updated.opt_state
             ),
             loss_scale=scale,
             skipped=~applied,

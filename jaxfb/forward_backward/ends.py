@@ -41,7 +41,7 @@ class Ends(ABC):
     def loss_backward(
         self, outer: PyTree, hidden: PyTree, given: Given, seeds: dict
     ) -> tuple[LossOutput, PyTree, PyTree]:
-        """(this device's part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
+        """(its part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
         hidden, given = self._spread(hidden, given)
 
         def totals(outer, hidden):
