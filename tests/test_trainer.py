@@ -135,13 +135,20 @@ def test_a_signal_saves_and_resuming_is_bitwise(done, tmp_path):
     assert losses(rest) == losses(whole) and losses(rest, "eval/loss") == losses(whole, "eval/loss")
 
 
-def test_another_mesh_restores_the_same_bits_and_goes_on_with_the_same_rows(done, tmp_path):
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "optimizer.sharding=data"],
+        ["mesh.pp=2", "mesh.dp=2", "schedule=1f1b"],
+    ],
+    ids=["data-fsdp-tensor", "pipe-data"],
+)
+def test_another_mesh_restores_the_same_bits_and_goes_on_with_the_same_rows(done, tmp_path, overrides):
     config, whole, _ = done
-    cut = {"data": {"cache_dir": config.data.cache_dir}, "run": {"updates": 12}}
-    path = write_tiny(tmp_path, **cut)
+    path = write_tiny(tmp_path, data={"cache_dir": config.data.cache_dir})
     stop = callback(on_save=lambda step, directory: os.kill(os.getpid(), signal.SIGINT))
     trainer.train(load_config(path), callbacks=[stop])
-    other = load_config(path, ["mesh.dp=2", "mesh.fsdp=2", "mesh.tp=2", "optimizer.sharding=data"])
+    other = load_config(path, overrides)
     assert_same_bits(saved(other, 4)[0], saved(load_config(path), 4)[0])
     rest = trainer.train(other, resume=True)
     np.testing.assert_allclose(list(losses(rest).values()), list(losses(whole).values()), rtol=2e-5)

@@ -67,7 +67,7 @@ def print_end(run: Run, summary: dict[str, Any], say: Callable[[str], None] = pr
         say(f"\na sample at temperature {run.setup.config.eval.temperature}:\n{indented(summary['sample'])}")
     where = run.directory
     say(f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:")
-    say("  loss.png  metrics.jsonl  summary.json  sample.txt  config.yaml  plan.json  checkpoints/")
+    say("  " + "  ".join(where.contents()))
     say(f'go on with: jaxfb generate {where.path} --prompt "..."   or: jaxfb eval {where.path}')
 
 

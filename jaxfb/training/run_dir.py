@@ -50,6 +50,10 @@ class RunDirectory:
     def sample(self) -> Path:
         return self.path / "sample.txt"
 
+    def contents(self) -> list[str]:
+        """Names of what lies in it, directories with a slash."""
+        return sorted(p.name + "/" * p.is_dir() for p in self.path.iterdir())
+
     def newest_update(self) -> int | None:
         """Of the checkpoints by name alone, without opening one."""
         names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
