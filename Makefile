@@ -6,15 +6,15 @@ CONFIG ?= configs/quickstart.yaml
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # the jax extra that fits this machine's accelerator, if it has one
-EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo '[cuda]'; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo '[tpu]'; fi)
+EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo ',cuda'; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo ',tpu'; fi)
 
 .PHONY: train test test-fast lint clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxfb needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
-	@echo "setting up $(VENV) with jaxfb$(EXTRA), once; a minute or two"
+	@echo "setting up $(VENV) with jaxfb[plot$(EXTRA)], once; a minute or two"
 	@$(PYTHON) -m venv $(VENV)
-	@$(PIP) -e ".$(EXTRA)"
+	@$(PIP) -e ".[plot$(EXTRA)]"
 	@touch $@
 
 $(VENV)/installed-test: $(VENV)/installed

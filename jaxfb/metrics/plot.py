@@ -21,7 +21,7 @@ def plot_losses(
       png_path: the picture; its suffix chooses the format (png, svg, pdf).
       baselines: name -> nats a token, such as {"unigram": 6.9, "bigram": 4.9}.
     Raises:
-      ValueError: the file holds no loss.
+      ValueError: the file holds no loss, or matplotlib (the extra "plot") is missing.
     """
     records = read_jsonl(metrics_path)
     train, held_out = _series(records, "loss"), _series(records, "eval/loss")
@@ -29,12 +29,7 @@ def plot_losses(
         raise ValueError(
             f"[plot] {metrics_path} holds no loss to draw; train first, it is written at each log"
         )
-    # The object interface, not pyplot: no window system, no global state in a user's notebook.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _new_figure()
     losses, rate = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_losses(losses, train, held_out, dict(baselines or {}))
     rate.plot(*_series(records, "learning_rate"), color=RATE, linewidth=1.5)
@@ -46,6 +41,18 @@ def plot_losses(
         axes.set_axisbelow(True)
     figure.savefig(png_path)
     return Path(png_path)
+
+
+def _new_figure() -> Any:
+    # The object interface, not pyplot: no window system, no global state in a user's notebook.
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise ValueError("[plot] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
+    figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
 
 
 def _draw_losses(axes: Any, train, held_out, baselines: dict[str, float]) -> None:

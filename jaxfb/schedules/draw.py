@@ -70,7 +70,10 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
             f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; "
             f"use {str(path.with_suffix('.svg'))!r}"
         )
-    from matplotlib.figure import Figure  # heavy, and only needed here
+    try:
+        from matplotlib.figure import Figure  # heavy, and only needed here
+    except ImportError:
+        raise ValueError("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
 
     found = bars(schedule, **(costs or {}))
     result = schedule.simulate(**(costs or {}))
