@@ -17,6 +17,33 @@ def prune(closed: ClosedJaxpr, used_outputs: list[bool]):
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)), used_inputs
 
 
+def silent(program):
+    """The same program without prints, callbacks' effects and the like, so that `prune` may cut them too.
+
+    An equation whose results are used stays; writes to refs stay always.
+    """
+    if isinstance(program, (tuple, list)):
+        return type(program)(silent(part) for part in program)
+    if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
+        return program.replace(jaxpr=silent(program.jaxpr))
+    if not hasattr(program, "eqns"):
+        return program
+    eqns = [
+        eqn.replace(
+            params={name: silent(value) for name, value in eqn.params.items()}, effects=_lasting(eqn.effects)
+        )
+        for eqn in program.eqns
+    ]
+    return program.replace(eqns=eqns, effects=_lasting(program.effects))
+
+
+def _lasting(effects) -> set:
+    return {effect for effect in effects if type(effect).__name__ not in _OBSERVERS}
+
+
+_OBSERVERS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
+
+
 def is_traced(tree) -> bool:
     """Whether any leaf is an abstract value of a function being traced."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -13,7 +13,8 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
@@ -25,7 +26,7 @@ from jaxfb.forward_backward.microbatches import merge, row_keys, split, split_ke
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import num_layers, outer_params
 from jaxfb.forward_backward.weights import NORMALIZATIONS
-from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
+from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh, replica_axes
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
@@ -147,6 +148,7 @@ class ForwardBackward:
         _check_call(self, model, params, plan, forward_only)
         microbatches = split(batch, plan).leaves
         keys = split_keys(row_keys(rng, plan), plan)
+        microbatches, keys = _place_rows((microbatches, keys), self.mesh)
         params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
         return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
@@ -269,6 +271,18 @@ def _place(params: PyTree, shardings: PyTree) -> PyTree:
         return jax.device_put(leaf, target)
 
     return params if is_traced(params) else jax.tree.map(move, params, shardings)
+
+
+def _place_rows(microbatches: PyTree, mesh: Mesh) -> PyTree:
+    """Moves rows that the caller committed to other devices, such as a batch on the first device, onto the mesh."""
+    target = NamedSharding(mesh, P(None, replica_axes(mesh)))
+
+    def move(leaf):
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != target.device_set:
+            return jax.device_put(leaf, target)
+        return leaf
+
+    return microbatches if is_traced(microbatches) else jax.tree.map(move, microbatches)
 
 
 def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan, forward_only: bool) -> None:

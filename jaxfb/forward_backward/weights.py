@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import prune
+from jaxfb.compat import prune, silent
 from jaxfb.types import LossFn, Sum
 
 PyTree = Any
@@ -35,6 +35,7 @@ def term_weights(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: ja
         lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()},
         return_shape=True,
     )(params, *first)
+    closed = silent(closed)
     _check_data_only(closed, params, tuple(shape))
     run, used = prune(closed, [True] * len(shape))
     used_data = used[len(jax.tree.leaves(params)) :]
