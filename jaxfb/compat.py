@@ -22,8 +22,8 @@ def silent(program):
 
     An equation whose results are used stays; writes to refs stay always.
     """
-    if isinstance(program, (tuple, list)):
-        return type(program)(silent(part) for part in program)
+    if type(program) in (tuple, list):  # branches of a cond; no named tuple holds programs
+        return type(program)(map(silent, program))
     if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
         return program.replace(jaxpr=silent(program.jaxpr))
     if not hasattr(program, "eqns"):
