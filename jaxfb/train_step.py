@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb import gradients
@@ -23,7 +23,7 @@ from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
-from jaxfb.parallel.sharding import shardings
+from jaxfb.parallel.sharding import adopt, shardings
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
 PyTree = Any
@@ -165,6 +165,7 @@ class TrainStep:
 
         rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
         """
+        batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
         return self._jitted(self.place(state), batch, self.plan.real_rows if rows is None else rows)
 
     def lower(self, state: TrainState, batch: PyTree):
@@ -180,7 +181,9 @@ class TrainStep:
         """
         key = jax.random.key(rng) if isinstance(rng, int) else rng
         if not callable(params):
-            return self.place(TrainState.create(params, self.optimizer, key, self._loss_scale))
+            state = TrainState.create(params, self.optimizer, key, self._loss_scale)
+            # a copy, since the state is donated and `params` are the caller's
+            return jax.device_put(state, self.state_shardings(state), may_alias=False)
 
         def create(key):
             return TrainState.create(

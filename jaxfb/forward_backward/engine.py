@@ -148,7 +148,8 @@ class ForwardBackward:
         _check_call(self, model, params, plan, forward_only)
         microbatches = split(batch, plan).leaves
         keys = split_keys(row_keys(rng, plan), plan)
-        microbatches, keys = _place_rows((microbatches, keys), self.mesh)
+        rows = NamedSharding(self.mesh, P(None, replica_axes(self.mesh)))
+        microbatches, keys = sharding.adopt((microbatches, keys), rows)
         params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
         return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
@@ -271,18 +272,6 @@ def _place(params: PyTree, shardings: PyTree) -> PyTree:
         return jax.device_put(leaf, target)
 
     return params if is_traced(params) else jax.tree.map(move, params, shardings)
-
-
-def _place_rows(microbatches: PyTree, mesh: Mesh) -> PyTree:
-    """Moves rows that the caller committed to other devices, such as a batch on the first device, onto the mesh."""
-    target = NamedSharding(mesh, P(None, replica_axes(mesh)))
-
-    def move(leaf):
-        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != target.device_set:
-            return jax.device_put(leaf, target)
-        return leaf
-
-    return microbatches if is_traced(microbatches) else jax.tree.map(move, microbatches)
 
 
 def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan, forward_only: bool) -> None:

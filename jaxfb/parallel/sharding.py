@@ -11,6 +11,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.compat import is_traced
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size
 
 PyTree = Any
@@ -56,6 +57,17 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
+def adopt(tree: PyTree, target: NamedSharding) -> PyTree:
+    """Moves to `target` what the caller committed to other devices, such as a batch on the first one."""
+
+    def move(leaf):
+        if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != target.device_set:
+            return jax.device_put(leaf, target)
+        return leaf
+
+    return tree if is_traced(tree) else jax.tree.map(move, tree)
+
+
 def manual_part(spec: P) -> P:
     """The spec as `shard_map` wants it: without the automatic axes."""
     kept = (tuple(axis for axis in axes_of(entry) if axis not in AUTOMATIC_AXES) for entry in spec)
@@ -87,9 +99,15 @@ def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: 
         for dim in range(first_dim, len(shape))
         if entries[dim] is None and shape[dim] and shape[dim] % size == 0
     ]
-    if size == 1 or not free:
-        return P(*entries)
-    entries[max(free, key=lambda dim: (shape[dim], dim))] = axis
+    if size > 1 and free:
+        entries[max(free, key=lambda dim: (shape[dim], dim))] = axis
+    return _shortest(entries)
+
+
+def _shortest(entries: list) -> P:
+    """Without trailing None, as jit writes the specs of its results; in another form they would look out of place."""
+    while entries and entries[-1] is None:
+        entries = entries[:-1]
     return P(*entries)
 
 
