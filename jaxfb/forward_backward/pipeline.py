@@ -16,7 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.ends import Ends
-from jaxfb.forward_backward.stage import Given, Layers, Stage
+from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput, Sum
@@ -146,20 +146,22 @@ class _Tick:
     def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
         given, microbatch = self._given(row["loss_microbatch"]), row["loss_microbatch"]
 
-        def answer(b: Buffers) -> Buffers:
-            if self._seeds is None:
-                return b._replace(
-                    records=_put(b.records, microbatch, self._ends.loss(self._weights.outer, hidden, given))
-                )
-            seeds = self._seed(microbatch, b.records.terms)
-            out, grads, cotangent = self._ends.loss_backward(self._weights.outer, hidden, given, seeds)
-            return b._replace(
-                records=_put(b.records, microbatch, out),
-                gradient=_put(b.gradient, row["loss_gradient"], cotangent),
-                grads=b.grads._replace(outer=_sum(b.grads.outer, grads)),
-            )
+        if self._seeds is None:
 
-        return _if(when, row["loss_valid"], answer, b)
+            def answer_only(records):
+                return _put(records, microbatch, self._ends.loss(self._weights.outer, hidden, given))
+
+            return b._replace(records=_if(when, row["loss_valid"], answer_only, b.records))
+
+        def answer(carried):
+            records, gradient, outer = carried
+            seeds = self._seed(microbatch, records.terms)
+            out, grads, cotangent = self._ends.loss_backward(self._weights.outer, hidden, given, seeds)
+            gradient = _put(gradient, row["loss_gradient"], cotangent)
+            return _put(records, microbatch, out), gradient, _sum(outer, grads)
+
+        carried = _if(when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
+        return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
         chunk, given, residual = (
@@ -175,8 +177,9 @@ class _Tick:
                 saved, before = self._stage.backward_input(*arguments)
                 b = b._replace(cotangent=_put(b.cotangent, row["b_cotangent"], saved))
             else:
-                grads, before = self._stage.backward(*arguments)
-                b = self._accumulate(b, chunk, grads, row["b_valid"])
+                target = Target(b.grads.layers, chunk, row["b_valid"] == 1)
+                sums, before = self._stage.backward(*arguments, target)
+                b = b._replace(grads=b.grads._replace(layers=sums))
         return self._embed_backward(b._replace(leaving=before), row, before, when)
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
@@ -193,15 +196,10 @@ class _Tick:
         chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
         residual, saved = _get(b.residual, row["w_residual"]), _get(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_terms)
+        target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
         with jax.named_scope("W"):
-            grads = self._stage.backward_weight(self._layers(chunk), residual, saved, seeds, given)
-        return self._accumulate(b, chunk, grads, row["w_valid"])
-
-    def _accumulate(self, b: Buffers, chunk: jax.Array, grads: PyTree, valid: jax.Array) -> Buffers:
-        with jax.named_scope("accumulate"):
-            return b._replace(
-                grads=b.grads._replace(layers=_add(b.grads.layers, chunk, _where(valid == 1, grads)))
-            )
+            sums = self._stage.backward_weight(self._layers(chunk), residual, saved, seeds, given, target)
+        return b._replace(grads=b.grads._replace(layers=sums))
 
     def _layers(self, chunk: jax.Array) -> Layers:
         return Layers(*_get((self._weights.layers, self._index, self._real), chunk))

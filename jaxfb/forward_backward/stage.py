@@ -36,6 +36,19 @@ class Given(NamedTuple):
     keys: jax.Array | None
 
 
+class Target(NamedTuple):
+    """Where weight gradients are added, a layer at a time, so that those of a whole stage never exist by themselves.
+
+    sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
+    chunk: i32[], which of them.
+    valid: bool[], whether what is computed counts.
+    """
+
+    sums: PyTree
+    chunk: jax.Array
+    valid: jax.Array
+
+
 class Stage:
     """Forward, backward and split backward of a run of layers.
 
@@ -68,22 +81,23 @@ class Stage:
         return after, terms, kept if self._keep == "residuals" else hidden
 
     def backward(
-        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given
+        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given, target: Target
     ) -> tuple[PyTree, PyTree]:
-        """(gradient of the parameters [l, ...], cotangent of the stage's input).
+        """(target.sums with the gradient of the parameters added, cotangent of the stage's input).
 
         seeds: name -> cotangent of the total of each of the layers' terms.
         """
 
-        def one(cotangent, inputs):
-            layer, kept = Layers(*inputs[0]), inputs[1]
+        def one(carry, inputs):
+            (cotangent, sums), (place, layer, kept) = carry, inputs
+            layer = Layers(*layer)
             grads, before = self._layer_backward(layer, kept, cotangent, seeds, given)
-            return self._if_real(layer, before, cotangent), self._masked(layer, grads)
+            sums = self._add(sums, target, place, layer, grads)
+            return (self._if_real(layer, before, cotangent), sums), None
 
-        before, grads = lax.scan(
-            one, cotangent, (tuple(layers), self._by_layer(layers, residual, given)), reverse=True
-        )
-        return grads, before
+        inputs = (_places(layers), tuple(layers), self._by_layer(layers, residual, given))
+        (before, sums), _ = lax.scan(one, (cotangent, target.sums), inputs, reverse=True)
+        return sums, before
 
     def backward_input(
         self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given
@@ -103,17 +117,18 @@ class Stage:
         return saved, before
 
     def backward_weight(
-        self, layers: Layers, residual: PyTree, saved: PyTree, seeds: dict, given: Given
+        self, layers: Layers, residual: PyTree, saved: PyTree, seeds: dict, given: Given, target: Target
     ) -> PyTree:
-        """Gradient of the parameters [l, ...]; `backward_input` of the same microbatch came first."""
+        """target.sums with the gradient of the parameters added; `backward_input` of the microbatch came first."""
 
-        def one(_, inputs):
-            layer, kept, saved = Layers(*inputs[0]), inputs[1], inputs[2]
+        def one(sums, inputs):
+            place, layer, kept, saved = inputs
+            layer = Layers(*layer)
             _, always = self._arguments(layer, kept, None, seeds, given)
-            return None, self._masked(layer, self._split.later(saved, always))
+            return self._add(sums, target, place, layer, self._split.later(saved, always)), None
 
         kept = residual if self._keep == "residuals" else None
-        return lax.scan(one, None, (tuple(layers), kept, saved))[1]
+        return lax.scan(one, target.sums, (_places(layers), tuple(layers), kept, saved))[0]
 
     def _plain(self, params, hidden, microbatch, rng):
         """One layer as (hidden and totals, weights), the form that is differentiated."""
@@ -168,6 +183,19 @@ class Stage:
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
+    def _add(self, sums: PyTree, target: Target, place: jax.Array, layer: Layers, grads: PyTree) -> PyTree:
+        """One layer's gradients added at sums[chunk, place], in place; nothing where they do not count."""
+        counts = target.valid & layer.real if self._padded else target.valid
+
+        def add(leaf, grad):
+            at = (target.chunk, place, *(jnp.int32(0),) * grad.ndim)
+            so_far = lax.dynamic_slice(leaf, at, (1, 1, *grad.shape))
+            grad = jnp.where(counts, grad.astype(leaf.dtype), 0)
+            return lax.dynamic_update_slice(leaf, so_far + grad[None, None], at)
+
+        with jax.named_scope("accumulate"):
+            return jax.tree.map(add, sums, grads)
+
     def _masked(self, layer: Layers, tree: PyTree) -> PyTree:
         return (
             jax.tree.map(lambda a: jnp.where(layer.real, a, jnp.zeros_like(a)), tree)
@@ -191,6 +219,10 @@ class _VjpLeaves:
         stored, at_hand = iter(stored), jax.tree.leaves(at_hand)
         leaves = [next(stored) if source is None else at_hand[source] for source in self._sources]
         return jax.tree.unflatten(self._tree, leaves)
+
+
+def _places(layers: Layers) -> jax.Array:
+    return jnp.arange(layers.index.shape[0], dtype=jnp.int32)
 
 
 def _context(layer: Layers, given: Given) -> tuple[PyTree, jax.Array | None]:
