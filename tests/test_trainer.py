@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import stat
 import warnings
 
 import jax
@@ -17,6 +18,7 @@ from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.batches import WindowReader
+from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import make_setup
@@ -165,12 +167,15 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
 
 def test_ramp_up_and_a_short_last_window(tmp_path):
     sizes = {"rows": 8, "rows_per_microbatch": 2, "ramp_up": "0:4 8:8"}
-    config = load_config(write_tiny(tmp_path, batch=sizes, run={"updates": None, "samples": 19}))
+    run = {"updates": None, "samples": 19}
+    config = load_config(write_tiny(tmp_path, batch=sizes, run=run, data={"held_out_fraction": 0}))
     result = trainer.train(config)
     assert list(losses(result, "rows").values()) == [4, 4, 8, 3]
     tokens = losses(result, "tokens")
     assert tokens[4] == 3 / 4 * tokens[1]
-    assert saved(config)[1]["data"]["consumed_rows"] == 19
+    state, host = saved(config)
+    assert state[".samples"] == host["data"]["consumed_rows"] == 19
+    assert result.summary["nats_per_token"] == {}
 
 
 def test_windows_of_epochs_read_every_row_once_an_epoch(tmp_path):
@@ -212,6 +217,19 @@ def test_horizon_is_the_run_and_a_mismatch_warns_with_both_numbers(tmp_path):
     assert float(setup.optimizer.learning_rate(12)) < 1e-9 < float(setup.optimizer.learning_rate(11))
     with pytest.warns(UserWarning, match=r"schedule ends at 9, run makes 12 updates: lr is 0 for the last 3"):
         make_setup(load_config(path, ["lr.total=9"]))
+
+
+def test_compiled_programs_are_kept_for_this_user_alone(tmp_path):
+    before = jax.config.jax_compilation_cache_dir
+    open_to_all = tmp_path / "open"
+    open_to_all.mkdir()
+    open_to_all.chmod(0o777)
+    try:
+        jax.config.update("jax_compilation_cache_dir", None)
+        assert use_compile_cache(open_to_all) is None and not jax.config.jax_compilation_cache_dir
+        assert stat.S_IMODE(use_compile_cache(tmp_path / "mine").stat().st_mode) == 0o700
+    finally:
+        jax.config.update("jax_compilation_cache_dir", before)
 
 
 def test_refusals_before_anything_is_compiled(tmp_path):

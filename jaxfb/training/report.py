@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -51,9 +52,12 @@ def summarize(run: Run, seconds: float) -> dict[str, Any]:
 
 
 def write_end(run: Run, summary: dict[str, Any]) -> None:
-    """summary.json, loss.png and sample.txt."""
+    """summary.json, sample.txt and, where matplotlib is installed, loss.png."""
     counted = {name: loss for name, loss in summary["nats_per_token"].items() if name != "held_out"}
-    plot_losses(run.directory.metrics, run.directory.picture, counted)
+    if find_spec("matplotlib"):
+        plot_losses(run.directory.metrics, run.directory.picture, counted)
+    else:
+        run.say("no loss.png without matplotlib; pip install 'jaxfb[plot]'")
     if summary["sample"] is not None:
         run.directory.sample.write_text(summary["sample"])
     write_json(run.directory.summary, summary)

@@ -98,7 +98,7 @@ class Run:
         """Dispatches one update; its numbers are on the device and perhaps still to be computed."""
         placed, step = place(batch, window.plan, self.setup.mesh), self._step(window.plan)
         began = time.monotonic()
-        self.state, metrics = step(self.state, placed)
+        self.state, metrics = step(self.state, placed, window.rows)
         self.done = window.update + 1
         if window.plan not in self._compiled:
             self._compiled.add(window.plan)
