@@ -216,10 +216,14 @@ def _core(
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
         return Accumulation(model, how)
-    layout = pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
+    layout = _layout(fb, schedule, params)
     placement = fb.head_placement_for(model, params)
     check_rows(placement, plan.rows_per_microbatch, fb.pipe)
     return Pipelining(model, how, schedule, layout, placement, fb.poison_bubbles)
+
+
+def _layout(fb: ForwardBackward, schedule: schedules.Schedule, params: PyTree) -> pipe.Layout:
+    return pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
 
 
 @lru_cache(maxsize=64)
@@ -290,6 +294,8 @@ def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan
     _check_params(params, plan, forward_only, fb.accum_dtype)
     if isinstance(model, Pipelined):
         num_layers(params)
+        if schedule := fb.schedule_for(plan.num_microbatches):
+            _layout(fb, schedule, params)
     elif fb.pipe > 1:
         raise ValueError(
             f"a mesh with pipe={fb.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), got "
@@ -333,4 +339,5 @@ def _float_dtype(name: str, value: Any) -> Any:
         raise ValueError(
             f"{name} must be a float dtype such as 'float32' or 'bfloat16', or None, got {value!r}"
         )
-    return dtype
+    # by name, since dtype('float64') == None, and these decide whether a compiled program is used again
+    return dtype.name
