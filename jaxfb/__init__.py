@@ -29,6 +29,11 @@ _PUBLIC = {
     "make_train_step": "train_step",
     "TrainState": "train_step",
     "StepMetrics": "train_step",
+    # a whole run
+    "Callback": "callbacks",
+    "callback": "callbacks",
+    "load_config": "config",
+    "train": "trainer",
 }
 
 __version__ = "0.1.0"

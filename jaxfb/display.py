@@ -16,6 +16,7 @@ FIELDS = (
     ("grad_norm", "grad norm", "{:.3f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
+WIDE = 110  # columns of a terminal that has room for a bar beside the numbers
 
 
 class Progress:
@@ -90,14 +91,16 @@ def _bar(stream: TextIO, total: int, done: int) -> tuple[Any, Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeElapsedColumn
     from rich.progress import Progress as RichProgress
+    from rich.table import Column
 
-    columns = (
-        MofNCompleteColumn(),
-        BarColumn(bar_width=16),
-        TextColumn("{task.fields[numbers]}", markup=False),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[left]}", markup=False),
-    )
     console = Console(file=stream, force_terminal=True)
+    columns = [
+        MofNCompleteColumn(table_column=Column(no_wrap=True)),
+        TextColumn("{task.fields[numbers]}", markup=False),
+        TextColumn("{task.fields[left]}", markup=False),
+    ]
+    if console.width >= WIDE:
+        columns[1:1] = [BarColumn(bar_width=16)]
+        columns.append(TimeElapsedColumn())
     bar = RichProgress(*columns, console=console, refresh_per_second=4)
     return bar, bar.add_task("", total=total, completed=done, numbers="compiling", left="")
