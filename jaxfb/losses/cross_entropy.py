@@ -3,7 +3,8 @@
 The head of the story's forward_backward: [tokens, vocab] logits never exist whole, neither forward nor
 backward. The loss is a sum, so its gradient is known as soon as a chunk's logits are: the differentiated
 forward pass makes the gradients in the same loop (6 instead of 8 multiplications per weight and token; Liger,
-arXiv:2410.10989) and the backward pass only scales them.
+arXiv:2410.10989) and the backward pass only scales them. With regularizers there are several sums, whose
+cotangents only the backward knows: then it runs the loop, logits included (8 multiplications, one gradient).
 
 The vocabulary may be split over the automatic `tensor` axis, and over one manual axis besides (a pipeline's
 stages, each with its share of the head); sums over the manual axis are written here.
@@ -15,7 +16,7 @@ Dtypes: logits, softmax, sums and the accumulated gradients are float32 (float64
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -28,16 +29,21 @@ _FLOAT16_SCALE = 1024.0
 
 
 class CrossEntropy(NamedTuple):
-    """Sums over the counted tokens of a microbatch. Only `loss_sum` can be differentiated.
+    """Sums over the counted tokens of a microbatch. The loss, smoothing and z sums can be differentiated.
 
-    loss_sum:    f32[], sum of mask * -log p(target).
-    correct_sum: f32[], sum of mask over tokens whose likeliest token is the target.
-    log_probs:   f32[rows, seq], log p(target), 0 where the mask is 0.
+    loss_sum:      f32[], sum of mask * -log p(target).
+    correct_sum:   f32[], sum of mask over tokens whose likeliest token is the target.
+    log_probs:     f32[rows, seq], log p(target), 0 where the mask is 0.
+    smoothing_sum: f32[], sum of mask * (log p(target) - mean over the vocabulary of log p); None unless asked
+      for. loss_sum + a * smoothing_sum is the loss against targets smoothed by a (arXiv:1512.00567).
+    z_sum:         f32[], sum of mask * (log of the softmax's normalizer)^2 (arXiv:2204.02311); None likewise.
     """
 
     loss_sum: jax.Array
     correct_sum: jax.Array
     log_probs: jax.Array
+    smoothing_sum: jax.Array | None = None
+    z_sum: jax.Array | None = None
 
 
 def chunked_cross_entropy(
@@ -48,6 +54,8 @@ def chunked_cross_entropy(
     *,
     chunk: int = 1024,
     axis: str | None = None,
+    logit_softcap: float | None = None,
+    regularizers: bool = False,
 ) -> CrossEntropy:
     """Cross entropy of `softmax(hidden @ kernel)` against `targets`, with `chunk` rows of logits at a time.
 
@@ -62,14 +70,44 @@ def chunked_cross_entropy(
       chunk: tokens whose logits exist at one time.
       axis: a manual mesh axis over which `kernel` is cut as well: float[width, vocab/axis/tensor]. The other
         arguments, the results and the gradient of `hidden` are then equal on all its devices.
+      logit_softcap: logits become softcap * tanh(logits / softcap) (Gemma 2, arXiv:2408.00118); None: as they are.
+      regularizers: sums up label smoothing and z-loss too.
     Returns:
       CrossEntropy.
     """
     loss_mask = lax.stop_gradient(loss_mask).astype(_sum_dtype(hidden))
-    loss_sum, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, chunk, axis)
+    head = _Head(chunk, axis, logit_softcap, regularizers)
+    sums, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, head)
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
-    return CrossEntropy(loss_sum, correct_sum, lax.stop_gradient(jnp.where(counted, log_probs, 0)))
+    log_probs = lax.stop_gradient(jnp.where(counted, log_probs, 0))
+    return CrossEntropy(sums.loss, correct_sum, log_probs, sums.smoothing, sums.z)
+
+
+class _Head(NamedTuple):
+    """How logits are made and what is summed up: the arguments that shape the program."""
+
+    chunk: int
+    axis: str | None
+    softcap: float | None
+    regularizers: bool
+
+
+class _Sums(NamedTuple):
+    """The differentiable sums, or the cotangents of them; None for those that were not asked for."""
+
+    loss: Any
+    smoothing: Any = None
+    z: Any = None
+
+
+class _Scores(NamedTuple):
+    """What is kept of each token's logits, all [T]; mean_logit is None unless asked for."""
+
+    normalizer: jax.Array
+    target_logit: jax.Array
+    correct: jax.Array
+    mean_logit: jax.Array | None
 
 
 class _Tokens(NamedTuple):
@@ -80,60 +118,88 @@ class _Tokens(NamedTuple):
     mask: jax.Array
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _cross_entropy(hidden, kernel, targets, mask, chunk, axis):
-    def step(tokens: _Tokens):
-        _, log_probs, correct = _score(_logits(tokens.hidden, kernel), tokens.targets, axis)
-        return log_probs, correct
-
-    log_probs, correct = lax.map(step, _split(hidden, targets, mask, chunk))
-    return _collect(log_probs, correct, mask)
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _cross_entropy(hidden, kernel, targets, mask, head: _Head):
+    return _summed_up(hidden, kernel, targets, mask, head)
 
 
-def _cross_entropy_forward(hidden, kernel, targets, mask, chunk, axis):
-    def step(kernel_grad, tokens: _Tokens):
-        logits = _logits(tokens.hidden, kernel)
-        normalizer, log_probs, correct = _score(logits, tokens.targets, axis)
-        logits_grad = _logits_grad(logits, normalizer, tokens, axis)
-        hidden_grad, added = _matmul_grads(tokens, kernel, logits_grad)
-        return constrain(kernel_grad + added, None, "tensor"), (log_probs, correct, hidden_grad)
-
-    zeros = constrain(jnp.zeros(kernel.shape, _sum_dtype(hidden)), None, "tensor")
-    kernel_grad, (log_probs, correct, hidden_grad) = lax.scan(
-        step, zeros, _split(hidden, targets, mask, chunk)
-    )
-    grads = (_summed(_join(hidden_grad, hidden.shape), axis), kernel_grad)
-    return _collect(log_probs, correct, mask), (grads, _like(hidden), _like(kernel))
+def _cross_entropy_forward(hidden, kernel, targets, mask, head):
+    if head.regularizers:
+        return _summed_up(hidden, kernel, targets, mask, head), (hidden, kernel, targets, mask)
+    out, grads = _with_gradients(hidden, kernel, targets, mask, head, _Sums(1.0))
+    return out, (grads, _like(hidden), _like(kernel))
 
 
-def _cross_entropy_backward(chunk, axis, residuals, cotangents):
-    (hidden_grad, kernel_grad), hidden, kernel = residuals
-    scale = cotangents[0]
+def _cross_entropy_backward(head, residuals, cotangents):
+    if head.regularizers:
+        hidden, kernel, *_ = residuals
+        scale = jnp.max(jnp.abs(jnp.stack(cotangents[0])))
+        seeds = jax.tree.map(lambda cotangent: cotangent / jnp.where(scale > 0, scale, 1), cotangents[0])
+        (hidden_grad, kernel_grad) = _with_gradients(*residuals, head, seeds)[1]
+    else:
+        (hidden_grad, kernel_grad), hidden, kernel = residuals
+        scale = cotangents[0].loss
     return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
-def _logits(hidden, kernel):
+def _summed_up(hidden, kernel, targets, mask, head):
+    """(_Sums, correct [rows, seq], log_probs [rows, seq])."""
+
+    def step(tokens: _Tokens):
+        return _score(_logits(tokens.hidden, kernel, head), tokens.targets, head)
+
+    return _collect(lax.map(step, _split(hidden, targets, mask, head.chunk)), mask)
+
+
+def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
+    """The same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
+
+    def step(kernel_grad, tokens: _Tokens):
+        logits = _logits(tokens.hidden, kernel, head)
+        scores = _score(logits, tokens.targets, head)
+        logits_grad = _logits_grad(logits, scores.normalizer, tokens, head, seeds)
+        hidden_grad, added = _matmul_grads(tokens, kernel, logits_grad)
+        return constrain(kernel_grad + added, None, "tensor"), (scores, hidden_grad)
+
+    zeros = constrain(jnp.zeros(kernel.shape, _sum_dtype(hidden)), None, "tensor")
+    kernel_grad, (scores, hidden_grad) = lax.scan(step, zeros, _split(hidden, targets, mask, head.chunk))
+    return _collect(scores, mask), (_summed(_join(hidden_grad, hidden.shape), head.axis), kernel_grad)
+
+
+def _logits(hidden, kernel, head):
     """[T, D] @ [D, V] -> float32[T, V]."""
     logits = jnp.matmul(hidden, kernel, preferred_element_type=_sum_dtype(hidden))
-    return constrain(logits, None, "tensor")
+    return constrain(capped(logits, head.softcap), None, "tensor")
 
 
-def _score(logits, targets, axis):
-    """[T, V], [T] -> log normaliser, log p(target), is the target the first of the likeliest tokens: all [T].
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(logits / softcap); the logits themselves for None."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def _score(logits, targets, head) -> _Scores:
+    """[T, V], [T] -> _Scores; correct: is the target the first of the likeliest tokens.
 
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split.
     """
+    axis = head.axis
     vocab = _token_ids(logits, targets.dtype, axis)
     top = jnp.max(logits, axis=-1, keepdims=True)
     top = top if axis is None else lax.pmax(top, axis)
     normalizer = top[:, 0] + jnp.log(_summed(jnp.sum(jnp.exp(logits - top), axis=-1), axis))
-    target_logits = _summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
+    target_logit = _summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
     likeliest = jnp.min(jnp.where(logits == top, vocab, jnp.iinfo(vocab.dtype).max), axis=-1)
     likeliest = likeliest if axis is None else lax.pmin(likeliest, axis)
-    return normalizer, target_logits - normalizer, likeliest == targets
+    mean = _summed(logits.sum(-1), axis) / _vocab_size(logits, axis) if head.regularizers else None
+    return _Scores(normalizer, target_logit, likeliest == targets, mean)
+
+
+def _vocab_size(logits, axis) -> int:
+    """Of the whole vocabulary, not of this device's share."""
+    return logits.shape[-1] * (1 if axis is None else lax.axis_size(axis))
 
 
 def _token_ids(logits, dtype, axis):
@@ -146,12 +212,17 @@ def _summed(x, axis):
     return x if axis is None else lax.psum(x, axis)
 
 
-def _logits_grad(logits, normalizer, tokens: _Tokens, axis):
-    """d(sum of mask * -log p(target)) / d logits = mask * (softmax - one_hot(target)), float32[T, V]."""
-    vocab = _token_ids(logits, tokens.targets.dtype, axis)
-    softmax = jnp.exp(logits - normalizer[:, None])
-    grad = tokens.mask[:, None] * (softmax - (vocab == tokens.targets[:, None]))
-    return jnp.where(tokens.mask[:, None] != 0, grad, 0)
+def _logits_grad(logits, normalizer, tokens: _Tokens, head, seeds: _Sums):
+    """d(sum of seed * sum) / d(hidden @ kernel), float32[T, V]; for the loss, mask * (softmax - one_hot(target))."""
+    vocab = _token_ids(logits, tokens.targets.dtype, head.axis)
+    softmax, target = jnp.exp(logits - normalizer[:, None]), vocab == tokens.targets[:, None]
+    grad = seeds.loss * (softmax - target)
+    if head.regularizers:
+        grad += seeds.smoothing * (target - 1 / _vocab_size(logits, head.axis))
+        grad += seeds.z * 2 * normalizer[:, None] * softmax
+    if head.softcap is not None:
+        grad *= 1 - (logits / head.softcap) ** 2
+    return jnp.where(tokens.mask[:, None] != 0, tokens.mask[:, None] * grad, 0)
 
 
 def _matmul_grads(tokens: _Tokens, kernel, logits_grad):
@@ -183,9 +254,14 @@ def _join(chunks, shape: tuple[int, ...]):
     return flat[: shape[0] * shape[1]].reshape(shape)
 
 
-def _collect(log_probs, correct, mask):
-    log_probs, correct = _join(log_probs, mask.shape), _join(correct, mask.shape)
-    return -jnp.sum(jnp.where(mask != 0, mask * log_probs, 0)), correct, log_probs
+def _collect(scores: _Scores, mask):
+    scores = jax.tree.map(lambda leaf: _join(leaf, mask.shape), scores)
+    total = lambda per_token: jnp.sum(jnp.where(mask != 0, mask * per_token, 0))  # noqa: E731
+    log_probs = scores.target_logit - scores.normalizer
+    sums = _Sums(-total(log_probs))
+    if scores.mean_logit is not None:
+        sums = _Sums(sums.loss, total(scores.target_logit - scores.mean_logit), total(scores.normalizer**2))
+    return sums, scores.correct, log_probs
 
 
 def _like(x):

@@ -24,6 +24,9 @@ def next_token_loss(
     chunk: int = 1024,
     outputs: str | None = None,
     axis: str | None = None,
+    label_smoothing: float = 0.0,
+    z_loss: float = 0.0,
+    logit_softcap: float | None = None,
 ) -> LossOutput:
     """Cross entropy of each position's prediction against `microbatch["targets"]`, which are already shifted.
 
@@ -35,19 +38,46 @@ def next_token_loss(
       outputs: None; "tokens" for {"log_probs": f32[rows, seq]}; "rows" for {"log_prob": f32[rows],
         "weight": f32[rows]}, the masked sums of each row.
       axis: a manual mesh axis over which `kernel` is cut by vocabulary as well.
+      label_smoothing: share of each target that is spread evenly over the whole vocabulary (arXiv:1512.00567).
+      z_loss: coefficient of the squared log normalizer (PaLM, arXiv:2204.02311), such as 1e-4.
+      logit_softcap: logits become softcap * tanh(logits / softcap); None leaves them.
     Returns:
       LossOutput with the term "cross_entropy" (nats) and the metric "accuracy", both weighted by the mask.
+      Smoothing and z-loss are terms of their own, "label_smoothing" (what it adds to the cross entropy) and
+      "z_loss", so that "cross_entropy" is that of the targets in any case. With either of them the backward
+      computes the logits once more.
+    Raises:
+      ValueError: outputs, label_smoothing, z_loss or logit_softcap is out of range.
     """
+    check_regularizers(label_smoothing, z_loss, logit_softcap)
     if outputs not in OUTPUTS:
         raise ValueError(f"[loss] {outputs=} must be one of {', '.join(map(repr, OUTPUTS))}")
     mask = microbatch["loss_mask"].astype(jnp.promote_types(hidden.dtype, jnp.float32))
-    result = chunked_cross_entropy(hidden, kernel, microbatch["targets"], mask, chunk=chunk, axis=axis)
+    result = chunked_cross_entropy(
+        hidden, kernel, microbatch["targets"], mask, chunk=chunk, axis=axis,
+        logit_softcap=logit_softcap, regularizers=label_smoothing > 0 or z_loss > 0,
+    )  # fmt: skip
     weight = jnp.sum(mask)
+    terms = {"cross_entropy": Sum(result.loss_sum, weight)}
+    if label_smoothing > 0:
+        terms["label_smoothing"] = Sum(label_smoothing * result.smoothing_sum, weight)
+    if z_loss > 0:
+        terms["z_loss"] = Sum(z_loss * result.z_sum, weight)
     return LossOutput(
-        terms={"cross_entropy": Sum(result.loss_sum, weight)},
+        terms=terms,
         metrics={"accuracy": Sum(result.correct_sum, weight)},
         outputs=_outputs(result, mask, outputs),
     )
+
+
+def check_regularizers(label_smoothing: float, z_loss: float, logit_softcap: float | None) -> None:
+    """Raises ValueError for a value that `next_token_loss` cannot take."""
+    if not 0 <= label_smoothing < 1:
+        raise ValueError(f"[loss] {label_smoothing=} must be at least 0 and below 1; use 0 for none")
+    if z_loss < 0:
+        raise ValueError(f"[loss] {z_loss=} must be at least 0; use 0 for none")
+    if logit_softcap is not None and not logit_softcap > 0:
+        raise ValueError(f"[loss] {logit_softcap=} must be positive; use None for no cap")
 
 
 def _outputs(result: CrossEntropy, mask: jax.Array, outputs: str | None):
