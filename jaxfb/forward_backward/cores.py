@@ -29,6 +29,8 @@ PyTree = Any
 class Core(Protocol):
     """What the engine asks of either way."""
 
+    how: Execution
+
     def hold(self, params: PyTree) -> PyTree:
         """The parameters as the loop over microbatches reads them, made once a call."""
 

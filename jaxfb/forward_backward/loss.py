@@ -29,7 +29,7 @@ def checked(loss_fn: LossFn) -> LossFn:
 
 
 def as_loss_output(out: Any) -> LossOutput:
-    """The loss function's answer as a LossOutput of float terms."""
+    """The loss function's answer as a LossOutput of float terms, none narrower than float32."""
     if isinstance(out, Sum):
         out = LossOutput({"loss": out})
     if not isinstance(out, LossOutput):
@@ -48,8 +48,27 @@ def as_loss_output(out: Any) -> LossOutput:
             raise ValueError(
                 f"metric {name!r} must be a jaxfb.Sum, Max, Min or Last, got {_described(metric)}"
             )
-    terms = {name: Sum(jnp.asarray(t.total), jnp.asarray(t.weight)) for name, t in out.terms.items()}
-    return LossOutput(terms, jax.tree.map(jnp.asarray, out.metrics), out.outputs)
+    return LossOutput(
+        {name: wide(term) for name, term in out.terms.items()},
+        {name: wide(metric) for name, metric in out.metrics.items()},
+        out.outputs,
+    )
+
+
+def wide(quantity: Sum | Max | Min | Last) -> Sum | Max | Min | Last:
+    """The quantity in arrays whose sums lose nothing: bfloat16 and float16 become float32, what is wider stays.
+
+    A weight that is a Python float is of the total's dtype, so that it does not make a float32 loss float64.
+    """
+    if isinstance(quantity, Sum) and isinstance(quantity.weight, float):
+        quantity = Sum(quantity.total, jnp.asarray(quantity.weight, _at_least_float32(quantity.total).dtype))
+    return jax.tree.map(_at_least_float32, quantity)
+
+
+def _at_least_float32(x: Any) -> jax.Array:
+    x = jnp.asarray(x)
+    short = jnp.issubdtype(x.dtype, jnp.floating) and jnp.finfo(x.dtype).bits < 32
+    return x.astype(jnp.float32) if short else x
 
 
 def _check_term(name: str, term: Any) -> None:

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.loss import as_loss_output, wide
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
 
 PyTree = Any
@@ -82,7 +82,7 @@ def layer_output(out: Any) -> tuple[PyTree, dict[str, Sum]]:
     """What a layer returned, as (hidden, terms)."""
     if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
         if all(isinstance(term, Sum) for term in out[1].values()):
-            return out[0], jax.tree.map(jnp.asarray, out[1])
+            return out[0], {name: wide(term) for name, term in out[1].items()}
     return out, {}
 
 
