@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import sys
 from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -72,7 +76,7 @@ def print_end(run: Run, summary: dict[str, Any], say: Callable[[str], None] = pr
     where = run.directory
     say(f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:")
     say("  " + "  ".join(where.contents()))
-    say(f'go on with: jaxfb generate {where.path} --prompt "..."   or: jaxfb eval {where.path}')
+    say(f'go on with: {command()} generate {where.path} --prompt "class Queue:"')
 
 
 def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -99,6 +103,14 @@ def sample(run: Run) -> str | None:
         seed=run.setup.config.run.seed,
     )
     return settings.prompt + text
+
+
+def command() -> str:
+    """How this user starts jaxfb again: by its name if a shell finds it, otherwise by its path."""
+    started = Path(sys.argv[0])
+    if started.name != "jaxfb" or shutil.which("jaxfb"):
+        return "jaxfb"
+    return os.path.relpath(started)
 
 
 def indented(text: str) -> str:
