@@ -1,0 +1,75 @@
+"""Which dim of which leaf is cut over which axis; the rule reads shapes alone."""
+
+import jax
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec as P
+
+from jaxfb import make_mesh
+from jaxfb.parallel.sharding import adopt, dim_of, manual_part, optimizer_specs, param_specs, shardings
+
+
+def leaf(*shape):
+    return jax.ShapeDtypeStruct(shape, np.float32)
+
+
+TREE = {
+    "embed": leaf(12, 8),
+    "layers": {"w": leaf(4, 8, 16), "square": leaf(4, 8, 8), "odd": leaf(4, 3)},
+    "gain": leaf(3),
+    "scalar": leaf(),
+    "empty": leaf(0, 5),
+}
+
+
+def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
+    specs = param_specs(TREE, make_mesh(fsdp=4))
+    assert specs == {
+        "embed": P("fsdp"),
+        "layers": {"w": P(None, None, "fsdp"), "square": P(None, None, "fsdp"), "odd": P("fsdp")},
+        "gain": P(),
+        "scalar": P(),
+        "empty": P(),
+    }
+
+
+def test_the_stacked_dim_of_layers_is_never_cut_over_fsdp():
+    specs = param_specs(TREE, make_mesh(fsdp=4), stacked=True)
+    assert specs["layers"]["odd"] == P() and specs["layers"]["w"] == P(None, None, "fsdp")
+    assert specs["embed"] == P("fsdp")
+
+
+def test_tensor_dims_are_left_to_the_model_and_fsdp_takes_another():
+    tree = {"a": leaf(8, 16), "b": leaf(8, 3)}
+    specs = param_specs(tree, make_mesh(fsdp=2, tensor=2), {"a": P(None, "tensor"), "b": P("tensor", None)})
+    assert specs == {"a": P("fsdp", "tensor"), "b": P("tensor")}
+
+
+def test_zero1_cuts_one_more_dim_over_data():
+    mesh = make_mesh(data=2, fsdp=2)
+    specs = param_specs(TREE, mesh, stacked=True)
+    cut = optimizer_specs(specs, TREE, mesh)
+    assert cut["embed"] == P("fsdp", "data")
+    assert cut["layers"]["w"] == P(None, "data", "fsdp")
+    assert cut["layers"]["odd"] == P("data")  # the stacked dim is free for the optimizer
+    assert cut["gain"] == cut["scalar"] == P()
+
+
+@pytest.mark.parametrize("mesh", [{}, {"tensor": 8}, {"data": 4}], ids=str)
+def test_without_fsdp_nothing_is_cut_and_specs_have_one_form(mesh):
+    """P() and not P(None, None): jit writes the specs of its results so, and they are compared."""
+    assert set(jax.tree.leaves(param_specs(TREE, make_mesh(**mesh)))) == {P()}
+
+
+def test_parts_of_a_spec():
+    assert manual_part(P("fsdp", "tensor")) == P("fsdp", None)
+    assert dim_of(P(None, "fsdp"), "fsdp") == 1 and dim_of(P("fsdp"), "data") is None
+
+
+def test_only_what_was_committed_elsewhere_is_moved():
+    target = shardings(P(), make_mesh(data=2))
+    committed = jax.device_put(np.ones(3), jax.devices()[5])
+    tree = {"host": np.ones(3), "free": jax.numpy.ones(3), "elsewhere": committed}
+    moved = adopt(tree, jax.tree.map(lambda _: target, tree))
+    assert moved["host"] is tree["host"] and moved["free"] is tree["free"]
+    assert moved["elsewhere"].sharding == target
