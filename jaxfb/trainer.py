@@ -219,5 +219,5 @@ def _where_from(run: Run, resume: bool, resumed: bool) -> str:
 
 
 def _how_to_go_on(run: Run, signal: str | None) -> str:
-    path = run.directory.path
-    return f"{signal}: saved after update {run.done} of {run.total}; go on with: {report.command()} train {path} --resume"
+    again = f"{report.command()} train {run.directory.path} --resume"
+    return f"{signal}: saved after update {run.done} of {run.total}; go on with: {again}"
