@@ -15,7 +15,6 @@ from jax.sharding import AxisType, Mesh
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 REPLICA_AXES = ("data", "fsdp", "expert")
 AUTOMATIC_AXES = ("tensor",)
-NOT_BUILT_YET = ("expert", "context")
 
 
 def make_mesh(
@@ -58,6 +57,11 @@ def replica_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in REPLICA_AXES if axis in mesh.axis_names)
 
 
+def split_axes(mesh: Mesh) -> tuple[str, ...]:
+    """The axes of size > 1 over which one microbatch is split: rows over replicas, sequences over context."""
+    return tuple(axis for axis in (*REPLICA_AXES, "context") if mesh.shape.get(axis, 1) > 1)
+
+
 def manual_axes(mesh: Mesh) -> tuple[str, ...]:
     """The axes whose collectives we write ourselves: all but tensor, which XLA partitions."""
     return tuple(axis for axis in mesh.axis_names if axis not in AUTOMATIC_AXES)
@@ -83,7 +87,6 @@ def check_mesh(mesh: Mesh) -> Mesh:
         raise ValueError(
             f"mesh axes must have axis_types=AxisType.Auto, got {explicit} otherwise; jaxfb.make_mesh sets it"
         )
-    _refuse_unbuilt(dict(mesh.shape))
     return mesh
 
 
@@ -96,17 +99,7 @@ def _checked_sizes(given: dict[str, int]) -> dict[str, int]:
         raise ValueError(
             f"only one mesh size may be -1, got {' and '.join(unknown)}; give one of them a number"
         )
-    return _refuse_unbuilt(given)
-
-
-def _refuse_unbuilt(sizes: dict[str, int]) -> dict[str, int]:
-    for axis in NOT_BUILT_YET:
-        if sizes.get(axis, 1) != 1:
-            raise ValueError(
-                f"mesh axis {axis} is not built yet: {axis}={sizes[axis]} must be 1; "
-                "use data, fsdp or tensor for these devices"
-            )
-    return sizes
+    return given
 
 
 def _fill(sizes: dict[str, int], num_devices: int) -> dict[str, int]:

@@ -1,6 +1,6 @@
 """The step of the story between a planned batch and its gradients: all microbatches, forward and backward, one call."""
 
 from jaxfb.forward_backward.engine import ForwardBackward, get_forward_backward_func
-from jaxfb.forward_backward.microbatches import Microbatches, split
+from jaxfb.forward_backward.microbatches import Microbatches, specs_of, split
 
-__all__ = ["ForwardBackward", "Microbatches", "get_forward_backward_func", "split"]
+__all__ = ["ForwardBackward", "Microbatches", "get_forward_backward_func", "specs_of", "split"]

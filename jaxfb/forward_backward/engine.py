@@ -14,19 +14,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
-from jaxfb.forward_backward import frame
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
 from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
-from jaxfb.forward_backward.microbatches import merge, row_keys, split, split_keys
+from jaxfb.forward_backward.frame import Frame
+from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import num_layers, outer_params
 from jaxfb.forward_backward.weights import NORMALIZATIONS
-from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh, replica_axes
+from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
@@ -146,10 +145,11 @@ class ForwardBackward:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
         _check_call(self, model, params, plan, forward_only)
-        microbatches = split(batch, plan).leaves
+        microbatches = split(batch, plan, self.mesh).leaves
         keys = split_keys(row_keys(rng, plan), plan)
-        rows = NamedSharding(self.mesh, P(None, replica_axes(self.mesh)))
-        microbatches, keys = sharding.adopt((microbatches, keys), rows)
+        targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
+        microbatches = sharding.adopt(microbatches, targets)
+        keys = sharding.adopt(keys, NamedSharding(self.mesh, rows_spec(self.mesh)))
         params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
         return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
@@ -201,11 +201,13 @@ def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) 
     specs = fb.param_specs(model, params)
     grad_specs = None if forward_only else fb.grad_specs(model, params)
     accum_dtypes = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
-    grads, loss, terms, metrics, per_microbatch, outputs = frame.run(
-        fb.mesh, _core(fb, model, plan, specs, params), model, fb.normalize, specs, grad_specs, accum_dtypes,
-        params, microbatches, keys, grad_scale,
-    )  # fmt: skip
-    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, merge(outputs, plan, fb.mesh))
+    program = Frame(
+        fb.mesh, _core(fb, model, plan, specs, params), model, fb.normalize, specs, grad_specs, accum_dtypes
+    )
+    *results, outputs, of_tokens = program.run(params, microbatches, keys, grad_scale)
+    grads, loss, terms, metrics, per_microbatch = results
+    outputs = merge(outputs, of_tokens, plan, fb.mesh)
+    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs)
 
 
 def _core(

@@ -14,6 +14,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.mesh import axis_size, replica_axes
+from jaxfb.parallel.context import zigzag
 
 PyTree = Any
 
@@ -23,32 +25,57 @@ PyTree = Any
 class Microbatches:
     """A global batch already split: leaves [num_microbatches, data_parallel * rows_per_microbatch, ...].
 
+    Under a context axis the tokens of a leaf [..., length, ...] are in the order of `parallel.context.zigzag`.
     `split` makes one; a loader that places each process's rows itself hands it to the engine directly.
     """
 
     leaves: PyTree
 
 
-def split(batch: PyTree, plan: BatchPlan) -> Microbatches:
+def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatches:
     """Cuts [rows, ...] leaves into contiguous microbatches, padding or dropping rows as the plan says.
 
-    Padding rows are zeros, so that every mask in them is zero and they weigh nothing.
+    Padding rows are zeros, so that every mask in them is zero and they weigh nothing. On a mesh with a context
+    axis, leaves [rows, length, ...] must have one length, which is put in its order.
 
     Raises:
-      ValueError: a leaf has no row dim, its rows are not the plan's, or a key is a size and not data.
+      ValueError: a leaf has no row dim, its rows are not the plan's, a key is a size and not data, or
+        sequences do not divide over context.
     """
     if isinstance(batch, Microbatches):
         return _check_split(batch, plan)
     _check_batch(batch, plan)
+    if (size := axis_size(mesh, "context")) > 1:
+        batch = _in_context_order(batch, size)
     return Microbatches(jax.tree.map(lambda leaf: _cut(leaf, plan), batch))
 
 
-def merge(outputs: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:
+def specs_of(microbatches: PyTree, mesh: Mesh) -> PyTree:
+    """PartitionSpecs of [num_microbatches, rows, (length,) ...] leaves: rows over replicas, length over context."""
+    cut = axis_size(mesh, "context") > 1
+    return jax.tree.map(lambda leaf: rows_spec(mesh, cut and len(leaf.shape) > 2), microbatches)
+
+
+def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:
+    """The spec of one such leaf."""
+    rows = (None, replica_axes(mesh))
+    return PartitionSpec(*rows, "context") if of_tokens else PartitionSpec(*rows)
+
+
+def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:
     """[num_microbatches, rows per global microbatch, ...] leaves back to [rows, ...], padding removed.
 
-    Whole on every device, so that a leaf costs one gather whatever the number of microbatches.
+    Whole on every device, so that a leaf costs one gather whatever the number of microbatches. `of_tokens`: a
+    tree like it of bool, leaves [..., length, ...] that a context axis has in its own order.
     """
-    rows = jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:])[: plan.rows], outputs)
+
+    def one(leaf, tokens):
+        rows = leaf.reshape(-1, *leaf.shape[2:])[: plan.rows]
+        if not tokens:
+            return rows
+        return jnp.take(rows, np.argsort(zigzag(rows.shape[1], axis_size(mesh, "context"))), axis=1)
+
+    rows = jax.tree.map(one, outputs, of_tokens)
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec()))
 
 
@@ -83,6 +110,17 @@ def _cut(leaf: Any, plan: BatchPlan) -> Any:
         leaf = pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1))
     kept = leaf[: plan.padded_rows]
     return kept.reshape(plan.num_microbatches, plan.rows_per_global_microbatch, *leaf.shape[1:])
+
+
+def _in_context_order(batch: PyTree, size: int) -> PyTree:
+    lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1}
+    if len(lengths) != 1:
+        raise ValueError(
+            f"context {size} cuts every leaf [rows, length, ...] of a batch along its length, which must be one; "
+            f"got lengths {sorted(lengths)}"
+        )
+    order = zigzag(lengths.pop(), size)
+    return jax.tree.map(lambda leaf: leaf[:, order] if leaf.ndim > 1 else leaf, batch)
 
 
 def _check_batch(batch: PyTree, plan: BatchPlan) -> None:

@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.types import Last, LossOutput, Max, Min, Sum
+from jaxfb.types import Last, Max, Min, Sum
 
 PyTree = Any
 RECORD = (
@@ -29,9 +29,9 @@ def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> dict:
     return {name: reduce[type(metric)](metric, axes) for name, metric in metrics.items()}
 
 
-def means_of_microbatches(out: LossOutput) -> dict[str, jax.Array]:
+def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
     """name -> [num_microbatches] of total / weight on this replica, 0 where nothing was counted."""
-    return {name: term.value for name, term in out.terms.items()}
+    return {name: term.value for name, term in terms.items()}
 
 
 def _reduce_sum(metric: Sum, axes) -> Sum:
@@ -48,10 +48,10 @@ def _reduce_min(metric: Min, axes) -> Min:
 
 
 def _reduce_last(metric: Last, axes) -> Last:
-    """The last replica of the last microbatch holds the last rows."""
+    """The last replica of the last microbatch holds the last rows; the first of context, the last tokens."""
     here = jnp.asarray(True)
     for axis in axes:
-        here &= lax.axis_index(axis) == lax.axis_size(axis) - 1
+        here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
     last = metric.array[-1]
     return Last(_psum(jnp.where(here, last, jnp.zeros_like(last)), axes))
 

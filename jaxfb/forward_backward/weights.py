@@ -13,19 +13,25 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.compat import prune, silent
+from jaxfb.forward_backward.reduce import reduce_records
 from jaxfb.types import LossFn, Sum
 
 PyTree = Any
 NORMALIZATIONS = ("global", "microbatch", "none")
 
 
-def term_weights(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> dict:
+def term_weights(
+    loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None, cut: PyTree = None
+) -> dict:
     """Weights of every term in every microbatch of this replica: name -> [num_microbatches].
 
     Only the part of the loss function that the weights need is run; the forward itself is cut away.
+    A weight that reads tokens which a context axis cuts is a part, and summed over context; one that does not
+    (a number of rows, a constant) is whole already.
 
     Args:
       params: abstract parameters; their values are never read.
+      cut: tree like microbatches of bool, the leaves that a context axis cuts; None without one.
 
     Raises:
       ValueError: a weight depends on the parameters.
@@ -46,8 +52,21 @@ def term_weights(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: ja
 
     with jax.named_scope("weights"):
         weights = lax.scan(one, None, (microbatches, keys))[1]
+    weights = _whole_over_context(closed, tuple(shape), weights, params, cut)
     # else XLA merges the reduction of a single microbatch's weight with that of a metric that counts the same
     return lax.optimization_barrier(weights)
+
+
+def _whole_over_context(closed, names: tuple[str, ...], weights: dict, params: PyTree, cut: PyTree) -> dict:
+    if cut is None:
+        return weights
+    skip, cut = len(jax.tree.leaves(params)), jax.tree.leaves(cut)
+    parts = {}
+    for index, name in enumerate(names):
+        _, used = prune(closed, [position == index for position in range(len(names))])
+        if any(needed and part for needed, part in zip(used[skip:], cut, strict=False)):
+            parts[name] = weights[name]
+    return weights | reduce_records(parts, ("context",)) if parts else weights
 
 
 def _check_data_only(closed, params: PyTree, names: tuple[str, ...]) -> None:

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+ROUTER_SCORES = ("softmax", "sigmoid")
 ATTENTION_BACKENDS = ("auto", "xla", "cudnn")
+CONTEXT_ATTENTION = ("ring", "all_gather", "all_to_all")
 
 
 @dataclass(frozen=True)
@@ -22,7 +24,24 @@ class TransformerConfig:
     qk_norm:         RMSNorm over each query and key head (Qwen3).
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
     attention:       "auto" (cuDNN flash where it is supported, else XLA), "xla" or "cudnn".
+    context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
+                     "all_gather" or "all_to_all" (`jaxfb.parallel.context`).
     loss_chunk:      tokens whose logits exist at one time, both forward and backward.
+    logit_softcap:   logits become softcap * tanh(logits / softcap); None leaves them.
+    label_smoothing: share of each target that is spread over the vocabulary, a term of its own of the loss.
+    z_loss:          coefficient of the squared log normalizer, a term of its own of the loss.
+
+    A mixture of experts in every layer, in place of the MLP (Mixtral, DeepSeek), where num_experts is not 0:
+    experts_per_token:    how many of them each token goes to.
+    expert_mlp_size:      width of one expert; `mlp_size` if None.
+    shared_expert_size:   width of an expert that every token goes to as well; 0 for none.
+    router_scores:        "softmax" over all experts, or "sigmoid" of each.
+    router_renormalize:   the chosen experts' scores are divided by their sum.
+    router_scale:         and multiplied by this.
+    balance_coefficient:  of the balance loss of each sequence; the mean over layers of its mean over rows.
+    router_z_coefficient: of the squared log normalizer of the router; the mean over layers and tokens.
+    expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
+                          share of a device's microbatch: faster, but results then depend on how rows are split.
 
     Raises ValueError naming the field and the nearest legal choice.
     """
@@ -41,7 +60,21 @@ class TransformerConfig:
     qk_norm: bool = False
     dropout: float = 0.0
     attention: str = "auto"
+    context_attention: str = "ring"
     loss_chunk: int = 1024
+    logit_softcap: float | None = None
+    label_smoothing: float = 0.0
+    z_loss: float = 0.0
+    num_experts: int = 0
+    experts_per_token: int = 2
+    expert_mlp_size: int | None = None
+    shared_expert_size: int = 0
+    router_scores: str = "softmax"
+    router_renormalize: bool = True
+    router_scale: float = 1.0
+    balance_coefficient: float = 0.01
+    router_z_coefficient: float = 0.0
+    expert_capacity: float | None = None
 
     def __post_init__(self):
         _check_positive(self, ("vocab_size", "num_layers", "hidden_size", "num_heads", "loss_chunk"))
@@ -50,8 +83,12 @@ class TransformerConfig:
             _check_head_size_derives(self)
         _fill(self, head_size=self.hidden_size // self.num_heads)
         _check_positive(self, ("mlp_size", "num_kv_heads", "head_size", "rope_theta", "norm_eps"))
+        _fill(self, expert_mlp_size=self.mlp_size)
         _check_heads(self)
         _check_choices(self)
+        _check_loss(self)
+        if self.num_experts:
+            _check_experts(self)
 
 
 def num_params(config: TransformerConfig) -> int:
@@ -60,7 +97,8 @@ def num_params(config: TransformerConfig) -> int:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
     norms = 2 * width + (2 * size if config.qk_norm else 0)
-    layers = config.num_layers * (_layer_matmul_params(config) + biases + norms)
+    matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
+    layers = config.num_layers * (matmul + biases + norms)
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
 
@@ -68,17 +106,26 @@ def num_params(config: TransformerConfig) -> int:
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     """Floating-point operations that training spends on one token, forward and backward, no recomputation.
 
-    6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not), and for
+    6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not) that the token
+    meets, which are the experts that it goes to and not those that there are; and for
     attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal.
     """
-    matmul = config.num_layers * _layer_matmul_params(config) + config.vocab_size * config.hidden_size
+    layer = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
+    matmul = config.num_layers * layer + config.vocab_size * config.hidden_size
     attention = config.num_layers * config.num_heads * config.head_size * seq_len
     return 6 * matmul + 6 * attention
 
 
-def _layer_matmul_params(config: TransformerConfig) -> int:
-    attention = 2 * config.head_size * (config.num_heads + config.num_kv_heads)
-    return config.hidden_size * (attention + 3 * config.mlp_size)
+def _attention_matmul_params(config: TransformerConfig) -> int:
+    return config.hidden_size * 2 * config.head_size * (config.num_heads + config.num_kv_heads)
+
+
+def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
+    """Of the dense MLP, or of so many experts, the shared one and the router."""
+    if not config.num_experts:
+        return 3 * config.hidden_size * config.mlp_size
+    widths = experts * config.expert_mlp_size + config.shared_expert_size
+    return config.hidden_size * (3 * widths + config.num_experts)
 
 
 def _fill(config: TransformerConfig, **defaults) -> None:
@@ -119,7 +166,33 @@ def _check_heads(config: TransformerConfig) -> None:
 def _check_choices(config: TransformerConfig) -> None:
     if not 0 <= config.dropout < 1:
         raise ValueError(f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none")
-    if config.attention not in ATTENTION_BACKENDS:
+    for name, legal in (("attention", ATTENTION_BACKENDS), ("context_attention", CONTEXT_ATTENTION)):
+        if getattr(config, name) not in legal:
+            raise ValueError(f"[model] {name}={getattr(config, name)!r} must be one of {', '.join(legal)}")
+
+
+def _check_loss(config: TransformerConfig) -> None:
+    if not 0 <= config.label_smoothing < 1:
         raise ValueError(
-            f"[model] attention={config.attention!r} must be one of {', '.join(ATTENTION_BACKENDS)}"
+            f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none"
+        )
+    numbers = ("z_loss", "balance_coefficient", "router_z_coefficient", "num_experts", "shared_expert_size")
+    for name in numbers:
+        if getattr(config, name) < 0:
+            raise ValueError(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
+    for name in ("logit_softcap", "expert_capacity"):
+        if getattr(config, name) is not None and not getattr(config, name) > 0:
+            raise ValueError(f"[model] {name}={getattr(config, name)} must be positive; use null for none")
+
+
+def _check_experts(config: TransformerConfig) -> None:
+    _check_positive(config, ("experts_per_token", "expert_mlp_size", "router_scale"))
+    if config.experts_per_token > config.num_experts:
+        raise ValueError(
+            f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
+            f"{config.num_experts}; use experts_per_token {config.num_experts}"
+        )
+    if config.router_scores not in ROUTER_SCORES:
+        raise ValueError(
+            f"[model] router_scores={config.router_scores!r} must be one of {', '.join(ROUTER_SCORES)}"
         )

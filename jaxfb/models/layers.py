@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfb.models.config import TransformerConfig
+from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain
 
 Linear = partial(nnx.Linear, use_bias=False)
@@ -110,10 +111,11 @@ def rotate(x_RTHK: jax.Array, positions_RT: jax.Array, theta: float) -> jax.Arra
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax.Array:
     """Zeroes entries with probability `rate` and scales the rest; nothing without keys or rate.
 
-    Each row's mask depends on that row's key and `site` alone, never on how rows were split.
+    Each row's mask depends on that row's key and `site` alone, never on how rows were split; where a context
+    axis cuts the tokens, a device draws the whole row's and keeps its own.
 
     Args:
-      x: [rows, ...].
+      x: [rows, tokens, ...].
       keys: key[rows] or None.
       site: tells apart the places in a layer that draw from the same keys.
     """
@@ -122,6 +124,7 @@ def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax
     keep = 1 - rate
 
     def draw(key, row):
-        return jax.random.bernoulli(jax.random.fold_in(key, site), jnp.float32(keep), row.shape)
+        whole = (row.shape[0] * size_here(), *row.shape[1:])
+        return own_part(jax.random.bernoulli(jax.random.fold_in(key, site), jnp.float32(keep), whole), 0)
 
     return jnp.where(jax.vmap(draw)(keys, x), x / keep, 0)

@@ -6,12 +6,16 @@ What forward_backward runs. The modules are Flax; what leaves this file is pure 
      "layers": {"attention_norm", "attention": {"query", "key", "value", "output"}, "mlp_norm",
                 "mlp": {"gate", "up", "down"}}}          every leaf of "layers" stacked [num_layers, ...]
 
+With experts a layer has, in place of "mlp", "moe": {"router": {"kernel"}, "experts": {"gate", "up", "down"} in three
+arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a shared expert)}.
+
 Shapes: R = rows, T = tokens of a row, D = hidden_size, V = vocab_size.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -20,12 +24,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxfb.losses.cross_entropy import capped
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.attention import Attend, Attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
+from jaxfb.models.moe import MoE, counted_tokens
+from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, VocabularyParallel
+from jaxfb.types import LossOutput, Pipelined, Sum, VocabularyParallel
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -33,21 +40,40 @@ HeadLoss = Callable[..., LossOutput]
 
 
 class Block(nnx.Module):
-    """One layer: attention and MLP, each reading a normalised residual stream. [R, T, D] -> [R, T, D]."""
+    """One layer: attention, and an MLP or experts, each reading a normalised residual stream. [R, T, D] -> the same."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
         self.attention = Attention(config, rngs=rngs)
         self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
-        self.mlp = SwiGLU(config, rngs=rngs)
-        self.dropout = config.dropout
+        if config.num_experts:
+            self.moe = MoE(config, rngs=rngs)
+        else:
+            self.mlp = SwiGLU(config, rngs=rngs)
+        self.has_experts, self.dropout = bool(config.num_experts), config.dropout
 
     def __call__(
         self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
+        return self.with_terms(x_RTD, positions_RT, attend, keys)[:2]
+
+    def with_terms(
+        self,
+        x_RTD: jax.Array,
+        positions_RT: jax.Array,
+        attend: Attend,
+        keys: jax.Array | None = None,
+        counted_RT: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, dict[str, Sum]]:
+        """(hidden, what `attend` kept, the router's terms of the loss, of tokens where `counted_RT`)."""
         mixed, kept = self.attention(self.attention_norm(x_RTD), positions_RT, attend)
         x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
-        return x_RTD + dropout(self.mlp(self.mlp_norm(x_RTD)), self.dropout, keys, site=1), kept
+        normed, terms = self.mlp_norm(x_RTD), {}
+        if self.has_experts:
+            answer, terms = self.moe(normed, counted_RT)
+        else:
+            answer = self.mlp(normed)
+        return x_RTD + dropout(answer, self.dropout, keys, site=1), kept, terms
 
 
 def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
@@ -58,18 +84,32 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
 
     Args:
       config: the sizes.
-      loss: what the head computes; `next_token_loss` in chunks of `config.loss_chunk` if None.
+      loss: what the head computes; if None, `next_token_loss` in chunks of `config.loss_chunk`, with the
+        config's label smoothing, z-loss and soft cap.
     """
     if loss is None:
-        loss = partial(next_token_loss, chunk=config.loss_chunk)
+        loss = partial(
+            next_token_loss,
+            chunk=config.loss_chunk,
+            label_smoothing=config.label_smoothing,
+            z_loss=config.z_loss,
+            logit_softcap=config.logit_softcap,
+        )
     outer_of, block_of = rebuilder(Outer, config), rebuilder(Block, config)
 
     def embed(outer, microbatch, rng=None):
         return outer_of(outer).embed(microbatch["tokens"])
 
     def layer(layer_params, hidden, microbatch, rng=None):
-        attend = partial(_attend_packed, segments=microbatch.get("segments"), backend=config.attention)
-        return block_of(layer_params)(hidden, _positions(microbatch), attend, rng)[0]
+        attend = partial(
+            _attend_packed,
+            segments=microbatch.get("segments"),
+            backend=config.attention,
+            context=config.context_attention,
+        )
+        block, counted = block_of(layer_params), counted_tokens(microbatch) if config.num_experts else None
+        after, _, terms = block.with_terms(hidden, _positions(microbatch), attend, rng, counted)
+        return (after, terms) if terms else after
 
     def head(outer, hidden, microbatch, rng=None):
         module = outer_of(outer)
@@ -106,31 +146,42 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
 
 
 def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None) -> LossOutput:
-    """The head's output for one microbatch, without an engine: for evaluation by hand, and for tests."""
-    hidden = hidden_states(model, params, microbatch, rng)
-    return model.head(outer_params(params), hidden, microbatch, rng)
+    """The output for one microbatch, without an engine: for evaluation by hand, and for tests."""
+    hidden, terms = _run_layers(model, params, microbatch, rng)
+    out = model.head(outer_params(params), hidden, microbatch, rng)
+    return replace(out, terms={**out.terms, **terms}) if terms and isinstance(out, LossOutput) else out
 
 
 def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.Array:
     """All logits, float32[R, T, V] (float64 for float64 params): for small vocabularies and tests."""
     wide = jnp.promote_types(params["norm"]["scale"].dtype, jnp.float32)
-    model = transformer(config, loss=lambda x, kernel, _: jnp.matmul(x, kernel, preferred_element_type=wide))
-    return apply(model, params, microbatch)
+
+    def project(hidden, kernel, _):
+        return capped(jnp.matmul(hidden, kernel, preferred_element_type=wide), config.logit_softcap)
+
+    return apply(transformer(config, loss=project), params, microbatch)
 
 
 def hidden_states(
     model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None
 ) -> jax.Array:
     """Embeds and scans the layers, folding the row keys with each layer's index. float[R, T, D]."""
+    return _run_layers(model, params, microbatch, rng)[0]
+
+
+def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, dict[str, Sum]]:
+    """hidden_states, and the layers' own terms added over layers."""
 
     def step(hidden, indexed):
         index, layer_params = indexed
         keys = None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
-        return model.layer(layer_params, hidden, microbatch, keys), None
+        out = model.layer(layer_params, hidden, microbatch, keys)
+        return out if isinstance(out, tuple) else (out, {})
 
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     hidden = model.embed(outer_params(params), microbatch, rng)
-    return lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))[0]
+    hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
+    return hidden, {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in terms.items()}
 
 
 def outer_params(params: dict) -> dict:
@@ -138,13 +189,15 @@ def outer_params(params: dict) -> dict:
     return {name: value for name, value in params.items() if name != "layers"}
 
 
-def _attend_packed(query, key, value, *, segments, backend):
+def _attend_packed(query, key, value, *, segments, backend, context):
+    if size_here() > 1:
+        return context_attention(query, key, value, segments=segments, method=context), None
     return packed_attention(query, key, value, segments=segments, backend=backend), None
 
 
 def _positions(microbatch: Mapping) -> jax.Array:
     tokens = microbatch["tokens"]
-    return microbatch.get("positions", jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape))
+    return microbatch.get("positions", jnp.broadcast_to(token_index(tokens.shape[1]), tokens.shape))
 
 
 def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:

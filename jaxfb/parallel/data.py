@@ -70,8 +70,8 @@ def reduce_gradients(
     """Sums the local gradients over `axes`, each leaf once, leaving it cut the way `grad_specs` says.
 
     A dim cut over fsdp or data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
-    gather="layer" the fsdp part was already scattered by the backward of `materialize`. What pipe cuts is
-    each stage's own, and not summed over it.
+    gather="layer" the fsdp part was already scattered by the backward of `materialize`. What pipe or
+    expert cuts is a stage's or an expert's own, and not summed over it.
     """
 
     def reduce(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
@@ -81,7 +81,7 @@ def reduce_gradients(
             if axis in axes and axis not in summed and dim is not None:
                 grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
                 summed.add(axis)
-        summed |= {axis for entry in spec for axis in axes_of(entry) if axis == "pipe"}
+        summed |= {axis for entry in spec for axis in axes_of(entry) if axis in ("pipe", "expert")}
         rest = tuple(axis for axis in axes if axis not in summed)
         return lax.psum(grad, rest) if rest else grad
 

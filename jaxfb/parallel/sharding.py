@@ -57,15 +57,16 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
-def adopt(tree: PyTree, target: NamedSharding) -> PyTree:
-    """Moves to `target` what the caller committed to other devices, such as a batch on the first one."""
+def adopt(tree: PyTree, targets: PyTree) -> PyTree:
+    """Moves to `targets` (a NamedSharding, or a tree of them) what the caller committed to other devices."""
 
-    def move(leaf):
+    def move(leaf, target):
         if isinstance(leaf, jax.Array) and leaf.committed and leaf.sharding.device_set != target.device_set:
             return jax.device_put(leaf, target)
         return leaf
 
-    return tree if is_traced(tree) else jax.tree.map(move, tree)
+    targets = jax.tree.map(lambda _: targets, tree) if isinstance(targets, NamedSharding) else targets
+    return tree if is_traced(tree) else jax.tree.map(move, tree, targets)
 
 
 def manual_part(spec: P) -> P:

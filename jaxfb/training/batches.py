@@ -11,12 +11,11 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
-from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, Window
 from jaxfb.data import Loader, PackedRows
-from jaxfb.forward_backward import Microbatches, split
-from jaxfb.mesh import replica_axes
+from jaxfb.forward_backward import Microbatches, specs_of, split
+from jaxfb.parallel.sharding import shardings
 
 HostBatch = dict[str, np.ndarray]
 
@@ -71,9 +70,9 @@ def fill(batch: HostBatch, real: int, padded: int) -> HostBatch:
 
 
 def place(batch: HostBatch, plan: BatchPlan, mesh: Mesh) -> Microbatches:
-    """[rows, ...] on the host to [microbatches, rows, ...] on the mesh, rows cut over the replicas."""
-    sharding = NamedSharding(mesh, P(None, replica_axes(mesh)))
-    return jax.tree.map(lambda leaf: _to_devices(leaf, sharding), split(batch, plan))
+    """[rows, ...] on the host to [microbatches, rows, ...] on the mesh, cut over replicas and context."""
+    microbatches = split(batch, plan, mesh)
+    return jax.tree.map(_to_devices, microbatches, shardings(specs_of(microbatches, mesh), mesh))
 
 
 def _to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:

@@ -1,0 +1,275 @@
+"""The context axis: each device holds part of every sequence, and attention brings the parts together.
+
+Causal attention works hardest at the end of a sequence, so the cut is a zigzag: of 2C pieces device c holds
+pieces c and 2C-1-c, and all have the same work. Everything but `zigzag` runs inside `jax.shard_map`.
+
+Shapes: R = rows, T = tokens on this device, H = heads, G = kv heads, N = H / G, K = head size, C = context.
+Softmax statistics and sums are float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.sharding import AxisType
+
+AXIS = "context"
+METHODS = ("ring", "all_gather", "all_to_all")
+
+
+def zigzag(length: int, size: int) -> np.ndarray:
+    """The order that puts device c's pieces at places [c * length / size, (c + 1) * length / size): i32[length].
+
+    Raises:
+      ValueError: 2 * size does not divide the length.
+    """
+    if length % (2 * size):
+        below = length - length % (2 * size)
+        raise ValueError(
+            f"sequences of {length} tokens cannot be cut into 2 x context {size} = {2 * size} equal pieces; "
+            f"use a length of {' or '.join(str(n) for n in (below, below + 2 * size) if n)}"
+        )
+    pieces = np.arange(length, dtype=np.int32).reshape(2 * size, -1)
+    return np.concatenate([pieces[[c, 2 * size - 1 - c]].reshape(-1) for c in range(size)])
+
+
+def size_here() -> int:
+    """Number of devices a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.shape.get(AXIS, 1) == 1:
+        return 1
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    return mesh.shape[AXIS] if types[AXIS] == AxisType.Manual else 1
+
+
+def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
+    """Places in the whole sequence of the `length` tokens that `device` (this one by default) holds: i32[length]."""
+    size = size_here()
+    if size == 1:
+        return jnp.arange(length)
+    device = lax.axis_index(AXIS) if device is None else device
+    piece = jnp.arange(length // 2)
+    return jnp.concatenate([device * (length // 2) + piece, (2 * size - 1 - device) * (length // 2) + piece])
+
+
+def own_part(whole: jax.Array, dim: int) -> jax.Array:
+    """This device's tokens of an array that holds the whole sequence along `dim`."""
+    size = size_here()
+    return whole if size == 1 else jnp.take(whole, token_index(whole.shape[dim] // size), axis=dim)
+
+
+def context_attention(query, key, value, *, segments: jax.Array | None, method: str) -> jax.Array:
+    """Causal attention inside each segment, over the whole sequence.
+
+    Args:
+      query: float[R, T/context, H, K].  key, value: float[R, T/context, G, K], in zigzag order.
+      segments: i32[R, T/context] document ids, or None.
+      method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
+        devices' share of them; "all_gather" brings them all together; "all_to_all" exchanges tokens for heads
+        (Ulysses; C must divide G) and so runs any attention kernel.
+    Returns:
+      float[R, T/context, H, K].
+    """
+    if segments is None:
+        segments = jnp.ones(query.shape[:2], jnp.int32)
+    return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
+        query, key, value, segments
+    )
+
+
+def gathered(query, key, value, segments) -> jax.Array:
+    """Attention with all keys and values gathered over context; the transpose scatters their gradients."""
+    bring = lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True)  # noqa: E731
+    length, size = query.shape[1], size_here()
+    places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
+    mask = _visible(token_index(length), places, segments, bring(segments))
+    q, k, v = _grouped(query, key.shape[2]), bring(key), bring(value)
+    sums = _attend(_nothing(q), q, k, v, mask)
+    return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
+
+
+def exchanged(query, key, value, segments) -> jax.Array:
+    """Attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+    size = size_here()
+    if key.shape[2] % size:
+        raise ValueError(
+            f"context attention by all_to_all needs kv heads that context {size} divides, got {key.shape[2]}; "
+            'use method "ring"'
+        )
+    length = query.shape[1] * size
+    places = jnp.concatenate([token_index(query.shape[1], jnp.int32(device)) for device in range(size)])
+    order, back = jnp.argsort(places), places
+
+    def to_heads(x):
+        return jnp.take(lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True), order, axis=1)
+
+    q, k, v = to_heads(query), to_heads(key), to_heads(value)
+    whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
+    grouped = _grouped(q, k.shape[2])
+    mask = _visible(jnp.arange(length), jnp.arange(length), whole, whole)
+    sums = _attend(_nothing(grouped), grouped, k, v, mask)
+    out = (sums.out / sums.total[..., None]).astype(query.dtype).reshape(q.shape)
+    return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+@jax.custom_vjp
+def ring(query, key, value, segments) -> jax.Array:
+    """Ring attention (arXiv:2310.01889): online softmax while keys and values go round."""
+    return _ring_forward(query, key, value, segments)[0]
+
+
+class _Block(NamedTuple):
+    """Keys, values and segments of one device, on their way round."""
+
+    key: jax.Array
+    value: jax.Array
+    segments: jax.Array
+
+
+class _Sums(NamedTuple):
+    """Online softmax of a query's scores so far: out f[R, T, G, N, K]; top and total f[R, T, G, N]."""
+
+    out: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+def _ring_forward(query, key, value, segments):
+    q = _grouped(query, key.shape[2])
+    block = _Block(key, value, segments)
+
+    def add(sums, block, step):
+        return _on_visible_half(step, partial(_add_block, sums, q, segments), block)
+
+    sums = _attend(_nothing(q), q, key, value, _own_mask(query.shape[1], segments))
+
+    def turn(carry, step):
+        sums, block = carry
+        return (add(sums, block, step), _pass_on(block)), None
+
+    last = size_here() - 1
+    (sums, block), _ = lax.scan(turn, (sums, _pass_on(block)), jnp.arange(1, last))
+    sums = add(sums, block, last)
+    out = sums.out / sums.total[..., None]
+    result = out.astype(query.dtype).reshape(query.shape)
+    return result, (query, key, value, segments, out, sums.top + jnp.log(sums.total))
+
+
+def _ring_backward(residuals, cotangent):
+    query, key, value, segments, out, normalizer = residuals
+    q, wide = _grouped(query, key.shape[2]), out.dtype
+    d_out = _grouped(cotangent, key.shape[2]).astype(wide)
+    saved = (q, normalizer, d_out, jnp.sum(d_out * out, axis=-1))
+    d_query, d_key, d_value = _attend_backward(*saved, key, value, _own_mask(query.shape[1], segments))
+
+    def add(carry, step):
+        d_query, block, d_key, d_value = carry
+        dq, dk, dv = _on_visible_half(step, partial(_block_backward, saved, segments), block)
+        return d_query + dq, block, d_key + dk, d_value + dv
+
+    def turn(carry, step):
+        d_query, block, d_key, d_value = add(carry, step)
+        return (d_query, *_pass_on((block, d_key, d_value))), None
+
+    carry = (d_query, *_pass_on((_Block(key, value, segments), d_key, d_value)))
+    carry, _ = lax.scan(turn, carry, jnp.arange(1, size_here() - 1))
+    d_query, _, d_key, d_value = add(carry, size_here() - 1)
+    d_key, d_value = _pass_on((d_key, d_value))
+    return (
+        d_query.reshape(query.shape).astype(query.dtype),
+        d_key.astype(key.dtype),
+        d_value.astype(value.dtype),
+        None,
+    )
+
+
+ring.defvjp(_ring_forward, _ring_backward)
+
+
+def _on_visible_half(step, run, block):
+    """Runs on the half of (queries x keys) that is visible `step` places along the ring; no mask is left to do.
+
+    From a device before this one, all queries see its first piece and none its second; from one after, only
+    this device's second piece sees, and it sees both.
+    """
+    before = lax.axis_index(AXIS) - step >= 0
+    half = block.key.shape[1] // 2
+    first = jax.tree.map(lambda leaf: leaf[:, :half], block)
+    return lax.cond(before, lambda: run(0, first, half), lambda: run(half, block, 2 * half))
+
+
+def _add_block(sums, q, segments, start, block, _):
+    mask = segments[:, start:, None] == block.segments[:, None, :]
+    part = jax.tree.map(lambda leaf: leaf[:, start:], sums)
+    after = _attend(part, q[:, start:], block.key, block.value, mask)
+    return jax.tree.map(lambda whole, tail: jnp.concatenate([whole[:, :start], tail], 1), sums, after)
+
+
+def _block_backward(saved, segments, start, block, length):
+    mask = segments[:, start:, None] == block.segments[:, None, :]
+    part = [leaf[:, start:] for leaf in saved]
+    dq, dk, dv = _attend_backward(*part, block.key, block.value, mask)
+    missing = saved[0].shape[1] - length
+    tail = lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
+    return jnp.pad(dq, [(0, 0), (start, 0)] + [(0, 0)] * (dq.ndim - 2)), tail(dk), tail(dv)
+
+
+def _pass_on(tree):
+    size = size_here()
+    with jax.named_scope("context_ring"):
+        return lax.ppermute(tree, AXIS, [(device, (device + 1) % size) for device in range(size)])
+
+
+def _own_mask(length, segments):
+    places = token_index(length)
+    return _visible(places, places, segments, segments)
+
+
+def _visible(query_places, key_places, query_segments, key_segments):
+    """bool[R, T, S]: not later, and of the same document."""
+    causal = query_places[:, None] >= key_places[None, :]
+    return causal[None] & (query_segments[:, :, None] == key_segments[:, None, :])
+
+
+def _grouped(query, kv_heads):
+    rows, length, _, size = query.shape
+    return query.reshape(rows, length, kv_heads, -1, size)
+
+
+def _nothing(q) -> _Sums:
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    return _Sums(
+        jnp.zeros(q.shape, wide), jnp.full(q.shape[:-1], -jnp.inf, wide), jnp.zeros(q.shape[:-1], wide)
+    )
+
+
+def _scores(q, key, mask):
+    wide = jnp.promote_types(q.dtype, jnp.float32)
+    scores = jnp.einsum("rtgnk,rsgk->rtgns", q, key, preferred_element_type=wide) / q.shape[-1] ** 0.5
+    return jnp.where(mask[:, :, None, None, :], scores, -jnp.inf)
+
+
+def _attend(sums: _Sums, q, key, value, mask) -> _Sums:
+    """The sums with one more block of keys; a query that has seen nothing yet must see something in it."""
+    scores = _scores(q, key, mask)
+    top = jnp.maximum(sums.top, scores.max(-1))
+    probs, scale = jnp.exp(scores - top[..., None]), jnp.exp(sums.top - top)
+    added = jnp.einsum(
+        "rtgns,rsgk->rtgnk", probs.astype(value.dtype), value, preferred_element_type=top.dtype
+    )
+    return _Sums(sums.out * scale[..., None] + added, top, sums.total * scale + probs.sum(-1))
+
+
+def _attend_backward(q, normalizer, d_out, delta, key, value, mask):
+    """Gradients of one block: (d q, d key, d value), in the dtype of the sums."""
+    probs = jnp.exp(_scores(q, key, mask) - normalizer[..., None])
+    product = partial(jnp.einsum, preferred_element_type=d_out.dtype)
+    d_value = product("rtgns,rtgnk->rsgk", probs.astype(value.dtype), d_out.astype(value.dtype))
+    d_probs = product("rtgnk,rsgk->rtgns", d_out.astype(value.dtype), value)
+    d_scores = (probs * (d_probs - delta[..., None]) / q.shape[-1] ** 0.5).astype(q.dtype)
+    return product("rtgns,rsgk->rtgnk", d_scores, key), product("rtgns,rtgnk->rsgk", d_scores, q), d_value
