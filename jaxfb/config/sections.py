@@ -212,14 +212,18 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is laid out, never what is computed.
+    """How the work is laid out, never what is computed. The last two are a pipeline's.
 
     fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
     remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "full" (a layer).
+    head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
+    layers_per_stage: layers of each of the mesh.pipe * chunks stages, where they do not divide evenly.
     """
 
     fsdp_gather: Literal["layer", "step"] = "layer"
     remat: Literal["none", "selective", "full"] = "none"
+    head_placement: Literal["vocabulary", "rows", "last"] | None = None
+    layers_per_stage: tuple[int, ...] | None = None
 
 
 @dataclass(frozen=True)

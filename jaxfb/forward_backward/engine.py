@@ -144,7 +144,7 @@ class ForwardBackward:
         Raises:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
-        _check_call(self, model, params, plan, forward_only)
+        self.check(model, params, plan, forward_only)
         microbatches = split(batch, plan, self.mesh).leaves
         keys = split_keys(row_keys(rng, plan), plan)
         targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
@@ -152,6 +152,12 @@ class ForwardBackward:
         keys = sharding.adopt(keys, NamedSharding(self.mesh, rows_spec(self.mesh)))
         params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
         return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
+
+    def check(
+        self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
+    ) -> None:
+        """Raises the ValueError of a call with these (possibly abstract) params and this plan, if it would."""
+        _check_call(self, model, params, plan, forward_only)
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
@@ -218,10 +224,8 @@ def _core(
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
         return Accumulation(model, how)
-    layout = _layout(fb, schedule, params)
     placement = fb.head_placement_for(model, params)
-    check_rows(placement, plan.rows_per_microbatch, fb.pipe)
-    return Pipelining(model, how, schedule, layout, placement, fb.poison_bubbles)
+    return Pipelining(model, how, schedule, _layout(fb, schedule, params), placement, fb.poison_bubbles)
 
 
 def _layout(fb: ForwardBackward, schedule: schedules.Schedule, params: PyTree) -> pipe.Layout:
@@ -298,6 +302,7 @@ def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan
         num_layers(params)
         if schedule := fb.schedule_for(plan.num_microbatches):
             _layout(fb, schedule, params)
+            check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
     elif fb.pipe > 1:
         raise ValueError(
             f"a mesh with pipe={fb.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), got "

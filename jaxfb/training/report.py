@@ -20,7 +20,7 @@ from jaxfb.models.config import flops_per_token, num_params
 from jaxfb.training.run import Run
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.sample import continue_text
-from jaxfb.training.setup import Setup
+from jaxfb.training.setup import Setup, abstract_params
 
 
 def print_start(setup: Setup) -> None:
@@ -151,3 +151,7 @@ def _mesh(setup: Setup) -> Iterator[tuple[str, Any]]:
     axes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
     yield "axes", " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "one device"
     yield "processes", jax.process_count()
+    schedule = setup.eval_forward.schedule_for(setup.plan.train.num_microbatches)
+    if schedule is not None:
+        yield "pipeline", schedule.summary()
+        yield "head", setup.eval_forward.head_placement_for(setup.model, abstract_params(setup.config, setup.sizes))

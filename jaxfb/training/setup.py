@@ -104,7 +104,9 @@ def make_setup(config: Config, say: Callable[[str], None] = print) -> Setup:
     sizes = model_sizes(config, corpus.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     plan = run_plan(config, plans, len(corpus.train))
-    return Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
+    setup = Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
+    setup.eval_forward.check(setup.model, abstract_params(config, sizes), plans["train"])
+    return setup
 
 
 def train_plan(config: Config, mesh: Mesh) -> BatchPlan:
@@ -226,5 +228,10 @@ def _engine_options(config: Config, train: bool) -> dict[str, Any]:
         "fsdp_gather": config.parallel.fsdp_gather,
         "optimizer_sharding": config.optimizer.sharding,
     }
-    pipeline = {"schedule": config.schedule, "num_chunks": config.chunks}
-    return {**options, **pipeline} if config.mesh.pipe > 1 else options
+    pipeline = {
+        "schedule": config.schedule,
+        "num_chunks": config.chunks,
+        "head_placement": config.parallel.head_placement,
+        "layers_per_stage": config.parallel.layers_per_stage,
+    }
+    return {**options, **pipeline}
