@@ -15,13 +15,15 @@ from jax.sharding import PartitionSpec as P
 
 AXIS = "tensor"
 
-# (module, leaf) -> the dim of the unstacked leaf that is split; leaves not listed are whole on every device.
+# (module, leaf) -> the dim that is split, counted from the last; leaves not listed are whole on every device.
 _SPLIT_DIM = {
     **{(name, leaf): -1 for name in ("query", "key", "value", "gate", "up") for leaf in ("kernel", "bias")},
     **{(name, "kernel"): -2 for name in ("output", "down")},
     ("embed", "embedding"): -2,
     ("head", "kernel"): -1,
+    **{("experts", "gate"): -1, ("experts", "up"): -1, ("experts", "down"): -2},
 }
+_EXPERT_DIM = -3
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -56,10 +58,11 @@ def _is_automatic(mesh: Any, axis: str) -> bool:
 
 
 def transformer_param_specs(params: Any) -> Any:
-    """The PartitionSpec of every leaf of the built-in transformer's params, naming only `tensor`.
+    """The PartitionSpec of every leaf of the built-in transformer's params, naming `tensor`, and `expert` for experts.
 
     Queries, keys, values, gate and up are split by output, attention output and down by input, embedding
-    and head by vocabulary; norms are whole. The leading dim of stacked layers is never split.
+    and head by vocabulary, experts by expert besides; norms and routers are whole. The leading dim of stacked
+    layers is never split.
 
     Args:
       params: the tree of `init_params`, arrays or ShapeDtypeStructs.
@@ -76,6 +79,8 @@ def _leaf_spec(path: tuple, leaf: Any) -> P:
         return P()
     spec: list[str | None] = [None] * len(leaf.shape)
     spec[dim] = AXIS
+    if names[-2] == "experts":
+        spec[_EXPERT_DIM] = "expert"
     return P(*spec)
 
 
@@ -98,7 +103,8 @@ def check_tensor_divides(config: Any, tensor: int) -> None:
     Raises:
       ValueError: names the field, both numbers and the nearest legal choice.
     """
-    for name in ("num_heads", "num_kv_heads", "mlp_size", "vocab_size"):
+    mlp = ("expert_mlp_size", "shared_expert_size") if getattr(config, "num_experts", 0) else ("mlp_size",)
+    for name in ("num_heads", "num_kv_heads", *mlp, "vocab_size"):
         value = getattr(config, name)
         if value % tensor:
             raise ValueError(

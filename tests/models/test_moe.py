@@ -1,0 +1,314 @@
+"""Experts: a layer equals a plain loop over tokens, Mixtral's numbers are met, and no split changes a gradient."""
+
+import json
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+sys.path.insert(0, str(Path(__file__).parent))
+from hf_weights import hf_leaves, load_hf  # noqa: E402
+from test_golden import _microbatch, _same_gradients, _same_logits  # noqa: E402
+
+import jaxfb
+from jaxfb.models.attention import packed_attention
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.moe import MoE, balance_sum
+from jaxfb.models.transformer import Block, apply, init_params, logits, outer_params, rebuilder, transformer
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "mlp_size": 4, "loss_chunk": 16}
+SOFTMAX = TransformerConfig(**SIZES, num_experts=4, shared_expert_size=6, router_z_coefficient=0.3)
+SIGMOID = replace(
+    SOFTMAX, router_scores="sigmoid", router_renormalize=False, router_scale=2.5, shared_expert_size=0
+)
+SEGMENTS = np.array([[1, 1, 2, 2, 2], [1, 1, 1, 0, 0], [0, 0, 0, 0, 0]])
+COUNTED = SEGMENTS != 0
+
+
+def _layer_params(config):
+    params = jax.jit(lambda key: init_params(config, key, jnp.float64))(jax.random.key(0))
+    return jax.tree.map(lambda leaf: 3 * leaf[0], params["layers"]["moe"])
+
+
+def _scores(config, params, token):
+    scores = token @ params["router"]["kernel"]
+    return jax.nn.softmax(scores) if config.router_scores == "softmax" else jax.nn.sigmoid(scores)
+
+
+def _chosen(config, params, x, capacity):
+    """{(row, place): its experts}, and of those the ones that take it."""
+    chosen, kept, taken = {}, {}, np.zeros(config.num_experts, int)
+    for spot in zip(*np.nonzero(COUNTED), strict=True):
+        best = np.argsort(-np.asarray(_scores(config, params, x[spot])))[: config.experts_per_token]
+        taken[best] += 1
+        chosen[spot] = best
+        kept[spot] = [index for index in best if capacity is None or taken[index] <= capacity]
+    return chosen, kept
+
+
+def _plain(config, params, x, chosen, kept):
+    """A loop over tokens: answers [R, T, D], {name: (total, weight)}."""
+    answers, z = {}, 0.0
+    choices, probs = np.zeros((len(x), config.num_experts)), jnp.zeros((len(x), config.num_experts))
+    for spot in np.ndindex(COUNTED.shape):
+        token = x[spot] if COUNTED[spot] else jnp.zeros(x.shape[-1])
+        answers[spot] = 0 * token
+        if config.shared_expert_size:
+            answers[spot] += _swiglu(token, *(params["shared"][name]["kernel"] for name in KERNELS))
+        if COUNTED[spot]:
+            scores = _scores(config, params, token)
+            share = scores[chosen[spot]].sum() if config.router_renormalize else 1.0
+            for index in kept[spot]:
+                answer = _swiglu(token, *(params["experts"][name][index] for name in KERNELS))
+                answers[spot] += config.router_scale * scores[index] / share * answer
+            z += jax.nn.logsumexp(token @ params["router"]["kernel"]) ** 2
+            choices[spot[0], chosen[spot]] += 1
+            probs = probs.at[spot[0]].add(scores / scores.sum())
+    balance = sum(
+        config.num_experts / (config.experts_per_token * length) * (choices[row] * probs[row] / length).sum()
+        for row, length in enumerate(COUNTED.sum(1))
+        if length
+    )
+    losses = {
+        "balance": (config.balance_coefficient * balance, COUNTED.any(1).sum()),
+        "router_z": (config.router_z_coefficient * z, COUNTED.sum()),
+    }
+    return jnp.stack([answers[spot] for spot in np.ndindex(COUNTED.shape)]).reshape(x.shape), losses
+
+
+KERNELS = ("gate", "up", "down")
+
+
+def _swiglu(x, gate, up, down):
+    return (jax.nn.silu(x @ gate) * (x @ up)) @ down
+
+
+@pytest.mark.parametrize("capacity", [None, 0.75], ids=["dropless", "capacity"])
+@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
+    """Values and gradients; what padding holds, NaN here, reaches neither."""
+    config = replace(config, expert_capacity=capacity)
+    params, draw = _layer_params(config), np.random.default_rng(1)
+    cotangent, x = draw.normal(size=(2, *SEGMENTS.shape, 8))
+    x[~COUNTED] = np.nan
+    limit = None if capacity is None else int(np.ceil(capacity * SEGMENTS.size * 2 / 4))
+    chosen, kept = _chosen(config, params, x, limit)
+    assert (capacity is None) == (sum(map(len, kept.values())) == 2 * COUNTED.sum())
+    moe_of = rebuilder(MoE, config)
+
+    def ours(params, x):
+        answers, terms = moe_of(params)(x, jnp.asarray(COUNTED))
+        return answers, {name: (term.total, term.weight) for name, term in terms.items()}
+
+    def summed(layer):
+        def run(params, x):
+            answers, losses = layer(params, x)
+            total = (answers * cotangent).sum() + 0.7 * losses["balance"][0] + 0.2 * losses["router_z"][0]
+            return total, (answers, losses)
+
+        return jax.jit(jax.value_and_grad(run, (0, 1), has_aux=True))
+
+    wanted = summed(lambda params, x: _plain(config, params, x, chosen, kept))(params, jnp.asarray(x))
+    got = summed(ours)(params, x)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, wanted)
+
+
+def _mixtral():
+    """(config, params in float64, hf names of a tree like params)."""
+    directory = GOLDEN / "hf_mixtral_tiny"
+    hf, (config, params) = json.loads((directory / "config.json").read_text()), load_hf(directory)
+    tensors = load_file(directory / "model.safetensors")
+    config = replace(config, num_experts=hf["num_local_experts"], experts_per_token=hf["num_experts_per_tok"])
+    named = lambda name: np.stack([tensors[f"model.layers.{i}.block_sparse_moe.{name}"].T for i in range(2)])  # noqa: E731
+    params["layers"]["moe"] = {
+        "router": {"kernel": named("gate.weight")},
+        "experts": {
+            ours: np.stack([named(f"experts.{e}.{theirs}.weight") for e in range(config.num_experts)], axis=1)
+            for ours, theirs in THEIR_KERNELS.items()
+        },
+    }
+    return config, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
+
+
+THEIR_KERNELS = {"gate": "w1", "up": "w3", "down": "w2"}
+
+
+def _mixtral_leaves(params):
+    moe, leaves = params["layers"]["moe"], hf_leaves(params)
+    for layer, kernel in enumerate(moe["router"]["kernel"]):
+        prefix = f"model.layers.{layer}.block_sparse_moe"
+        leaves[f"{prefix}.gate.weight"] = kernel
+        for ours, theirs in THEIR_KERNELS.items():
+            for index, expert in enumerate(moe["experts"][ours][layer]):
+                leaves[f"{prefix}.experts.{index}.{theirs}.weight"] = expert
+    return leaves
+
+
+def _router_logits(config, params, microbatch):
+    """[layers, R, T, E], read from inside each layer."""
+    block_of, model = rebuilder(Block, config), transformer(config)
+    attend = lambda *qkv: (packed_attention(*qkv, segments=microbatch["segments"], backend="xla"), None)  # noqa: E731
+    hidden, found = model.embed(outer_params(params), microbatch), []
+    for index in range(config.num_layers):
+        weights = jax.tree.map(lambda leaf: leaf[index], params["layers"])  # noqa: B023
+        block = block_of(weights)
+        mixed, _ = block.attention(block.attention_norm(hidden), microbatch["positions"], attend)
+        found.append(block.moe.router(block.mlp_norm(hidden + mixed)).logits)
+        hidden = model.layer(weights, hidden, microbatch)[0]
+    return jnp.stack(found)
+
+
+def test_mixtral_is_theirs(golden):
+    """Logits, losses and every gradient; router logits, and the batch-scoped balance loss made of them."""
+    config, params = _mixtral()
+    model = transformer(replace(config, balance_coefficient=0.0))
+
+    @jax.jit
+    def run(params, microbatch):
+        loss, grads = jax.value_and_grad(lambda p: apply(model, p, microbatch).terms["cross_entropy"].value)(
+            params
+        )
+        return loss, grads, logits(config, params, microbatch), _router_logits(config, params, microbatch)
+
+    cases = [case for case in golden("llama_tiny.json")["cases"] if "mixtral" in case["name"]]
+    assert len(cases) == 6
+    for case in cases:
+        microbatch, expected = _microbatch(case["inputs"]), case["expected"]
+        loss, grads, all_logits, router_logits = run(params, microbatch)
+        _same_logits(all_logits, expected["logits"])
+        np.testing.assert_allclose(loss, expected["loss_from_logits_float64"], rtol=5e-6)
+        if "router_logits" in expected:
+            _same_router(router_logits, np.asarray(case["inputs"]["attention_mask"]), expected)
+        else:
+            _same_gradients(_mixtral_leaves(grads), expected)
+
+
+def _same_router(ours, attention_mask, expected):
+    (rows, length), real = attention_mask.shape, attention_mask != 0
+    ours = np.asarray(ours)[:, :rows, :length][:, real]
+    theirs = np.asarray(expected["router_logits"]).reshape(2, rows, length, -1)[:, real]
+    np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5)
+    probs = jax.nn.softmax(ours.reshape(-1, ours.shape[-1]))
+    chosen = jax.nn.one_hot(jax.lax.top_k(probs, 2)[1], probs.shape[-1]).sum(1)
+    aux = probs.shape[-1] * (chosen.mean(0) * probs.mean(0)).sum()
+    np.testing.assert_allclose(aux, expected["aux_loss"], rtol=5e-6)
+
+
+LAW = replace(SOFTMAX, tied_embeddings=True, z_loss=1e-2, label_smoothing=0.1, logit_softcap=4.0, dropout=0.1)
+ROWS, LENGTH = 16, 5
+
+
+def _batch():
+    """Packed rows of every length, two of them empty."""
+    draw = np.random.default_rng(2)
+    lengths = draw.integers(1, LENGTH + 1, ROWS)
+    lengths[[3, 10]] = 0
+    place = np.arange(LENGTH)
+    segments = np.where(place < lengths[:, None], 1 + (place >= 2), 0)
+    tokens = draw.integers(0, LAW.vocab_size, (2, ROWS, LENGTH))
+    return {
+        "tokens": np.where(segments > 0, tokens[0], 0),
+        "targets": tokens[1],
+        "loss_mask": (segments > 0) * draw.integers(0, 2, (ROWS, LENGTH)).astype(np.float64),
+        "segments": segments,
+    }
+
+
+@pytest.fixture(scope="module")
+def whole():
+    """(params, key, loss, terms and gradient of all rows at once, without the engine)."""
+    params, key = (
+        jax.jit(lambda key: init_params(LAW, key, jnp.float64))(jax.random.key(3)),
+        jax.random.key(4),
+    )
+    params = jax.tree.map(lambda leaf: 2 * leaf, params)
+    keys = jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(ROWS))
+
+    @jax.jit
+    def run(params):
+        def loss(params):
+            terms = apply(transformer(LAW), params, _batch(), keys).terms
+            return sum(term.value for term in terms.values()), terms
+
+        return jax.value_and_grad(loss, has_aux=True)(params)
+
+    return params, key, run(params)
+
+
+MESHES = [
+    ({"pipe": 2, "expert": 2, "fsdp": 2}, 2),
+    ({"data": 2, "tensor": 2}, 4),
+    *(
+        pytest.param(mesh, count, marks=pytest.mark.slow)
+        for mesh, count in [
+            ({}, 4),
+            ({"tensor": 2}, 2),
+            ({"pipe": 2, "data": 2}, 4),
+            ({"expert": 2}, 2),
+            ({"expert": 4, "tensor": 2}, 1),
+            ({"data": 2, "expert": 2}, 4),
+        ]
+    ),
+]
+
+
+def _name(mesh):
+    return "x".join(f"{axis}{size}" for axis, size in mesh.items()) or "one"
+
+
+@pytest.mark.parametrize(
+    "mesh, num_microbatches", MESHES, ids=lambda x: _name(x) if isinstance(x, dict) else f"M{x}"
+)
+def test_a_split_changes_nothing(whole, mesh, num_microbatches):
+    params, key, ((loss, terms), grads) = whole
+    replicas = int(
+        np.prod([size for axis, size in mesh.items() if axis in ("data", "fsdp", "expert")], dtype=int)
+    )
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh))
+    out = fb(transformer(LAW), params, _batch(), plan, key)
+    assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
+    _close((out.loss, out.terms, out.grads), (loss, terms, grads))
+
+
+def _close(got, wanted):
+    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
+        worst, scale = np.max(np.abs(np.asarray(a) - np.asarray(b))), np.max(np.abs(b))
+        assert worst <= 1e-12 * (scale or 1), (jax.tree_util.keystr(path), worst, scale)
+
+
+def test_an_even_row_has_a_balance_loss_of_one():
+    probs = jnp.full((1, 4, 4), 0.25)
+    even = jnp.array([[[0, 1], [2, 3], [1, 0], [3, 2]]])
+    np.testing.assert_allclose(balance_sum(probs, even, None), 1.0, rtol=1e-12)
+    one_sided = jnp.zeros((1, 4, 4)).at[..., 0].set(1.0)
+    np.testing.assert_allclose(balance_sum(one_sided, even[:, :, :1] * 0, None), 4.0, rtol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (
+            {"experts_per_token": 5},
+            "experts_per_token=5 must be at most num_experts=4; use experts_per_token 4",
+        ),
+        ({"router_scores": "relu"}, "router_scores='relu' must be one of softmax, sigmoid"),
+        ({"expert_capacity": 0.0}, "expert_capacity=0.0 must be positive"),
+        ({"label_smoothing": 1.5}, "label_smoothing=1.5 must be at least 0 and below 1"),
+    ],
+)
+def test_impossible_experts_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(SOFTMAX, **change)
+
+
+def test_parameters_are_counted():
+    for config in (SOFTMAX, replace(SIGMOID, expert_mlp_size=3)):
+        shapes = jax.eval_shape(lambda config=config: init_params(config, jax.random.key(0)))
+        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)) == num_params(config)
