@@ -32,8 +32,8 @@ class SplitBackward:
         jaxpr = self._program.jaxpr
         self._weight_vars = jaxpr.outvars[: self._weights.num_leaves]
         self._input_vars = jaxpr.outvars[self._weights.num_leaves :]
-        self._eqns_now = _needed(jaxpr.eqns, self._input_vars)
-        later = _needed(jaxpr.eqns, self._weight_vars)
+        self._eqns_now = needed(jaxpr.eqns, self._input_vars)
+        later = needed(jaxpr.eqns, self._weight_vars)
         self._eqns_later = [eqn for eqn in later if not any(eqn is other for other in self._eqns_now)]
         self._saved_vars = self._crossing()
 
@@ -67,7 +67,7 @@ class SplitBackward:
         return list(dict.fromkeys(v for v in read if not isinstance(v, Literal) and v in first))
 
 
-def _needed(eqns: list, outvars: list) -> list:
+def needed(eqns: list, outvars: list) -> list:
     """The equations on which those variables depend, in order."""
     wanted = {var for var in outvars if not isinstance(var, Literal)}
     kept = []

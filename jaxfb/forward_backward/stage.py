@@ -1,7 +1,7 @@
 """A stage: a run of layers forward, and backward either whole or as input gradients now, weight gradients later.
 
-The VJP of every layer is a pytree; its leaves that are at hand anyway (parameters, microbatch, keys) are left
-out, and the rest is what a slot of the pipeline holds between a forward and its backward.
+What a slot of the pipeline holds between a forward and its backward is a `Residual` of every layer, or the stage's
+input alone.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys
 from jaxfb.forward_backward.split import SplitBackward
 from jaxfb.types import Sum
@@ -60,7 +61,7 @@ class Stage:
 
     def __init__(self, layer: Callable, keep: str = "residuals", padded: bool = False):
         self._layer, self._keep, self._padded = layer, keep, padded
-        self._leaves = _VjpLeaves()
+        self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
     def forward(self, layers: Layers, hidden: PyTree, given: Given) -> tuple[PyTree, dict[str, Sum], PyTree]:
@@ -137,21 +138,23 @@ class Stage:
             name: t.weight for name, t in terms.items()
         }
 
+    def _vjp(self, at_hand: PyTree, hidden: PyTree):
+        """((hidden, totals), VJP to (params, hidden), weights) of one layer; at_hand: (params, microbatch, rng)."""
+        params, microbatch, rng = at_hand
+        return jax.vjp(lambda p, h: self._plain(p, h, microbatch, rng), params, hidden, has_aux=True)
+
     def _keeping_vjp(self, layer: Layers, hidden: PyTree, given: Given):
-        microbatch, rng = _context(layer, given)
-        out, vjp, weights = jax.vjp(
-            lambda p, h: self._plain(p, h, microbatch, rng), layer.params, hidden, has_aux=True
-        )
-        return out, weights, self._leaves.stored(vjp, (layer.params, microbatch, rng))
+        at_hand = (layer.params, *_context(layer, given))
+        out, vjp, weights = self._vjp(at_hand, hidden)
+        self._residual = self._residual or Residual(lambda *a: self._vjp(*a)[1], at_hand, hidden)
+        return out, weights, self._residual.kept(vjp)
 
     def _layer_backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, given: Given):
+        at_hand = (layer.params, *_context(layer, given))
         if self._keep == "residuals":
-            vjp = self._leaves.rebuilt(kept, (layer.params, *_context(layer, given)))
-            return vjp((cotangent, seeds))
-        microbatch, rng = _context(layer, given)
-        (_, totals), vjp, _ = jax.vjp(
-            lambda p, h: self._plain(p, h, microbatch, rng), layer.params, kept, has_aux=True
-        )
+            vjp = self._residual.rebuilt(kept, at_hand)
+        else:
+            _, vjp, _ = self._vjp(at_hand, kept)
         return vjp((cotangent, seeds))
 
     def _arguments(self, layer, kept, cotangent, seeds, given) -> tuple[PyTree, PyTree]:
@@ -202,23 +205,6 @@ class Stage:
             if self._padded
             else tree
         )
-
-
-class _VjpLeaves:
-    """Which leaves of a layer's VJP are at hand anyway. Learnt when a forward is traced, used by its backward."""
-
-    def stored(self, vjp: PyTree, at_hand: PyTree) -> list:
-        """The leaves to keep."""
-        leaves, self._tree = jax.tree.flatten(vjp)
-        position = {id(leaf): index for index, leaf in enumerate(jax.tree.leaves(at_hand))}
-        self._sources = [position.get(id(leaf)) for leaf in leaves]
-        return [leaf for leaf, source in zip(leaves, self._sources, strict=True) if source is None]
-
-    def rebuilt(self, stored: list, at_hand: PyTree) -> Callable:
-        """The VJP again."""
-        stored, at_hand = iter(stored), jax.tree.leaves(at_hand)
-        leaves = [next(stored) if source is None else at_hand[source] for source in self._sources]
-        return jax.tree.unflatten(self._tree, leaves)
 
 
 def _places(layers: Layers) -> jax.Array:
