@@ -1,0 +1,135 @@
+"""Experts cut over devices answer as if on one: for every routing, values and gradients, on either collective."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.hlo import collectives
+from jaxfb.parallel import expert
+
+TOKENS, CHOICES, WIDTH, EXPERTS, DEVICES = 12, 2, 3, 8, 4
+
+
+def _routings():
+    """i32[TOKENS, CHOICES] each: even, random, everything to two experts of one device, and with dropped choices."""
+    draw = np.random.default_rng(0)
+    different = np.stack([draw.permutation(EXPERTS)[:CHOICES] for _ in range(TOKENS)])
+    return {
+        "random": different,
+        "one device": np.tile([7, 6], (TOKENS, 1)),
+        "one expert each": np.stack([np.arange(TOKENS) % 4, 4 + np.arange(TOKENS) % 4], axis=1),
+        "some to nobody": np.where(draw.random((TOKENS, CHOICES)) < 0.5, EXPERTS, different),
+        "all to nobody": np.full((TOKENS, CHOICES), EXPERTS),
+    }
+
+
+def _layer(capacity, x, kernels, chosen):
+    run = lambda rows, sizes: jnp.sin(lax.ragged_dot(rows, kernels, sizes))  # noqa: E731
+    return expert.dispatch(run, x, chosen, EXPERTS, kernels.shape[0], capacity)
+
+
+def _plain(x, kernels, chosen):
+    """Every expert for every token, of which each choice picks one."""
+    every = jnp.sin(jnp.einsum("td,edf->tef", x, kernels))
+    padded = jnp.concatenate([every, jnp.zeros_like(every[:, :1])], axis=1)
+    return jnp.take_along_axis(padded, chosen[..., None], axis=1)
+
+
+def _with_grads(layer):
+    def run(x, kernels, chosen, cotangent):
+        out, vjp = jax.vjp(lambda x, kernels: layer(x, kernels, chosen), x, kernels)
+        return out, *vjp(cotangent)
+
+    return run
+
+
+def _cut(layer, devices=DEVICES):
+    """The layer with tokens and experts over `expert`, and gradients of the experts left where they are."""
+    mesh = jax.make_mesh(
+        (devices,), ("expert",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
+    )
+    spec = P("expert")
+    return jax.jit(
+        jax.shard_map(
+            _with_grads(layer), mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 3, check_vma=False
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def inputs():
+    draw = np.random.default_rng(1)
+    shapes = ((TOKENS, WIDTH), (EXPERTS, WIDTH, WIDTH), (TOKENS, CHOICES, WIDTH))
+    return [draw.normal(size=shape) for shape in shapes]
+
+
+def _check(run, inputs):
+    x, kernels, cotangent = inputs
+    for name, chosen in _routings().items():
+        wanted = _with_grads(_plain)(x, kernels, jnp.asarray(chosen), cotangent)
+        got = run(x, kernels, chosen.astype(np.int32), cotangent)
+        for a, b in zip(got, wanted, strict=True):
+            np.testing.assert_allclose(a, b, rtol=0, atol=1e-13, err_msg=name)
+
+
+@pytest.mark.parametrize("devices", [1, 2, 4])
+def test_no_token_is_lost_for_any_routing(inputs, devices):
+    _check(_cut(lambda *args: _layer(None, *args), devices), inputs)
+
+
+def test_one_exchange_there_and_one_back(inputs):
+    x, kernels, cotangent = inputs
+    run = _cut(lambda *args: _layer(None, *args))
+    text = run.lower(x, kernels, _routings()["random"].astype(np.int32), cotangent).compile().as_text()
+    kinds = [one.kind for one in collectives(text)]
+    assert sorted(kinds) == ["all-gather"] + ["all-to-all"] * 4
+
+
+def _ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
+    """What the documentation of `lax.ragged_all_to_all` says, written with an all-gather; NaN where sizes disagree."""
+    me = lax.axis_index(axis_name)
+    operands = lax.all_gather(operand, axis_name)
+    starts, sizes, places = (
+        lax.all_gather(values, axis_name)[:, me] for values in (input_offsets, send_sizes, output_offsets)
+    )
+    row = jnp.arange(output.shape[0])
+    for source in range(operands.shape[0]):
+        here = (row >= places[source]) & (row < places[source] + sizes[source])
+        moved = operands[source][jnp.clip(row - places[source] + starts[source], 0, operand.shape[0] - 1)]
+        output = jnp.where(here[:, None], moved, output)
+    return jnp.where((sizes == recv_sizes).all(), output, jnp.nan)
+
+
+def test_the_ragged_exchange_of_other_platforms_is_the_same(inputs, monkeypatch):
+    monkeypatch.setattr(lax, "ragged_all_to_all", _ragged_all_to_all)
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    _check(_cut(lambda *args: _layer(None, *args)), inputs)
+
+
+def test_with_a_capacity_each_device_keeps_the_first_choices(inputs):
+    x, kernels, cotangent = inputs
+    got, *_ = _cut(lambda *args: _layer(1, *args))(
+        x, kernels, _routings()["one device"].astype(np.int32), cotangent
+    )
+    everything = _plain(x, kernels, jnp.asarray(_routings()["one device"]))
+    first = np.arange(TOKENS) % (TOKENS // DEVICES) == 0
+    np.testing.assert_allclose(got, np.where(first[:, None, None], everything, 0), rtol=0, atol=1e-13)
+
+
+def test_experts_that_do_not_divide_are_refused(inputs):
+    config = SimpleNamespace(num_experts=6)
+    expert.check_expert_divides(config, 3)
+    expert.check_expert_divides(SimpleNamespace(num_experts=0), 4)
+    with pytest.raises(
+        ValueError, match="num_experts=6 must be a multiple of expert=4; use num_experts 8 or expert 3"
+    ):
+        expert.check_expert_divides(config, 4)
+    x, kernels, _ = inputs
+    with pytest.raises(ValueError, match="8 experts over expert=1 are 8 a device, the weights hold 4"):
+        _layer(None, x, kernels[:4], jnp.zeros((TOKENS, 1), jnp.int32))
