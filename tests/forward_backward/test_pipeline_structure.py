@@ -1,0 +1,176 @@
+"""Law 5 and 6 under a pipeline, on the compiled program: flat memory, one reduction, nothing that grows with M."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import toy
+from flax import nnx
+
+import jaxfb
+from jaxfb.forward_backward.sequential import layer_output
+from jaxfb.forward_backward.stage import Given, Layers, Stage
+from jaxfb.hlo import collectives, traffic
+from jaxfb.schedules import make
+
+ROWS, SEQ, WIDTH, LAYERS = 16, 16, 64, 8
+HIDDEN_BYTES = ROWS * SEQ * WIDTH * 4
+
+
+def embed(outer, microbatch, rng):
+    return outer["rows"][microbatch["token"]][:, None] * outer["columns"]
+
+
+def layer(weights, hidden, microbatch, rng):
+    return hidden + jnp.tanh(hidden @ weights)
+
+
+def head(outer, hidden, microbatch, rng):
+    return jaxfb.Sum((hidden @ outer["columns"].T).mean(2).sum(), float(ROWS))
+
+
+def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
+    """Every microbatch is so many rows of a model whose hidden is far larger than what a row is given as."""
+    float32 = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)  # noqa: E731
+    params = {
+        "rows": float32(8, WIDTH),
+        "columns": float32(SEQ, WIDTH),
+        "layers": float32(LAYERS, WIDTH, WIDTH),
+    }
+    plan = jaxfb.BatchPlan(rows=num_microbatches * data * ROWS, rows_per_microbatch=ROWS, data_parallel=data)
+    mesh = jaxfb.make_mesh(pipe=4, data=data)
+    fb = jaxfb.get_forward_backward_func(mesh, kind, num_chunks=num_chunks, **options)
+    call = jax.jit(lambda params, batch: fb(jaxfb.Pipelined(embed, layer, head), params, batch, plan))
+    lowered = call.lower(params, {"token": jax.ShapeDtypeStruct((plan.rows,), np.int32)})
+    return mesh, lowered.as_text(), lowered.compile()
+
+
+@pytest.mark.parametrize(
+    "kind, chunks, remat",
+    [
+        ("1f1b", 1, "none"),
+        ("v_shape", 2, "full"),
+        pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "none", marks=pytest.mark.slow),
+        pytest.param("interleaved", 2, "full", marks=pytest.mark.slow),
+        pytest.param("zero_bubble", 1, "none", marks=pytest.mark.slow),
+        pytest.param("zero_bubble", 2, "selective", marks=pytest.mark.slow),
+        pytest.param("v_shape", 2, "none", marks=pytest.mark.slow),
+    ],
+)
+def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(kind, chunks, remat):
+    sizes, lines, loops = [], [], []
+    for count in (8, 32, 64):
+        _, text, program = compiled(kind, count, chunks, remat=remat)
+        sizes.append(program.memory_analysis().temp_size_in_bytes)
+        lines.append(len(text.splitlines()))
+        loops.append(text.count("stablehlo.while"))
+    assert max(sizes) <= 1.02 * min(sizes), sizes
+    assert lines[0] == lines[1] == lines[2] and loops[0] == loops[1] == loops[2], (lines, loops)
+    assert len({len(make(kind, 4, count, chunks).phases) for count in (8, 32, 64)}) == 1
+
+
+def test_memory_is_the_slots_of_the_schedule():
+    """GPipe holds every microbatch, 1f1b 2P - 1 of them; the difference is slots and nothing else."""
+    sizes = {count: compiled("gpipe", count)[2].memory_analysis().temp_size_in_bytes for count in (8, 32)}
+    kept = 2 * LAYERS // 4 * HIDDEN_BYTES  # a layer keeps its input and its tanh
+    assert 24 * kept <= sizes[32] - sizes[8] <= 1.5 * 24 * (kept + HIDDEN_BYTES)
+
+
+def test_one_gradient_reduction_a_call_and_permutes_as_the_schedule_says():
+    """Over data: each gradient once. Over pipe: a hidden a tick each way, the ends' gradients and records once."""
+    seen = []
+    for count in (2, 8):
+        mesh, _, program = compiled("1f1b", count, data=2)
+        found = collectives(program.as_text())
+        over_data = [one for one in found if "data" in one.axes(mesh)]
+        assert all(one.times == 1 for one in over_data)
+        reduced = [one for one in over_data if "reduce_gradients" in one.op_name]
+        kinds = [one.kind for one in reduced]
+        assert kinds == ["all-reduce"] * 2  # the stages' layers; the ends, over pipe as well
+        gradients = 4 * WIDTH * (8 + SEQ + LAYERS // 4 * WIDTH)
+        assert gradients <= sum(one.bytes for one in reduced) < gradients + 5_000  # padded records ride along
+        seen.append(traffic(over_data))
+
+        along_pipe = [one for one in found if one.axes(mesh) == ("pipe",)]
+        assert {one.kind for one in along_pipe} <= {"collective-permute", "all-reduce"}
+        assert all(one.times == 1 for one in along_pipe if one.kind == "all-reduce")
+        arrays, size = traffic(along_pipe)["collective-permute"]
+        ticks = count + 3  # with a forward, and as many with a backward
+        assert (arrays, size) == (2 * ticks, 2 * ticks * HIDDEN_BYTES)
+    assert seen[0] == seen[1]
+
+
+def test_layers_change_places_once_a_call_if_a_device_holds_several_chunks():
+    """By permutes of whole chunks before and after the loops; no gather, whatever the placement."""
+    for kind in ("interleaved", "v_shape"):
+        mesh, _, program = compiled(kind, 4, 2)
+        found = [one for one in collectives(program.as_text()) if "pipe" in one.axes(mesh)]
+        assert {one.kind for one in found} <= {"collective-permute", "all-reduce"}
+        moved = [one for one in found if one.kind == "collective-permute" and one.times == 1]
+        chunk = LAYERS // 8 * WIDTH * WIDTH * 4
+        layers = [one.bytes for one in moved if one.bytes != HIDDEN_BYTES]
+        assert layers and all(size == chunk for size in layers) and len(layers) <= 2 * 2 * 2
+
+
+def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
+    """Shapes of what a slot keeps of a stage of two layers, the layer dim left out."""
+    stage = Stage(lambda *given: layer_output(layer(*given)), **options)
+    layers = Layers(params, jnp.arange(2), jnp.ones(2, bool))
+    given = Given(microbatch or {}, rng)
+    residual = jax.eval_shape(stage.forward, layers, hidden, given)[2]
+    return sorted(
+        leaf.shape if options.get("keep") == "input" else leaf.shape[1:] for leaf in jax.tree.leaves(residual)
+    )
+
+
+HIDDEN, KERNEL = (3, 5, 8), (8, 8)
+
+
+@pytest.mark.parametrize(
+    "product",
+    [
+        lambda hidden, kernel: hidden @ kernel,
+        lambda hidden, kernel: hidden @ kernel.T,
+        lambda hidden, kernel: (hidden.astype(jnp.bfloat16) @ kernel.astype(jnp.bfloat16)).astype(
+            hidden.dtype
+        ),
+        lambda hidden, kernel: jnp.einsum("btd,dhk->bthk", hidden, kernel.reshape(8, 2, 4)).reshape(
+            hidden.shape
+        ),
+        lambda hidden, kernel: hidden @ (kernel / jnp.linalg.norm(kernel, axis=0)),
+    ],
+    ids=["plain", "transposed", "cast", "reshaped", "normalised"],
+)
+def test_no_parameter_is_kept_in_any_disguise(product):
+    """A copy of a weight in a slot would be there once for each microbatch in flight."""
+    params, hidden = jax.ShapeDtypeStruct((2, *KERNEL), np.float64), jax.ShapeDtypeStruct(HIDDEN, np.float64)
+    assert kept_of(lambda p, h, *_: product(h, p), params, hidden) == [HIDDEN]
+
+
+def test_a_flax_layer_in_bfloat16_keeps_activations_alone():
+    module = nnx.Linear(8, 8, dtype=jnp.bfloat16, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(module)
+    params = jax.tree.map(lambda leaf: jnp.stack([leaf, leaf]), nnx.to_pure_dict(state))
+    kept = kept_of(lambda p, h, *_: nnx.merge(graph, p)(h).astype(h.dtype), params, jnp.zeros(HIDDEN))
+    assert kept == [HIDDEN]
+
+
+def test_what_a_layer_of_the_toy_keeps():
+    """Its matmul's input, its tanh and what it squares; of dropout the mask, which would cost random bits again."""
+    params, hidden = toy.params(layers=2)["layers"], jnp.zeros((3, toy.SEQ, toy.WIDTH))
+    rng = jax.random.split(jax.random.key(0), 3)
+    assert set(kept_of(toy.layer, params, hidden, rng=rng)) <= {hidden.shape, ()}
+    assert kept_of(toy.layer, params, hidden, rng=rng, keep="input") == [hidden.shape]
+
+
+def test_masks_made_of_the_microbatch_are_made_again():
+    def layer(kernel, hidden, microbatch, rng):
+        same = microbatch["segments"][:, :, None] == microbatch["segments"][:, None]
+        scores = jnp.where(same, hidden @ hidden.swapaxes(1, 2), -1.0)
+        return hidden + scores @ (hidden @ kernel)
+
+    kept = kept_of(
+        layer, jnp.zeros((2, *KERNEL)), jnp.zeros(HIDDEN), {"segments": jnp.zeros((3, 5), jnp.int32)}
+    )
+    assert (3, 5, 5) in kept and kept.count((3, 5, 5)) == 1  # the scores, not the mask
