@@ -27,7 +27,7 @@ def term_weights(
 
     Only the part of the loss function that the weights need is run; the forward itself is cut away.
     A weight that reads tokens which a context axis cuts is a part, and summed over context; one that does not
-    (a number of rows, a constant) is whole already.
+    (a number of rows or tokens, a constant) is what it would be of whole sequences.
 
     Args:
       params: abstract parameters; their values are never read.
@@ -36,50 +36,68 @@ def term_weights(
     Raises:
       ValueError: a weight depends on the parameters.
     """
-    first = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (microbatches, keys))
-    closed, shape = jax.make_jaxpr(
-        lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()},
-        return_shape=True,
-    )(params, *first)
-    closed = silent(closed)
-    _check_data_only(closed, params, tuple(shape))
-    run, used = prune(closed, [True] * len(shape))
-    used_data = used[len(jax.tree.leaves(params)) :]
-
-    def one(_, inputs):
-        leaves = [leaf for leaf, needed in zip(jax.tree.leaves(inputs), used_data, strict=True) if needed]
-        return None, dict(zip(shape, run(*leaves), strict=True))
-
+    program = _WeightsProgram(loss_fn, params, microbatches, keys)
+    program.check_data_only(params)
     with jax.named_scope("weights"):
-        weights = lax.scan(one, None, (microbatches, keys))[1]
-    weights = _whole_over_context(closed, tuple(shape), weights, params, cut)
+        if cut is None:
+            weights = program.run(program.names)
+        else:
+            parts = program.names_reading(cut)
+            whole = _WeightsProgram(loss_fn, params, microbatches, keys, cut)
+            weights = whole.run([name for name in program.names if name not in parts])
+            weights |= reduce_records(program.run(parts), ("context",)) if parts else {}
     # else XLA merges the reduction of a single microbatch's weight with that of a metric that counts the same
     return lax.optimization_barrier(weights)
 
 
-def _whole_over_context(closed, names: tuple[str, ...], weights: dict, params: PyTree, cut: PyTree) -> dict:
-    if cut is None:
-        return weights
-    skip, cut = len(jax.tree.leaves(params)), jax.tree.leaves(cut)
-    parts = {}
-    for index, name in enumerate(names):
-        _, used = prune(closed, [position == index for position in range(len(names))])
-        if any(needed and part for needed, part in zip(used[skip:], cut, strict=False)):
-            parts[name] = weights[name]
-    return weights | reduce_records(parts, ("context",)) if parts else weights
+class _WeightsProgram:
+    """The loss function traced for its weights. `cut`: as if the leaves that context cuts were whole."""
 
+    def __init__(self, loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: Any, cut: PyTree = None):
+        def abstract(leaf, is_cut=False):
+            length = (leaf.shape[2] * lax.axis_size("context"),) if is_cut else leaf.shape[2:3]
+            return jax.ShapeDtypeStruct((*leaf.shape[1:2], *length, *leaf.shape[3:]), leaf.dtype)
 
-def _check_data_only(closed, params: PyTree, names: tuple[str, ...]) -> None:
-    paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-    for index, name in enumerate(names):
-        _, used = prune(closed, [position == index for position in range(len(names))])
-        guilty = [path for path, needed in zip(paths, used, strict=False) if needed]
-        if guilty:
-            raise ValueError(
-                f"the weight of term {name!r} must depend on the data alone, but it depends on "
-                f"params{guilty[0]}{' and others' if len(guilty) > 1 else ''}; weights are summed before the "
-                "first backward, so count rows or mask tokens and put what depends on params into the total"
-            )
+        shapes = jax.tree.map(abstract, microbatches, *(() if cut is None else (cut,)))
+        traced, shape = jax.make_jaxpr(
+            lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()},
+            return_shape=True,
+        )(params, shapes, jax.tree.map(abstract, keys))
+        self._program, self._data = silent(traced), (microbatches, keys)
+        self._num_params = len(jax.tree.leaves(params))
+        self.names = list(shape)
+
+    def run(self, names: list[str]) -> dict:
+        """name -> [num_microbatches]."""
+        function, used = prune(self._program, [name in names for name in self.names])
+        used, chosen = used[self._num_params :], [name for name in self.names if name in names]
+
+        def one(_, inputs):
+            leaves = [leaf for leaf, needed in zip(jax.tree.leaves(inputs), used, strict=True) if needed]
+            return None, dict(zip(chosen, function(*leaves), strict=True))
+
+        return lax.scan(one, None, self._data)[1]
+
+    def names_reading(self, cut: PyTree) -> list[str]:
+        """The terms whose weight reads one of those leaves of the microbatch."""
+        leaves = jax.tree.leaves(cut)
+        reads = lambda name: self._used_by(name)[self._num_params :]  # noqa: E731
+        return [name for name in self.names if any(map(min, zip(reads(name), leaves, strict=False)))]
+
+    def check_data_only(self, params: PyTree) -> None:
+        """Raises ValueError if a weight depends on the parameters."""
+        paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+        for name in self.names:
+            guilty = [path for path, used in zip(paths, self._used_by(name), strict=False) if used]
+            if guilty:
+                raise ValueError(
+                    f"the weight of term {name!r} must depend on the data alone, but it depends on "
+                    f"params{guilty[0]}{' and others' if len(guilty) > 1 else ''}; weights are summed before the "
+                    "first backward, so count rows or mask tokens and put what depends on params into the total"
+                )
+
+    def _used_by(self, name: str) -> list[bool]:
+        return prune(self._program, [other == name for other in self.names])[1]
 
 
 def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any, dtype: Any) -> dict:
