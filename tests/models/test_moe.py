@@ -201,7 +201,7 @@ def _same_router(ours, attention_mask, expected):
 
 
 LAW = replace(SOFTMAX, tied_embeddings=True, z_loss=1e-2, label_smoothing=0.1, logit_softcap=4.0, dropout=0.1)
-ROWS, LENGTH = 16, 5
+ROWS, LENGTH = 16, 8
 
 
 def _batch():
@@ -210,7 +210,7 @@ def _batch():
     lengths = draw.integers(1, LENGTH + 1, ROWS)
     lengths[[3, 10]] = 0
     place = np.arange(LENGTH)
-    segments = np.where(place < lengths[:, None], 1 + (place >= 2), 0)
+    segments = np.where(place < lengths[:, None], 1 + (place >= 3), 0)
     tokens = draw.integers(0, LAW.vocab_size, (2, ROWS, LENGTH))
     return {
         "tokens": np.where(segments > 0, tokens[0], 0),
@@ -241,37 +241,42 @@ def whole():
     return params, key, run(params)
 
 
-MESHES = [
-    ({"pipe": 2, "expert": 2, "fsdp": 2}, 2),
-    ({"data": 2, "tensor": 2}, 4),
+SPLITS = [
+    ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {}),
+    ({"data": 2, "tensor": 2}, 4, {}),
     *(
-        pytest.param(mesh, count, marks=pytest.mark.slow)
-        for mesh, count in [
-            ({}, 4),
-            ({"tensor": 2}, 2),
-            ({"pipe": 2, "data": 2}, 4),
-            ({"expert": 2}, 2),
-            ({"expert": 4, "tensor": 2}, 1),
-            ({"data": 2, "expert": 2}, 4),
+        pytest.param(*split, marks=pytest.mark.slow)
+        for split in [
+            ({}, 4, {"remat": "full"}),
+            ({"tensor": 2}, 2, {}),
+            ({"pipe": 2, "data": 2}, 4, {}),
+            ({"expert": 4, "tensor": 2}, 1, {}),
+            ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
+            ({"context": 2, "expert": 2}, 2, {}),
+            ({"pipe": 2, "context": 2, "tensor": 2}, 2, {}),
+            ({"pipe": 2, "expert": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
+            ({"fsdp": 2, "expert": 2}, 2, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
         ]
     ),
 ]
 
 
-def _name(mesh):
-    return "x".join(f"{axis}{size}" for axis, size in mesh.items()) or "one"
+def _name(value):
+    return (
+        "-".join(f"{key}{part}" for key, part in value.items()) or "-"
+        if isinstance(value, dict)
+        else f"M{value}"
+    )
 
 
-@pytest.mark.parametrize(
-    "mesh, num_microbatches", MESHES, ids=lambda x: _name(x) if isinstance(x, dict) else f"M{x}"
-)
-def test_a_split_changes_nothing(whole, mesh, num_microbatches):
+@pytest.mark.parametrize("mesh, num_microbatches, options", SPLITS, ids=_name)
+def test_a_split_changes_nothing(whole, mesh, num_microbatches, options):
     params, key, ((loss, terms), grads) = whole
     replicas = int(
         np.prod([size for axis, size in mesh.items() if axis in ("data", "fsdp", "expert")], dtype=int)
     )
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh))
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
     out = fb(transformer(LAW), params, _batch(), plan, key)
     assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
     _close((out.loss, out.terms, out.grads), (loss, terms, grads))
