@@ -20,6 +20,7 @@ _PUBLIC = {
     # forward and backward
     "get_forward_backward_func": "forward_backward",
     "Microbatches": "forward_backward",
+    "check_equivalence": "forward_backward.equivalence",
     "from_megatron": "losses.megatron",
     # one update
     "make_optimizer": "optim",

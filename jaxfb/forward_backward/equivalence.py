@@ -1,0 +1,277 @@
+"""A model's gradients on any mesh under any schedule, against one device: a witness beside the story.
+
+The comparison is plain `jax.value_and_grad` of all rows at once. It shares no code with the engine but the way a
+`Pipelined` is put together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward.engine import get_forward_backward_func
+from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.microbatches import row_keys
+from jaxfb.forward_backward.sequential import sequential
+from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.schedules import Schedule
+from jaxfb.types import LossFn, Pipelined
+
+PyTree = Any
+ScheduleChoice = str | Schedule | tuple[str, int]
+
+MESHES = (
+    *({"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
+    *({"pipe": 2}, {"pipe": 4, "data": 2}, {"pipe": 2, "fsdp": 2, "tensor": 2}),
+)
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
+_PIPELINE_OPTIONS = ("head_placement", "layers_per_stage")
+_SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale, not by their own rounding
+
+
+@dataclass(frozen=True)
+class Difference:
+    """One mesh under one schedule, next to one device.
+
+    mesh, schedule:   as text, such as "pipe=2 data=2" and "interleaved x2" (chunks); "" without a pipeline.
+    num_microbatches: of the plan that ran.
+    loss:             |loss - reference| / |reference|.
+    absolute:         largest absolute difference of any element of the gradient.
+    relative:         largest over leaves of (absolute difference / largest |gradient| of that leaf; leaves below
+                      a thousandth of the largest gradient of all are measured against that).
+    leaf:             path of the leaf with the largest relative difference.
+    refused:          why it did not run, or "".
+    """
+
+    mesh: str
+    schedule: str
+    num_microbatches: int = 0
+    loss: float = 0.0
+    absolute: float = 0.0
+    relative: float = 0.0
+    leaf: str = ""
+    refused: str = ""
+
+
+@dataclass(frozen=True)
+class Equivalence:
+    """What `check_equivalence` found; prints as a table. dtype: what all was computed in."""
+
+    dtype: str
+    rows: int
+    differences: tuple[Difference, ...]
+
+    @property
+    def ran(self) -> tuple[Difference, ...]:
+        """The cases that were not refused."""
+        return tuple(one for one in self.differences if not one.refused)
+
+    @property
+    def worst(self) -> Difference:
+        """The case with the largest relative difference, of loss or gradient.
+
+        Raises:
+          ValueError: nothing ran.
+        """
+        if not self.ran:
+            reasons = "; ".join(f"{one.mesh}: {one.refused}" for one in self.differences)
+            raise ValueError(
+                f"no mesh and schedule could be compared with one device: {reasons or 'none given'}"
+            )
+        return max(self.ran, key=_size)
+
+    def raise_if_above(self, tolerance: float | None = None) -> None:
+        """Raises AssertionError with the table if any relative difference is above (or is NaN), or nothing ran.
+
+        tolerance: None is 1e-10 in float64 and 1e-4 in float32.
+        """
+        tolerance = TOLERANCES[self.dtype] if tolerance is None else tolerance
+        if not _size(self.worst) <= tolerance:
+            one = self.worst
+            where = f"{one.mesh} {one.schedule}".strip()
+            raise AssertionError(
+                f"gradients on {where} differ from one device by {_size(one):.1e} in {one.leaf}, above {tolerance:g}; "
+                f"see whether the loss is a Sum over rows, divides nowhere, and draws by row keys\n{self}"
+            )
+
+    def __str__(self) -> str:
+        head = ("mesh", "schedule", "microbatches", "loss", "gradient", "absolute", "worst leaf")
+        lines = [head, *(_cells(one) for one in self.differences)]
+        widths = [max(len(line[i]) for line in lines if len(line) > i + 1) for i in range(len(head) - 1)]
+        table = [
+            "  ".join(c.ljust(w) for c, w in zip(line, [*widths, 0], strict=False)).rstrip() for line in lines
+        ]
+        title = f"relative difference to one device, {self.rows} rows in {self.dtype}"
+        return "\n".join([title, *table])
+
+
+def check_equivalence(
+    model: LossFn | Pipelined,
+    params: PyTree,
+    batch: PyTree,
+    meshes: Sequence[Mapping[str, int] | Mesh] | None = None,
+    schedules: Sequence[ScheduleChoice] | None = None,
+    *,
+    rng: jax.Array | None = None,
+    rows_per_microbatch: int = 1,
+    **options: Any,
+) -> Equivalence:
+    """Runs your own model on each mesh under each schedule and compares loss and gradient with one device.
+
+    Args:
+      model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.
+      params: any pytree of float arrays; cast to float64 where x64 is enabled (`JAX_ENABLE_X64=1`), else to float32.
+      batch: pytree of [rows, ...] arrays; a few rows are enough. Its float leaves are cast likewise.
+      meshes: sizes such as {"pipe": 2, "data": 2}, or meshes; None takes the kinds of mesh that the devices at hand
+        allow. `XLA_FLAGS=--xla_force_host_platform_device_count=8` makes eight devices of a CPU.
+      schedules: for meshes with pipe > 1: names, (name, num_chunks) or `Schedule`s; None takes every kind.
+      rng: PRNG key of dropout and the like, None for none.
+      rows_per_microbatch: on each replica; small, so that there are several microbatches.
+      options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, head_placement.
+    Returns:
+      `Equivalence`: print it, or call `.raise_if_above(tolerance)`. A mesh or schedule that does not fit the model
+      is listed with the reason.
+    Raises:
+      ValueError: the model breaks its contract already on one device.
+    """
+    dtype = "float64" if jax.config.jax_enable_x64 else "float32"
+    params, batch = _cast((params, batch), dtype)
+    rows = len(jax.tree.leaves(batch)[0])
+    whole = _whole(model, params, batch, rng)
+    found = []
+    for mesh in _allowed(model) if meshes is None else meshes:
+        for schedule in _kinds(mesh, schedules):
+            compare = _Comparison(model, params, batch, rng, rows_per_microbatch, options)
+            found.append(compare(mesh, schedule, whole))
+    return Equivalence(dtype, rows, tuple(found))
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    model: Any
+    params: PyTree
+    batch: PyTree
+    rng: Any
+    rows_per_microbatch: int
+    options: dict
+
+    def __call__(self, mesh: Mapping | Mesh, schedule: ScheduleChoice | None, whole: tuple) -> Difference:
+        sizes = {axis: size for axis, size in dict(getattr(mesh, "shape", mesh)).items() if size > 1}
+        names = (" ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device", _name(schedule))
+        try:
+            plan, out = self._run(mesh if isinstance(mesh, Mesh) else make_mesh(**mesh), schedule)
+        except ValueError as refusal:
+            return Difference(*names, refused=str(refusal).partition("\n")[0])
+        return _difference(names, plan, (out.loss, out.grads), whole)
+
+    def _run(self, mesh: Mesh, schedule: ScheduleChoice | None):
+        replicas = data_parallel(mesh)
+        rows = len(jax.tree.leaves(self.batch)[0])
+        plan = BatchPlan(rows=rows, rows_per_microbatch=self.rows_per_microbatch, data_parallel=replicas)
+        options = dict(self.options)
+        if axis_size(mesh, "pipe") > 1:
+            name, chunks = schedule if isinstance(schedule, tuple) else (schedule, _chunks(schedule))
+            options |= {"schedule": name, "num_chunks": chunks, "poison_bubbles": True}
+        else:
+            options = {name: value for name, value in options.items() if name not in _PIPELINE_OPTIONS}
+        fb = get_forward_backward_func(mesh, **options)
+        return plan, fb(self.model, self.params, self.batch, plan, self.rng)
+
+
+def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -> tuple[float, PyTree]:
+    """(loss, gradient) of all rows at once on one device."""
+    loss_fn = sequential(model) if isinstance(model, Pipelined) else model
+    rows = len(jax.tree.leaves(batch)[0])
+    keys = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1))
+
+    def loss(params, batch, keys):
+        terms = as_loss_output(loss_fn(params, batch, keys)).terms
+        return sum(term.value for term in terms.values())
+
+    device = jax.devices()[0]
+    return jax.device_get(jax.jit(jax.value_and_grad(loss))(*jax.device_put((params, batch, keys), device)))
+
+
+def _difference(names: tuple[str, str], plan: BatchPlan, got: tuple, whole: tuple) -> Difference:
+    loss, grads = jax.device_get(got)
+    leaves = jax.tree_util.tree_leaves_with_path(whole[1])
+    largest = max((_largest(leaf) for _, leaf in leaves), default=0.0)
+    absolute = [_apart(a, b) for a, (_, b) in zip(jax.tree.leaves(grads), leaves, strict=True)]
+    scales = [max(_largest(leaf), _SMALL * largest) or 1.0 for _, leaf in leaves]
+    relative = [apart / scale for apart, scale in zip(absolute, scales, strict=True)]
+    worst = int(np.argmax(relative))
+    return Difference(
+        *names,
+        num_microbatches=plan.num_microbatches,
+        loss=_apart(loss, whole[0]) / (_largest(whole[0]) or 1.0),
+        absolute=max(absolute),
+        relative=relative[worst],
+        leaf=jax.tree_util.keystr(leaves[worst][0], simple=True, separator="."),
+    )
+
+
+def _apart(a: Any, b: Any) -> float:
+    """Largest |a - b|; infinite where one alone is not finite."""
+    a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
+    same = (a == b) | (np.isnan(a) & np.isnan(b))
+    with np.errstate(invalid="ignore"):
+        apart = np.where(same, 0.0, np.abs(a - b))
+    return float(np.max(np.where(np.isnan(apart), np.inf, apart), initial=0.0))
+
+
+def _largest(a: Any) -> float:
+    a = np.abs(np.asarray(a, np.float64))
+    return float(np.max(a, where=np.isfinite(a), initial=0.0))
+
+
+def _cast(tree: PyTree, dtype: str) -> PyTree:
+    def one(leaf):
+        leaf = jnp.asarray(leaf)
+        return leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(one, jax.device_get(tree))
+
+
+def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
+    """The meshes of MESHES for which there are devices, and of which the model can use each axis."""
+    usable = lambda sizes: isinstance(model, Pipelined) or "pipe" not in sizes  # noqa: E731
+    count = len(jax.devices())
+    return [sizes for sizes in MESHES if usable(sizes) and count % int(np.prod(list(sizes.values()))) == 0]
+
+
+def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None) -> Sequence:
+    sizes = dict(getattr(mesh, "shape", mesh))
+    return (SCHEDULES if schedules is None else schedules) if sizes.get("pipe", 1) > 1 else (None,)
+
+
+def _chunks(schedule: str | Schedule) -> int:
+    if isinstance(schedule, Schedule):
+        return schedule.num_chunks
+    return 2 if schedule in ("interleaved", "v_shape") else 1
+
+
+def _name(schedule: ScheduleChoice | None) -> str:
+    if schedule is None:
+        return ""
+    name, chunks = schedule if isinstance(schedule, tuple) else (schedule, _chunks(schedule))
+    name = getattr(name, "name", name)
+    return name if chunks == 1 else f"{name} x{chunks}"
+
+
+def _size(one: Difference) -> float:
+    return max(one.loss, one.relative)
+
+
+def _cells(one: Difference) -> tuple[str, ...]:
+    if one.refused:
+        return one.mesh, one.schedule, f"refused: {one.refused}"
+    numbers = [f"{value:.1e}" for value in (one.loss, one.relative, one.absolute)]
+    return one.mesh, one.schedule, str(one.num_microbatches), *numbers, one.leaf
