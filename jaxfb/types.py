@@ -127,6 +127,11 @@ class Pipelined:
     vocabulary: VocabularyParallel | None = None
 
 
+def outer_params(params: dict) -> dict:
+    """What a `Pipelined` calls `outer`: everything beside the stacked layers."""
+    return {name: value for name, value in params.items() if name != "layers"}
+
+
 @dataclass(frozen=True)
 class VocabularyParallel:
     """Embedding and head with the vocabulary cut over a manual mesh axis, so that no stage waits for an end.

@@ -17,11 +17,11 @@ from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import checkpoint_layer
-from jaxfb.forward_backward.sequential import layer_output, outer_params, sequential
+from jaxfb.forward_backward.sequential import layer_output, sequential
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
-from jaxfb.types import LossFn, LossOutput, Pipelined
+from jaxfb.types import LossFn, LossOutput, Pipelined, outer_params
 
 PyTree = Any
 

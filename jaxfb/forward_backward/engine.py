@@ -23,11 +23,11 @@ from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
 from jaxfb.forward_backward.remat import REMAT_POLICIES
-from jaxfb.forward_backward.sequential import num_layers, outer_params
+from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
 from jaxfb.parallel import data, pipe, sharding
-from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
+from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined, outer_params
 
 PyTree = Any
 

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.loss import as_loss_output, wide
-from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
+from jaxfb.types import LossFn, LossOutput, Pipelined, Sum, outer_params
 
 PyTree = Any
 Bring = Callable[[PyTree], PyTree]
@@ -48,11 +48,6 @@ def sequential(
         return with_layer_terms(as_loss_output(model.head(outer, hidden, microbatch, rng)), terms)
 
     return loss_fn
-
-
-def outer_params(params: dict) -> dict:
-    """Everything beside the stacked layers."""
-    return {name: value for name, value in params.items() if name != "layers"}
 
 
 def num_layers(params: dict) -> int:

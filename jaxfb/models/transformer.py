@@ -32,7 +32,7 @@ from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE, counted_tokens
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, Sum, VocabularyParallel
+from jaxfb.types import LossOutput, Pipelined, Sum, VocabularyParallel, outer_params
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -182,11 +182,6 @@ def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, dict[str, Su
     hidden = model.embed(outer_params(params), microbatch, rng)
     hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
     return hidden, {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in terms.items()}
-
-
-def outer_params(params: dict) -> dict:
-    """Everything beside "layers"."""
-    return {name: value for name, value in params.items() if name != "layers"}
 
 
 def _attend_packed(query, key, value, *, segments, backend, context):
