@@ -33,7 +33,7 @@ REFUSED = [
     ("run.epochs=2", r"exactly one .* set run\.updates=null or run\.epochs=null"),
     ("lr.final=1", r"\[lr\] final=1.0 is above optimizer\.learning_rate"),
     ("lr.warmup=1000000", r"\[lr\] warmup=1000000 must be below the \d+ updates it is part of"),
-    ("model.num_heads=3", r"\[model\] hidden_size=.* multiple of num_heads=3"),
+    ("model.num_heads=5", r"\[model\] hidden_size=.* multiple of num_heads=5"),
     ("checkpoint.keep=0", r"\[checkpoint\] keep=0 must be positive and finite; use 1"),
     ("noequals", r"write key\.path=value"),
 ]
