@@ -3,6 +3,8 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 CONFIG ?= configs/quickstart.yaml
+# tests spread over two processes: each simulates eight devices of its own
+SPREAD ?= -n 2 --dist worksteal
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 
 # the jax extra that fits this machine's accelerator, if it has one
@@ -25,10 +27,10 @@ train: $(VENV)/installed
 	@$(BIN)/jaxfb train $(CONFIG) $(ARGS)
 
 test: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q
+	$(BIN)/python -m pytest -q $(SPREAD)
 
 test-fast: $(VENV)/installed-test
-	$(BIN)/python -m pytest -q -m "not slow"
+	$(BIN)/python -m pytest -q $(SPREAD) -m "not slow"
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .

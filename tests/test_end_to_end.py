@@ -76,6 +76,7 @@ def kill_after_checkpoint(path, update):
     assert process.wait() == -signal.SIGKILL, "it ended before it was killed"
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_forty_updates_equal_twenty_kill_and_twenty(tmp_path):
     sections = {

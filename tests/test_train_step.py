@@ -186,6 +186,7 @@ def test_any_optax_transformation_updates_once_a_call_as_on_the_full_batch(name)
     )
 
 
+@pytest.mark.slow
 def test_dropout_keys_depend_on_the_update_and_not_on_the_split():
     """Two updates on one batch draw two masks; a split in four draws the same two."""
     losses = []
@@ -254,6 +255,7 @@ def adam_of(state):
 ZERO1_PLAN = BatchPlan(rows=16, data_parallel=4, num_microbatches=2)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh", [{"data": 4}, {"data": 2, "fsdp": 2}], ids=str)
 def test_zero1_gives_the_same_parameters_from_a_sharded_optimizer_state(mesh):
     optimizer = jaxfb.make_optimizer("adamw", learning_rate=1e-2, weight_decay=0.1)

@@ -137,6 +137,7 @@ def test_a_signal_saves_and_resuming_is_bitwise(done, tmp_path):
     assert losses(rest) == losses(whole) and losses(rest, "eval/loss") == losses(whole, "eval/loss")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "overrides",
     [
@@ -156,6 +157,7 @@ def test_another_mesh_restores_the_same_bits_and_goes_on_with_the_same_rows(done
     np.testing.assert_allclose(list(losses(rest).values()), list(losses(whole).values()), rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_fresh_moves_the_old_run_aside(tmp_path):
     constant = {"name": "constant"}  # one program for both lengths
     path = write_tiny(tmp_path, run={"updates": 3}, lr=constant, eval={"every": None, "prompt": ""})
@@ -165,6 +167,7 @@ def test_fresh_moves_the_old_run_aside(tmp_path):
     assert (tmp_path / "run.old1" / "summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_ramp_up_and_a_short_last_window(tmp_path):
     sizes = {"rows": 8, "rows_per_microbatch": 2, "ramp_up": "0:4 8:8"}
     run = {"updates": None, "samples": 19}

@@ -39,6 +39,7 @@ def equations(jaxpr, inside_loop=False):
 # float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("mesh", "count"), [({"data": 2}, 4), ({"data": 2, "fsdp": 2}, 2)], ids=str)
 def test_the_law_in_float32(mesh, count):
     params, batch = narrow(toy.params()), narrow(toy.batch())

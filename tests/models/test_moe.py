@@ -282,6 +282,25 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options):
     _close((out.loss, out.terms, out.grads), (loss, terms, grads))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("padded", [True, False])
+def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
+    """Without segments the padding rows of a short batch are known by their mask, and without a mask all count."""
+    rows = 7 if padded else 8
+    batch = {"tokens": _batch()["tokens"][:rows]}
+    if padded:
+        batch["loss_mask"] = np.ones((rows, LENGTH))
+    model = transformer(
+        LAW, loss=lambda hidden, *_, **__: jaxfb.Sum((hidden**2).sum(), hidden.shape[0] * 1.0)
+    )
+    plan = jaxfb.BatchPlan(rows=rows, data_parallel=2, num_microbatches=2, remainder="pad")
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(context=2, expert=2))
+    params = init_params(LAW, jax.random.key(3), jnp.float64)
+    terms = fb(model, params, batch, plan, forward_only=True).terms
+    assert terms["balance"].weight == LAW.num_layers * rows
+    assert terms["router_z"].weight == LAW.num_layers * rows * LENGTH
+
+
 def _close(got, wanted):
     for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
         worst, scale = np.max(np.abs(np.asarray(a) - np.asarray(b))), np.max(np.abs(b))
