@@ -11,7 +11,7 @@ PLAN = dict(purpose="train", rows_per_microbatch=1)
 
 
 def test_scaling_of_every_loss_form(golden):
-    """One microbatch of M carries the loss, the others are empty; Megatron's factor cp is cancelled by its DDP's 1/cp."""
+    """One microbatch of M carries the loss, the rest are empty; Megatron's factor cp is cancelled by its DDP's 1/cp."""
     for case in golden("megatron_loss_scaling.json")["cases"]:
         given = case["inputs"]
         scored = given["is_last_stage"] and not given["collect_non_loss_data"]
