@@ -1,8 +1,8 @@
 """The command line: `jaxfb train configs/quickstart.yaml model.num_layers=6`; `trainer.py` does the work.
 
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
-Exit codes: 0 done; 2 a refused command or config (one sentence, no traceback); 75 stopped by a signal, saved,
-to be resumed; 78 given up because gradients stayed non-finite.
+Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 75 stopped
+by a signal, saved, to be resumed; 78 given up because gradients stayed non-finite.
 """
 
 from __future__ import annotations
@@ -15,8 +15,19 @@ from pathlib import Path
 from jaxfb import __version__
 
 RUN = "a run's directory, or a config whose run.dir is meant"
-RESUMABLE, GAVE_UP = 75, 78
+RESUMABLE, GAVE_UP, DIFFERS = 75, 78, 1
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
+SCHEDULE_SIZES = {
+    "pipe": "devices on the pipe axis",
+    "microbatches": "microbatches of an update",
+    "chunks": "stages a device holds (default: 2 for interleaved and v_shape, else 1)",
+}
+SCHEDULE_COSTS = {
+    "forward": "a forward",
+    "backward-input": "an input gradient",
+    "backward-weight": "a weight gradient",
+    "head": "head and loss",
+}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -71,6 +82,33 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
 
+    check = _verb(
+        verbs, "check", _check, "gradients of a config's model on its mesh, or many, next to one device's"
+    )
+    check.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    check.add_argument("--tolerance", type=float, default=None, help="relative (default: 1e-10 in float64)")
+
+    schedule = _verb(
+        verbs, "schedule", _schedule, "print, price and draw a pipeline schedule, or compare all"
+    )
+    for name, text in SCHEDULE_SIZES.items():
+        schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=text)
+    schedule.add_argument("--kind", default=None, help="1f1b, interleaved, zero_bubble, v_shape or gpipe")
+    schedule.add_argument(
+        "--table", metavar="FILE", help="a schedule of one's own, in the form that this prints"
+    )
+    for name, text in SCHEDULE_COSTS.items():
+        default = 0.0 if name == "head" else 1.0
+        help_ = f"cost of {text}, one microbatch on a device (default: {default:g})"
+        schedule.add_argument(f"--{name}", type=float, default=default, metavar="COST", help=help_)
+    schedule.add_argument(
+        "--compare", action="store_true", help="all kinds side by side, Megatron's beside them"
+    )
+    schedule.add_argument("--out", metavar="DIR", help="write a picture and a Perfetto trace there")
+    schedule.add_argument("--svg", metavar="FILE", help="write a picture: .svg, .png or .pdf")
+    schedule.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
+
     show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
     show.add_argument("action", choices=("show",))
     show.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
@@ -112,6 +150,41 @@ def _generate(options) -> None:
 
     text = trainer.generate(run_dir, options.prompt, **{k: v for k, v in given.items() if v is not None})
     print(text)
+
+
+def _check(options) -> int:
+    from jaxfb.config import load_config
+
+    config = load_config(options.config, options.overrides)
+    from jaxfb.training.simulated import simulate_devices
+
+    simulate_devices(vars(config.mesh))
+    from jaxfb.training.check import check_config
+
+    print(f"checking the model of {options.config}, made narrow, on simulated devices", file=sys.stderr)
+    found = check_config(
+        config, lambda one: print(f"  {one.where}: {one.refused or f'{one.size:.1e}'}", file=sys.stderr)
+    )
+    print(found)
+    try:
+        found.raise_if_above(options.tolerance)
+    except AssertionError as error:
+        print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        return DIFFERS
+    return 0
+
+
+def _schedule(options) -> None:
+    from jaxfb.schedules import command
+
+    costs = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SCHEDULE_COSTS}
+    if options.compare:
+        print(command.compared(options.pipe, options.microbatches, options.chunks, costs))
+        return
+    schedule = command.chosen(options.table, options.kind, options.pipe, options.microbatches, options.chunks)
+    print(command.described(schedule, costs))
+    for path in command.written(schedule, costs, options.out, options.svg, options.trace):
+        print(f"wrote {path}")
 
 
 def _config(options) -> None:

@@ -6,7 +6,7 @@ The comparison is plain `jax.value_and_grad` of all rows at once. It shares no c
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,6 +60,16 @@ class Difference:
     leaf: str = ""
     refused: str = ""
 
+    @property
+    def size(self) -> float:
+        """The larger of the relative differences, of loss and gradient."""
+        return max(self.loss, self.relative)
+
+    @property
+    def where(self) -> str:
+        """Mesh and schedule."""
+        return f"{self.mesh} {self.schedule}".strip()
+
 
 @dataclass(frozen=True)
 class Equivalence:
@@ -86,7 +96,7 @@ class Equivalence:
             raise ValueError(
                 f"no mesh and schedule could be compared with one device: {reasons or 'none given'}"
             )
-        return max(self.ran, key=_size)
+        return max(self.ran, key=lambda one: one.size)
 
     def raise_if_above(self, tolerance: float | None = None) -> None:
         """Raises AssertionError with the table if any relative difference is above (or is NaN), or nothing ran.
@@ -94,12 +104,11 @@ class Equivalence:
         tolerance: None is 1e-10 in float64 and 1e-4 in float32.
         """
         tolerance = TOLERANCES[self.dtype] if tolerance is None else tolerance
-        if not _size(self.worst) <= tolerance:
-            one = self.worst
-            where = f"{one.mesh} {one.schedule}".strip()
+        one = self.worst
+        if not one.size <= tolerance:
             raise AssertionError(
-                f"gradients on {where} differ from one device by {_size(one):.1e} in {one.leaf}, above {tolerance:g}; "
-                f"see whether the loss is a Sum over rows, divides nowhere, and draws by row keys\n{self}"
+                f"gradients on {one.where} differ from one device by {one.size:.1e} in {one.leaf}, "
+                f"above {tolerance:g}; see whether the loss is a Sum over rows, divides nowhere, and draws by row keys\n{self}"
             )
 
     def __str__(self) -> str:
@@ -122,6 +131,7 @@ def check_equivalence(
     *,
     rng: jax.Array | None = None,
     rows_per_microbatch: int = 1,
+    report: Callable[[Difference], None] | None = None,
     **options: Any,
 ) -> Equivalence:
     """Runs your own model on each mesh under each schedule and compares loss and gradient with one device.
@@ -135,6 +145,7 @@ def check_equivalence(
       schedules: for meshes with pipe > 1: names, (name, num_chunks) or `Schedule`s; None takes every kind.
       rng: PRNG key of dropout and the like, None for none.
       rows_per_microbatch: on each replica; small, so that there are several microbatches.
+      report: called with each `Difference` as it is found; a case takes seconds to compile.
       options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, head_placement.
     Returns:
       `Equivalence`: print it, or call `.raise_if_above(tolerance)`. A mesh or schedule that does not fit the model
@@ -151,6 +162,8 @@ def check_equivalence(
         for schedule in _kinds(mesh, schedules):
             compare = _Comparison(model, params, batch, rng, rows_per_microbatch, options)
             found.append(compare(mesh, schedule, whole))
+            if report is not None:
+                report(found[-1])
     return Equivalence(dtype, rows, tuple(found))
 
 
@@ -264,10 +277,6 @@ def _name(schedule: ScheduleChoice | None) -> str:
     name, chunks = schedule if isinstance(schedule, tuple) else (schedule, _chunks(schedule))
     name = getattr(name, "name", name)
     return name if chunks == 1 else f"{name} x{chunks}"
-
-
-def _size(one: Difference) -> float:
-    return max(one.loss, one.relative)
 
 
 def _cells(one: Difference) -> tuple[str, ...]:

@@ -1,0 +1,109 @@
+"""What `jaxfb schedule` prints and writes (forward_backward step): a table, its price, a picture, a trace."""
+
+from collections.abc import Mapping
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxfb.schedules.compare import comparison, comparison_table
+from jaxfb.schedules.draw import chrome_trace, timeline_figure
+from jaxfb.schedules.make import check_name, make
+from jaxfb.schedules.table import Schedule
+
+EXAMPLE = "--pipe 4 --microbatches 8"
+
+
+def chosen(
+    table: str | None, kind: str | None, pipe: int | None, microbatches: int | None, chunks: int | None
+) -> Schedule:
+    """The schedule that is asked for: a built-in kind by its sizes, or a file with a table of one's own.
+
+    Raises:
+      ValueError: sizes are missing or do not fit, or the table is not a schedule; then with its bad cell marked.
+    """
+    if table is not None:
+        if (kind, pipe, microbatches, chunks) != (None,) * 4:
+            raise ValueError(
+                f"[schedule] --table={table} says everything itself; leave out --kind, --pipe, --microbatches, --chunks"
+            )
+        path = Path(table)
+        if not path.is_file():
+            raise ValueError(
+                f"[schedule] --table={table} is no file; write one in the form that {EXAMPLE} prints"
+            )
+        return Schedule.from_text(path.read_text(), name=path.stem)
+    _require(pipe, microbatches)
+    kind = kind or ("1f1b" if chunks in (None, 1) else "interleaved")
+    check_name(kind)
+    if chunks is None:
+        chunks = 2 if kind in ("interleaved", "v_shape") else 1
+    return make(kind, pipe, microbatches, chunks)
+
+
+def compared(
+    pipe: int | None, microbatches: int | None, chunks: int | None, costs: Mapping[str, float]
+) -> str:
+    """All kinds side by side, Megatron's own orders beside them."""
+    _require(pipe, microbatches)
+    _check_costs(costs)
+    if costs["head"]:
+        raise ValueError(
+            f"[schedule] --compare has no head, which costs every kind the same; leave out --head {costs['head']:g}"
+        )
+    rest = {name: cost for name, cost in costs.items() if name != "head"}
+    return comparison_table(comparison(pipe, microbatches, 2 if chunks is None else chunks, **rest))
+
+
+def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
+    """The table, and what a step costs."""
+    _check_costs(costs)
+    result = schedule.simulate(**costs)
+    peaks = result.peak_live_activations
+    most = max(peaks) / schedule.num_chunks
+    rows = {
+        "time": f"{result.time:g}; {result.ideal_time:g} if no device ever idled",
+        "bubble": f"{result.bubble_fraction:.1%} of the time",
+        "peak live activations": f"{' '.join(map(str, peaks))} (chunks, by device)",
+        "memory": f"what {most:g} microbatches leave in the layers of a device, on every device",
+    }
+    width = max(map(len, rows))
+    return "\n".join([schedule.render(), "", *(f"{name:<{width}}  {text}" for name, text in rows.items())])
+
+
+def written(
+    schedule: Schedule, costs: Mapping[str, float], out: str | None, picture: str | None, trace: str | None
+) -> list[Path]:
+    """Writes what is asked for; `out` is a directory for both."""
+    if out is not None:
+        name = schedule.name.replace(" ", "_").replace(",", "")
+        picture, trace = picture or f"{out}/{name}.svg", trace or f"{out}/{name}.json"
+    if picture and not find_spec("matplotlib"):
+        raise ValueError(
+            f"[schedule] a picture ({picture}) needs matplotlib, which is not installed; "
+            "pip install 'jaxfb[plot]', or ask for --trace alone"
+        )
+    for path in filter(None, (picture, trace)):
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+    return [
+        write(schedule, path, costs)
+        for write, path in ((timeline_figure, picture), (chrome_trace, trace))
+        if path
+    ]
+
+
+def _require(pipe: int | None, microbatches: int | None) -> None:
+    given = {"--pipe": pipe, "--microbatches": microbatches}
+    if missing := [name for name, value in given.items() if value is None]:
+        raise ValueError(f"[schedule] {' and '.join(missing)} must be given, such as {EXAMPLE}")
+    for name, value in given.items():
+        if value < 1:
+            raise ValueError(f"[schedule] {name} {value} must be at least 1; use {name} 1")
+
+
+def _check_costs(costs: Mapping[str, float]) -> None:
+    for name, cost in costs.items():
+        if not 0 <= cost < float("inf"):
+            raise ValueError(
+                f"[schedule] --{name.replace('_', '-')} {cost:g} must not be negative or infinite; use 0"
+            )
+    if not any(costs.values()):
+        raise ValueError("[schedule] every cost is 0, so there is no time to share out; use --forward 1")

@@ -1,0 +1,98 @@
+"""`jaxfb check`: the model of a config, its widths made small, next to one device. Beside the story.
+
+What is kept is what can go wrong: the kind of layers and how many, tied weights, grouped heads, experts, dropout,
+packing, the mesh, the schedule and the engine's options. Widths are not, so that a large model is checked in seconds.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.config import Config
+from jaxfb.config.sections import MeshConfig, ModelConfig
+from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_equivalence
+from jaxfb.mesh import data_parallel, make_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+
+LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
+
+
+def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:
+    """On the mesh and schedule of the config; on all kinds of either if it leaves the mesh to the devices.
+
+    report: called with each case as it is found.
+
+    Raises:
+      ValueError: the config's mesh does not fit the devices.
+    """
+    sizes = narrow(config.model)
+    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
+    rng = jax.random.key(1) if sizes.dropout else None
+    if config.mesh == MeshConfig():
+        batch = synthetic_batch(ROWS)
+        return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config))
+    mesh = make_mesh(**vars(config.mesh))
+    rows_per_microbatch = mesh.shape["pipe"] if config.parallel.head_placement == "rows" else 1
+    rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
+    schedule = (config.schedule or ("1f1b" if config.chunks == 1 else "interleaved"), config.chunks)
+    options = _options(config) | {
+        "head_placement": config.parallel.head_placement,
+        "layers_per_stage": config.parallel.layers_per_stage,
+    }
+    return check_equivalence(
+        model, params, synthetic_batch(rows), [mesh], [schedule],
+        rng=rng, rows_per_microbatch=rows_per_microbatch, report=report, **options,
+    )  # fmt: skip
+
+
+def narrow(model: ModelConfig) -> TransformerConfig:
+    """The same model with small widths; what has none of something gets none of it."""
+    kv_heads = min(model.num_kv_heads, 2)
+    heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2)
+    experts = min(model.num_experts, 4)
+    return dataclasses.replace(
+        model.sized(VOCAB),
+        vocab_size=VOCAB,
+        hidden_size=HEAD * heads,
+        num_heads=heads,
+        num_kv_heads=kv_heads,
+        head_size=HEAD,
+        mlp_size=32,
+        expert_mlp_size=16,
+        shared_expert_size=min(model.shared_expert_size, 16),
+        num_experts=experts,
+        experts_per_token=min(model.experts_per_token, experts or model.experts_per_token),
+        attention="xla",
+    )
+
+
+def synthetic_batch(rows: int) -> dict[str, np.ndarray]:
+    """Random tokens, packed into rows as several documents with padding at the end: each row counts differently."""
+    rng = np.random.default_rng(0)
+    segments = np.sort(rng.integers(0, 4, (rows, LENGTH)), axis=1)[:, ::-1]
+    segments = np.where(segments > 0, segments.max(axis=1, keepdims=True) - segments + 1, 0)
+    starts = np.diff(segments, axis=1, prepend=-1) != 0
+    index = np.arange(LENGTH)
+    positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
+    tokens, targets = rng.integers(0, VOCAB, (2, rows, LENGTH))
+    return {
+        "tokens": tokens.astype(np.int32),
+        "targets": targets.astype(np.int32),
+        "loss_mask": (segments > 0).astype(np.float32),
+        "segments": segments.astype(np.int32),
+        "positions": positions.astype(np.int32),
+    }
+
+
+def _options(config: Config) -> dict[str, Any]:
+    return {
+        "remat": config.parallel.remat,
+        "fsdp_gather": config.parallel.fsdp_gather,
+        "optimizer_sharding": config.optimizer.sharding,
+    }

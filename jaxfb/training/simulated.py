@@ -1,0 +1,24 @@
+"""Simulated devices for `jaxfb check`: to be asked for before jax is imported."""
+
+import os
+from collections.abc import Mapping
+from math import prod
+
+NUM_DEVICES = 8
+
+
+def simulate_devices(mesh: Mapping[str, int]) -> None:
+    """Makes this process compute in float64 on enough simulated CPU devices for a mesh, and compile quickly.
+
+    What the environment already says about any of that stays: JAX_PLATFORMS=cuda checks on real devices.
+    """
+    needed = prod(size for size in mesh.values() if size > 0)
+    flags = os.environ.get("XLA_FLAGS", "")
+    for name, value in {
+        "--xla_force_host_platform_device_count": needed * -(-NUM_DEVICES // needed),
+        "--xla_backend_optimization_level": 0,
+    }.items():
+        flags += "" if name in flags else f" {name}={value}"
+    os.environ["XLA_FLAGS"] = flags
+    os.environ.setdefault("JAX_PLATFORMS", "cpu")
+    os.environ.setdefault("JAX_ENABLE_X64", "1")

@@ -1,0 +1,104 @@
+"""`jaxfb schedule` and `jaxfb check` as a shell sees them: output, files, exit codes."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from tiny import write_tiny
+
+from jaxfb.cli import main
+from jaxfb.forward_backward.equivalence import Difference, Equivalence
+from jaxfb.training import check
+
+SIZES = ["schedule", "--pipe", "4", "--microbatches", "8"]
+
+
+def test_schedule_prints_the_table_and_its_price(capsys):
+    assert main([*SIZES, "--kind", "interleaved", "--chunks", "2"]) == 0
+    out = capsys.readouterr().out
+    assert "device 0 F  F0.0  F1.0  F2.0  F3.0  F0.1" in out
+    assert "28.5; 24 if no device ever idled" in out and "15.8% of the time" in out and "11 9 7 5" in out
+    assert (
+        main([*SIZES, "--forward", "2", "--backward-input", "2", "--backward-weight", "2", "--head", "1"])
+        == 0
+    )
+    assert "74; 56 if no device ever idled" in capsys.readouterr().out  # 11 ticks of 6, and 8 heads
+
+
+def test_schedule_writes_a_picture_and_a_trace(tmp_path, capsys):
+    assert main([*SIZES, "--kind", "v_shape", "--out", str(tmp_path / "new")]) == 0
+    assert capsys.readouterr().out.endswith(
+        f"wrote {tmp_path}/new/v_shape.svg\nwrote {tmp_path}/new/v_shape.json\n"
+    )
+    assert "</svg>" in (tmp_path / "new" / "v_shape.svg").read_text()
+    events = json.loads((tmp_path / "new" / "v_shape.json").read_text())["traceEvents"]
+    assert sum(event["ph"] == "X" for event in events) == 4 * 2 * 8 * 2  # F and B of 2 chunks on 4 devices
+
+
+def test_compare_puts_megatron_beside_all_kinds(capsys):
+    assert main([*SIZES, "--compare"]) == 0
+    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    assert names[:3] == ["gpipe", "1f1b", "interleaved"] and names[-1] == "Megatron interleaved"
+
+
+def test_a_table_of_ones_own_is_read_back_and_its_bad_cell_marked(tmp_path, capsys):
+    main(["schedule", "--pipe", "2", "--microbatches", "3"])
+    printed = capsys.readouterr().out
+    own = tmp_path / "own.txt"
+    own.write_text(printed)
+    assert main(["schedule", "--table", str(own)]) == 0
+    assert capsys.readouterr().out == printed.replace("1f1b: ", "own: ")
+    own.write_text("device 0 F0.0 B0.0\ndevice 1 . F0.0+B0.0")
+    assert main(["schedule", "--table", str(own)]) == 2
+    assert "[B0.0]!" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments, words",
+    [
+        (["--pipe", "4"], "[schedule] --microbatches must be given, such as --pipe 4 --microbatches 8"),
+        (["--pipe", "0", "--microbatches", "4"], "[schedule] --pipe 0 must be at least 1; use --pipe 1"),
+        ([*SIZES[1:], "--kind", "zerobubble"], "unknown schedule 'zerobubble'; use 'zero_bubble'"),
+        ([*SIZES[1:], "--kind", "v_shape", "--chunks", "3"], "use num_chunks=2"),
+        ([*SIZES[1:], "--forward", "-1"], "--forward -1 must not be negative"),
+        ([*SIZES[1:], "--compare", "--head", "1"], "leave out --head 1"),
+        ([*SIZES[1:], "--svg", "timeline.gif"], "use 'timeline.svg'"),
+        (["--table", "nowhere.txt"], "--table=nowhere.txt is no file"),
+        (["--table", "nowhere.txt", "--pipe", "2"], "says everything itself; leave out"),
+    ],
+)
+def test_refusals_are_one_sentence_and_code_2(arguments, words, capsys):
+    assert main(["schedule", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert words in error and error.startswith("jaxfb: ") and error.count("\n") == 1
+
+
+@pytest.mark.processes
+def test_schedule_imports_no_jax():
+    code = "import sys; from jaxfb.cli import main\nmain(sys.argv[1:])\nprint(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code, *SIZES], capture_output=True, text=True, check=True)
+    assert not {"jax", "numpy", "yaml", "matplotlib"} & set(done.stdout.split())
+
+
+def test_check_compares_a_configs_model_on_its_mesh(tmp_path, capsys):
+    config = str(write_tiny(tmp_path, mesh={"pipe": 2, "data": 2}, model={"dropout": 0.1}))
+    assert main(["check", config, "schedule=zero_bubble"]) == 0
+    title, _, row = capsys.readouterr().out.splitlines()
+    assert title == "relative difference to one device, 16 rows in float64"
+    assert row.startswith("pipe=2 data=2  zero_bubble  8 ")
+
+
+def test_a_check_that_fails_is_code_1(tmp_path, capsys, monkeypatch):
+    found = Equivalence("float64", 8, (Difference("data=2", "", 4, relative=1e-3, leaf="embed"),))
+    monkeypatch.setattr(check, "check_config", lambda *_: found)
+    arguments = ["check", str(write_tiny(tmp_path))]
+    assert main(arguments) == 1
+    assert capsys.readouterr().err.endswith("and draws by row keys\n")
+    assert main([*arguments, "--tolerance", "1e-2"]) == 0
+
+
+def test_check_refuses_what_does_not_fit(tmp_path, capsys):
+    config = str(write_tiny(tmp_path, mesh={"pipe": 4, "data": 1}))
+    assert main(["check", config]) == 2
+    assert "2 layers do not divide into 4 stages" in capsys.readouterr().err
