@@ -37,7 +37,7 @@ def make_mesh(
     """
     given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     devices = list(jax.devices() if devices is None else devices)
-    sizes = _fill(_checked_sizes(given), len(devices))
+    sizes = _fill(_checked_sizes(given), len(devices), devices[0].platform)
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise ValueError(
@@ -102,10 +102,12 @@ def _checked_sizes(given: dict[str, int]) -> dict[str, int]:
     return given
 
 
-def _fill(sizes: dict[str, int], num_devices: int) -> dict[str, int]:
+def _fill(sizes: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
     known = math.prod(size for size in sizes.values() if size != -1)
     if num_devices % known:
-        raise ValueError(_misfit(sizes, known, num_devices))
+        hint = f", or simulate: XLA_FLAGS=--xla_force_host_platform_device_count={known}"
+        more = hint if platform == "cpu" and known > num_devices else ""
+        raise ValueError(_misfit(sizes, known, num_devices) + more)
     return {axis: num_devices // known if size == -1 else size for axis, size in sizes.items()}
 
 
