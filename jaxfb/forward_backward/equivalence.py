@@ -107,8 +107,9 @@ class Equivalence:
         one = self.worst
         if not one.size <= tolerance:
             raise AssertionError(
-                f"gradients on {one.where} differ from one device by {one.size:.1e} in {one.leaf}, "
-                f"above {tolerance:g}; see whether the loss is a Sum over rows, divides nowhere, and draws by row keys\n{self}"
+                f"gradients on {one.where} differ from one device by {one.size:.1e} in {one.leaf}, above "
+                f"{tolerance:g}; see whether the loss is a Sum over rows that divides nowhere and draws by row keys\n"
+                f"{self}"
             )
 
     def __str__(self) -> str:

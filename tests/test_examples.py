@@ -1,0 +1,22 @@
+"""The examples run as they stand and reach what they say."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+EXAMPLES = Path(__file__).parent.parent / "examples"
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize(
+    "name, last",
+    [("own_pipelined.py", "step 100: loss 0.0"), ("pipelined_mlp_mixer.py", "unseen: loss 0.0")],
+)
+def test_pipelined_examples_learn(name, last):
+    run = [sys.executable, str(EXAMPLES / name)]
+    done = subprocess.run(run, capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent)
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.splitlines()[-1].startswith(last)
