@@ -186,10 +186,7 @@ def _counted_rows(routing: Routing, counted_RT) -> jax.Array:
 
 
 def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:
-    """Tokens here; all of the whole sequences where none is told apart, since such a weight reads no tokens."""
-    if counted_RT is not None:
-        return counted_RT.sum()
-    return jnp.asarray(math.prod(routing.logits.shape[:2]) * expert.manual_size("context"))
+    return jnp.asarray(math.prod(routing.logits.shape[:2])) if counted_RT is None else counted_RT.sum()
 
 
 def _over_context(x: jax.Array) -> jax.Array:
