@@ -253,7 +253,7 @@ SPLITS = [
             ({"expert": 4, "tensor": 2}, 1, {}),
             ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
             ({"context": 2, "expert": 2}, 2, {}),
-            ({"pipe": 2, "context": 2, "tensor": 2}, 2, {}),
+            ({"pipe": 2, "context": 2}, 2, {}),
             ({"pipe": 2, "expert": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
             ({"fsdp": 2, "expert": 2}, 2, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
         ]
