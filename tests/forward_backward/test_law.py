@@ -256,11 +256,12 @@ def programs(draw):
 
 
 @pytest.mark.slow
-@settings(max_examples=60, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, derandomize=True, deadline=None, suppress_health_check=list(HealthCheck))
 @given(programs(), batches(), st.permutations(range(ROWS)))
 def test_a_split_changes_nothing_in_any_combination(one, batch, rows):
     check_law(one, batch)
-    check_law(one, batch, rows=np.asarray(rows))
+    if dict(one.options)["normalize"] != "microbatch":  # a mean of means asks which rows share a microbatch
+        check_law(one, batch, rows=np.asarray(rows))
 
 
 # What must not pass. Each mutant is a bug that some trainer shipped; the law test has to notice it.
