@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxfb import __version__
+from jaxfb.training.simulated import simulate_devices, spare_threads
 
 RUN = "a run's directory, or a config whose run.dir is meant"
 RESUMABLE, GAVE_UP, DIFFERS = 75, 78, 1
@@ -33,6 +34,7 @@ SCHEDULE_COSTS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = _parse(arguments)
+    spare_threads()
     try:
         return options.run(options) or 0
     except (ValueError, FileNotFoundError) as error:
@@ -156,7 +158,6 @@ def _check(options) -> int:
     from jaxfb.config import load_config
 
     config = load_config(options.config, options.overrides)
-    from jaxfb.training.simulated import simulate_devices
 
     simulate_devices(vars(config.mesh))
     from jaxfb.training.check import check_config

@@ -16,6 +16,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.losses.cross_entropy import capped
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
@@ -148,7 +149,8 @@ def _logits(config, params, hidden):
     """[R, D] -> float32[R, V]."""
     outer = rebuilder(Outer, config)(outer_params(params))
     wide = statistics_dtype(hidden.dtype)
-    return jnp.matmul(outer.norm(hidden), outer.head_kernel, preferred_element_type=wide)
+    logits = jnp.matmul(outer.norm(hidden), outer.head_kernel, preferred_element_type=wide)
+    return capped(logits, config.logit_softcap)
 
 
 def _check(config, longest, max_new_tokens, temperature, top_k, key) -> None:

@@ -31,6 +31,7 @@ from jaxfb.optim import (
     make_optimizer,
     weight_decay_schedule,
 )
+from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.train_step import TrainState, TrainStep, make_train_step
 from jaxfb.types import Pipelined
@@ -103,6 +104,7 @@ def make_setup(config: Config, say: Callable[[str], None] = print) -> Setup:
     corpus = prepare(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
+    check_expert_divides(sizes, axis_size(mesh, "expert"))
     plan = run_plan(config, plans, len(corpus.train))
     setup = Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
     setup.eval_forward.check(setup.model, abstract_params(config, sizes), plans["train"])
