@@ -1,11 +1,13 @@
 """One backward as two: input gradients now, weight gradients later, with no product computed twice.
 
 The traced backward is cut at equations: what the input gradient needs runs now; of the rest, what the weight
-gradient needs runs later, from the values that the first part leaves behind.
+gradient needs runs later, from the values that the first part leaves behind. Those values wait in a slot of the
+pipeline, so cheap equations move across the cut where that makes them fewer bytes.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -21,10 +23,10 @@ class SplitBackward:
     """`backward(only_now, always) -> (weight gradient, input gradient)`, cut in two.
 
     only_now: pytree of arguments that are gone when the weight gradient is computed; what it needs of them
-      is part of `saved`.
+      is part of `saved`. The first `num_cotangents` leaves are the cotangents.
     """
 
-    def __init__(self, backward: Callable, only_now: PyTree, always: PyTree):
+    def __init__(self, backward: Callable, only_now: PyTree, always: PyTree, num_cotangents: int):
         closed, shape = jax.make_jaxpr(backward, return_shape=True)(only_now, always)
         self._program: ClosedJaxpr = inlined(closed)
         self._weights, self._inputs = (jax.tree.structure(part) for part in shape)
@@ -32,9 +34,12 @@ class SplitBackward:
         jaxpr = self._program.jaxpr
         self._weight_vars = jaxpr.outvars[: self._weights.num_leaves]
         self._input_vars = jaxpr.outvars[self._weights.num_leaves :]
-        self._eqns_now = needed(jaxpr.eqns, self._input_vars)
-        later = needed(jaxpr.eqns, self._weight_vars)
-        self._eqns_later = [eqn for eqn in later if not any(eqn is other for other in self._eqns_now)]
+        now = needed(jaxpr.eqns, self._input_vars)
+        later = _without(needed(jaxpr.eqns, self._weight_vars), now)
+        moved = _cheaper_now(
+            now, later, jaxpr.invars[: self._num_now], jaxpr.invars[:num_cotangents], self._weight_vars
+        )
+        self._eqns_now, self._eqns_later = now + moved, _without(later, moved)
         self._saved_vars = self._crossing()
 
     def now(self, only_now: PyTree, always: PyTree) -> tuple[list, PyTree]:
@@ -76,3 +81,53 @@ def needed(eqns: list, outvars: list) -> list:
             kept.append(eqn)
             wanted |= {var for var in eqn.invars if not isinstance(var, Literal)}
     return kept[::-1]
+
+
+def _cheaper_now(now: list, later: list, only_now: list, cotangents: list, outvars: list) -> list:
+    """The equations of `later` that make fewer bytes cross if they run now.
+
+    The products with a cotangent, which are the work to be put off, stay. Everything else that reads a value of
+    the first part goes now, and from the end on comes back where its inputs are no larger than its outputs.
+    """
+    made = {var for eqn in now for var in eqn.outvars} | set(only_now)
+    tainted = set(cotangents)
+    for eqn in now:
+        tainted |= set(eqn.outvars) if _reads(eqn, tainted) else set()
+    moved, made_later = [], set()
+    for eqn in later:
+        product = _reads(eqn, tainted) and eqn.primitive.name in _PRODUCTS
+        tainted |= set(eqn.outvars) if _reads(eqn, tainted) else set()
+        if _reads(eqn, made) and not _reads(eqn, made_later) and not product:
+            moved.append(eqn)
+            made |= set(eqn.outvars)
+        else:
+            made_later |= set(eqn.outvars)
+    read_later = {var for eqn in _without(later, moved) for var in _variables(eqn)} | set(outvars)
+    read_now, back = set(), []
+    for eqn in reversed(moved):
+        new = [var for var in _variables(eqn) if var in made and var not in read_later]
+        if not read_now & set(eqn.outvars) and _bytes(new) <= _bytes(read_later & set(eqn.outvars)):
+            back.append(eqn)
+            read_later |= set(_variables(eqn))
+        else:
+            read_now |= set(_variables(eqn))
+    return _without(moved, back)
+
+
+_PRODUCTS = {"dot_general", "conv_general_dilated", "ragged_dot_general", "scan", "while", "cond"}
+
+
+def _without(eqns: list, others: list) -> list:
+    return [eqn for eqn in eqns if not any(eqn is other for other in others)]
+
+
+def _variables(eqn) -> list[Var]:
+    return list(dict.fromkeys(var for var in eqn.invars if not isinstance(var, Literal)))
+
+
+def _reads(eqn, variables: set) -> bool:
+    return any(var in variables for var in _variables(eqn))
+
+
+def _bytes(variables) -> int:
+    return sum(math.prod(var.aval.shape) * var.aval.dtype.itemsize for var in variables)

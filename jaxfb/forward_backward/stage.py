@@ -112,7 +112,9 @@ class Stage:
         def one(cotangent, inputs):
             layer, kept = Layers(*inputs[0]), inputs[1]
             only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
-            self._split = self._split or SplitBackward(self._split_form, only_now, always)
+            self._split = self._split or SplitBackward(
+                self._split_form, only_now, always, len(jax.tree.leaves(cotangent))
+            )
             saved, before = self._split.now(only_now, always)
             return self._if_real(layer, before, cotangent), saved
 
