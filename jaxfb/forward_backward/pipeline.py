@@ -223,7 +223,7 @@ class _Tick:
         """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
         program, zero = self._program, jnp.int32(0)
         given, layers = jax.eval_shape(lambda: (self._given(zero), self._layers(zero)))
-        hidden = jax.eval_shape(self._ends.embed, self._weights.outer, given)
+        hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
         _, terms, residual = jax.eval_shape(self._stage.forward, layers, hidden, given)
         records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
@@ -258,6 +258,16 @@ def _if(when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
     if when == "some":
         return lax.cond(valid == 1, do, lambda same: same, tree)
     return do(tree) if when == "all" else tree
+
+
+def _check_float(hidden: PyTree) -> PyTree:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(hidden):
+        if not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise ValueError(
+                f"under a pipeline hidden must be float arrays, but embed gives hidden{jax.tree_util.keystr(path)} "
+                f"in {leaf.dtype}; leave it out and read it from the microbatch, which every layer is given"
+            )
+    return hidden
 
 
 def _zeros(tree: PyTree) -> PyTree:

@@ -363,6 +363,20 @@ def test_what_no_pipeline_can_run_is_refused():
         )
 
 
+def test_an_integer_in_hidden_is_refused():
+    """It has no gradient to send back; what is not float is in the microbatch anyway."""
+
+    def embed(outer, microbatch, rng):
+        return {"x": outer["embed"][microbatch["tokens"]], "t": microbatch["tokens"]}
+
+    model = dataclasses.replace(two_streams(), embed=embed, layer=lambda weights, hidden, *_: hidden)
+    model = dataclasses.replace(model, head=lambda outer, hidden, *_: jaxfb.Sum(hidden["x"].sum(), 1.0))
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(pipe=2))
+    plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2)
+    with pytest.raises(ValueError, match=r"embed gives hidden\['t'\] in int.*read it from the microbatch"):
+        fb(model, toy.params(layers=2), toy.batch(rows=4), plan)
+
+
 def test_the_built_in_transformer_with_packing_and_dropout():
     """pipe x data x tensor against one device: documents packed into rows, a mask drawn per row and layer."""
     config = TransformerConfig(
@@ -462,6 +476,11 @@ MUTATED = Case("1f1b", 2, 1, "P", dropout=False)
 
 def test_garbage_in_a_bubble_is_noticed_where_a_mask_is_missing(breaks):
     breaks(pipeline, "_where", lambda valid, tree: tree)
+
+
+def test_a_weight_gradient_of_a_bubble_is_noticed(breaks):
+    always = lambda sums, chunk, valid: stage.Target(sums, chunk, jnp.ones_like(valid))  # noqa: E731
+    breaks(pipeline, "Target", always)
 
 
 def test_a_missing_mask_of_the_ends_is_noticed(breaks):
