@@ -195,12 +195,13 @@ def _balanced(num_layers: int, num_stages: int) -> list[int]:
 
 
 def _uneven(num_layers: int, num_stages: int, num_devices: int) -> str:
-    legal = [n for n in range(1, num_layers + 1) if num_layers % n == 0]
-    nearest = min(legal, key=lambda n: abs(n - num_stages))
-    advice = f"cut into {nearest} stages"
+    chunks = num_stages // num_devices
+    legal = [v for v in range(1, num_layers // num_devices + 1) if num_layers % (v * num_devices) == 0]
+    advice = [f"chunks={min(legal, key=lambda v: abs(v - chunks))}"] if legal else []
+    advice.append(f"{max(1, round(num_layers / num_stages)) * num_stages} layers")
     if num_layers > num_stages:
-        advice += f", or give layers_per_stage={_balanced(num_layers, num_stages)}"
+        advice.append(f"layers_per_stage={_balanced(num_layers, num_stages)}")
     return (
         f"{num_layers} layers do not divide into {num_stages} stages "
-        f"(pipe {num_devices} x chunks {num_stages // num_devices}); {advice}"
+        f"(pipe {num_devices} x chunks {chunks}); use {' or '.join(advice)}"
     )

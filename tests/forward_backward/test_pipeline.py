@@ -266,13 +266,14 @@ def test_stages_of_different_lengths(case):
         (
             7,
             None,
-            "7 layers do not divide into 4 stages .pipe 2 x chunks 2.; cut into [0-9]+ stages, or give",
+            r"7 layers .* 4 stages .pipe 2 x chunks 2.; use 8 layers or layers_per_stage=\[2, 2, 2, 1\]",
         ),
         (
             7,
             (2, 2, 2, 2),
             r"layers_per_stage=\[2, 2, 2, 2\] must give each of 4 stages .* try \[2, 2, 2, 1\]",
         ),
+        (6, None, "6 layers do not divide into 4 .*; use chunks=1 or 8 layers or layers_per_stage"),
         (7, (3, 4), "must give each of 4 stages"),
         (7, (0, 2, 2, 3), "at least one"),
     ],
