@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -85,12 +84,9 @@ def test_another_librarys_error_keeps_its_traceback(calls):
 
 
 @pytest.mark.processes
-def test_help_is_quick_and_imports_nothing_heavy():
+def test_help_imports_nothing_heavy():
     code = "import sys; from jaxfb.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
-    started = time.monotonic()
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds = time.monotonic() - started
     heavy = {"jax", "numpy", "yaml", "pydantic", "flax", "optax", "orbax", "rich", "matplotlib"}
     assert not heavy & set(done.stdout.split())
     assert "train" in done.stdout and "generate" in done.stdout
-    assert seconds < 5  # 0.1 s on an idle machine; the bound is for a crowded one
