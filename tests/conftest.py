@@ -22,6 +22,15 @@ jax.config.update("jax_enable_x64", True)
 GOLDEN = Path(__file__).parent / "golden"
 
 
+@pytest.fixture(autouse=True)
+def same_environment():
+    """What a test's command sets in the environment does not reach the processes of the next test."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def golden():
     """golden("hf_schedules.json") -> the parsed file."""

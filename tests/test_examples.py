@@ -1,5 +1,6 @@
 """The examples run as they stand and reach what they say."""
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -17,6 +18,9 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 )
 def test_pipelined_examples_learn(name, last):
     run = [sys.executable, str(EXAMPLES / name)]
-    done = subprocess.run(run, capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent)
+    environment = {**os.environ, "JAX_ENABLE_X64": "0", "PYTHONPATH": str(EXAMPLES.parent)}
+    done = subprocess.run(
+        run, capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent, env=environment
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     assert done.stdout.splitlines()[-1].startswith(last)
