@@ -20,7 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb import gradients
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
-from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
 from jaxfb.parallel.sharding import adopt, shardings
@@ -133,14 +133,19 @@ def make_train_step(
       max_grad_norm: global norm to clip to; None does not clip.
       clip_convention: "exact" min(1, max/norm), "torch" min(1, max/(norm + 1e-6)).
       loss_scale: for float16; the loss itself is reported unscaled.
-      dropout: False hands None to the model as rng.
+      dropout: False hands None to the model as rng; a plan that packs rows asks for that.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
       ValueError: an option is illegal, or the plan does not fit the mesh.
     """
     gradients.check_clipping(max_grad_norm, clip_convention)
-    plan.require("train")
+    plan.require("train", caller="make_train_step")
+    if plan.packing and dropout:
+        raise ValueError(
+            "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "
+            "make_train_step, or a plan with packing=False"
+        )
     fb = get_forward_backward_func(mesh, **forward_backward_options)
     return TrainStep(fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout)
 
@@ -155,7 +160,7 @@ class TrainStep:
         self.model, self.optimizer, self.plan = model, optimizer, plan
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
         self._loss_scale, self._dropout = loss_scale, dropout
-        self._jitted = jax.jit(self._update, donate_argnums=0)
+        self._jitted = jax.jit(self._update, static_argnums=3, donate_argnums=0)
         self._shardings: dict = {}
 
     def __call__(
@@ -163,14 +168,19 @@ class TrainStep:
     ) -> tuple[TrainState, StepMetrics]:
         """Applies one update. `state` is donated: use the one that comes back.
 
+        batch: as the plan says; with a token budget [rows, ...] leaves on the host, or them as `Packed`.
         rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
         """
+        plan = self.plan
+        if plan.by_tokens:
+            packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
+            batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(self.place(state), batch, self.plan.real_rows if rows is None else rows)
+        return self._jitted(self.place(state), batch, self.plan.real_rows if rows is None else rows, plan)
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""
-        return self._jitted.lower(state, batch, self.plan.real_rows)
+        return self._jitted.lower(state, batch, self.plan.real_rows, self.plan)
 
     def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
         """A fresh state on the mesh.
@@ -218,10 +228,12 @@ class TrainStep:
         )
         return shardings(specs, fb.mesh)
 
-    def _update(self, state: TrainState, batch: PyTree, rows: Any) -> tuple[TrainState, StepMetrics]:
+    def _update(
+        self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan
+    ) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
-        out = self.forward_backward(self.model, state.params, batch, self.plan, rng, grad_scale=scale)
+        out = self.forward_backward(self.model, state.params, batch, plan, rng, grad_scale=scale)
         grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
         norm = gradients.global_norm(grads)
         finite, counted = jnp.isfinite(norm), _weight(out) > 0

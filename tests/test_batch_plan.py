@@ -114,13 +114,33 @@ REFUSED = [
         dict(rows=64, rows_per_microbatch=3, num_microbatches=5, data_parallel=4),
         "[train] 64 rows ≠ dp 4 × 3 rows × 5 microbatches = 60; drop one of the three; use rows=60",
     ),
-    (dict(purpose="logprob_ref", rows=64), "[logprob_ref] needs rows_per_microbatch or num_microbatches"),
+    (
+        dict(purpose="logprob_ref", rows=64),
+        "[logprob_ref] needs rows_per_microbatch or num_microbatches, or max_tokens",
+    ),
     (dict(rows_per_microbatch=2), "[train] needs rows"),
     (
         dict(rows=64, rows_per_microbatch=4, max_tokens_per_microbatch=16384),
         "[train] rows_per_microbatch=4 and max_tokens_per_microbatch=16384 are exclusive",
     ),
-    (dict(rows=64, max_tokens_per_microbatch=16384), "token budgets are not built yet"),
+    (
+        dict(rows=64, max_tokens_per_microbatch=16384),
+        "[train] max_tokens_per_microbatch=16384 needs sequence_length",
+    ),
+    (
+        dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=5000, widths=(2048, 5120)),
+        "[train] max_tokens_per_microbatch 4096 < sequence_length 5000 padded to 5120; "
+        "use max_tokens_per_microbatch=5120",
+    ),
+    (
+        dict(rows=64, max_tokens_per_microbatch=4096, num_microbatches=4, sequence_length=64),
+        "num_microbatches=4 and max_tokens_per_microbatch=4096 are exclusive",
+    ),
+    (
+        dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=100, widths=(64, 96)),
+        "widths=[64, 96] must rise to at least sequence_length=100; use [64, 96, 100]",
+    ),
+    (dict(rows=64, rows_per_microbatch=4, packing=True), "packing belong to a token budget"),
     (
         dict(rows=100, rows_per_microbatch=4, data_parallel=8),
         "[train] 100 rows per update is not a multiple of dp 8 × 4 = 32 (3×32 + 4); "

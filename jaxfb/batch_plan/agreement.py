@@ -21,6 +21,9 @@ _CUTS = (
     "multiple_of",
     "remainder",
     "rows",
+    "sequence_length",
+    "widths",
+    "packing",
 )
 
 
@@ -57,8 +60,9 @@ def _what_decides(values: Mapping[str, Any]) -> dict[str, Any]:
     sizes = ("rows", "rows_per_microbatch", "data_parallel", "num_microbatches")
     rows, per_replica, replicas, count = (values[name] for name in sizes)
     kept = {name: value for name, value in values.items() if name not in _CUTS}
+    real = rows if per_replica is None else min(rows, per_replica * replicas * count)
     # Saved values have been through JSON, where a tuple becomes a list.
-    return json.loads(json.dumps({"rows": min(rows, per_replica * replicas * count), **kept}))
+    return json.loads(json.dumps({"rows": real, **kept}))
 
 
 def _differences(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:

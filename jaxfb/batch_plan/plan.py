@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
 from typing import Any, Literal, get_args
 
+from jaxfb.batch_plan.budget import BUDGET, check_budget, shapes
 from jaxfb.batch_plan.fit import SIZES, misfit, solve
 from jaxfb.batch_plan.refusal import PlanError, around, offer, one_of, positive_int
 
@@ -23,6 +24,13 @@ PURPOSES: tuple[str, ...] = get_args(Purpose)
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
+_BY_LENGTH = (
+    "rows_per_global_microbatch",
+    "padded_rows",
+    "padding_rows",
+    "rows_per_microbatch",
+    "num_microbatches",
+)
 
 
 @dataclass(frozen=True)
@@ -33,13 +41,22 @@ class BatchPlan:
     given all three, they must agree. Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and
     replica d takes the d-th b rows inside it: contiguous, as in Megatron-LM.
 
+    Or give `rows` and `max_tokens_per_microbatch`: then the lengths of the rows decide how many microbatches
+    there are, `rows_per_microbatch` and `num_microbatches` stay None, and `jaxfb.batch_plan.arrange` makes a
+    plan with both for the lengths at hand (the engine calls it).
+
     Args:
       purpose: which call may use this plan: train, logprob_old, logprob_ref, value or eval.
       rows: rows of one update over all replicas (G); real rows, padding not counted.
       rows_per_microbatch: rows of one microbatch on one replica (b).
       data_parallel: number of replicas = data * fsdp * expert of the mesh (dp).
       num_microbatches: microbatches of one update on each replica (M).
-      max_tokens_per_microbatch: a token budget instead of b. Not built yet: refused.
+      max_tokens_per_microbatch: instead of b, the most tokens (padding counted) that one microbatch has on
+        one replica. Strict: nothing is ever above it.
+      sequence_length: with a budget, the longest row that may come.
+      widths: with a budget, the widths that rows are padded to, rising to at least sequence_length; each
+        compiles the program again. None: quarters of sequence_length.
+      packing: with a budget, put several rows into one array row, told apart by `segments`.
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
       remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
         end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed).
@@ -57,14 +74,20 @@ class BatchPlan:
     max_tokens_per_microbatch: int | None = None
     multiple_of: int = 1
     remainder: Remainder = "error"
+    sequence_length: int | None = None
+    widths: tuple[int, ...] | None = None
+    packing: bool = False
 
     def __post_init__(self) -> None:
         one_of("plan", "purpose", self.purpose, PURPOSES)
         one_of(self.purpose, "remainder", self.remainder, REMAINDERS)
-        for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of"):
+        for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of", "sequence_length"):
             if (value := getattr(self, name)) is not None or name in ("data_parallel", "multiple_of"):
                 object.__setattr__(self, name, positive_int(self.purpose, name, value))
         _check_given(self)
+        object.__setattr__(self, "widths", check_budget(self))
+        if self.by_tokens:
+            return
         given = self.to_dict()
         sizes = solve(given)
         if sizes is None:
@@ -73,8 +96,18 @@ class BatchPlan:
             object.__setattr__(self, name, value)
 
     @property
+    def by_tokens(self) -> bool:
+        """Whether a token budget cuts the rows, so that the microbatches follow from their lengths."""
+        return self.max_tokens_per_microbatch is not None
+
+    @property
     def rows_per_global_microbatch(self) -> int:
         """Rows of one microbatch over all replicas: dp * b."""
+        if self.by_tokens:
+            raise PlanError(
+                f'plan "{self.purpose}" is cut by tokens: its microbatches follow from the lengths of the rows; '
+                "use arrange(plan, lengths).plan"
+            )
         return self.data_parallel * self.rows_per_microbatch
 
     @property
@@ -85,7 +118,7 @@ class BatchPlan:
     @property
     def real_rows(self) -> int:
         """Rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
-        return min(self.rows, self.padded_rows)
+        return self.rows if self.by_tokens else min(self.rows, self.padded_rows)
 
     @property
     def padding_rows(self) -> int:
@@ -107,13 +140,22 @@ class BatchPlan:
         derived = "rows_per_microbatch" if changes.get("num_microbatches") else "num_microbatches"
         return dataclasses.replace(self, **{derived: None, **changes})
 
+    def shapes(self) -> tuple[tuple[int, int, int], ...]:
+        """Every (width, rows_per_microbatch, num_microbatches) that a budget can lead to: programs compiled at most."""
+        return shapes(self) if self.by_tokens else ()
+
     def require(self, *purposes: Purpose, caller: str = "forward_backward") -> None:
         """Refuses to be used for another purpose than its own."""
         for purpose in purposes:
             one_of(caller, "purpose", purpose, PURPOSES)
         if self.purpose not in purposes:
             wanted = " or ".join(f'plans["{purpose}"]' for purpose in purposes)
-            own = f'"{self.purpose}" ({self.rows_per_microbatch} rows per microbatch)'
+            size = (
+                f"{self.max_tokens_per_microbatch} tokens"
+                if self.by_tokens
+                else f"{self.rows_per_microbatch} rows"
+            )
+            own = f'"{self.purpose}" ({size} per microbatch)'
             raise PlanError(f"{caller} got plan {own}; pass {wanted}")
 
     def check_rows(self, rows: int) -> int:
@@ -121,7 +163,9 @@ class BatchPlan:
 
         Legal are `plan.rows` and, padded or dropped beforehand, `plan.padded_rows`.
         """
-        if rows not in (self.rows, self.padded_rows):
+        if self.by_tokens and rows == self.rows:
+            return 0
+        if self.by_tokens or rows not in (self.rows, self.padded_rows):
             short = self.rows - rows
             fix = f"add {short} rows of weight 0" if short > 0 else f"hand over {-short} fewer"
             raise PlanError(f'plan "{self.purpose}" covers {self.rows} rows, batch has {rows}; {fix}')
@@ -135,7 +179,8 @@ class BatchPlan:
 
     def to_dict(self) -> dict[str, Any]:
         """The fields, for saving with a run; `BatchPlan(**plan.to_dict()) == plan`."""
-        return {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
+        names = (f.name for f in dataclasses.fields(self))
+        return {name: getattr(self, name) for name in names if self.by_tokens or name not in BUDGET}
 
     def fingerprint(self) -> str:
         """16 hex digits, equal for equal plans on any host, in any process, under any Python."""
@@ -145,7 +190,13 @@ class BatchPlan:
         """(name, value) of every given and derived number, in reading order."""
         given = ("purpose", "rows", "data_parallel", "rows_per_microbatch", "num_microbatches")
         others = ("rows_per_global_microbatch", "padded_rows", "padding_rows", "multiple_of", "remainder")
-        numbers = [(name, getattr(self, name)) for name in given + others]
+        if self.by_tokens:
+            names = [name for name in given + others if name not in _BY_LENGTH]
+            budget = [(name, getattr(self, name)) for name in ("max_tokens_per_microbatch", *BUDGET)]
+            numbers = [(name, getattr(self, name)) for name in names] + budget
+            numbers += [("num_microbatches", "by length"), ("programs at most", len(self.shapes()))]
+        else:
+            numbers = [(name, getattr(self, name)) for name in given + others]
         return [*numbers, ("fingerprint", self.fingerprint())]
 
 
@@ -178,12 +229,14 @@ def _check_given(plan: BatchPlan) -> None:
             f"max_tokens_per_microbatch={budget} are exclusive; keep rows_per_microbatch",
             [{"max_tokens_per_microbatch": None}],
         )
-    if budget:
+    if budget and plan.num_microbatches:
         raise PlanError(
-            f"[{plan.purpose}] max_tokens_per_microbatch={budget}: token budgets are not built yet; "
-            "give rows_per_microbatch instead"
+            f"[{plan.purpose}] num_microbatches={plan.num_microbatches} and "
+            f"max_tokens_per_microbatch={budget} are exclusive: lengths decide how many there are; keep one",
+            [{"max_tokens_per_microbatch": None, "sequence_length": None}],
         )
     missing = [name for name in SIZES if getattr(plan, name) is None]
-    if len(missing) > 1:
-        needs = "rows_per_microbatch or num_microbatches" if plan.rows else "rows (all rows of one update)"
+    if len(missing) > 1 and not (budget and plan.rows):
+        cuts = "rows_per_microbatch or num_microbatches, or max_tokens_per_microbatch"
+        needs = cuts if plan.rows else "rows (all rows of one update)"
         raise PlanError(f"[{plan.purpose}] needs {needs}; nothing is inherited from another plan")

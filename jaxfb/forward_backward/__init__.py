@@ -2,5 +2,6 @@
 
 from jaxfb.forward_backward.engine import ForwardBackward, get_forward_backward_func
 from jaxfb.forward_backward.microbatches import Microbatches, specs_of, split
+from jaxfb.forward_backward.packed import Packed
 
-__all__ = ["ForwardBackward", "Microbatches", "get_forward_backward_func", "specs_of", "split"]
+__all__ = ["ForwardBackward", "Microbatches", "Packed", "get_forward_backward_func", "specs_of", "split"]

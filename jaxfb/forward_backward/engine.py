@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import Any
 
@@ -22,6 +22,7 @@ from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelini
 from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
+from jaxfb.forward_backward.packed import Packed
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
@@ -135,7 +136,8 @@ class ForwardBackward:
         Args:
           model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.
           params: any pytree of float arrays.
-          batch: pytree of [rows, ...] arrays in global row order, or `Microbatches`.
+          batch: pytree of [rows, ...] arrays in global row order, or `Microbatches`. With a token budget a dict
+            with `segments`, arranged on the host, so then the call is not part of the caller's own `jax.jit`.
           plan: of purpose "train" (any purpose if forward_only).
           rng: None, one PRNG key (row r gets `fold_in(rng, r)`), or keys [rows].
           forward_only: no backward; `grads` is None.
@@ -145,6 +147,11 @@ class ForwardBackward:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
         self.check(model, params, plan, forward_only)
+        if plan.by_tokens:
+            packed = Packed(batch, plan)
+            call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale)
+            out = self(model, params, *call)
+            return replace(out, outputs=packed.restore(out.outputs))
         microbatches = split(batch, plan, self.mesh).leaves
         keys = split_keys(row_keys(rng, plan), plan)
         targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
@@ -300,6 +307,8 @@ def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan
     _check_params(params, plan, forward_only, fb.accum_dtype)
     if isinstance(model, Pipelined):
         num_layers(params)
+        if plan.by_tokens:  # the plan that it is arranged into comes here again
+            return
         if schedule := fb.schedule_for(plan.num_microbatches):
             _layout(fb, schedule, params)
             check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
@@ -317,9 +326,9 @@ def _check_params(params: PyTree, plan: BatchPlan, forward_only: bool, accum_dty
                 f"every parameter must be a float array to have a gradient, params{jax.tree_util.keystr(path)} "
                 f"is {jnp.result_type(leaf)}; pass it in the batch or close over it"
             )
-    if accum_dtype is not None and jnp.finfo(accum_dtype).bits < 32 and plan.num_microbatches > 1:
+    if accum_dtype is not None and jnp.finfo(accum_dtype).bits < 32 and plan.num_microbatches != 1:
         warnings.warn(
-            f"accum_dtype={accum_dtype} sums {plan.num_microbatches} microbatches below float32; "
+            f"accum_dtype={accum_dtype} sums {plan.num_microbatches or 'several'} microbatches below float32; "
             "leave it None unless the memory is worth the lost bits",
             stacklevel=3,
         )

@@ -154,4 +154,7 @@ def _mesh(setup: Setup) -> Iterator[tuple[str, Any]]:
     schedule = setup.eval_forward.schedule_for(setup.plan.train.num_microbatches)
     if schedule is not None:
         yield "pipeline", schedule.summary()
-        yield "head", setup.eval_forward.head_placement_for(setup.model, abstract_params(setup.config, setup.sizes))
+        yield (
+            "head",
+            setup.eval_forward.head_placement_for(setup.model, abstract_params(setup.config, setup.sizes)),
+        )

@@ -1,0 +1,135 @@
+"""Rows of known lengths under a token budget: which stand in which array row, microbatch and replica.
+
+Part of the batch-plan step. A pure function of plan and lengths, so that all hosts agree; it never changes
+which rows form an update, only how they are cut.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from jaxfb.batch_plan.balance import cost_of, karmarkar_karp
+from jaxfb.batch_plan.budget import shape_for
+from jaxfb.batch_plan.plan import BatchPlan
+from jaxfb.batch_plan.refusal import PlanError
+
+Bins = list[list[int]]
+
+
+@dataclass(frozen=True)
+class Arrangement:
+    """Where the rows of one update stand.
+
+    plan:    with `rows` array rows, num_microbatches and rows_per_microbatch; same purpose.
+    width:   of the array rows, in tokens.
+    bins:    for each array row in the order of the plan, the rows in it, one after the other.
+    lengths: of the rows.
+    """
+
+    plan: BatchPlan
+    width: int
+    bins: tuple[tuple[int, ...], ...]
+    lengths: tuple[int, ...]
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the computed tokens that no row has."""
+        return 1 - sum(self.lengths) / (self.plan.padded_rows * self.width)
+
+
+def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
+    """Cuts rows of these lengths into microbatches of at most plan.max_tokens_per_microbatch tokens.
+
+    The width is the smallest of plan.widths that holds the longest row. With packing, rows share array rows,
+    balanced over array rows and over the replicas of each microbatch.
+
+    Raises:
+      PlanError: the plan has no budget, its rows are not as many, or a row is longer than sequence_length.
+    """
+    lengths = [int(length) for length in lengths]
+    _check_lengths(plan, lengths)
+    width = plan.widths[bisect_left(plan.widths, max(lengths))]
+    bins = _pack(lengths, width) if plan.packing else [[row] for row in range(plan.rows)]
+    _, per_replica, count = shape_for(plan, width, len(bins))
+    total = per_replica * count * plan.data_parallel
+    if plan.packing:
+        bins = _in_order(_balanced(lengths, width, total, bins), lengths, plan.data_parallel, per_replica)
+    bins += [[] for _ in range(total - len(bins))]
+    cut = dataclasses.replace(
+        plan,
+        rows=total,
+        rows_per_microbatch=per_replica,
+        num_microbatches=count,
+        max_tokens_per_microbatch=None,
+        sequence_length=None,
+        widths=None,
+        packing=False,
+        remainder="error",
+    )
+    made = Arrangement(cut, width, tuple(map(tuple, bins)), tuple(lengths))
+    _check_made(made, plan)
+    return made
+
+
+def _pack(lengths: Sequence[int], width: int) -> Bins:
+    """Best fit, longest first: few array rows."""
+    bins: Bins = []
+    room: list[int] = []
+    for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
+        fitting = [(room[b], b) for b in range(len(bins)) if room[b] >= lengths[row]]
+        if fitting:
+            chosen = min(fitting)[1]
+        else:
+            chosen = len(bins)
+            bins.append([])
+            room.append(width)
+        bins[chosen].append(row)
+        room[chosen] -= lengths[row]
+    return bins
+
+
+def _balanced(lengths: Sequence[int], width: int, total: int, packed: Bins) -> Bins:
+    """Rows spread evenly over `total` array rows; as `packed` where an even spread does not fit."""
+    spread = karmarkar_karp([cost_of(length) for length in lengths], total)
+    fits = all(sum(lengths[row] for row in bin_) <= width for bin_ in spread)
+    return spread if fits else packed + [[] for _ in range(total - len(packed))]
+
+
+def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: int) -> Bins:
+    """Array rows of similar work into one microbatch, and its work shared out evenly over the replicas."""
+    cost = [sum(cost_of(lengths[row]) for row in bin_) for bin_ in bins]
+    order = sorted(range(len(bins)), key=lambda b: (-cost[b], b))
+    ordered: Bins = []
+    for first in range(0, len(order), replicas * per_replica):
+        block = order[first : first + replicas * per_replica]
+        shares = karmarkar_karp([cost[b] for b in block], replicas, equal_counts=True)
+        ordered += [bins[block[i]] for share in shares for i in share]
+    return ordered
+
+
+def _check_lengths(plan: BatchPlan, lengths: Sequence[int]) -> None:
+    if not plan.by_tokens:
+        raise PlanError(
+            f'plan "{plan.purpose}" has no max_tokens_per_microbatch; only a token budget asks for lengths'
+        )
+    plan.check_rows(len(lengths))
+    for row, length in enumerate(lengths):
+        if not 0 <= length <= plan.widths[-1]:
+            raise PlanError(
+                f"[{plan.purpose}] row {row} has {length} tokens, above sequence_length {plan.sequence_length} "
+                f"(widest array row {plan.widths[-1]}); cut it, or raise sequence_length and "
+                "max_tokens_per_microbatch"
+            )
+
+
+def _check_made(made: Arrangement, plan: BatchPlan) -> None:
+    """Our own mistakes: a row lost or repeated, or a microbatch above its budget."""
+    rows = sorted(row for bin_ in made.bins for row in bin_)
+    fullest = max(sum(made.lengths[row] for row in bin_) for bin_ in made.bins)
+    tokens = made.width * made.plan.rows_per_microbatch
+    within = fullest <= made.width and tokens <= plan.max_tokens_per_microbatch
+    if rows != list(range(plan.rows)) or not within or len(made.bins) != made.plan.padded_rows:
+        raise RuntimeError(f"jaxfb arranged rows wrongly: lengths {made.lengths}, bins {made.bins}, {plan}")

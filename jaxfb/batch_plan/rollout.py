@@ -1,0 +1,236 @@
+"""Reinforcement learning as arithmetic: prompts -> samples -> rows of a rollout -> updates of some epochs.
+
+Part of the batch-plan step. P prompts with n samples each are R = P n rows; an update consumes G of them, so a
+pass over the rollout is K = R / G updates. Prompts are counted in this file and nowhere after it.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, NamedTuple
+
+from jaxfb.batch_plan.plan import PURPOSES, BatchPlan
+from jaxfb.batch_plan.refusal import PlanError, nearest, offer, one_of, positive_int
+
+FORWARD_PURPOSES = ("logprob_old", "logprob_ref", "value")
+_COUNTS = ("prompts", "samples_per_prompt", "rows_per_update", "epochs", "rollouts")
+_VERL = {
+    "prompts": "data.train_batch_size",
+    "samples_per_prompt": "rollout.n",
+    "rows_per_update": "actor.ppo_mini_batch_size, which counts prompts",
+    "epochs": "actor.ppo_epochs",
+    "train": "actor.ppo_micro_batch_size_per_gpu",
+    "logprob_old": "rollout.log_prob_micro_batch_size_per_gpu",
+    "logprob_ref": "ref.log_prob_micro_batch_size_per_gpu",
+    "value": "critic.forward_micro_batch_size_per_gpu",
+}
+
+
+class PolicyUpdate(NamedTuple):
+    """Which rows of which rollout one update consumes, in order."""
+
+    update: int
+    rollout: int
+    epoch: int
+    rows: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class RolloutPlan:
+    """How many prompts, samples, rows and updates; one immutable `BatchPlan` for each purpose.
+
+    Which rows form an update follows from (seed, rollout, epoch) alone: replicas and microbatches change
+    nothing about it.
+
+    Args:
+      plans: {"train": plan of rows_per_update rows, and plans of all R rows for "logprob_old", "logprob_ref" and
+        "value" as far as they are needed}. Nothing is inherited from one to another.
+      prompts: of one rollout (P).
+      samples_per_prompt: n; row p * n + s is sample s of prompt p.
+      rows_per_update: rows of one optimizer update (G).
+      epochs: passes over one rollout (E).
+      rollouts: of the whole run.
+      seed: of the order of the rows; None keeps it.
+      groups: name of what needs groups of samples, such as "grpo"; "" for nothing.
+      whole_groups: every microbatch holds whole groups (for losses that share work within one).
+
+    Raises:
+      PlanError: one sentence with the values, the arithmetic and the nearest legal choice.
+    """
+
+    plans: Mapping[str, BatchPlan] = field(hash=False)
+    _: KW_ONLY
+    prompts: int
+    samples_per_prompt: int
+    rows_per_update: int
+    epochs: int = 1
+    rollouts: int = 1
+    seed: int | None = 0
+    groups: str = ""
+    whole_groups: bool = False
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "plans", dict(self.plans))
+        for name in _COUNTS:
+            object.__setattr__(self, name, positive_int("rollout", name, getattr(self, name)))
+        _check_updates(self)
+        _check_groups(self)
+        _check_plans(self)
+
+    @property
+    def rows(self) -> int:
+        """Rows of one rollout: R = P n."""
+        return self.prompts * self.samples_per_prompt
+
+    @property
+    def updates_per_pass(self) -> int:
+        """K = R / G."""
+        return self.rows // self.rows_per_update
+
+    @property
+    def updates_per_rollout(self) -> int:
+        """U = K E."""
+        return self.updates_per_pass * self.epochs
+
+    @property
+    def total_updates(self) -> int:
+        """Of the whole run: the horizon of the learning rate."""
+        return self.updates_per_rollout * self.rollouts
+
+    @property
+    def train(self) -> BatchPlan:
+        """The plan of one update."""
+        return self.plans["train"]
+
+    def plan(self, purpose: str) -> BatchPlan:
+        """The plan of one purpose, which must have been given: nothing is inherited from another."""
+        if purpose not in self.plans:
+            given = ", ".join(self.plans)
+            raise PlanError(
+                f"[{purpose}] has no plan, there are plans for {given}; give one, nothing is inherited"
+            )
+        return self.plans[purpose]
+
+    def update(self, number: int) -> PolicyUpdate:
+        """Update `number` of the run, from 0."""
+        if not 0 <= number < self.total_updates:
+            raise PlanError(f"[rollout] no update {number}: there are {self.total_updates}, counted from 0")
+        rollout, within = divmod(number, self.updates_per_rollout)
+        epoch, index = divmod(within, self.updates_per_pass)
+        start = index * self.rows_per_update
+        return PolicyUpdate(
+            number, rollout, epoch, tuple(self._order(rollout, epoch)[start : start + self.rows_per_update])
+        )
+
+    def table(self) -> list[tuple[str, str]]:
+        """(name, what it is): every number, what it counts, and what verl calls it."""
+        update_prompts = self.rows_per_update / self.samples_per_prompt
+        numbers = [
+            ("prompts (P)", f"{self.prompts} prompts a rollout", "prompts"),
+            ("samples_per_prompt (n)", f"{self.samples_per_prompt} rows a prompt", "samples_per_prompt"),
+            ("rows (R = P n)", f"{self.rows} rows a rollout", ""),
+            (
+                "rows_per_update (G)",
+                f"{self.rows_per_update} rows = {update_prompts:g} prompts",
+                "rows_per_update",
+            ),
+            ("updates_per_pass (K = R/G)", f"{self.updates_per_pass} updates", ""),
+            ("epochs (E)", f"{self.epochs} passes over a rollout", "epochs"),
+            ("updates_per_rollout (K E)", f"{self.updates_per_rollout} updates", ""),
+            ("rollouts", f"{self.rollouts}", ""),
+            ("total_updates", f"{self.total_updates} updates, the horizon of the learning rate", ""),
+        ]
+        cuts = [(f"[{purpose}]", _cut(plan), purpose) for purpose, plan in self.plans.items()]
+        width = max(len(text) for _, text, _ in numbers + cuts)
+        return [
+            (name, f"{text:<{width}}  {_VERL.get(key, '')}".rstrip()) for name, text, key in numbers + cuts
+        ]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for saving with a run."""
+        names = (*_COUNTS, "seed", "groups", "whole_groups")
+        plans = {purpose: plan.to_dict() for purpose, plan in self.plans.items()}
+        return {**{name: getattr(self, name) for name in names}, "plans": plans}
+
+    def _order(self, rollout: int, epoch: int) -> list[int]:
+        rows = list(range(self.rows))
+        if self.seed is not None:
+            random.Random(f"{self.seed}/{rollout}/{epoch}").shuffle(rows)
+        return rows
+
+
+def check_whole_groups(prompt_of_row: Sequence[int], samples_per_prompt: int) -> None:
+    """Refuses rows that are not whole groups of samples of one prompt."""
+    counts: dict[int, int] = {}
+    for prompt in map(int, prompt_of_row):
+        counts[prompt] = counts.get(prompt, 0) + 1
+    for prompt, count in counts.items():
+        if count != samples_per_prompt:
+            raise PlanError(
+                f"prompt {prompt} has {count} of {samples_per_prompt} samples; group statistics need all of them"
+            )
+
+
+def _cut(plan: BatchPlan) -> str:
+    on = f"on {plan.data_parallel} replica{'s' * (plan.data_parallel > 1)}"
+    if plan.by_tokens:
+        packing = ", packed" if plan.packing else ""
+        return f"{plan.rows} rows {on}: at most {plan.max_tokens_per_microbatch} tokens a microbatch{packing}"
+    return (
+        f"{plan.rows} rows {on}: {plan.num_microbatches} microbatches of {plan.rows_per_microbatch} rows each"
+    )
+
+
+def _check_updates(plan: RolloutPlan) -> None:
+    """R >= G, and R a multiple of G."""
+    rows, update = plan.rows, plan.rows_per_update
+    if rows % update == 0:
+        return
+    choices = [{"rows_per_update": n} for n in nearest(update, rows, lambda n: rows % n == 0)]
+    if rows < update:
+        why = f"update of {update} rows needs more than the {rows} a rollout yields"
+    else:
+        made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
+        why = f"{made}; updates of {update} leave {rows % update} rows"
+    raise PlanError(f"[rollout] {why}{offer(choices)}", choices)
+
+
+def _check_groups(plan: RolloutPlan) -> None:
+    if plan.groups and plan.samples_per_prompt < 2:
+        raise PlanError(
+            f"[rollout] {plan.groups} needs samples_per_prompt ≥ 2, got {plan.samples_per_prompt}; use 2 or more",
+            [{"samples_per_prompt": 2}],
+        )
+    train = plan.plans.get("train")
+    if not plan.whole_groups or train is None:
+        return
+    if train.by_tokens or train.rows_per_microbatch % plan.samples_per_prompt:
+        per = f"{train.rows_per_microbatch} rows" if not train.by_tokens else "a token budget"
+        raise PlanError(
+            f"[train] whole_groups keeps groups of {plan.samples_per_prompt} samples together; {per} per "
+            f"microbatch cuts them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it"
+        )
+    if plan.seed is not None:
+        raise PlanError(
+            "[rollout] whole_groups keeps groups together, a shuffle of rows cuts them; use seed=None"
+        )
+
+
+def _check_plans(plan: RolloutPlan) -> None:
+    """Each under its own purpose, of the right number of rows, for one mesh."""
+    for purpose, one in plan.plans.items():
+        one_of("rollout", "purpose", purpose, PURPOSES)
+        one.require(purpose, caller=f'[rollout] plans["{purpose}"]')
+        wanted = {"train": plan.rows_per_update, **dict.fromkeys(FORWARD_PURPOSES, plan.rows)}.get(purpose)
+        if wanted and one.rows != wanted:
+            what = "an update" if purpose == "train" else "a rollout"
+            raise PlanError(f"[{purpose}] covers {one.rows} rows, {what} has {wanted}; use rows={wanted}")
+    if "train" not in plan.plans:
+        raise PlanError(f'[rollout] needs a plan for "train", got {", ".join(plan.plans) or "none"}')
+    replicas = {purpose: one.data_parallel for purpose, one in plan.plans.items()}
+    if len(set(replicas.values())) > 1:
+        raise PlanError(
+            f"[rollout] plans of one mesh have one data_parallel, got {replicas}; use that of train"
+        )

@@ -1,0 +1,136 @@
+"""Rows of many lengths to array rows of one width and back: an `Arrangement` applied to arrays, on the host.
+
+Before forward_backward where the plan has a token budget. Array rows hold one row each, or with packing several,
+told apart by `segments` (1.., 0 is padding), each with its own `positions`. A value per row becomes, with
+packing, that value at each of its tokens.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
+from jaxfb.compat import is_traced
+
+PyTree = Any
+SEGMENTS, POSITIONS = "segments", "positions"
+
+
+class Packed:
+    """A batch in array rows, and the way back for what is collected from them.
+
+    batch: leaves [array rows, width, ...]; `plan` cuts it, and its `outputs` are undone by `restore`.
+    """
+
+    def __init__(self, batch: dict, plan: BatchPlan):
+        self.arrangement = arrange(plan, row_lengths(batch, plan))
+        self.plan = self.arrangement.plan
+        self._packing = plan.packing
+        self._row, self._column, self._segment = _index(self.arrangement)
+        self._shape = (plan.rows, batch[SEGMENTS].shape[1])
+        self.batch = self._arranged(batch)
+
+    @property
+    def padding_fraction(self) -> float:
+        """Share of the computed tokens that are none of any row."""
+        return self.arrangement.padding_fraction
+
+    def restore(self, outputs: PyTree) -> PyTree:
+        """[array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where no token stood;
+        without packing also [array rows, ...] to [rows, ...]."""
+        return jax.tree.map(self._restored, outputs)
+
+    def keys(self, rng: jax.Array | None) -> jax.Array | None:
+        """The same key for each row as without a budget: one key, or one an array row from one a row.
+
+        Raises:
+          PlanError: rows share array rows.
+        """
+        if rng is None:
+            return None
+        if self._packing:
+            raise PlanError(
+                "[budget] packed rows share array rows, which have one key each, so dropout would depend on the "
+                "packing; use packing=False, or no rng"
+            )
+        one_key = rng.ndim == (0 if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key) else 1)
+        return rng if one_key else rng[np.array([bin_[0] if bin_ else 0 for bin_ in self.arrangement.bins])]
+
+    def _arranged(self, batch: dict) -> dict:
+        valid = self._segment > 0
+        positions = np.where(valid, self._column, 0).astype(np.int32)
+        made = {
+            name: jax.tree.map(lambda leaf: self._leaf(np.asarray(leaf), valid), leaf)
+            for name, leaf in batch.items()
+        }
+        return {**made, SEGMENTS: self._segment, POSITIONS: positions} if self._packing else made
+
+    def _leaf(self, leaf: np.ndarray, valid: np.ndarray) -> np.ndarray:
+        if leaf.ndim > 1:
+            values = leaf[self._row, np.minimum(self._column, leaf.shape[1] - 1)]
+            inside = valid & (self._column < leaf.shape[1])
+        elif self._packing:
+            values, inside = leaf[self._row], valid
+        else:
+            values, inside = leaf[self._row[:, 0]], np.array([bool(b) for b in self.arrangement.bins])
+        blank = np.zeros([], leaf.dtype)
+        return np.where(inside.reshape(inside.shape + (1,) * (values.ndim - inside.ndim)), values, blank)
+
+    def _restored(self, output: Any) -> np.ndarray:
+        output, (rows, length) = np.asarray(output), self._shape
+        width = self.arrangement.width
+        if output.ndim > 1 and output.shape[1] == width:
+            valid = (self._segment > 0) & (self._column < length)
+            back = np.zeros((rows, length, *output.shape[2:]), output.dtype)
+            back[self._row[valid], self._column[valid]] = output[valid]
+            return back
+        if self._packing:
+            raise ValueError(
+                f"packed rows share array rows, so outputs must be per token, [{len(output)}, {width}, ...], got "
+                f"shape {output.shape}; return them per token, or use packing=False"
+            )
+        return output[:rows]
+
+
+def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
+    """Tokens of each row: its last token that belongs to a segment, counted on the host.
+
+    Raises:
+      ValueError: the batch is traced, or has no `segments`.
+    """
+    if is_traced(batch):
+        raise PlanError(
+            f"[{plan.purpose}] a token budget asks for the lengths of the rows, which are not known inside jax.jit; "
+            "call outside it, or hand over jaxfb.forward_backward.Packed(batch, plan).batch with its .plan"
+        )
+    if not isinstance(batch, dict) or SEGMENTS not in batch:
+        raise PlanError(
+            f'[{plan.purpose}] a token budget asks for batch["segments"] i32[rows, length], 1 at the tokens of a row '
+            "and 0 at padding"
+        )
+    plan.check_keys(batch)
+    real = np.asarray(batch[SEGMENTS]) > 0
+    plan.check_rows(real.shape[0])
+    if (np.asarray(batch[SEGMENTS]) > 1).any() and plan.packing:
+        raise PlanError(
+            f"[{plan.purpose}] packing packs rows of one segment; use packing=False for packed rows"
+        )
+    return np.where(real.any(1), real.shape[1] - real[:, ::-1].argmax(1), 0)
+
+
+def _index(made: Arrangement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Row, column and segment number (0: padding) of every token of every array row, i32[array rows, width]."""
+    row, column, segment = (np.zeros((len(made.bins), made.width), np.int32) for _ in range(3))
+    for line, bin_ in enumerate(made.bins):
+        at = 0
+        for number, one in enumerate(bin_):
+            end = at + made.lengths[one]
+            row[line, at:end], segment[line, at:end] = one, number + 1
+            column[line, at:end] = np.arange(end - at)
+            at = end
+        if not at and bin_:
+            row[line] = bin_[0]
+    return row, column, segment

@@ -1,0 +1,125 @@
+"""A token budget changes neither loss nor gradient nor what is collected: widths, packing, replicas, microbatches."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxfb
+from jaxfb.batch_plan import PlanError
+from jaxfb.losses.language_model import next_token_loss
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import apply, init_params, transformer
+
+ROWS, LENGTH = 13, 12
+CONFIG = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1)
+
+
+def loss(hidden, kernel, microbatch, axis=None):
+    return next_token_loss(hidden, kernel, microbatch, chunk=64, outputs="tokens", axis=axis)
+
+
+MODEL = transformer(CONFIG, loss=loss)
+
+
+@pytest.fixture(scope="module")
+def params():
+    return jax.jit(lambda key: init_params(CONFIG, key, jnp.float64))(jax.random.key(0))
+
+
+@pytest.fixture(scope="module")
+def batch():
+    """Rows of 0 to 11 tokens, ragged masks, one row that counts nothing; what is beyond a row is not inert."""
+    rng = np.random.default_rng(0)
+    lengths = np.array([3, 11, 0, 5, 7, 2, 11, 4, 6, 1, 9, 3, 8])
+    real = np.arange(LENGTH) < lengths[:, None]
+    tokens = rng.integers(0, 16, (ROWS, LENGTH + 1))
+    mask = (real & (rng.random((ROWS, LENGTH)) < 0.7)).astype(np.float64)
+    mask[4] = 0
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": mask,
+        "segments": real.astype(int),
+    }
+
+
+@pytest.fixture(scope="module")
+def whole(params, batch):
+    @jax.jit
+    def both(params, batch):
+        def total(tree):
+            out = apply(MODEL, tree, batch)
+            return out.terms["cross_entropy"].value, out
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    return both(params, jax.tree.map(jnp.asarray, batch))
+
+
+def close(got, wanted):
+    for a, b in zip(jax.tree.leaves(got), jax.tree.leaves(wanted), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-12 * max(1, np.abs(b).max()))
+
+
+BUDGETS = [
+    ({}, dict(max_tokens_per_microbatch=36)),
+    ({"data": 2}, dict(max_tokens_per_microbatch=24, packing=True)),
+    ({"data": 4}, dict(max_tokens_per_microbatch=12, packing=True, widths=(12,))),
+    ({"pipe": 2}, dict(max_tokens_per_microbatch=40, packing=True, widths=(20,))),
+]
+
+
+@pytest.mark.parametrize("mesh, budget", BUDGETS, ids=str)
+def test_a_budget_changes_nothing(mesh, budget, params, batch, whole):
+    (value, out), grads = whole
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=mesh.get("data", 1), sequence_length=LENGTH, **budget)
+    got = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh))(MODEL, params, batch, plan)
+    close((got.loss, got.grads, got.outputs), (value, grads, out.outputs))
+    assert float(got.terms["cross_entropy"].weight) == batch["loss_mask"].sum()
+    assert len(got.per_microbatch["cross_entropy"].total) > 1
+
+
+def test_an_update_under_a_budget_is_the_update(params, batch):
+    mesh, optimizer = jaxfb.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
+    plans = [
+        jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=ROWS),
+        jaxfb.BatchPlan(rows=ROWS, max_tokens_per_microbatch=24, sequence_length=LENGTH, packing=True),
+    ]
+    steps = [jaxfb.make_train_step(MODEL, optimizer, mesh, plan, dropout=False) for plan in plans]
+    (one, _), (other, metrics) = (step(step.init(params), batch) for step in steps)
+    close(one.params, other.params)
+    assert int(other.samples) == ROWS and not metrics.skipped
+
+
+def test_a_row_keeps_its_dropout_mask_under_a_budget(batch):
+    def dropped(table, microbatch, keys):
+        keep = jax.vmap(lambda key: jax.random.bernoulli(key, 0.5, (8,)))(keys)
+        per_row = jnp.where(microbatch["segments"] > 0, 1.0, 0).sum(1) * (keep * table).sum(1)
+        return jaxfb.LossOutput(
+            {"loss": jaxfb.Sum(per_row.sum(), (microbatch["segments"] > 0).sum())}, outputs=per_row
+        )
+
+    fb, table = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=2)), np.arange(8.0)
+    by_tokens = jaxfb.BatchPlan(
+        rows=ROWS, data_parallel=2, max_tokens_per_microbatch=24, sequence_length=LENGTH
+    )
+    by_rows = jaxfb.BatchPlan(rows=ROWS, data_parallel=2, rows_per_microbatch=2, remainder="pad")
+    outs = [fb(dropped, table, batch, plan, jax.random.key(3)) for plan in (by_tokens, by_rows)]
+    close((outs[0].loss, outs[0].grads, outs[0].outputs), (outs[1].loss, outs[1].grads, outs[1].outputs))
+
+
+def test_what_a_budget_cannot_do_is_refused(params, batch):
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(devices=jax.devices()[:1]))
+    plan = jaxfb.BatchPlan(rows=ROWS, max_tokens_per_microbatch=24, sequence_length=LENGTH, packing=True)
+    with pytest.raises(PlanError, match="not known inside jax.jit"):
+        jax.jit(lambda b: fb(MODEL, params, b, plan).loss)(batch)
+    with pytest.raises(PlanError, match=r'asks for batch\["segments"\]'):
+        fb(MODEL, params, {"tokens": batch["tokens"]}, plan)
+    with pytest.raises(PlanError, match="dropout would depend on the packing"):
+        fb(MODEL, params, batch, plan, jax.random.key(0))
+    with pytest.raises(ValueError, match="pass dropout=False"):
+        jaxfb.make_train_step(MODEL, optax.sgd(0.1), None, plan)
+    with pytest.raises(PlanError, match="row 1 has 11 tokens"):
+        fb(MODEL, params, batch, plan.replace(sequence_length=9, widths=(9,)))
