@@ -41,7 +41,8 @@ class Sum(_Reduced):
     """An unreduced term: a sum and the weight it will be divided by. Loss functions never divide.
 
     total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in).
-    weight: float or int, same shape or [], what was counted; it must depend on the data alone.
+    weight: float or int, same shape or [], what was counted; it must depend on the data alone. None: nothing
+      divides the total, the objective has the sum itself.
     `a + b` adds totals and weights. `.value` is total / weight, and 0 where the weight is 0.
     """
 
@@ -49,10 +50,14 @@ class Sum(_Reduced):
     weight: Any = 1.0
 
     def __add__(self, other: Sum) -> Sum:
+        if self.weight is None and other.weight is None:
+            return Sum(self.total + other.total, None)
         return Sum(self.total + other.total, self.weight + other.weight)
 
     @property
     def value(self) -> jax.Array:
+        if self.weight is None:
+            return jnp.asarray(self.total)
         weight = jnp.asarray(self.weight)
         return jnp.where(weight != 0, self.total / jnp.where(weight != 0, weight, 1), 0)
 
@@ -103,6 +108,23 @@ class LossOutput:
     outputs: PyTree = None
 
 
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Unembedding:
+    """How a model's last hidden states become logits: softcap * tanh((hidden @ kernel) / softcap).
+
+    hidden:  float[rows, seq, width], after the last norm.
+    kernel:  float[width, vocab/tensor].
+    softcap: None leaves the logits as they are.
+    chunk:   how many tokens' logits may exist at one time.
+    """
+
+    hidden: jax.Array
+    kernel: jax.Array
+    softcap: float | None = field(default=None, metadata={"static": True})
+    chunk: int = field(default=1024, metadata={"static": True})
+
+
 @dataclass(frozen=True)
 class Pipelined:
     """A model cut for stages: three pure functions over `params`, a dict with "layers" and anything beside it.
@@ -116,6 +138,8 @@ class Pipelined:
     head:  (outer, hidden, microbatch, rng) -> LossOutput or Sum
     param_specs: optional, params -> tree of PartitionSpec that names the "tensor" axis only.
     vocabulary: optional, how embedding and head are computed by all stages, each with its share.
+    unembed: optional, (outer, hidden) -> Unembedding; with it the head can be replaced by another loss over the
+           model's log-probs (`losses.heads`), under `vocabulary` too, where `outer` is this device's share.
 
     rng: keys [rows], one a row; layer i receives them folded with i; None where the caller gave none.
     """
@@ -125,6 +149,7 @@ class Pipelined:
     head: Callable[..., Any]
     param_specs: Callable[[PyTree], PyTree] | None = None
     vocabulary: VocabularyParallel | None = None
+    unembed: Callable[..., Unembedding] | None = None
 
 
 def outer_params(params: dict) -> dict:

@@ -84,14 +84,14 @@ class Frame:
         """Every term's weight in every microbatch of this replica, before anything else."""
         plain = checked(sequential(self.model) if isinstance(self.model, Pipelined) else self.model)
         cut = jax.tree.map(lambda leaf: leaf.ndim > 2, microbatches) if self._cuts_sequences else None
-        return term_weights(plain, whole, microbatches, keys, cut)
+        return term_weights(plain, whole, microbatches, keys, self._num_parts(microbatches), cut)
 
     def _seeds(self, weights: dict, grad_scale: Any, whole: PyTree) -> dict:
         """Cotangents of this replica's totals; the one collective is a sum of a weight a term."""
         dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(whole)))
         reduced = {name: weight.sum() for name, weight in weights.items()}
         reduced = lax.psum(reduced, self._replicas) if self._replicas else reduced
-        num_parts = next(iter(weights.values())).shape[0] * data_parallel(self.mesh)
+        num_parts = self._num_parts(weights)
         return seeds(weights, reduced, self.normalize, num_parts, grad_scale, dtype)
 
     def _records(self, out: LossOutput, weights: dict) -> tuple:
@@ -103,12 +103,16 @@ class Frame:
         per_microbatch, means = reduce_records((local, means), self._replicas)
         terms = jax.tree.map(lambda records: records.sum(0), per_microbatch)
         if means:
-            num_parts = len(next(iter(means.values()))) * data_parallel(self.mesh)
+            num_parts = self._num_parts(means)
             terms = {
                 name: Sum(mean.sum(), jnp.asarray(num_parts, mean.dtype)) for name, mean in means.items()
             }
         metrics = reduce_metrics(out.metrics, split_axes(self.mesh))
         return objective(terms, self.normalize), terms, metrics, per_microbatch
+
+    def _num_parts(self, by_microbatch: PyTree) -> int:
+        """Microbatches of a replica times replicas, from leaves [num_microbatches, ...]."""
+        return jax.tree.leaves(by_microbatch)[0].shape[0] * data_parallel(self.mesh)
 
     def _seen_by_one_device(self, leaf: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
         """A parameter as the model's own code sees it: cast, and whole but for its share of the experts."""

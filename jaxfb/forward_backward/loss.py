@@ -74,7 +74,7 @@ def _at_least_float32(x: Any) -> jax.Array:
 def _check_term(name: str, term: Any) -> None:
     if not isinstance(term, Sum):
         raise ValueError(f"term {name!r} must be a jaxfb.Sum(total, weight), got {_described(term)}")
-    total, weight = jnp.asarray(term.total), jnp.asarray(term.weight)
+    total, weight = jnp.asarray(term.total), jnp.asarray(1 if term.weight is None else term.weight)
     if total.shape or weight.shape:
         raise ValueError(
             f"term {name!r} must be a scalar sum over a scalar weight, got total {total.shape} and weight "

@@ -86,7 +86,7 @@ def with_layer_terms(out: LossOutput, stacked: dict[str, Sum]) -> LossOutput:
     both = sorted(set(out.terms) & set(stacked))
     if both:
         raise ValueError(f"the head and the layers both return a term named {both[0]!r}; rename one of them")
-    terms = {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in stacked.items()}
+    terms = jax.tree.map(lambda per_layer: per_layer.sum(0), stacked)
     return LossOutput({**out.terms, **terms}, out.metrics, out.outputs)
 
 

@@ -82,7 +82,7 @@ class Stage:
             return self._if_real(layer, after, before), (self._masked(layer, terms), kept)
 
         after, (terms, kept) = lax.scan(one, hidden, tuple(layers))
-        terms = {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in terms.items()}
+        terms = jax.tree.map(lambda per_layer: per_layer.sum(0), terms)
         return after, terms, kept if self._keep == "residuals" else hidden
 
     def backward(

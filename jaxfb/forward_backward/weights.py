@@ -21,16 +21,23 @@ NORMALIZATIONS = ("global", "microbatch", "none")
 
 
 def term_weights(
-    loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None, cut: PyTree = None
+    loss_fn: LossFn,
+    params: PyTree,
+    microbatches: PyTree,
+    keys: jax.Array | None,
+    num_parts: int,
+    cut: PyTree = None,
 ) -> dict:
     """Weights of every term in every microbatch of this replica: name -> [num_microbatches].
 
     Only the part of the loss function that the weights need is run; the forward itself is cut away.
     A weight that reads tokens which a context axis cuts is a part, and summed over context; one that does not
-    (a number of rows or tokens, a constant) is what it would be of whole sequences.
+    (a number of rows or tokens, a constant) is what it would be of whole sequences. A term without a weight gets
+    1 / num_parts, so that its weight over the global batch is 1.
 
     Args:
       params: abstract parameters; their values are never read.
+      num_parts: microbatches times replicas.
       cut: tree like microbatches of bool, the leaves that a context axis cuts; None without one.
 
     Raises:
@@ -46,6 +53,7 @@ def term_weights(
             whole = _WeightsProgram(loss_fn, params, microbatches, keys, cut)
             weights = whole.run([name for name in program.names if name not in parts])
             weights |= reduce_records(program.run(parts), ("context",)) if parts else {}
+        weights |= {name: _evenly(params, microbatches, num_parts) for name in program.undivided}
     # else XLA merges the reduction of a single microbatch's weight with that of a metric that counts the same
     return lax.optimization_barrier(weights)
 
@@ -65,7 +73,8 @@ class _WeightsProgram:
         )(params, shapes, jax.tree.map(abstract, keys))
         self._program, self._data = silent(traced), (microbatches, keys)
         self._num_params = len(jax.tree.leaves(params))
-        self.names = list(shape)
+        self.names = [name for name, weight in shape.items() if weight is not None]
+        self.undivided = [name for name, weight in shape.items() if weight is None]
 
     def run(self, names: list[str]) -> dict:
         """name -> [num_microbatches]."""
@@ -98,6 +107,12 @@ class _WeightsProgram:
 
     def _used_by(self, name: str) -> list[bool]:
         return prune(self._program, [other == name for other in self.names])[1]
+
+
+def _evenly(params: PyTree, microbatches: PyTree, num_parts: int) -> jax.Array:
+    """1 / num_parts for each microbatch: [num_microbatches]."""
+    dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
+    return jnp.full(jax.tree.leaves(microbatches)[0].shape[0], 1 / num_parts, dtype)
 
 
 def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any, dtype: Any) -> dict:

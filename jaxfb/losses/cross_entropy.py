@@ -22,10 +22,19 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.losses.logits import (
+    capped_slope,
+    cut_tokens,
+    join_tokens,
+    largest,
+    project,
+    project_grads,
+    sum_dtype,
+    summed,
+    token_ids,
+    vocab_size,
+)
 from jaxfb.parallel.tensor import constrain
-
-# float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
-_FLOAT16_SCALE = 1024.0
 
 
 class CrossEntropy(NamedTuple):
@@ -75,7 +84,7 @@ def chunked_cross_entropy(
     Returns:
       CrossEntropy.
     """
-    loss_mask = lax.stop_gradient(loss_mask).astype(_sum_dtype(hidden))
+    loss_mask = lax.stop_gradient(loss_mask).astype(sum_dtype(hidden))
     head = _Head(chunk, axis, logit_softcap, regularizers)
     sums, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, head)
     counted = loss_mask != 0
@@ -149,7 +158,7 @@ def _summed_up(hidden, kernel, targets, mask, head):
     """(_Sums, correct [rows, seq], log_probs [rows, seq])."""
 
     def step(tokens: _Tokens):
-        return _score(_logits(tokens.hidden, kernel, head), tokens.targets, head)
+        return _score(project(tokens.hidden, kernel, head.softcap), tokens.targets, head)
 
     return _collect(lax.map(step, _split(hidden, targets, mask, head.chunk)), mask)
 
@@ -158,26 +167,15 @@ def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
     """The same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
 
     def step(kernel_grad, tokens: _Tokens):
-        logits = _logits(tokens.hidden, kernel, head)
+        logits = project(tokens.hidden, kernel, head.softcap)
         scores = _score(logits, tokens.targets, head)
         logits_grad = _logits_grad(logits, scores.normalizer, tokens, head, seeds)
-        hidden_grad, added = _matmul_grads(tokens, kernel, logits_grad)
+        hidden_grad, added = project_grads(tokens.hidden, tokens.mask != 0, kernel, logits_grad)
         return constrain(kernel_grad + added, None, "tensor"), (scores, hidden_grad)
 
-    zeros = constrain(jnp.zeros(kernel.shape, _sum_dtype(hidden)), None, "tensor")
+    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
     kernel_grad, (scores, hidden_grad) = lax.scan(step, zeros, _split(hidden, targets, mask, head.chunk))
-    return _collect(scores, mask), (_summed(_join(hidden_grad, hidden.shape), head.axis), kernel_grad)
-
-
-def _logits(hidden, kernel, head):
-    """[T, D] @ [D, V] -> float32[T, V]."""
-    logits = jnp.matmul(hidden, kernel, preferred_element_type=_sum_dtype(hidden))
-    return constrain(capped(logits, head.softcap), None, "tensor")
-
-
-def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
-    """softcap * tanh(logits / softcap); the logits themselves for None."""
-    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+    return _collect(scores, mask), (summed(join_tokens(hidden_grad, hidden.shape), head.axis), kernel_grad)
 
 
 def _score(logits, targets, head) -> _Scores:
@@ -186,76 +184,36 @@ def _score(logits, targets, head) -> _Scores:
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split.
     """
     axis = head.axis
-    vocab = _token_ids(logits, targets.dtype, axis)
+    vocab = token_ids(logits, targets.dtype, axis)
     top = jnp.max(logits, axis=-1, keepdims=True)
-    top = top if axis is None else lax.pmax(top, axis)
-    normalizer = top[:, 0] + jnp.log(_summed(jnp.sum(jnp.exp(logits - top), axis=-1), axis))
-    target_logit = _summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
+    top = largest(top, axis)
+    normalizer = top[:, 0] + jnp.log(summed(jnp.sum(jnp.exp(logits - top), axis=-1), axis))
+    target_logit = summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
     likeliest = jnp.min(jnp.where(logits == top, vocab, jnp.iinfo(vocab.dtype).max), axis=-1)
     likeliest = likeliest if axis is None else lax.pmin(likeliest, axis)
-    mean = _summed(logits.sum(-1), axis) / _vocab_size(logits, axis) if head.regularizers else None
+    mean = summed(logits.sum(-1), axis) / vocab_size(logits, axis) if head.regularizers else None
     return _Scores(normalizer, target_logit, likeliest == targets, mean)
-
-
-def _vocab_size(logits, axis) -> int:
-    """Of the whole vocabulary, not of this device's share."""
-    return logits.shape[-1] * (1 if axis is None else lax.axis_size(axis))
-
-
-def _token_ids(logits, dtype, axis):
-    """The id of the token that each column of this device's logits stands for: [T, V]."""
-    first = 0 if axis is None else lax.axis_index(axis).astype(dtype) * logits.shape[1]
-    return lax.broadcasted_iota(dtype, logits.shape, 1) + first
-
-
-def _summed(x, axis):
-    return x if axis is None else lax.psum(x, axis)
 
 
 def _logits_grad(logits, normalizer, tokens: _Tokens, head, seeds: _Sums):
     """d(sum of seed * sum) / d(hidden @ kernel), float32[T, V]; for the loss, mask * (softmax - one_hot(target))."""
-    vocab = _token_ids(logits, tokens.targets.dtype, head.axis)
+    vocab = token_ids(logits, tokens.targets.dtype, head.axis)
     softmax, target = jnp.exp(logits - normalizer[:, None]), vocab == tokens.targets[:, None]
     grad = seeds.loss * (softmax - target)
     if head.regularizers:
-        grad += seeds.smoothing * (target - 1 / _vocab_size(logits, head.axis))
+        grad += seeds.smoothing * (target - 1 / vocab_size(logits, head.axis))
         grad += seeds.z * 2 * normalizer[:, None] * softmax
-    if head.softcap is not None:
-        grad *= 1 - (logits / head.softcap) ** 2
+    grad *= capped_slope(logits, head.softcap)
     return jnp.where(tokens.mask[:, None] != 0, tokens.mask[:, None] * grad, 0)
 
 
-def _matmul_grads(tokens: _Tokens, kernel, logits_grad):
-    """Gradients of both factors of hidden @ kernel: float32[T, D] and float32[D, V]."""
-    scale = _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
-    grad = (logits_grad * scale).astype(kernel.dtype)
-    hidden = jnp.where(tokens.mask[:, None] != 0, tokens.hidden, 0)
-    matmul = partial(jnp.matmul, preferred_element_type=logits_grad.dtype)
-    return matmul(grad, kernel.T) / scale, matmul(hidden.T, grad) / scale
-
-
 def _split(hidden, targets, mask, chunk: int) -> _Tokens:
-    """[rows, seq, ...] -> [chunks, T, ...]: equal chunks of at most `chunk` tokens, padded with mask 0."""
-    num_tokens = mask.size
-    num_chunks = -(-num_tokens // chunk)
-    size = -(-num_tokens // num_chunks)
-
-    def cut(x, tail):
-        flat = x.reshape(num_tokens, *tail)
-        padded = jnp.pad(flat, [(0, num_chunks * size - num_tokens)] + [(0, 0)] * len(tail))
-        return padded.reshape(num_chunks, size, *tail)
-
-    return _Tokens(cut(hidden, hidden.shape[2:]), cut(targets, ()), cut(mask, ()))
-
-
-def _join(chunks, shape: tuple[int, ...]):
-    """[chunks, T, ...] -> [rows, seq, ...], the padding dropped."""
-    flat = chunks.reshape(-1, *shape[2:])
-    return flat[: shape[0] * shape[1]].reshape(shape)
+    """[rows, seq, ...] -> [chunks, T, ...]."""
+    return _Tokens(*cut_tokens(chunk, hidden, targets, mask))
 
 
 def _collect(scores: _Scores, mask):
-    scores = jax.tree.map(lambda leaf: _join(leaf, mask.shape), scores)
+    scores = jax.tree.map(lambda leaf: join_tokens(leaf, mask.shape), scores)
     total = lambda per_token: jnp.sum(jnp.where(mask != 0, mask * per_token, 0))  # noqa: E731
     log_probs = scores.target_logit - scores.normalizer
     sums = _Sums(-total(log_probs))
@@ -267,7 +225,3 @@ def _collect(scores: _Scores, mask):
 def _like(x):
     """An empty array that remembers x's dtype."""
     return jnp.zeros((0,), x.dtype)
-
-
-def _sum_dtype(x) -> jnp.dtype:
-    return jnp.promote_types(x.dtype, jnp.float32)

@@ -24,15 +24,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
-from jaxfb.losses.cross_entropy import capped
 from jaxfb.losses.language_model import next_token_loss
+from jaxfb.losses.logits import capped
 from jaxfb.models.attention import Attend, Attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE, counted_tokens
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, Sum, VocabularyParallel, outer_params
+from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding, VocabularyParallel, outer_params
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -122,8 +122,12 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         module = outer_of(outer)
         return loss(module.norm(hidden), module.head_kernel, microbatch, axis=axis)
 
+    def unembed(outer, hidden):
+        module = outer_of(outer)
+        return Unembedding(module.norm(hidden), module.head_kernel, config.logit_softcap, config.loss_chunk)
+
     vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part)
-    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary)
+    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed)
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
@@ -181,7 +185,7 @@ def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, dict[str, Su
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     hidden = model.embed(outer_params(params), microbatch, rng)
     hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
-    return hidden, {name: Sum(term.total.sum(0), term.weight.sum(0)) for name, term in terms.items()}
+    return hidden, jax.tree.map(lambda per_layer: per_layer.sum(0), terms)
 
 
 def _attend_packed(query, key, value, *, segments, backend, context):

@@ -1,0 +1,99 @@
+"""Losses over per-token log-probs on a model cut for stages, wherever its vocabulary lives.
+
+The bridge between a `Pipelined` model and a post-training loss: the model says how hidden states become logits
+(`Pipelined.unembed`), the loss what is made of log-probs and entropies. Tensor, pipeline and context parallelism,
+and how the head is placed, are dealt with here and never seen by the loss.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import partial
+
+import jax
+
+from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
+
+# (unembedding, microbatch, axis) -> LossOutput; with an axis, the kernel's vocabulary is cut over it
+UnembeddedLoss = Callable[[Unembedding, Mapping, "str | None"], LossOutput]
+# (log_probs [rows, seq], entropy [rows, seq], microbatch) -> LossOutput
+TokenLoss = Callable[[jax.Array, jax.Array, Mapping], "LossOutput | Sum"]
+
+
+def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.0) -> Pipelined:
+    """`model` with a loss of one's own over the log-probs and entropies of its targets.
+
+    `loss(log_probs, entropy, microbatch)` receives float[rows, seq] arrays (float32 or wider, nats, 0 where
+    `loss_mask` is 0; under context parallelism this device's tokens, so sums over a sequence go through
+    `Sequences`), and returns sums over rows, which it must not couple. `PolicyLoss` is such a loss.
+
+    Make it once and keep it: every new object is compiled anew.
+
+    Args:
+      model: a Pipelined that offers `unembed`, such as `transformer(config)`.
+      loss: see above.
+      temperature: of the sampler whose policy this is; logits are divided by it.
+    Returns:
+      A Pipelined; its microbatches hold `targets` i32[rows, seq], `loss_mask` float[rows, seq], and what the
+      embedding, the layers and the loss read.
+    Raises:
+      ValueError: the model offers no `unembed`, or temperature is not positive.
+    """
+    check_temperature(temperature)
+
+    def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput:
+        scores = token_log_probs(
+            unembedding.hidden,
+            unembedding.kernel,
+            microbatch["targets"],
+            microbatch["loss_mask"],
+            chunk=unembedding.chunk,
+            axis=axis,
+            logit_softcap=unembedding.softcap,
+            temperature=temperature,
+        )
+        return loss(scores.log_probs, scores.entropy, microbatch)
+
+    return with_head(model, head_loss)
+
+
+def log_prob_fn(model: Pipelined, *, temperature: float = 1.0) -> Pipelined:
+    """`model` for `forward_only` passes: its outputs are {"log_probs", "entropy"}, float[rows, seq] in row order.
+
+    The term "nll" is the mean of -log p over counted tokens, the metric "entropy" theirs.
+    """
+    return policy_loss_fn(model, _log_probs_out, temperature=temperature)
+
+
+def _log_probs_out(log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping) -> LossOutput:
+    sequences = Sequences.of(microbatch)
+    weight = sequences.mask.sum()
+    return LossOutput(
+        {"nll": Sum(-sequences.total(log_probs), weight)},
+        {"entropy": Sum(sequences.total(entropy), weight)},
+        {"log_probs": log_probs, "entropy": entropy},
+    )
+
+
+def with_head(model: Pipelined, head_loss: UnembeddedLoss) -> Pipelined:
+    """`model` with its head replaced by `head_loss(model.unembed(outer, hidden), microbatch, axis)`.
+
+    Raises:
+      ValueError: the model offers no `unembed`.
+    """
+    if model.unembed is None:
+        raise ValueError(
+            "a loss over log-probs needs a model that says how hidden states become logits: give the Pipelined "
+            "`unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
+        )
+
+    def head(outer, hidden, microbatch, rng, axis=None):
+        return head_loss(model.unembed(outer, hidden), microbatch, axis)
+
+    vocabulary = model.vocabulary
+    if vocabulary is not None:
+        vocabulary = replace(vocabulary, head=head)
+    return replace(model, head=partial(head, axis=None), vocabulary=vocabulary)

@@ -1,0 +1,95 @@
+"""Logits, a chunk of tokens at a time: the pieces that every loss over the vocabulary is made of.
+
+Part of the head in the story's forward_backward. The vocabulary may be cut over the automatic `tensor` axis and
+over one manual axis besides (a pipeline's stages); sums over the manual axis are written here.
+
+Shapes: T = tokens in a chunk, D = width, V = vocabulary, or this device's share of it.
+Dtypes: logits, softmax, sums and accumulated gradients are float32 (float64 for float64 inputs).
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.parallel.tensor import constrain
+
+# float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
+_FLOAT16_SCALE = 1024.0
+
+
+def sum_dtype(x: jax.Array) -> jnp.dtype:
+    """What sums over x are made in: float32, or float64 for float64."""
+    return jnp.promote_types(x.dtype, jnp.float32)
+
+
+def project(hidden: jax.Array, kernel: jax.Array, softcap: float | None) -> jax.Array:
+    """[T, D] @ [D, V] -> float32[T, V], soft-capped."""
+    logits = jnp.matmul(hidden, kernel, preferred_element_type=sum_dtype(hidden))
+    return constrain(capped(logits, softcap), None, "tensor")
+
+
+def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
+    """softcap * tanh(logits / softcap); the logits themselves for None."""
+    return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
+
+
+def capped_slope(logits: jax.Array, softcap: float | None) -> jax.Array | float:
+    """d capped / d logits, from the capped logits."""
+    return 1.0 if softcap is None else 1 - (logits / softcap) ** 2
+
+
+def project_grads(
+    hidden: jax.Array, counted: jax.Array, kernel: jax.Array, logits_grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Gradients of both factors of hidden @ kernel, where `counted` [T]: float32[T, D] and float32[D, V]."""
+    scale = _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
+    grad = (logits_grad * scale).astype(kernel.dtype)
+    hidden = jnp.where(counted[:, None], hidden, 0)
+    matmul = partial(jnp.matmul, preferred_element_type=logits_grad.dtype)
+    return matmul(grad, kernel.T) / scale, matmul(hidden.T, grad) / scale
+
+
+def summed(x: jax.Array, axis: str | None) -> jax.Array:
+    """Sum over the manual axis that cuts the vocabulary; x itself where none does."""
+    return x if axis is None else lax.psum(x, axis)
+
+
+def largest(x: jax.Array, axis: str | None) -> jax.Array:
+    """Maximum over that axis."""
+    return x if axis is None else lax.pmax(x, axis)
+
+
+def token_ids(logits: jax.Array, dtype: Any, axis: str | None) -> jax.Array:
+    """The id of the token that each column of this device's logits stands for: [T, V]."""
+    first = 0 if axis is None else lax.axis_index(axis).astype(dtype) * logits.shape[1]
+    return lax.broadcasted_iota(dtype, logits.shape, 1) + first
+
+
+def vocab_size(logits: jax.Array, axis: str | None) -> int:
+    """Of the whole vocabulary, not of this device's share."""
+    return logits.shape[-1] * (1 if axis is None else lax.axis_size(axis))
+
+
+def cut_tokens(chunk: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
+    """[rows, seq, ...] leaves -> [chunks, T, ...]: equal chunks of at most `chunk` tokens, padded with zeros."""
+    num_tokens = leaves[0].shape[0] * leaves[0].shape[1]
+    num_chunks = -(-num_tokens // chunk)
+    size = -(-num_tokens // num_chunks)
+
+    def cut(x):
+        flat = x.reshape(num_tokens, *x.shape[2:])
+        padded = jnp.pad(flat, [(0, num_chunks * size - num_tokens)] + [(0, 0)] * (x.ndim - 2))
+        return padded.reshape(num_chunks, size, *x.shape[2:])
+
+    return tuple(cut(leaf) for leaf in leaves)
+
+
+def join_tokens(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    """[chunks, T, ...] -> [rows, seq, ...], the padding dropped."""
+    flat = chunks.reshape(-1, *shape[2:])
+    return flat[: shape[0] * shape[1]].reshape(shape)

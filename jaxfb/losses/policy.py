@@ -1,0 +1,120 @@
+"""Policy losses: what a token contributes to the policy gradient, and the whole objective of a policy update.
+
+Used in the head of forward_backward through `policy_loss_fn`. A surrogate says what one token contributes; a
+`PolicyLoss` aggregates it and adds the KL to a reference and the entropy bonus.
+
+Leaves of a microbatch, all f32[rows, seq] and aligned with `targets` (place t speaks of the token targets[t]):
+loss_mask, advantages, old_log_probs; ref_log_probs with a KL term; rollout_weights optionally, importance weights
+of a sampler that differs from the policy (`losses.rollout_weights`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.losses.aggregation import aggregate, check_aggregation
+from jaxfb.losses.kl import check_kl_estimator, kl_penalty
+from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
+from jaxfb.types import LossOutput, Max, Min, Sum
+
+
+class PolicyTokens(NamedTuple):
+    """What a surrogate reads, all [rows, seq] and 0 where the mask is 0."""
+
+    log_probs: jax.Array
+    old_log_probs: jax.Array
+    advantages: jax.Array
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The objective of a policy update: surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy.
+
+    Called by `policy_loss_fn` with what the model says of one microbatch; hashable, so equal ones compile once.
+
+    surrogate:    a policy loss per token, see `losses.surrogates`.
+    aggregation:  of all three terms, see `losses.aggregation.aggregate`; `scale` is its constant.
+    kl_coef:      of the term "kl"; 0: no term, and `ref_log_probs` is not read.
+    kl_estimator: see `losses.kl.kl_penalty`.
+    entropy_coef: of the bonus; 0: no term.
+
+    Returns LossOutput with the terms "policy", "kl", "entropy" and the metrics
+      approx_kl      mean over tokens of the k3 estimate of KL(old || policy)
+      ratio, ratio_max, ratio_min   of policy to old policy, by token
+      policy_entropy mean over tokens, nats
+      advantage      mean over tokens
+      ref_kl         mean over tokens of the estimate, without its coefficient (with a KL term)
+      rollout_weight mean over tokens (if the leaf is there)
+      and what the surrogate adds, such as clip_fraction.
+
+    Raises:
+      ValueError: a setting out of range; when traced, a leaf missing.
+    """
+
+    surrogate: Callable[..., Any] = field(default_factory=PPOClip)
+    aggregation: str = "token-mean"
+    scale: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self):
+        check_aggregation(self.aggregation, self.scale)
+        check_kl_estimator(self.kl_estimator)
+
+    def __call__(
+        self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]
+    ) -> LossOutput:
+        sequences = Sequences.of(microbatch)
+        leaf = lambda name: sequences.where_counted(_leaf(microbatch, name))  # noqa: E731
+        tokens = PolicyTokens(sequences.where_counted(log_probs), leaf("old_log_probs"), leaf("advantages"))
+        losses, extra = self.surrogate(tokens, sequences)
+        if "rollout_weights" in microbatch:
+            losses *= leaf("rollout_weights")
+        terms = {"policy": self._aggregated(losses, sequences)}
+        metrics = _metrics(tokens, sequences.where_counted(entropy), sequences) | extra
+        if self.kl_coef:
+            kl = kl_penalty(tokens.log_probs, leaf("ref_log_probs"), self.kl_estimator)
+            terms["kl"] = self._aggregated(self.kl_coef * kl, sequences)
+            metrics["ref_kl"] = mean_metric(kl, sequences)
+        if self.entropy_coef:
+            terms["entropy"] = self._aggregated(-self.entropy_coef * entropy, sequences)
+        if "rollout_weights" in microbatch:
+            metrics["rollout_weight"] = mean_metric(leaf("rollout_weights"), sequences)
+        return LossOutput(terms, metrics)
+
+    def _aggregated(self, per_token: jax.Array, sequences: Sequences) -> Sum:
+        return aggregate(per_token, sequences, self.aggregation, scale=self.scale)
+
+
+def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:
+    """The mean over counted tokens of the global batch, as a metric."""
+    return Sum(lax.stop_gradient(sequences.total(per_token)), sequences.mask.sum())
+
+
+def _metrics(tokens: PolicyTokens, entropy: jax.Array, sequences: Sequences) -> dict:
+    log_ratio = clamped_log_ratio(tokens)
+    ratio, counted = jnp.exp(lax.stop_gradient(log_ratio)), sequences.mask != 0
+    return {
+        "approx_kl": mean_metric(ratio - 1 - log_ratio, sequences),
+        "ratio": mean_metric(ratio, sequences),
+        "ratio_max": Max(jnp.max(jnp.where(counted, ratio, -jnp.inf))),
+        "ratio_min": Min(jnp.min(jnp.where(counted, ratio, jnp.inf))),
+        "policy_entropy": mean_metric(entropy, sequences),
+        "advantage": mean_metric(tokens.advantages, sequences),
+    }
+
+
+def _leaf(microbatch: Mapping, name: str) -> jax.Array:
+    if name not in microbatch:
+        raise ValueError(
+            f"[loss] a policy loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"
+        )
+    return microbatch[name]

@@ -1,0 +1,77 @@
+"""Which tokens of a microbatch count, and to which sequence each belongs.
+
+What post-training losses ask of a microbatch before they aggregate: the answer is of whole sequences, also where
+a context axis cuts them, and of sequences rather than rows where several are packed in one row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.parallel.context import AXIS, size_here
+
+
+@dataclass(frozen=True)
+class Sequences:
+    """The counted tokens of a microbatch, sequence by sequence.
+
+    mask:     float[rows, seq], the weight of each token, 0 where it does not count.
+    segments: i32[rows, seq] 1.., which sequence of its row a token belongs to (0: padding); None: a row is one.
+
+    Under a context axis both are this device's tokens.
+    """
+
+    mask: jax.Array
+    segments: jax.Array | None = None
+
+    @classmethod
+    def of(cls, microbatch: Mapping[str, jax.Array]) -> Sequences:
+        """From the leaves `loss_mask` and, if present, `segments`."""
+        return cls(microbatch["loss_mask"], microbatch.get("segments"))
+
+    def where_counted(self, x: jax.Array) -> jax.Array:
+        """x [rows, seq], and 0 where the mask is 0: done to inputs, so that NaN there is inert in gradients too."""
+        return jnp.where(self.mask != 0, x, 0)
+
+    def total(self, x: jax.Array) -> jax.Array:
+        """Sum of mask * x over this device's tokens: []."""
+        return jnp.sum(self.where_counted(x) * self.mask)
+
+    def totals(self, x: jax.Array) -> jax.Array:
+        """For each token, the sum of mask * x over its whole sequence: [rows, seq]."""
+        return self._spread(self._sums(self.where_counted(x) * self.mask))
+
+    def means(self, x: jax.Array) -> jax.Array:
+        """For each token, the mean of x over its sequence, 0 where nothing there counts: [rows, seq]."""
+        lengths = self.lengths()
+        return jnp.where(lengths > 0, self.totals(x) / jnp.where(lengths > 0, lengths, 1), 0)
+
+    def lengths(self) -> jax.Array:
+        """For each token, the summed mask of its whole sequence: [rows, seq]."""
+        return self._spread(self._sums(self.mask))
+
+    def number(self) -> jax.Array:
+        """How many sequences have a counted token: [] in the mask's dtype; under a context axis a part of it."""
+        number = jnp.sum(self._sums((self.mask != 0).astype(self.mask.dtype)) > 0).astype(self.mask.dtype)
+        return number if size_here() == 1 else jnp.where(lax.axis_index(AXIS) == 0, number, 0)
+
+    def _sums(self, x: jax.Array) -> jax.Array:
+        """[rows, seq] -> [rows, sequences of a row], of whole sequences."""
+        if self.segments is None:
+            sums = x.sum(1, keepdims=True)
+        else:
+            # a row of n tokens holds at most n sequences, and 0 is padding
+            sums = jnp.zeros((x.shape[0], x.shape[1] * size_here() + 1), x.dtype)
+            sums = sums.at[jnp.arange(x.shape[0])[:, None], self.segments].add(x)
+        return sums if size_here() == 1 else lax.psum(sums, AXIS)
+
+    def _spread(self, sums: jax.Array) -> jax.Array:
+        """[rows, sequences of a row] -> [rows, seq]."""
+        if self.segments is None:
+            return jnp.broadcast_to(sums, self.mask.shape)
+        return jnp.take_along_axis(sums, self.segments, axis=1)

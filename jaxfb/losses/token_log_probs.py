@@ -1,0 +1,193 @@
+"""Per-token log-probabilities and entropies of a large vocabulary, a chunk of tokens at a time.
+
+What every post-training loss starts from, inside the head of forward_backward. [tokens, vocab] logits never exist
+whole, neither forward nor backward. What the loss makes of the log-probs is not known here, so the backward makes
+the logits once more (8 multiplications per weight and token).
+
+Shapes: T = tokens in a chunk, V = vocabulary, or this device's share of it, K = tokens scored at each position.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.losses.logits import (
+    capped_slope,
+    cut_tokens,
+    join_tokens,
+    largest,
+    project,
+    project_grads,
+    sum_dtype,
+    summed,
+    token_ids,
+)
+from jaxfb.parallel.tensor import constrain
+
+
+class TokenLogProbs(NamedTuple):
+    """Both can be differentiated; both are 0 where the mask is 0.
+
+    log_probs: f32[rows, seq], or [rows, seq, K] for K targets a position, in nats.
+    entropy:   f32[rows, seq], -sum over the vocabulary of p log p, in nats.
+    """
+
+    log_probs: jax.Array
+    entropy: jax.Array
+
+
+def token_log_probs(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    targets: jax.Array,
+    loss_mask: jax.Array,
+    *,
+    chunk: int = 1024,
+    axis: str | None = None,
+    logit_softcap: float | None = None,
+    temperature: float = 1.0,
+) -> TokenLogProbs:
+    """log p(target) and entropy at each position, of p = softmax(capped(hidden @ kernel) / temperature).
+
+    Where the mask is 0 nothing counts: NaN in `hidden` and targets outside the vocabulary (-100) are inert, in
+    the gradient too.
+
+    Args:
+      hidden: float[rows, seq, width].
+      kernel: float[width, vocab/tensor].
+      targets: i32[rows, seq], or i32[rows, seq, K] to score K tokens at each position (each costs a pass over
+        the chunk's logits); -1 is none, its log-prob is 0.
+      loss_mask: float[rows, seq]; only whether it is 0 matters.
+      chunk: tokens whose logits exist at one time.
+      axis: a manual mesh axis over which `kernel` is cut as well: float[width, vocab/axis/tensor]. The other
+        arguments, the results and the gradient of `hidden` are then equal on all its devices.
+      logit_softcap: logits become softcap * tanh(logits / softcap); None leaves them.
+      temperature: the sampler's, by which logits are divided.
+    Returns:
+      TokenLogProbs, float32 (float64 for float64 inputs).
+    Raises:
+      ValueError: temperature is not positive.
+    """
+    check_temperature(temperature)
+    one = targets.ndim == 2
+    ids = targets[..., None] if one else targets
+    scoring = _Scoring(chunk, axis, logit_softcap, temperature)
+    log_probs, entropy = _token_log_probs(hidden, kernel, ids, loss_mask != 0, scoring)
+    return TokenLogProbs(log_probs[..., 0] if one else log_probs, entropy)
+
+
+def log_probs_of_logits(logits: jax.Array, targets: jax.Array, temperature: float = 1.0) -> TokenLogProbs:
+    """The same from logits float[..., vocab] that exist already, for models without an `unembed`. targets: i32[...]."""
+    check_temperature(temperature)
+    log_p = jax.nn.log_softmax(logits.astype(sum_dtype(logits)) / temperature)
+    picked = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
+    return TokenLogProbs(picked, -jnp.sum(jnp.exp(log_p) * log_p, axis=-1))
+
+
+def check_temperature(temperature: float) -> None:
+    """Raises ValueError unless it is positive."""
+    if not temperature > 0:
+        raise ValueError(f"[loss] {temperature=} must be positive; use 1.0 for the model's own probabilities")
+
+
+class _Scoring(NamedTuple):
+    """How logits are made: the arguments that shape the program."""
+
+    chunk: int
+    axis: str | None
+    softcap: float | None
+    temperature: float
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _token_log_probs(hidden, kernel, ids, counted, scoring: _Scoring):
+    log_probs, entropy, _ = _scores(hidden, kernel, ids, counted, scoring)
+    return log_probs, entropy
+
+
+def _forward(hidden, kernel, ids, counted, scoring):
+    log_probs, entropy, normalizer = _scores(hidden, kernel, ids, counted, scoring)
+    return (log_probs, entropy), (hidden, kernel, ids, counted, normalizer, entropy)
+
+
+def _backward(scoring, residuals, cotangents):
+    hidden, kernel, ids, counted, normalizer, entropy = residuals
+    scale = _largest_of(cotangents, counted)
+    # in units of the largest, so that a half-precision product does not flush 1 / tokens to zero
+    log_prob_seed, entropy_seed = (jnp.where(scale > 0, seed / scale, 0) for seed in cotangents)
+
+    def step(kernel_grad, tokens):
+        hidden, ids, counted, normalizer, entropy, log_prob_seed, entropy_seed = tokens
+        logits = project(hidden, kernel, scoring.softcap)
+        log_p = logits / scoring.temperature - normalizer[:, None]
+        grad = _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring)
+        grad = grad * capped_slope(logits, scoring.softcap) / scoring.temperature
+        grad = jnp.where(counted[:, None], grad, 0)
+        hidden_grad, added = project_grads(hidden, counted, kernel, grad)
+        return constrain(kernel_grad + added, None, "tensor"), hidden_grad
+
+    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
+    tokens = cut_tokens(scoring.chunk, hidden, ids, counted, normalizer, entropy, log_prob_seed, entropy_seed)
+    kernel_grad, hidden_grad = lax.scan(step, zeros, tokens)
+    hidden_grad = summed(join_tokens(hidden_grad, hidden.shape), scoring.axis)
+    return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
+
+
+_token_log_probs.defvjp(_forward, _backward)
+
+
+def _scores(hidden, kernel, ids, counted, scoring):
+    """(log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
+
+    def step(tokens):
+        hidden, ids = tokens
+        logits = project(hidden, kernel, scoring.softcap) / scoring.temperature
+        top = largest(jnp.max(logits, axis=-1, keepdims=True), scoring.axis)
+        weights = jnp.exp(logits - top)
+        total = summed(jnp.sum(weights, axis=-1), scoring.axis)
+        mean = summed(jnp.sum(weights * (logits - top), axis=-1), scoring.axis) / total
+        normalizer = top[:, 0] + jnp.log(total)
+        return _picked(logits, ids, scoring.axis) - normalizer[:, None], jnp.log(total) - mean, normalizer
+
+    scores = lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
+    shapes = (ids.shape, counted.shape, counted.shape)
+    log_probs, entropy, normalizer = map(join_tokens, scores, shapes)
+    there = counted[..., None] & (ids != -1)
+    return jnp.where(there, log_probs, 0), jnp.where(counted, entropy, 0), normalizer
+
+
+def _picked(logits, ids, axis):
+    """[T, V], [T, K] -> the logits of the ids, [T, K].
+
+    Compares with an iota instead of gathering, so a vocabulary split over devices stays split.
+    """
+    vocab = token_ids(logits, ids.dtype, axis)
+    one = lambda target: jnp.sum(jnp.where(vocab == target[:, None], logits, 0), axis=-1)  # noqa: E731
+    return summed(lax.map(one, ids.T).T, axis)
+
+
+def _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring):
+    """Cotangents of log-probs [T, K] and entropy [T] to that of logits / temperature, [T, V].
+
+    d log p_i / dz_j = [i = j] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy).
+    """
+    vocab = token_ids(log_p, ids.dtype, scoring.axis)
+    log_prob_seed = jnp.where(ids != -1, log_prob_seed, 0)
+    from_all = log_prob_seed.sum(-1, keepdims=True) + entropy_seed[:, None] * (log_p + entropy[:, None])
+
+    def add(grad, target_and_seed):
+        target, seed = target_and_seed
+        return grad + jnp.where(vocab == target[:, None], seed[:, None], 0), None
+
+    return lax.scan(add, -jnp.exp(log_p) * from_all, (ids.T, log_prob_seed.T))[0]
+
+
+def _largest_of(cotangents, counted):
+    log_prob_seed, entropy_seed = cotangents
+    size = jnp.maximum(jnp.max(jnp.abs(log_prob_seed), axis=-1), jnp.abs(entropy_seed))
+    return jnp.max(jnp.where(counted, size, 0))
