@@ -1,14 +1,64 @@
 """Advantages: how much better each sampled token was than expected. On the host, over a whole rollout, once.
 
 Between the rollout and the batch plan: whatever needs a group's or the batch's statistics is computed here, before
-rows are split into updates and microbatches, so no loss ever has to look across rows.
+rows are split into updates and microbatches, so that no loss ever has to look across rows.
 
-Shapes: R = rows of the rollout, S = tokens of a row. numpy, float64; a mask is nonzero where a token counts.
+Shapes: R = rows of the rollout, S = tokens of a row; everything numpy, float64. A mask is not 0 where a token counts;
+what masked slots hold is inert. Outcome estimators take one reward a row and return advantages [R, S], 0 where the
+mask is 0.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import NamedTuple
+
 import numpy as np
+
+
+class Estimate(NamedTuple):
+    """advantages: float64[R, S], 0 where the mask is 0.  returns: float64[R, S], what a critic is to predict."""
+
+    advantages: np.ndarray
+    returns: np.ndarray
+
+
+def gae(
+    rewards: np.ndarray,
+    values: np.ndarray,
+    mask: np.ndarray,
+    *,
+    gamma: float = 1.0,
+    lam: float = 0.95,
+    whitened: bool = True,
+) -> Estimate:
+    """Generalized advantage estimation (arXiv:1506.02438), over the counted tokens of each row.
+
+        delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V
+
+    where t+1 is the next counted token: tokens that the policy did not write (tool results) are skipped.
+
+    Args:
+      rewards, values, mask: float[R, S].
+      gamma, lam: discount and trace decay, per counted token, in [0, 1].
+      whitened: advantages get mean 0 and variance 1 over the whole rollout.
+    Raises:
+      ValueError: gamma or lam is out of range, or there is nothing to whiten.
+    """
+    for name, value in (("gamma", gamma), ("lam", lam)):
+        if not 0 <= value <= 1:
+            raise ValueError(f"[gae] {name}={value} must be in [0, 1]")
+    counted = np.asarray(mask) != 0
+    rewards, values = (np.where(counted, x, 0.0).astype(np.float64) for x in (rewards, values))
+    advantages = np.zeros_like(values)
+    next_value, following = np.zeros(len(values)), np.zeros(len(values))
+    for t in reversed(range(values.shape[1])):
+        here = rewards[:, t] + gamma * next_value - values[:, t] + gamma * lam * following
+        advantages[:, t] = np.where(counted[:, t], here, 0)
+        next_value = np.where(counted[:, t], values[:, t], next_value)
+        following = np.where(counted[:, t], here, following)
+    returns = np.where(counted, advantages + values, 0.0)
+    return Estimate(whiten(advantages, mask) if whitened else advantages, returns)
 
 
 def grpo(
@@ -23,24 +73,134 @@ def grpo(
       rewards: float[R], of each row's whole response.
       groups: [R], which prompt each row answers; any values.
       mask: float[R, S].
-    Returns:
-      float64[R, S], 0 where the mask is 0.
     """
     rewards = np.asarray(rewards, np.float64)
     means, stds = np.zeros_like(rewards), np.ones_like(rewards)
-    for members in group_members(groups):
+    for members in group_members(groups, rewards):
         if len(members) > 1:
             means[members], stds[members] = rewards[members].mean(), rewards[members].std(ddof=1)
     centred = rewards - means
     return on_tokens(centred / (stds + eps) if by_std else centred, mask)
 
 
-def group_members(groups: np.ndarray) -> list[np.ndarray]:
-    """The rows of each group."""
-    _, inverse = np.unique(np.asarray(groups), return_inverse=True)
+def dr_grpo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """reward - mean of the group (arXiv:2503.20783). With aggregation "seq-mean-token-sum-norm" it is the paper's."""
+    return grpo(rewards, groups, mask, by_std=False)
+
+
+def rloo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """reward - mean of the others in the group (arXiv:2402.14740); a group of one row keeps its reward."""
+    rewards = np.asarray(rewards, np.float64)
+    baselines = np.zeros_like(rewards)
+    for members in group_members(groups, rewards):
+        if len(members) > 1:
+            baselines[members] = (rewards[members].sum() - rewards[members]) / (len(members) - 1)
+    return on_tokens(rewards - baselines, mask)
+
+
+def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """reward - mean of the group weighted by response lengths, the baseline of least variance (arXiv:2505.23585)."""
+    rewards = np.asarray(rewards, np.float64)
+    lengths, baselines = (np.asarray(mask) != 0).sum(1), np.zeros_like(rewards)
+    for members in group_members(groups, rewards):
+        if len(members) > 1 and lengths[members].sum():
+            baselines[members] = np.average(rewards[members], weights=lengths[members])
+    return on_tokens(rewards - baselines, mask)
+
+
+def gpg(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """(R / rows with a reward that is not 0) * (reward - mean of the group) (arXiv:2504.02546)."""
+    rewards = np.asarray(rewards, np.float64)
+    return len(rewards) / max(np.count_nonzero(rewards), 1) * dr_grpo(rewards, groups, mask)
+
+
+def remax(rewards: np.ndarray, baselines: np.ndarray, mask: np.ndarray) -> Estimate:
+    """Rewards from each token on, minus the reward of the greedy response to the same prompt (arXiv:2310.10505).
+
+    Args:
+      rewards: float[R, S] per token, or float[R] per row.
+      baselines: float[R].
+    """
+    rewards = np.asarray(rewards, np.float64)
+    if rewards.ndim == 1:
+        returns = on_tokens(rewards, mask)
+    else:
+        counted = np.where(np.asarray(mask) != 0, rewards, 0.0)
+        returns = np.where(np.asarray(mask) != 0, counted[:, ::-1].cumsum(1)[:, ::-1], 0.0)
+    return Estimate(returns - on_tokens(baselines, mask), returns)
+
+
+def reinforce_plus_plus(rewards: np.ndarray, mask: np.ndarray, *, gamma: float = 1.0) -> Estimate:
+    """Discounted rewards from each token on, whitened over the whole rollout (arXiv:2501.03262).
+
+    Tokens that do not count are skipped: they neither discount nor end a return.
+
+    Args:
+      rewards: float[R, S] per token, such as the outcome on the last one and a KL penalty on all.
+    """
+    counted = np.asarray(mask) != 0
+    rewards = np.where(counted, rewards, 0.0).astype(np.float64)
+    returns, running = np.zeros_like(rewards), np.zeros(len(rewards))
+    for t in reversed(range(rewards.shape[1])):
+        running = np.where(counted[:, t], rewards[:, t] + gamma * running, running)
+        returns[:, t] = np.where(counted[:, t], running, 0)
+    return Estimate(whiten(returns, mask), returns)
+
+
+def reinforce_plus_plus_baseline(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """reward - mean of the group, whitened over the tokens of the whole rollout (arXiv:2501.03262)."""
+    return whiten(dr_grpo(rewards, groups, mask), mask)
+
+
+def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> np.ndarray:
+    """(values - mean) / sqrt(variance + 1e-8) over the counted slots, of all rows together; 0 elsewhere.
+
+    The variance is that of a sample (ddof 1). shift_mean=False adds the mean again.
+
+    Raises:
+      ValueError: fewer than two slots count.
+    """
+    counted = np.asarray(mask) != 0
+    if counted.sum() < 2:
+        raise ValueError(
+            f"[advantages] whitening needs 2 counted tokens, got {counted.sum()}: check the response mask, or "
+            "leave the advantages as they are"
+        )
+    picked = np.asarray(values, np.float64)[counted]
+    mean = picked.mean()
+    scaled = (picked - mean) / np.sqrt(picked.var(ddof=1) + 1e-8)
+    out = np.zeros(counted.shape)
+    out[counted] = scaled if shift_mean else scaled + mean
+    return out
+
+
+# (rewards [R], groups [R], mask [R, S]) -> advantages [R, S]
+OUTCOME_ESTIMATORS: dict[str, Callable] = {
+    "grpo": grpo,
+    "dr_grpo": dr_grpo,
+    "rloo": rloo,
+    "opo": opo,
+    "gpg": gpg,
+    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
+}
+
+
+def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
+    """The rows of each group.
+
+    Raises:
+      ValueError: rewards are not one a row, or not as many as groups.
+    """
+    groups = np.asarray(groups)
+    if rewards.shape != groups.shape or rewards.ndim != 1:
+        raise ValueError(
+            f"[advantages] an outcome estimator needs one reward and one group a row, got rewards {rewards.shape} and "
+            f"groups {groups.shape}; sum rewards per token over each row first"
+        )
+    _, inverse = np.unique(groups, return_inverse=True)
     return [np.flatnonzero(inverse == group) for group in range(inverse.max(initial=-1) + 1)]
 
 
 def on_tokens(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float[R] put on every counted token: [R, S]."""
+    """float[R] put on every counted token: float64[R, S]."""
     return np.where(np.asarray(mask) != 0, np.asarray(per_row, np.float64)[:, None], 0.0)

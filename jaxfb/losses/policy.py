@@ -40,7 +40,8 @@ class PolicyLoss:
     Called by `policy_loss_fn` with what the model says of one microbatch; hashable, so equal ones compile once.
 
     surrogate:    a policy loss per token, see `losses.surrogates`.
-    aggregation:  of all three terms, see `losses.aggregation.aggregate`; `scale` is its constant.
+    aggregation:  of all three terms, see `losses.aggregation.aggregate`; `scale` is its constant. None: the one
+                  the surrogate was derived with.
     kl_coef:      of the term "kl"; 0: no term, and `ref_log_probs` is not read.
     kl_estimator: see `losses.kl.kl_penalty`.
     entropy_coef: of the bonus; 0: no term.
@@ -59,14 +60,14 @@ class PolicyLoss:
     """
 
     surrogate: Callable[..., Any] = field(default_factory=PPOClip)
-    aggregation: str = "token-mean"
+    aggregation: str | None = None
     scale: float | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self):
-        check_aggregation(self.aggregation, self.scale)
+        check_aggregation(self._aggregation, self.scale)
         check_kl_estimator(self.kl_estimator)
 
     def __call__(
@@ -91,7 +92,11 @@ class PolicyLoss:
         return LossOutput(terms, metrics)
 
     def _aggregated(self, per_token: jax.Array, sequences: Sequences) -> Sum:
-        return aggregate(per_token, sequences, self.aggregation, scale=self.scale)
+        return aggregate(per_token, sequences, self._aggregation, scale=self.scale)
+
+    @property
+    def _aggregation(self) -> str:
+        return self.aggregation or getattr(self.surrogate, "aggregation", "token-mean")
 
 
 def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:

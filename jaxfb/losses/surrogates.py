@@ -5,13 +5,15 @@ Called by `PolicyLoss` with the tokens of a microbatch. With r = p / p_old of th
     surrogate(tokens, sequences) -> (loss per token float[rows, seq], {metric: Sum | Max | Min})
 
 tokens: `log_probs` (differentiated), `old_log_probs`, `advantages`, all float[rows, seq], 0 where nothing counts.
-The log-ratio is clamped to +-20. A surrogate of one's own is any such function; it must not look across rows.
+The log-ratio is clamped to +-20 unless said otherwise. A surrogate of one's own is any such function; it must not
+look across rows, and may name in `aggregation` the one it was derived with.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +31,7 @@ class PPOClip:
     Metrics: clip_fraction, dual_clip_fraction of the counted tokens.
     """
 
+    aggregation: ClassVar[str] = "token-mean"
     clip_low: float = 0.2
     clip_high: float = 0.2
     dual_clip: float | None = 3.0
@@ -48,6 +51,193 @@ class PPOClip:
             loss = jnp.where(advantages < 0, jnp.minimum(bound, loss), loss)
             metrics["dual_clip_fraction"] = fraction(beyond, sequences)
         return loss, metrics
+
+
+@dataclass(frozen=True)
+class GSPO:
+    """PPO's clipped loss of the sequence's ratio s = exp(mean of log r over its tokens) (arXiv:2507.18071).
+
+    The gradient reaches a token as s * d log p, so the mean over tokens is the sequence's own gradient. The log
+    of s is clamped to at most 10. Metric: clip_fraction.
+    """
+
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
+    clip_low: float = 3e-4
+    clip_high: float = 4e-4
+
+    def __post_init__(self):
+        check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        log_ratio = lax.stop_gradient(sequences.means(tokens.log_probs - tokens.old_log_probs))
+        here = tokens.log_probs - lax.stop_gradient(tokens.log_probs)
+        ratio = jnp.exp(jnp.minimum(log_ratio + here, 10))
+        loss, clipped = clipped_loss(ratio, tokens.advantages, self.clip_low, self.clip_high)
+        return loss, {"clip_fraction": fraction(clipped, sequences)}
+
+
+@dataclass(frozen=True)
+class GeometricMean:
+    """GMPO: -A exp(mean of clipped log r), A and the mean of a sequence's tokens (arXiv:2507.20673).
+
+    log r is clipped to [-clip_low, clip_high] where that lowers the objective; it is not clamped to +-20.
+    Metric: clip_fraction.
+    """
+
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
+    clip_low: float = 0.4
+    clip_high: float = 0.4
+
+    def __post_init__(self):
+        check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        log_ratio, sign = tokens.log_probs - tokens.old_log_probs, jnp.sign(tokens.advantages)
+        free, clipped = sign * log_ratio, sign * jnp.clip(log_ratio, -self.clip_low, self.clip_high)
+        ratio = jnp.exp(sequences.means(sign * jnp.minimum(free, clipped)))
+        metrics = {"clip_fraction": fraction(clipped < free, sequences)}
+        return -sequences.means(tokens.advantages) * ratio, metrics
+
+
+@dataclass(frozen=True)
+class CISPO:
+    """-clip(r) A log p, no gradient through the clipped ratio: no token loses its gradient (arXiv:2506.13585).
+
+    Metric: clip_fraction, of tokens whose ratio lies outside.
+    """
+
+    aggregation: ClassVar[str] = "token-mean"
+    clip_low: float = 0.2
+    clip_high: float = 0.28
+
+    def __post_init__(self):
+        check_clip(self.clip_low, self.clip_high)
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        ratio = lax.stop_gradient(jnp.exp(clamped_log_ratio(tokens)))
+        clipped = jnp.clip(ratio, 1 - self.clip_low, 1 + self.clip_high)
+        metrics = {"clip_fraction": fraction(clipped != ratio, sequences)}
+        return -clipped * tokens.advantages * tokens.log_probs, metrics
+
+
+@dataclass(frozen=True)
+class SAPO:
+    """-A (4 / tau) sigmoid(tau (r - 1)), a soft gate in place of a clip (arXiv:2511.20347).
+
+    tau is tau_pos where A > 0, else tau_neg.
+    """
+
+    aggregation: ClassVar[str] = "seq-mean-token-mean"
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
+
+    def __post_init__(self):
+        if not (self.tau_pos > 0 and self.tau_neg > 0):
+            raise ValueError(f"[loss] tau_pos={self.tau_pos} and tau_neg={self.tau_neg} must be positive")
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        ratio, advantages = jnp.exp(clamped_log_ratio(tokens)), tokens.advantages
+        tau = jnp.where(advantages > 0, self.tau_pos, self.tau_neg).astype(ratio.dtype)
+        return -advantages * (4 / tau) * jax.nn.sigmoid(tau * (ratio - 1)), {}
+
+
+@dataclass(frozen=True)
+class Reinforce:
+    """-A log p (Williams 1992): no old policy, no ratio. With the `gpg` advantages, GPG (arXiv:2504.02546)."""
+
+    aggregation: ClassVar[str] = "token-mean"
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        return -tokens.advantages * tokens.log_probs, {}
+
+
+@dataclass(frozen=True)
+class DPPO:
+    """-A min(r, truncation) log p where a trust region on probabilities allows it (arXiv:2602.04879).
+
+    divergence: "tv", p - p_old of the token, or "kl", of the two outcomes token and not token. A token whose
+    divergence exceeds its bound (high where A > 0, low elsewhere) on the side A pushes to contributes nothing.
+    Metrics: clip_fraction (such tokens), truncated_fraction.
+    """
+
+    aggregation: ClassVar[str] = "token-mean"
+    divergence: str = "tv"
+    low: float = 0.15
+    high: float = 0.15
+    truncation: float = 20.0
+
+    def __post_init__(self):
+        if self.divergence not in ("tv", "kl"):
+            raise ValueError(f"[loss] divergence={self.divergence!r} must be 'tv' or 'kl'")
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        allowed = lax.stop_gradient(self._allowed(tokens))
+        ratio = lax.stop_gradient(jnp.exp(clamped_log_ratio(tokens)))
+        loss = -tokens.advantages * jnp.minimum(ratio, self.truncation) * tokens.log_probs
+        metrics = {
+            "clip_fraction": fraction(~allowed, sequences),
+            "truncated_fraction": fraction(allowed & (ratio > self.truncation), sequences),
+        }
+        return jnp.where(allowed, loss, 0), metrics
+
+    def _allowed(self, tokens: Any) -> jax.Array:
+        new, old = jnp.exp(tokens.log_probs), jnp.exp(tokens.old_log_probs)
+        if self.divergence == "tv":
+            up, down = new - old <= self.high, new - old >= -self.low
+        else:
+            rest = jnp.log((1 - old + 1e-8) / (1 - new + 1e-8))
+            kl = old * (tokens.old_log_probs - tokens.log_probs) + (1 - old) * rest
+            up, down = (kl <= self.high) | (new <= old), (kl <= self.low) | (new >= old)
+        return jnp.where(tokens.advantages > 0, up, down)
+
+
+@dataclass(frozen=True)
+class DRO:
+    """-A log p + beta / 2 (log r)^2: regression on one policy's samples, no clip (arXiv:2405.19107).
+
+    The log-ratio is not clamped.
+    """
+
+    aggregation: ClassVar[str] = "token-mean"
+    beta: float = 0.1
+
+    def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
+        log_ratio = tokens.log_probs - tokens.old_log_probs
+        return -tokens.advantages * tokens.log_probs + self.beta / 2 * log_ratio**2, {}
+
+
+SURROGATES: dict[str, Callable] = {
+    "ppo": PPOClip,
+    "gspo": GSPO,
+    "geo_mean": GeometricMean,
+    "cispo": CISPO,
+    "sapo": SAPO,
+    "reinforce": Reinforce,
+    "gpg": Reinforce,
+    "dppo": DPPO,
+    "dro": DRO,
+}
+_COUPLED = ("clip_cov", "kl_cov")
+
+
+def make_surrogate(name: str, **settings: Any) -> Callable:
+    """A surrogate by its name in `SURROGATES`, for configs: make_surrogate("ppo", clip_high=0.28).
+
+    Raises:
+      ValueError: an unknown name or setting, or a value out of range.
+    """
+    if name in _COUPLED:
+        raise ValueError(
+            f"[loss] {name} picks its tokens by their covariance over a whole microbatch, so the update would change "
+            'with the number of microbatches; use "ppo" with a higher clip_high, or an entropy bonus'
+        )
+    if name not in SURROGATES:
+        raise ValueError(f"[loss] policy loss {name!r} is not one of {', '.join(SURROGATES)}")
+    known = [field.name for field in fields(SURROGATES[name])]
+    for setting in settings:
+        if setting not in known:
+            raise ValueError(f"[loss] {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
+    return SURROGATES[name](**settings)
 
 
 def clamped_log_ratio(tokens: Any) -> jax.Array:

@@ -1,0 +1,50 @@
+"""KL estimators, their gradients and the adaptive controller equal the reference's."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.losses.kl import AdaptiveKL, kl_in_reward, kl_penalty
+
+SAME = {"kl": "k1", "mse": "k2", "low_var_kl": "k3", "low_var_kl+": "k3+"}
+
+
+def _cases(golden, kind):
+    return [c for c in golden("rl_policy_losses.json")["cases"] if c["inputs"].get("kind") == kind]
+
+
+def test_estimators_and_their_gradients(golden):
+    for case in _cases(golden, "kl"):
+        given, expected = case["inputs"], case["expected"]
+        name = SAME.get(given["estimator"], given["estimator"])
+        log_probs, ref, mask = (jnp.array(given[k]) for k in ("log_prob", "ref_log_prob", "mask"))
+        np.testing.assert_allclose(kl_penalty(log_probs, ref, name), expected["per_token"], atol=1e-12)
+        grad = jax.grad(lambda x: jnp.sum(mask * kl_penalty(x, ref, name)))(log_probs)  # noqa: B023
+        np.testing.assert_allclose(grad, expected["grad_of_masked_sum"], atol=1e-12, err_msg=case["name"])
+        # sum over rows with tokens of mean over tokens: what the reward's controller is told
+        if not name.endswith("+"):
+            rewards, mean = kl_in_reward(
+                np.zeros(mask.shape), *map(np.array, (log_probs, ref, mask)), 0.5, name
+            )
+            np.testing.assert_allclose(-2 * rewards, mask * np.array(expected["per_token"]), atol=1e-12)
+            kl, tokens = -2 * rewards.sum(1), np.array(mask).sum(1)
+            np.testing.assert_allclose(mean, (kl[tokens > 0] / tokens[tokens > 0]).mean(), rtol=1e-12)
+
+
+def test_adaptive_controller(golden):
+    for case in _cases(golden, "adaptive_kl"):
+        given = case["inputs"]
+        controller = AdaptiveKL(given["init_coef"], given["target"], given["horizon"])
+        values = []
+        for update in given["updates"]:
+            controller = controller.updated(*update)
+            values.append(controller.coefficient)
+        np.testing.assert_allclose(values, case["expected"]["values"][-len(values) :], rtol=1e-12)
+
+
+def test_what_has_no_meaning_is_refused():
+    with pytest.raises(ValueError, match="one of k1, k2, k3, abs"):
+        kl_penalty(jnp.zeros(1), jnp.zeros(1), "k4")
+    with pytest.raises(ValueError, match="use 'k3'"):
+        kl_in_reward(*[np.zeros((1, 1))] * 4, 0.1, "k3+")

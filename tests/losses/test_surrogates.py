@@ -1,0 +1,116 @@
+"""Policy losses and their gradients equal the reference implementation's, masked slots hold NaN."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.losses.policy import PolicyLoss
+from jaxfb.losses.surrogates import make_surrogate
+
+# the reference's name -> (ours, how its settings are called here)
+_CLIP = {"clip_ratio_low": "clip_low", "clip_ratio_high": "clip_high"}
+NAMES = {
+    "vanilla": ("ppo", _CLIP | {"clip_ratio_c": "dual_clip"}),
+    "gspo": ("gspo", _CLIP),
+    "cispo": ("cispo", _CLIP),
+    "gpg": ("gpg", {}),
+    "sapo": ("sapo", {"tau_pos": "tau_pos", "tau_neg": "tau_neg"}),
+    "geo_mean": ("geo_mean", _CLIP),
+    "dppo_tv": ("dppo", {"clip_ratio_low": "low", "clip_ratio_high": "high", "clip_ratio_c": "truncation"}),
+    "dppo_kl": ("dppo", {"clip_ratio_low": "low", "clip_ratio_high": "high", "clip_ratio_c": "truncation"}),
+    "dro": ("dro", {"dro_beta": "beta"}),
+}
+
+
+def _cases(golden, name):
+    return [c for c in golden("rl_policy_losses.json")["cases"] if c["inputs"].get("policy_loss") == name]
+
+
+def _objective(given):
+    name, renamed = NAMES[given["policy_loss"]]
+    settings = {ours: given["settings"][theirs] for theirs, ours in renamed.items()}
+    if name == "dppo":
+        settings["divergence"] = given["policy_loss"].removeprefix("dppo_")
+    forced = name in ("gspo", "sapo", "geo_mean")  # the reference aggregates these its own way
+    mode = None if forced else given["mode"]
+    scale = (given["global_info"].get("loss_scale_factor") or 4) if mode and mode.endswith("norm") else None
+    return PolicyLoss(make_surrogate(name, **settings), mode, scale=scale)
+
+
+def _microbatch(given):
+    mask = np.array(given["mask"])
+    leaves = {"old_log_probs": given["old_log_prob"], "advantages": given["advantages"]}
+    if given["rollout_is_weights"]:
+        leaves["rollout_weights"] = given["rollout_is_weights"]
+    poisoned = {name: jnp.array(np.where(mask == 0, np.nan, leaf)) for name, leaf in leaves.items()}
+    return {"loss_mask": jnp.array(mask)} | poisoned
+
+
+def _denominator_ratio(given):
+    """The reference's denominator, which may be configured, over ours, which is counted."""
+    info, mask = given["global_info"], np.array(given["mask"])
+    if given["policy_loss"] == "geo_mean":
+        return 1 if (mask.sum(1) > 0).all() else len(mask) / (mask.sum(1) > 0).sum()
+    if "batch_num_tokens" not in info or given["mode"] == "token-sum":
+        return 1
+    if given["mode"] == "token-mean":
+        return info["batch_num_tokens"] / mask.sum()
+    return info["global_batch_size"] / (mask.sum(1) > 0).sum()
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_values_gradients_and_metrics_are_the_references(golden, name):
+    cases = _cases(golden, name)
+    assert cases
+    for case in cases:
+        given, expected = case["inputs"], case["expected"]
+        loss, microbatch = _objective(given), _microbatch(given)
+
+        def value(log_probs, loss=loss, microbatch=microbatch):
+            out = loss(log_probs, jnp.zeros_like(log_probs), microbatch)
+            return out.terms["policy"].value, out.metrics
+
+        (ours, metrics), grad = jax.value_and_grad(value, has_aux=True)(jnp.array(given["log_prob"]))
+        ratio = _denominator_ratio(given)
+        # the reference adds 1e-8 to the number of tokens of a row
+        close = {"rtol": 3e-8, "atol": 1e-12, "err_msg": case["name"]}
+        np.testing.assert_allclose(ours / ratio, expected["loss"], **close)
+        np.testing.assert_allclose(grad / ratio, expected["grad_log_prob"], **close)
+        if name in ("vanilla", "gspo", "dppo_tv", "dppo_kl"):
+            np.testing.assert_allclose(
+                metrics["clip_fraction"].value, expected["metrics"]["pg_clipfrac"], **close
+            )
+        if name == "vanilla":
+            np.testing.assert_allclose(
+                metrics["dual_clip_fraction"].value, expected["metrics"]["pg_clipfrac_lower"], **close
+            )
+
+
+def test_entropy_and_kl_are_terms_of_their_own():
+    mask = jnp.array([[1.0, 1, 0], [1, 0, 0]])
+    microbatch = {
+        "loss_mask": mask,
+        "old_log_probs": jnp.zeros((2, 3)),
+        "advantages": jnp.ones((2, 3)),
+        "ref_log_probs": jnp.full((2, 3), -0.5),
+    }
+    loss = PolicyLoss(kl_coef=0.1, kl_estimator="k2", entropy_coef=0.01)
+    out = loss(jnp.zeros((2, 3)), jnp.full((2, 3), 2.0), microbatch)
+    np.testing.assert_allclose(out.terms["kl"].value, 0.1 * 0.125)
+    np.testing.assert_allclose(out.terms["entropy"].value, -0.02)
+    np.testing.assert_allclose(out.metrics["ref_kl"].value, 0.125)
+    np.testing.assert_allclose(out.metrics["policy_entropy"].value, 2.0)
+
+
+def test_names_and_settings_that_do_not_exist_are_refused():
+    with pytest.raises(ValueError, match="kl_cov picks its tokens"):
+        make_surrogate("kl_cov")
+    with pytest.raises(ValueError, match="is not one of ppo, gspo"):
+        make_surrogate("vanilla")
+    with pytest.raises(ValueError, match="it has clip_low, clip_high, dual_clip"):
+        make_surrogate("ppo", clip=0.2)
+    with pytest.raises(ValueError, match="distances from ratio 1"):
+        make_surrogate("ppo", clip_low=1.2)
+    with pytest.raises(ValueError, match="reads the leaf 'old_log_probs'"):
+        PolicyLoss()(jnp.zeros((1, 2)), jnp.zeros((1, 2)), {"loss_mask": jnp.ones((1, 2))})
