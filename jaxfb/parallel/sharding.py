@@ -5,6 +5,7 @@ The rule reads shapes alone, so the engine, the trainer and a checkpoint on anot
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -26,7 +27,8 @@ def param_specs(
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
-      tensor_specs: tree like params of PartitionSpec that name only "tensor", or None.
+      tensor_specs: tree like params of PartitionSpec that name "tensor" and "expert" alone, or None; an axis
+        that the mesh lacks cuts nothing.
       pipe_dims: tree like params of int, the dim that the stages of a pipeline share out (-1: none), or None.
       stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut over fsdp,
         since layers are gathered one at a time.
@@ -38,7 +40,7 @@ def param_specs(
     size = axis_size(mesh, "fsdp")
 
     def spec(path, leaf, tensor_spec, pipe_dim):
-        own = _cut_over_pipe(leaf.shape, tensor_spec, pipe_dim)
+        own = _cut_over_pipe(leaf.shape, _on_mesh(tensor_spec, mesh), pipe_dim)
         return _add_axis(leaf.shape, own, "fsdp", size, first_dim=int(stacked and _in_layers(path)))
 
     return jax.tree_util.tree_map_with_path(spec, params, tensor_specs, pipe_dims)
@@ -71,8 +73,7 @@ def adopt(tree: PyTree, targets: PyTree) -> PyTree:
 
 def manual_part(spec: P) -> P:
     """The spec as `shard_map` wants it: without the automatic axes."""
-    kept = (tuple(axis for axis in axes_of(entry) if axis not in AUTOMATIC_AXES) for entry in spec)
-    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
+    return _naming(spec, lambda axis: axis not in AUTOMATIC_AXES)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
@@ -83,6 +84,16 @@ def axes_of(entry: Any) -> tuple[str, ...]:
 def dim_of(spec: P, axis: str) -> int | None:
     """The dim that `axis` cuts, or None."""
     return next((dim for dim, entry in enumerate(spec) if entry == axis), None)
+
+
+def _on_mesh(spec: P, mesh: Mesh) -> P:
+    """The spec without the axes that a mesh of the caller's own lacks."""
+    return _naming(spec, lambda axis: axis in mesh.axis_names)
+
+
+def _naming(spec: P, wanted: Callable[[str], bool]) -> P:
+    kept = (tuple(filter(wanted, axes_of(entry))) for entry in spec)
+    return P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
 
 
 def _cut_over_pipe(shape: tuple[int, ...], spec: P, dim: int) -> P:

@@ -3,6 +3,7 @@
 import jax
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxfb import make_mesh
@@ -43,6 +44,12 @@ def test_tensor_dims_are_left_to_the_model_and_fsdp_takes_another():
     tree = {"a": leaf(8, 16), "b": leaf(8, 3)}
     specs = param_specs(tree, make_mesh(fsdp=2, tensor=2), {"a": P(None, "tensor"), "b": P("tensor", None)})
     assert specs == {"a": P("fsdp", "tensor"), "b": P("tensor")}
+
+
+def test_an_axis_that_a_callers_own_mesh_lacks_cuts_nothing():
+    mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
+    specs = param_specs({"gate": leaf(2, 4, 8, 16)}, mesh, {"gate": P(None, "expert", None, "tensor")})
+    assert specs == {"gate": P(None, None, None, "tensor")}
 
 
 def test_zero1_cuts_one_more_dim_over_data():
