@@ -240,7 +240,7 @@ class TrainStep:
         clipped, coefficient = gradients.clip_by_global_norm(
             grads, norm, self._max_grad_norm, self._clip_convention
         )
-        updated, updates = self._apply(state, clipped)
+        updated, updates = self._apply(state, clipped, out.metrics)
         new = _advance(state, updated, finite, counted, rows, self._loss_scale)
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         applied = finite & counted
@@ -265,15 +265,20 @@ class TrainStep:
             zero_weight_updates=new.zero_weight_updates,
         )
 
-    def _apply(self, state: TrainState, grads: PyTree) -> tuple[TrainState, PyTree]:
-        """The one optax update, computed where the gradients live (under ZeRO-1 cut over data)."""
+    def _apply(self, state: TrainState, grads: PyTree, metrics: dict) -> tuple[TrainState, PyTree]:
+        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted."""
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
             optimizer = optax.with_extra_args_support(self.optimizer)
             updates, opt_state = optimizer.update(grads, state.opt_state, state.params, samples=state.samples)
-            return replace(
-                state, params=optax.apply_updates(state.params, updates), opt_state=opt_state
-            ), updates
+            counted = self.model.counted if isinstance(self.model, Pipelined) else None
+            if counted is not None:
+                leaves = counted.leaves(state.params)
+                updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)
+            params = optax.apply_updates(state.params, updates)
+        if counted is not None and counted.after is not None:
+            params = counted.after(params, metrics)
+        return replace(state, params=params, opt_state=opt_state), updates
 
 
 def _advance(state, new, finite, counted, rows, loss_scale) -> TrainState:

@@ -134,12 +134,14 @@ class Pipelined:
 
     embed: (outer, microbatch, rng) -> hidden
     layer: (layer_params, hidden, microbatch, rng) -> hidden, or (hidden, {name: Sum}) whose sums are added
-           over layers and become terms of the loss.
+           over layers and become terms of the loss, or (hidden, LossOutput) with such terms and with metrics,
+           each a Sum, which are reported of every layer: [num_layers, ...].
     head:  (outer, hidden, microbatch, rng) -> LossOutput or Sum
     param_specs: optional, params -> tree of PartitionSpec that names the "tensor" axis only.
     vocabulary: optional, how embedding and head are computed by all stages, each with its share.
     unembed: optional, (outer, hidden) -> Unembedding; with it the head can be replaced by another loss over the
            model's log-probs (`losses.heads`), under `vocabulary` too, where `outer` is this device's share.
+    counted: optional, which leaves are made by counting over the whole global batch.
 
     rng: keys [rows], one a row; layer i receives them folded with i; None where the caller gave none.
     """
@@ -150,6 +152,7 @@ class Pipelined:
     param_specs: Callable[[PyTree], PyTree] | None = None
     vocabulary: VocabularyParallel | None = None
     unembed: Callable[..., Unembedding] | None = None
+    counted: Counted | None = None
 
 
 def outer_params(params: dict) -> dict:
@@ -171,6 +174,25 @@ class VocabularyParallel:
     dims: Callable[[PyTree], PyTree]
     embed: Callable[..., PyTree]
     head: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Counted:
+    """Leaves of params that are made by counting over the whole global batch, and not by a gradient.
+
+    They are functions of the batch's reduced metrics, so nothing about its split is in them. The model reads them
+    through `lax.stop_gradient`; they are never cast to a compute dtype, and no optimizer changes them.
+
+    leaves: params -> tree like it of bool: which they are.
+    before: optional, (params, metrics) -> params with more leaves: what the layers must know of the whole batch
+            before its backward. It costs a forward pass more, which has no use for the head; its metrics are
+            what `before` is given, and there are no gradients of the leaves that it adds.
+    after:  optional, (params, metrics) -> params, once an applied update, behind the optimizer.
+    """
+
+    leaves: Callable[[PyTree], PyTree]
+    before: Callable[[PyTree, dict], PyTree] | None = None
+    after: Callable[[PyTree, dict], PyTree] | None = None
 
 
 @jax.tree_util.register_dataclass

@@ -46,28 +46,34 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """How params are cut, cast and recomputed; what both ways share."""
+    """How params are cut, cast and recomputed; what both ways share.
+
+    specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
+    """
 
     specs: PyTree
+    dtypes: PyTree
     fsdp_gather: str
-    compute_dtype: Any
     remat: str
 
     @property
     def gathers_in_loop(self) -> bool:
         return self.fsdp_gather == "layer"
 
-    def bring(self, specs: PyTree):
+    def bring(self, specs: PyTree, dtypes: PyTree):
         """A function from shards to whole parameters, for use inside the loop."""
-        return lambda shards: (
-            data.materialize(shards, specs, self.compute_dtype) if self.gathers_in_loop else shards
-        )
+        return lambda shards: data.materialize(shards, specs, dtypes) if self.gathers_in_loop else shards
 
-    def one_layer(self) -> PyTree:
-        """Specs of one layer's parameters: those of the stacked leaves without their first dim."""
-        return jax.tree.map(
+    def bring_layer(self):
+        """`bring` for one layer, whose specs are those of the stacked leaves without their first dim."""
+        one = jax.tree.map(
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
+        return self.bring(one, self.dtypes["layers"])
+
+    def bring_outer(self):
+        """`bring` for everything beside the layers."""
+        return self.bring(outer_params(self.specs), outer_params(self.dtypes))
 
 
 def _over_pipe(spec: P) -> bool:
@@ -82,7 +88,7 @@ class Accumulation:
     how: Execution
 
     def hold(self, params):
-        return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.compute_dtype)
+        return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.dtypes)
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
         return accumulate.accumulate(self._loss_fn(), held, microbatches, keys, seeds, accum_dtypes)
@@ -96,12 +102,10 @@ class Accumulation:
     def _loss_fn(self) -> LossFn:
         how = self.how
         if not isinstance(self.model, Pipelined):
-            bring = how.bring(how.specs)
+            bring = how.bring(how.specs, how.dtypes)
             return checked(lambda params, microbatch, rng: self.model(bring(params), microbatch, rng))
         remat = partial(checkpoint_layer, name=how.remat, keep_gathered=not how.gathers_in_loop)
-        return checked(
-            sequential(self.model, remat, how.bring(outer_params(how.specs)), how.bring(how.one_layer()))
-        )
+        return checked(sequential(self.model, remat, how.bring_outer(), how.bring_layer()))
 
 
 @dataclass(frozen=True)
@@ -117,9 +121,10 @@ class Pipelining:
 
     def hold(self, params) -> Weights:
         how = self.how
-        outer = data.compute_params(outer_params(params), outer_params(how.specs), "step", how.compute_dtype)
+        outer, specs, dtypes = map(outer_params, (params, how.specs, how.dtypes))
+        outer = data.compute_params(outer, specs, "step", dtypes)
         layers = data.compute_params(
-            params["layers"], how.specs["layers"], how.fsdp_gather, how.compute_dtype
+            params["layers"], how.specs["layers"], how.fsdp_gather, how.dtypes["layers"]
         )
         return Weights(outer, pipe.to_chunks(layers, self.layout))
 
@@ -139,7 +144,7 @@ class Pipelining:
 
     def _executor(self, schedule: Schedule) -> Executor:
         how, model = self.how, self.model
-        bring = how.bring(how.one_layer())
+        bring = how.bring_layer()
 
         def layer(shards, hidden, microbatch, rng):
             return layer_output(model.layer(bring(shards), hidden, microbatch, rng))

@@ -28,7 +28,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
 from jaxfb.parallel import data, pipe, sharding
-from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined, outer_params
+from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params
 
 PyTree = Any
 
@@ -211,6 +211,17 @@ class ForwardBackward:
 
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
+    counted = _counted(model)
+    if counted is None or counted.before is None:
+        return _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale)
+    with jax.named_scope("count"):
+        metrics = _one_pass(fb, model, plan, True, params, microbatches, keys, grad_scale).metrics
+    told = counted.before(params, metrics)
+    out = _one_pass(fb, model, plan, forward_only, told, microbatches, keys, grad_scale)
+    return replace(out, grads=None if forward_only else _those_of(params, out.grads))
+
+
+def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     specs = fb.param_specs(model, params)
     grad_specs = None if forward_only else fb.grad_specs(model, params)
     accum_dtypes = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
@@ -227,12 +238,31 @@ def _core(
     fb: ForwardBackward, model: LossFn | Pipelined, plan: BatchPlan, specs: PyTree, params: PyTree
 ) -> Core:
     """The way from seeds to gradients that this mesh asks for."""
-    how = Execution(specs, fb.fsdp_gather, fb.compute_dtype, fb.remat)
+    how = Execution(specs, _compute_dtypes(fb, model, params), fb.fsdp_gather, fb.remat)
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
         return Accumulation(model, how)
     placement = fb.head_placement_for(model, params)
     return Pipelining(model, how, schedule, _layout(fb, schedule, params), placement, fb.poison_bubbles)
+
+
+def _compute_dtypes(fb: ForwardBackward, model: LossFn | Pipelined, params: PyTree) -> PyTree:
+    """What each leaf is cast to: a tree like params. What is counted stays as it is."""
+    counted = _counted(model)
+    stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
+    return jax.tree.map(
+        lambda leaf, stay: jnp.dtype(leaf.dtype if stay else fb.compute_dtype or leaf.dtype), params, stays
+    )
+
+
+def _counted(model: LossFn | Pipelined) -> Counted | None:
+    return model.counted if isinstance(model, Pipelined) else None
+
+
+def _those_of(params: PyTree, grads: PyTree) -> PyTree:
+    """The gradients of the leaves that params has, out of those of a tree with more."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], params)
 
 
 def _layout(fb: ForwardBackward, schedule: schedules.Schedule, params: PyTree) -> pipe.Layout:

@@ -50,7 +50,7 @@ class Frame:
     ) -> tuple:
         """(grads, loss, terms, metrics, per_microbatch, outputs, which outputs are of tokens), whole arrays all."""
         outputs = _Outputs(self.mesh)
-        whole = jax.tree.map(self._seen_by_one_device, params, self.specs)
+        whole = jax.tree.map(self._seen_by_one_device, params, self.specs, self.core.how.dtypes)
         batch_specs = specs_of(microbatches, self.mesh)
 
         def body(params, microbatches, keys, grad_scale):
@@ -114,11 +114,11 @@ class Frame:
         """Microbatches of a replica times replicas, from leaves [num_microbatches, ...]."""
         return jax.tree.leaves(by_microbatch)[0].shape[0] * data_parallel(self.mesh)
 
-    def _seen_by_one_device(self, leaf: jax.Array, spec: P) -> jax.ShapeDtypeStruct:
+    def _seen_by_one_device(self, leaf: jax.Array, spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
         """A parameter as the model's own code sees it: cast, and whole but for its share of the experts."""
         cut = (axis_size(self.mesh, "expert") if "expert" in sharding.axes_of(entry) else 1 for entry in spec)
         shape = [size // parts for size, parts in zip(leaf.shape, [*cut, *[1] * leaf.ndim], strict=False)]
-        return jax.ShapeDtypeStruct(tuple(shape), self.core.how.compute_dtype or leaf.dtype)
+        return jax.ShapeDtypeStruct(tuple(shape), dtype)
 
     @property
     def _replicas(self) -> tuple[str, ...]:

@@ -59,7 +59,11 @@ def specs_of(microbatches: PyTree, mesh: Mesh) -> PyTree:
 def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:
     """The spec of one such leaf."""
     rows = (None, replica_axes(mesh))
-    return PartitionSpec(*rows, "context") if of_tokens else PartitionSpec(*rows)
+    return (
+        PartitionSpec(*rows, "context")
+        if of_tokens and "context" in mesh.axis_names
+        else PartitionSpec(*rows)
+    )
 
 
 def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:

@@ -16,10 +16,11 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.ends import Ends
+from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.schedules import Phase, Program
-from jaxfb.types import LossOutput, Sum
+from jaxfb.types import LossOutput
 
 PyTree = Any
 
@@ -42,7 +43,7 @@ class Buffers(NamedTuple):
     leaving: PyTree
     grads: Weights | None
     records: LossOutput
-    layer_terms: dict[str, Sum]
+    layer_records: LossOutput
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,8 @@ class Executor:
 
     def _answer(self, buffers: Buffers) -> LossOutput:
         """The records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the pipe."""
-        records, terms = jax.tree.map(lambda leaf: leaf[:-1], (buffers.records, buffers.layer_terms))
-        return self.ends.whole(LossOutput(records.terms | terms, records.metrics, records.outputs))
+        records, layers = jax.tree.map(lambda leaf: leaf[:-1], (buffers.records, buffers.layer_records))
+        return self.ends.whole(with_layers(records, layers))
 
 
 class _Tick:
@@ -125,13 +126,14 @@ class _Tick:
         given = self._given(row["f_microbatch"])
         hidden = self._poisoned(self._input(b, row, when_embed), row["f_valid"])
         with jax.named_scope("F"):
-            hidden, terms, residual = self._stage.forward(self._layers(row["f_chunk"]), hidden, given)
-        valid = row["f_valid"] == 1
-        terms = _add(b.layer_terms, row["f_microbatch"], _where(valid, terms))
+            layers = self._layers(row["f_chunk"])
+            hidden, out, residual = self._stage.forward(layers, hidden, given)
+        out = _where(row["f_valid"] == 1, self._among_all(layers, out))
+        records = _add(b.layer_records, row["f_microbatch"], out)
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
         if self._program.num_residual_slots:
             b = b._replace(residual=_put(b.residual, row["f_residual"], residual))
-        return b._replace(layer_terms=terms, arriving=arriving), hidden
+        return b._replace(layer_records=records, arriving=arriving), hidden
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
         arrived = _get(b.activation, row["f_input"])
@@ -169,7 +171,7 @@ class _Tick:
             self._given(row["b_microbatch"]),
             _get(b.residual, row["b_residual"]),
         )
-        seeds = self._seed(row["b_microbatch"], b.layer_terms)
+        seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
         cotangent = self._poisoned(_get(b.gradient, row["b_gradient"]), row["b_valid"])
         arguments = (self._layers(chunk), residual, cotangent, seeds, given)
         with jax.named_scope("B"):
@@ -195,7 +197,7 @@ class _Tick:
     def _weight(self, b: Buffers, row: dict) -> Buffers:
         chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
         residual, saved = _get(b.residual, row["w_residual"]), _get(b.cotangent, row["w_cotangent"])
-        seeds = self._seed(row["w_microbatch"], b.layer_terms)
+        seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
         target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
         with jax.named_scope("W"):
             sums = self._stage.backward_weight(self._layers(chunk), residual, saved, seeds, given, target)
@@ -209,6 +211,12 @@ class _Tick:
 
     def _seed(self, microbatch: jax.Array, terms: dict) -> dict:
         return {name: self._seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
+
+    def _among_all(self, layers: Layers, out: LossOutput) -> LossOutput:
+        """Metrics [l, ...] of a chunk's layers at their places among all layers, [num_layers, ...]."""
+        number = sum(self._layout.layers_per_stage)
+        place = lambda leaf: jnp.zeros((number, *leaf.shape[1:]), leaf.dtype).at[layers.index].add(leaf)  # noqa: E731
+        return LossOutput(out.terms, jax.tree.map(place, out.metrics))
 
     @property
     def _splits(self) -> bool:
@@ -224,7 +232,7 @@ class _Tick:
         program, zero = self._program, jnp.int32(0)
         given, layers = jax.eval_shape(lambda: (self._given(zero), self._layers(zero)))
         hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
-        _, terms, residual = jax.eval_shape(self._stage.forward, layers, hidden, given)
+        _, out, residual = jax.eval_shape(self._stage.forward, layers, hidden, given)
         records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
         saved, grads = None, None
@@ -233,7 +241,7 @@ class _Tick:
                 lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), self._weights, accum_dtypes
             )
         if self._splits:
-            seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in terms.items()}
+            seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
             saved, _ = jax.eval_shape(self._stage.backward_input, layers, residual, hidden, seeds, given)
         return Buffers(
             residual=_slots(residual, program.num_residual_slots),
@@ -244,7 +252,7 @@ class _Tick:
             leaving=_zeros(hidden),
             grads=grads,
             records=_slots(records, count),
-            layer_terms=_slots(terms, count),
+            layer_records=_slots(jax.eval_shape(self._among_all, layers, out), count),
         )
 
 

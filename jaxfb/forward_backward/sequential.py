@@ -22,7 +22,7 @@ def sequential(
     bring_outer: Bring = None,
     bring_layer: Bring = None,
 ) -> LossFn:
-    """The model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers.
+    """The model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics stacked.
 
     Args:
       remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
@@ -44,8 +44,9 @@ def sequential(
 
         _check_layer(step, hidden, params["layers"])
         with jax.named_scope("layers"):
-            hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers(params)), params["layers"]))
-        return with_layer_terms(as_loss_output(model.head(outer, hidden, microbatch, rng)), terms)
+            hidden, stacked = lax.scan(step, hidden, (jnp.arange(num_layers(params)), params["layers"]))
+        out = as_loss_output(model.head(outer, hidden, microbatch, rng))
+        return with_layers(out, sum_of_layers(stacked))
 
     return loss_fn
 
@@ -73,21 +74,39 @@ def layer_keys(rng: jax.Array | None, index: jax.Array) -> jax.Array | None:
     return None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
 
 
-def layer_output(out: Any) -> tuple[PyTree, dict[str, Sum]]:
-    """What a layer returned, as (hidden, terms)."""
-    if isinstance(out, tuple) and len(out) == 2 and isinstance(out[1], dict):
-        if all(isinstance(term, Sum) for term in out[1].values()):
-            return out[0], {name: wide(term) for name, term in out[1].items()}
-    return out, {}
+def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
+    """What a layer returned, as (hidden, its terms and metrics)."""
+    if not (isinstance(out, tuple) and len(out) == 2):
+        return out, LossOutput({})
+    hidden, said = out
+    if isinstance(said, dict) and all(isinstance(term, Sum) for term in said.values()):
+        said = LossOutput(said)
+    if not isinstance(said, LossOutput):
+        return out, LossOutput({})
+    terms = {name: wide(term) for name, term in said.terms.items()}
+    return hidden, LossOutput(terms, {name: _layer_metric(name, m) for name, m in said.metrics.items()})
 
 
-def with_layer_terms(out: LossOutput, stacked: dict[str, Sum]) -> LossOutput:
-    """The head's answer with the layers' terms, each summed over its leading dim, beside the head's own."""
-    both = sorted(set(out.terms) & set(stacked))
-    if both:
-        raise ValueError(f"the head and the layers both return a term named {both[0]!r}; rename one of them")
-    terms = jax.tree.map(lambda per_layer: per_layer.sum(0), stacked)
-    return LossOutput({**out.terms, **terms}, out.metrics, out.outputs)
+def sum_of_layers(stacked: LossOutput) -> LossOutput:
+    """Terms [layers] summed; metrics stay [layers, ...]."""
+    return LossOutput(jax.tree.map(lambda per_layer: per_layer.sum(0), stacked.terms), stacked.metrics)
+
+
+def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
+    """The head's answer with the layers' terms and metrics beside its own."""
+    for kind, ours, theirs in (("term", out.terms, layers.terms), ("metric", out.metrics, layers.metrics)):
+        if both := sorted(set(ours) & set(theirs)):
+            raise ValueError(
+                f"the head and the layers both return a {kind} named {both[0]!r}; rename one of them"
+            )
+    return LossOutput({**out.terms, **layers.terms}, {**out.metrics, **layers.metrics}, out.outputs)
+
+
+def _layer_metric(name: str, metric: Any) -> Sum:
+    if not isinstance(metric, Sum):
+        raise ValueError(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
+    metric = wide(metric)
+    return Sum(metric.total, jnp.broadcast_to(metric.weight, metric.total.shape))
 
 
 def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:

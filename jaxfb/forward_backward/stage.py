@@ -14,9 +14,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.residual import Residual
-from jaxfb.forward_backward.sequential import layer_keys
+from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.split import SplitBackward
-from jaxfb.types import Sum
+from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
 KEEPS = ("residuals", "input")
@@ -57,7 +57,7 @@ class Target(NamedTuple):
 class Stage:
     """Forward, backward and split backward of a run of layers.
 
-    layer: (params, hidden, microbatch, rng) -> (hidden, {name: Sum}).
+    layer: (params, hidden, microbatch, rng) -> (hidden, LossOutput of its terms and metrics).
     keep: "residuals" keeps what each layer's backward reads; "input" keeps the stage's input alone and
       computes the layers again in the backward.
     padded: some of the layers may not be real; those leave hidden as it is.
@@ -68,22 +68,23 @@ class Stage:
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
-    def forward(self, layers: Layers, hidden: PyTree, given: Given) -> tuple[PyTree, dict[str, Sum], PyTree]:
-        """(hidden, terms summed over the layers, residual for the backward)."""
+    def forward(self, layers: Layers, hidden: PyTree, given: Given) -> tuple[PyTree, LossOutput, PyTree]:
+        """(hidden, terms summed over the layers and metrics [l, ...], residual for the backward)."""
 
         def one(before, inputs):
             layer = Layers(*inputs)
             if self._keep == "residuals":
-                (after, totals), weights, kept = self._keeping_vjp(layer, before, given)
+                (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, given)
             else:
-                (after, totals), weights = self._plain(layer.params, before, *_context(layer, given))
+                (after, totals), (weights, metrics) = self._plain(
+                    layer.params, before, *_context(layer, given)
+                )
                 kept = None
-            terms = {name: Sum(total, weights[name]) for name, total in totals.items()}
-            return self._if_real(layer, after, before), (self._masked(layer, terms), kept)
+            out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
+            return self._if_real(layer, after, before), (self._masked(layer, out), kept)
 
-        after, (terms, kept) = lax.scan(one, hidden, tuple(layers))
-        terms = jax.tree.map(lambda per_layer: per_layer.sum(0), terms)
-        return after, terms, kept if self._keep == "residuals" else hidden
+        after, (out, kept) = lax.scan(one, hidden, tuple(layers))
+        return after, sum_of_layers(out), kept if self._keep == "residuals" else hidden
 
     def backward(
         self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given, target: Target
@@ -136,22 +137,23 @@ class Stage:
         return _backwards(one, target.sums, (_places(layers), tuple(layers), kept, saved))[0]
 
     def _plain(self, params, hidden, microbatch, rng):
-        """One layer as (hidden and totals, weights), the form that is differentiated."""
-        after, terms = self._layer(params, hidden, microbatch, rng)
-        return (after, {name: t.total for name, t in terms.items()}), {
-            name: t.weight for name, t in terms.items()
-        }
+        """One layer as (hidden and totals, what is not differentiated: weights and metrics)."""
+        after, out = self._layer(params, hidden, microbatch, rng)
+        totals, weights = (
+            {name: getattr(term, part) for name, term in out.terms.items()} for part in ("total", "weight")
+        )
+        return (after, totals), (weights, out.metrics)
 
     def _vjp(self, at_hand: PyTree, hidden: PyTree):
-        """((hidden, totals), VJP to (params, hidden), weights) of one layer; at_hand: (params, microbatch, rng)."""
+        """((hidden, totals), VJP to (params, hidden), the rest) of one layer; at_hand: (params, microbatch, rng)."""
         params, microbatch, rng = at_hand
         return jax.vjp(lambda p, h: self._plain(p, h, microbatch, rng), params, hidden, has_aux=True)
 
     def _keeping_vjp(self, layer: Layers, hidden: PyTree, given: Given):
         at_hand = (layer.params, *_context(layer, given))
-        out, vjp, weights = self._vjp(at_hand, hidden)
+        out, vjp, rest = self._vjp(at_hand, hidden)
         self._residual = self._residual or Residual(lambda *a: self._vjp(*a)[1], at_hand, hidden)
-        return out, weights, self._residual.kept(vjp)
+        return out, rest, self._residual.kept(vjp)
 
     def _layer_backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, given: Given):
         at_hand = (layer.params, *_context(layer, given))

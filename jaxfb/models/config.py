@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ROUTER_SCORES = ("softmax", "sigmoid")
+BALANCED_LAYERS = ("each", "together")
 ATTENTION_BACKENDS = ("auto", "xla", "cudnn")
 CONTEXT_ATTENTION = ("ring", "all_gather", "all_to_all")
 
@@ -39,7 +40,12 @@ class TransformerConfig:
     router_renormalize:   the chosen experts' scores are divided by their sum.
     router_scale:         and multiplied by this.
     balance_coefficient:  of the balance loss of each sequence; the mean over layers of its mean over rows.
+    batch_balance_coefficient: of the balance loss of the whole update: all its microbatches and replicas
+                          together, counted in a forward pass before the backward (`jaxfb.models.balance`).
+    batch_balance_layers: "each" layer evenly used (the mean over layers), or all "together", as Mixtral's.
     router_z_coefficient: of the squared log normalizer of the router; the mean over layers and tokens.
+    router_bias_rate:     after each update an expert's bias, which takes part in the choice and nowhere else,
+                          goes up by this if it had fewer tokens than the mean, else down; 0: no bias.
     expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
                           share of a device's microbatch: faster, but results then depend on how rows are split.
 
@@ -73,7 +79,10 @@ class TransformerConfig:
     router_renormalize: bool = True
     router_scale: float = 1.0
     balance_coefficient: float = 0.01
+    batch_balance_coefficient: float = 0.0
+    batch_balance_layers: str = "each"
     router_z_coefficient: float = 0.0
+    router_bias_rate: float = 0.0
     expert_capacity: float | None = None
 
     def __post_init__(self):
@@ -98,6 +107,7 @@ def num_params(config: TransformerConfig) -> int:
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
     norms = 2 * width + (2 * size if config.qk_norm else 0)
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
+    biases += config.num_experts if config.router_bias_rate else 0
     layers = config.num_layers * (matmul + biases + norms)
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
@@ -176,8 +186,8 @@ def _check_loss(config: TransformerConfig) -> None:
         raise ValueError(
             f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none"
         )
-    numbers = ("z_loss", "balance_coefficient", "router_z_coefficient", "num_experts", "shared_expert_size")
-    for name in numbers:
+    balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate")
+    for name in ("z_loss", *balance, "router_z_coefficient", "num_experts", "shared_expert_size"):
         if getattr(config, name) < 0:
             raise ValueError(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
     for name in ("logit_softcap", "expert_capacity"):
@@ -192,7 +202,6 @@ def _check_experts(config: TransformerConfig) -> None:
             f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
             f"{config.num_experts}; use experts_per_token {config.num_experts}"
         )
-    if config.router_scores not in ROUTER_SCORES:
-        raise ValueError(
-            f"[model] router_scores={config.router_scores!r} must be one of {', '.join(ROUTER_SCORES)}"
-        )
+    for name, legal in (("router_scores", ROUTER_SCORES), ("batch_balance_layers", BALANCED_LAYERS)):
+        if getattr(config, name) not in legal:
+            raise ValueError(f"[model] {name}={getattr(config, name)!r} must be one of {', '.join(legal)}")

@@ -1,7 +1,7 @@
-"""A mixture of experts in place of a layer's MLP: a router, many small MLPs, and the losses that keep it even.
+"""A mixture of experts in place of a layer's MLP: a router, many small MLPs, and a shared one.
 
-Every token goes to its top-k experts and to a shared one, if there is one. The losses are sums over rows and
-tokens whose weights depend on the data alone, so they are as invariant under splits as the cross entropy.
+Every token goes to its top-k experts and to the shared one, if there is one. What keeps the experts evenly used is
+in `balance.py`.
 
 Shapes: R = rows, T = tokens of a row, D = hidden_size, E = num_experts, L = experts of this device, F = width
 of an expert, K = experts_per_token, S = sorted choices.
@@ -10,38 +10,20 @@ of an expert, K = experts_per_token, S = sorted choices.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxfb.models.balance import Routing, router_losses, router_metrics, where_counted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import SwiGLU, statistics_dtype
 from jaxfb.parallel import expert
 from jaxfb.parallel.tensor import constrain
-from jaxfb.types import Sum
-
-BALANCE, ROUTER_Z = "balance", "router_z"
-
-
-class Routing(NamedTuple):
-    """Where tokens go, in float32 (float64 for float64).
-
-    logits:  float[R, T, E].
-    probs:   float[R, T, E], adding up to 1: the softmax, or the sigmoids over their sum.
-    experts: i32[R, T, K], likeliest first.
-    weights: float[R, T, K], what each expert's answer is multiplied by.
-    """
-
-    logits: jax.Array
-    probs: jax.Array
-    experts: jax.Array
-    weights: jax.Array
+from jaxfb.types import LossOutput
 
 
 class Router(nnx.Module):
@@ -50,6 +32,8 @@ class Router(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         shape = (config.hidden_size, config.num_experts)
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
+        if config.router_bias_rate:
+            self.bias = nnx.Param(jnp.zeros(config.num_experts))
         self.config = config
 
     def __call__(self, x_RTD: jax.Array) -> Routing:
@@ -60,10 +44,17 @@ class Router(nnx.Module):
         else:
             scores = jax.nn.sigmoid(logits)
             probs = scores / scores.sum(-1, keepdims=True)
-        weights, experts = lax.top_k(scores, config.experts_per_token)
+        experts = lax.top_k(self._biased(scores), config.experts_per_token)[1]
+        weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.router_renormalize:
             weights = weights / weights.sum(-1, keepdims=True)
         return Routing(logits, probs, experts.astype(jnp.int32), weights * config.router_scale)
+
+    def _biased(self, scores: jax.Array) -> jax.Array:
+        """What experts are chosen by; their answers are weighted by the scores themselves (arXiv:2408.15664)."""
+        if not self.config.router_bias_rate:
+            return scores
+        return scores + lax.stop_gradient(self.bias[...]).astype(scores.dtype)
 
 
 class Experts(nnx.Module):
@@ -98,20 +89,23 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_RTD: jax.Array, counted_RT: jax.Array | None = None
-    ) -> tuple[jax.Array, dict[str, Sum]]:
-        """(answer, terms of the loss).
+        self, x_RTD: jax.Array, counted_RT: jax.Array | None = None, load_E: jax.Array | None = None
+    ) -> tuple[jax.Array, LossOutput]:
+        """(answer, the router's terms of the loss and metrics).
 
         Args:
           x_RTD: float[R, T, D].
           counted_RT: bool[R, T], False for padding, which goes to no expert and counts in no loss; None: all count.
+          load_E: float[E], of each expert over the whole update, 1 where even; for the batch's balance loss.
         """
-        x_RTD = _where(counted_RT, x_RTD)
+        x_RTD = where_counted(counted_RT, x_RTD)
         routing = self.router(x_RTD)
         out_RTD = self._routed(x_RTD, routing, counted_RT)
         if self.config.shared_expert_size:
             out_RTD += self.shared(x_RTD)
-        return out_RTD, router_losses(routing, counted_RT, self.config)
+        terms = router_losses(routing, counted_RT, self.config, load_E)
+        capacity = _capacity(self.config, math.prod(x_RTD.shape[:2]))
+        return out_RTD, LossOutput(terms, router_metrics(routing, counted_RT, capacity))
 
     def _routed(self, x_RTD, routing: Routing, counted_RT) -> jax.Array:
         config, (rows, length, width) = self.config, x_RTD.shape
@@ -129,74 +123,6 @@ class MoE(nnx.Module):
         ).reshape(rows, length, -1, width)
         mixed = jnp.einsum("rtk,rtkd->rtd", weights, out.astype(weights.dtype))
         return constrain(mixed.astype(x_RTD.dtype), None, None, None)
-
-
-def counted_tokens(microbatch: Mapping[str, jax.Array]) -> jax.Array | None:
-    """bool[R, T], False for padding: segment 0, or, without segments, a row in which no token counts in the loss."""
-    if "segments" in microbatch:
-        return microbatch["segments"] != 0
-    mask = microbatch.get("loss_mask")
-    if mask is None:
-        return None
-    return jnp.broadcast_to(_over_context((mask != 0).sum(1, keepdims=True)) > 0, mask.shape)
-
-
-def router_losses(
-    routing: Routing, counted_RT: jax.Array | None, config: TransformerConfig
-) -> dict[str, Sum]:
-    """The terms of one layer; those with a coefficient of 0 are left out. Added over layers they are means over them.
-
-    "balance":  weight = rows that have tokens; a row's loss is 1 where its tokens are spread evenly.
-    "router_z": weight = tokens; the square of each token's log normalizer (ST-MoE, arXiv:2202.08906).
-    """
-    terms = {}
-    if config.balance_coefficient:
-        total = config.balance_coefficient * balance_sum(routing.probs, routing.experts, counted_RT)
-        terms[BALANCE] = Sum(total, _counted_rows(routing, counted_RT).astype(total.dtype))
-    if config.router_z_coefficient:
-        square = jax.nn.logsumexp(routing.logits, axis=-1) ** 2
-        total = config.router_z_coefficient * _where(counted_RT, square).sum()
-        terms[ROUTER_Z] = Sum(total, _counted_tokens(routing, counted_RT).astype(total.dtype))
-    return terms
-
-
-def balance_sum(probs_RTE: jax.Array, experts_RTK: jax.Array, counted_RT: jax.Array | None) -> jax.Array:
-    """Sum over rows of E / (K T) sum_e (choices of e) (mean probability of e): DeepSeek-V3's sequence-wise loss.
-
-    (arXiv:2412.19437, eq. 17-20.) It is made row by row because only a loss that is a sum over rows does not
-    depend on which rows share a microbatch. Where sequences are cut over `context`, choices and tokens are those
-    of the whole row and probabilities those of this device, so the sum over context is the whole.
-    """
-    num_experts, per_token = probs_RTE.shape[-1], experts_RTK.shape[-1]
-    made = experts_RTK[..., None] == jnp.arange(num_experts)
-    made = made if counted_RT is None else made & counted_RT[..., None, None]
-    choices_RE = _over_context(made.sum((1, 2)))
-    tokens_R = jnp.maximum(choices_RE.sum(1) // per_token, 1).astype(probs_RTE.dtype)
-    probs_RE = _where(counted_RT, probs_RTE).sum(1)
-    row_losses = (choices_RE * probs_RE).sum(1) * num_experts / (per_token * tokens_R**2)
-    return row_losses.sum()
-
-
-def _counted_rows(routing: Routing, counted_RT) -> jax.Array:
-    """Rows that have tokens, once each: the first device of `context` counts those that it has a part of."""
-    if counted_RT is None:
-        return jnp.asarray(routing.logits.shape[0])
-    rows = (_over_context(counted_RT.sum(1)) > 0).sum()
-    return rows if expert.manual_size("context") == 1 else jnp.where(lax.axis_index("context") == 0, rows, 0)
-
-
-def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:
-    return jnp.asarray(math.prod(routing.logits.shape[:2])) if counted_RT is None else counted_RT.sum()
-
-
-def _over_context(x: jax.Array) -> jax.Array:
-    return x if expert.manual_size("context") == 1 else lax.psum(x, "context")
-
-
-def _where(counted_RT, values: jax.Array) -> jax.Array:
-    if counted_RT is None:
-        return values
-    return jnp.where(counted_RT.reshape(counted_RT.shape + (1,) * (values.ndim - 2)), values, 0)
 
 
 def _capacity(config: TransformerConfig, tokens: int) -> int | None:

@@ -6,8 +6,9 @@ What forward_backward runs. The modules are Flax; what leaves this file is pure 
      "layers": {"attention_norm", "attention": {"query", "key", "value", "output"}, "mlp_norm",
                 "mlp": {"gate", "up", "down"}}}          every leaf of "layers" stacked [num_layers, ...]
 
-With experts a layer has, in place of "mlp", "moe": {"router": {"kernel"}, "experts": {"gate", "up", "down"} in three
-arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a shared expert)}.
+With experts a layer has, in place of "mlp", "moe": {"router": {"kernel", "bias" (absent without router_bias_rate)},
+"experts": {"gate", "up", "down"} in three arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a
+shared expert)}; the engine may add "expert_load" [num_layers, num_experts] beside it (`balance.py`).
 
 Shapes: R = rows, T = tokens of a row, D = hidden_size, V = vocab_size.
 """
@@ -27,12 +28,13 @@ from jax import lax
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.logits import capped
 from jaxfb.models.attention import Attend, Attention, packed_attention
+from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
-from jaxfb.models.moe import MoE, counted_tokens
+from jaxfb.models.moe import MoE
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding, VocabularyParallel, outer_params
+from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel, outer_params
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -55,25 +57,26 @@ class Block(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
     ) -> tuple[jax.Array, Any]:
-        return self.with_terms(x_RTD, positions_RT, attend, keys)[:2]
+        return self.with_router(x_RTD, positions_RT, attend, keys)[:2]
 
-    def with_terms(
+    def with_router(
         self,
         x_RTD: jax.Array,
         positions_RT: jax.Array,
         attend: Attend,
         keys: jax.Array | None = None,
         counted_RT: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, dict[str, Sum]]:
-        """(hidden, what `attend` kept, the router's terms of the loss, of tokens where `counted_RT`)."""
+        load_E: jax.Array | None = None,
+    ) -> tuple[jax.Array, Any, LossOutput]:
+        """(hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where `counted_RT`)."""
         mixed, kept = self.attention(self.attention_norm(x_RTD), positions_RT, attend)
         x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
-        normed, terms = self.mlp_norm(x_RTD), {}
+        normed, out = self.mlp_norm(x_RTD), LossOutput({})
         if self.has_experts:
-            answer, terms = self.moe(normed, counted_RT)
+            answer, out = self.moe(normed, counted_RT, load_E)
         else:
             answer = self.mlp(normed)
-        return x_RTD + dropout(answer, self.dropout, keys, site=1), kept, terms
+        return x_RTD + dropout(answer, self.dropout, keys, site=1), kept, out
 
 
 def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
@@ -107,9 +110,11 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
             backend=config.attention,
             context=config.context_attention,
         )
-        block, counted = block_of(layer_params), counted_tokens(microbatch) if config.num_experts else None
-        after, _, terms = block.with_terms(hidden, _positions(microbatch), attend, rng, counted)
-        return (after, terms) if terms else after
+        counted = counted_tokens(microbatch) if config.num_experts else None
+        load = layer_params.get(LOAD)
+        block = block_of({name: leaf for name, leaf in layer_params.items() if name != LOAD})
+        after, _, out = block.with_router(hidden, _positions(microbatch), attend, rng, counted, load)
+        return (after, out) if config.num_experts else after
 
     def head(outer, hidden, microbatch, rng=None):
         module = outer_of(outer)
@@ -127,7 +132,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         return Unembedding(module.norm(hidden), module.head_kernel, config.logit_softcap, config.loss_chunk)
 
     vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part)
-    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed)
+    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed, counted_leaves(config))
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
@@ -150,10 +155,15 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
 
 
 def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None) -> LossOutput:
-    """The output for one microbatch, without an engine: for evaluation by hand, and for tests."""
-    hidden, terms = _run_layers(model, params, microbatch, rng)
+    """The output for one microbatch, which is then the whole batch, without an engine: by hand, and for tests."""
+    hidden, layers = _run_layers(model, params, microbatch, rng)
+    if model.counted is not None and model.counted.before is not None:
+        params = model.counted.before(params, layers.metrics)
+        hidden, layers = _run_layers(model, params, microbatch, rng)
     out = model.head(outer_params(params), hidden, microbatch, rng)
-    return replace(out, terms={**out.terms, **terms}) if terms and isinstance(out, LossOutput) else out
+    if not isinstance(out, LossOutput):
+        return out
+    return replace(out, terms=out.terms | layers.terms, metrics=out.metrics | layers.metrics)
 
 
 def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.Array:
@@ -173,19 +183,21 @@ def hidden_states(
     return _run_layers(model, params, microbatch, rng)[0]
 
 
-def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, dict[str, Sum]]:
-    """hidden_states, and the layers' own terms added over layers."""
+def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, LossOutput]:
+    """hidden_states, the layers' own terms added over layers, and their metrics of each."""
 
     def step(hidden, indexed):
         index, layer_params = indexed
         keys = None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
         out = model.layer(layer_params, hidden, microbatch, keys)
-        return out if isinstance(out, tuple) else (out, {})
+        hidden, said = out if isinstance(out, tuple) else (out, {})
+        return hidden, said if isinstance(said, LossOutput) else LossOutput(said)
 
     num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
     hidden = model.embed(outer_params(params), microbatch, rng)
-    hidden, terms = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
-    return hidden, jax.tree.map(lambda per_layer: per_layer.sum(0), terms)
+    hidden, out = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
+    terms = jax.tree.map(lambda per_layer: per_layer.sum(0), out.terms)
+    return hidden, LossOutput(terms, out.metrics)
 
 
 def _attend_packed(query, key, value, *, segments, backend, context):

@@ -20,30 +20,30 @@ PyTree = Any
 GATHERS = ("layer", "step")
 
 
-def compute_params(params: PyTree, specs: PyTree, gather: str, dtype: Any) -> PyTree:
-    """The parameters as the microbatch loop holds them: cast once, and under "step" gathered once.
+def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree) -> PyTree:
+    """The parameters as the microbatch loop holds them: cast once to `dtypes`, and under "step" gathered once.
 
     Under "layer" a leaf that fsdp cuts stays a shard in its own dtype; `materialize` brings it together
     where it is used, so that its gradient is scattered in the accumulation dtype.
     """
 
-    def prepare(leaf, spec):
+    def prepare(leaf, spec, dtype):
         dim = dim_of(spec, "fsdp")
         if dim is None:
-            return _cast(leaf, dtype)
-        return _gather(_cast(leaf, dtype), dim) if gather == "step" else leaf
+            return leaf.astype(dtype)
+        return _gather(leaf.astype(dtype), dim) if gather == "step" else leaf
 
-    return jax.tree.map(prepare, params, specs)
+    return jax.tree.map(prepare, params, specs, dtypes)
 
 
-def materialize(shards: PyTree, specs: PyTree, dtype: Any) -> PyTree:
-    """All-gathers the shards over fsdp in the compute dtype; the transpose is one reduce-scatter each."""
+def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
+    """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each."""
 
-    def bring(leaf, spec):
+    def bring(leaf, spec, dtype):
         dim = dim_of(spec, "fsdp")
-        return leaf if dim is None else gather_shard(leaf, dim, jnp.dtype(dtype or leaf.dtype))
+        return leaf if dim is None else gather_shard(leaf, dim, dtype)
 
-    return jax.tree.map(bring, shards, specs)
+    return jax.tree.map(bring, shards, specs, dtypes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
@@ -87,10 +87,6 @@ def reduce_gradients(
 
     with jax.named_scope("reduce_gradients"):
         return jax.tree.map(reduce, grads, specs, grad_specs)
-
-
-def _cast(leaf: jax.Array, dtype: Any) -> jax.Array:
-    return leaf if dtype is None else leaf.astype(dtype)
 
 
 def _gather(leaf: jax.Array, dim: int) -> jax.Array:

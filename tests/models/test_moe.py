@@ -17,8 +17,9 @@ from test_golden import _microbatch, _same_gradients, _same_logits  # noqa: E402
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
+from jaxfb.models.balance import balance_sum
 from jaxfb.models.config import TransformerConfig, num_params
-from jaxfb.models.moe import MoE, balance_sum
+from jaxfb.models.moe import MoE
 from jaxfb.models.transformer import Block, apply, init_params, logits, outer_params, rebuilder, transformer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
@@ -103,8 +104,8 @@ def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
     moe_of = rebuilder(MoE, config)
 
     def ours(params, x):
-        answers, terms = moe_of(params)(x, jnp.asarray(COUNTED))
-        return answers, {name: (term.total, term.weight) for name, term in terms.items()}
+        answers, said = moe_of(params)(x, jnp.asarray(COUNTED))
+        return answers, {name: (term.total, term.weight) for name, term in said.terms.items()}
 
     def summed(layer):
         def run(params, x):
