@@ -31,6 +31,13 @@ def same_environment():
     os.environ.update(before)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def programs_of_one_file():
+    """Compiled programs are shared within a file and dropped after it: a whole suite of them is gigabytes."""
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(scope="session")
 def golden():
     """golden("hf_schedules.json") -> the parsed file."""
