@@ -2,13 +2,16 @@
 
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
 Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 75 stopped
-by a signal, saved, to be resumed; 78 given up because gradients stayed non-finite.
+by a signal, saved, to be resumed; 76 another process of the job was lost; 78 given up because gradients stayed
+non-finite.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
+import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -16,8 +19,13 @@ from jaxfb import __version__
 from jaxfb.training.simulated import simulate_devices, spare_threads
 
 RUN = "a run's directory, or a config whose run.dir is meant"
-RESUMABLE, GAVE_UP, DIFFERS = 75, 78, 1
+RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 75, 76, 78, 1, 1
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
+HOSTS = {
+    "coordinator": (str, "HOST:PORT", "of process 0 (short for hosts.coordinator=...)"),
+    "processes": (int, "N", "how many processes the job has"),
+    "process_id": (int, "I", "which of them this one is, from 0"),
+}
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
@@ -35,6 +43,20 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = _parse(arguments)
     spare_threads()
+    try:
+        code = _run(options)
+    except Exception:
+        if not _among_several():
+            raise
+        traceback.print_exc()
+        code = FAILED
+    if code not in (0, RESUMABLE) and _among_several():
+        sys.stderr.flush()
+        os._exit(code)  # an orderly end would wait for the other processes
+    return code
+
+
+def _run(options: argparse.Namespace) -> int:
     try:
         return options.run(options) or 0
     except (ValueError, FileNotFoundError) as error:
@@ -69,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
     train.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    _add_hosts(train)
     how = train.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
@@ -76,6 +99,8 @@ def _parser() -> argparse.ArgumentParser:
     evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
     evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+    _add_hosts(evaluate)
 
     generate = _verb(verbs, "generate", _generate, "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=RUN)
@@ -118,6 +143,14 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_hosts(verb: argparse.ArgumentParser) -> None:
+    group = verb.add_argument_group(
+        "several processes", "where Slurm, Open MPI, Kubernetes or a TPU pod does not tell"
+    )
+    for name, (kind, metavar, text) in HOSTS.items():
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar=metavar, help=text)
+
+
 def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
     verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     verb.set_defaults(run=run)
@@ -127,7 +160,7 @@ def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
 def _train(options) -> int:
     from jaxfb.config import load_config
 
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, [*options.overrides, *_hosts(options)])
     from jaxfb import trainer
 
     try:
@@ -135,14 +168,23 @@ def _train(options) -> int:
     except trainer.NonFiniteAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return GAVE_UP
+    except trainer.LostProcess as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return LOST
     return RESUMABLE if result.status == "interrupted" else 0
 
 
-def _evaluate(options) -> None:
-    run_dir = _run_dir(options.run_dir, options.overrides)
+def _evaluate(options) -> int:
+    overrides = [*options.overrides, *_hosts(options)]
+    run_dir = _run_dir(options.run_dir, overrides)
     from jaxfb import trainer
 
-    trainer.evaluate(run_dir, options.overrides)
+    try:
+        trainer.evaluate(run_dir, overrides)
+    except trainer.LostProcess as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return LOST
+    return 0
 
 
 def _generate(options) -> None:
@@ -201,6 +243,17 @@ def _run_dir(path: str, overrides: Sequence[str] = ()) -> Path:
 
     config = load_config(path, overrides)
     return Path(path) if Path(path).is_dir() else Path(config.run.dir)
+
+
+def _hosts(options) -> list[str]:
+    """The flags that place this process in its job, as overrides."""
+    given = {name: getattr(options, name) for name in HOSTS}
+    return [f"hosts.{name}={value}" for name, value in given.items() if value is not None]
+
+
+def _among_several() -> bool:
+    jax = sys.modules.get("jax")
+    return jax is not None and jax.distributed.is_initialized()
 
 
 def _is_refusal(error: Exception) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import jax
+from jax._src import distributed, xla_bridge
+from jax._src.clusters import ClusterEnv
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr
 
@@ -93,3 +97,43 @@ def evaluate(eqns: list, env: dict, constants: dict, outvars: list, inline: bool
             out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))
     return [read(var) for var in outvars]
+
+
+def coordination() -> tuple[Any, int, int, str | None]:
+    """The job's coordination service, this process, how many there are, the address: all without a device.
+
+    The client, None where `jax.distributed` was not started, has key_value_set(key, text, allow_overwrite),
+    blocking_key_value_get(key, milliseconds) and key_value_dir_get(prefix) -> [(key, text)]; each raises
+    jax.errors.JaxRuntimeError.
+    """
+    state = distributed.global_state
+    return state.client, state.process_id, state.num_processes, state.coordinator_address
+
+
+def find_cluster(name: str | None = None, skipped: tuple[str, ...] = ()):
+    """The cluster this process was started in, as jax detects them, or None.
+
+    name: of one kind, see `cluster_names`; None takes the first that is there and may be taken unasked.
+    The class has get_process_count(), get_process_id(), get_local_process_id() and
+    get_coordinator_address(timeout_secs=, override_coordinator_port=).
+    """
+    for kind in ClusterEnv._cluster_types:
+        called = _cluster_name(kind)
+        wanted = called == name if name else not kind.opt_in_only_method and called not in skipped
+        if wanted and kind.is_env_present():
+            return kind
+    return None
+
+
+def cluster_names() -> list[str]:
+    """The kinds of cluster that jax knows."""
+    return sorted(set(map(_cluster_name, ClusterEnv._cluster_types)) - {"tpu"})
+
+
+def _cluster_name(kind) -> str:
+    return kind.name or kind.__name__.removesuffix("Cluster").lower()
+
+
+def backends_are_made() -> bool:
+    """Whether jax has looked for devices already, after which it can join no other process."""
+    return xla_bridge.backends_are_initialized()

@@ -9,26 +9,33 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from jaxfb.callbacks import Callback, combine
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import Config, load_config
-from jaxfb.data import load_tokenizer
+from jaxfb.config.sections import HostsConfig
+from jaxfb.data import load_tokenizer, prepare
 from jaxfb.metrics import Pending
 from jaxfb.train_step import StepMetrics
 from jaxfb.training import report
+from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.hosts import Hosts, LostProcess
 from jaxfb.training.interrupt import Interrupt
 from jaxfb.training.log import Log, record_of
 from jaxfb.training.run import Run
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
+
+__all__ = ["LostProcess", "NonFiniteAbort", "Result", "evaluate", "generate", "train"]
+SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
 
 @dataclass(frozen=True)
@@ -55,31 +62,35 @@ def train(
     fresh: move a run that lies there aside and start over.
     callbacks: called at every hook, after the trainer's own logging.
 
-    SIGINT and SIGTERM end it after the update in progress, saved.
+    SIGINT and SIGTERM end it after the update in progress, saved. On several processes every one calls this.
 
     Raises:
       ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
+      LostProcess: another process of the job is gone; what was saved is whole.
       NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
     """
-    directory = RunDirectory.of(config)
-    if fresh:
-        directory.move_aside()
-    if summary := directory.finished(config):
-        return _already_finished(directory, summary["updates"], summary)
-    if not resume:
-        directory.refuse_unless_free()
-    use_compile_cache()
-    setup = make_setup(config)
-    with Run(setup, directory) as run, Interrupt() as interrupt:
-        resumed = resume and run.resume()
-        if run.finished:
-            return _already_finished(directory, run.done, None)
-        directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer)
-        report.print_start(setup)
-        print(_where_from(run, resume, resumed), flush=True)
-        if not resumed:
-            run.start()
-        return _train(run, callbacks, interrupt)
+    with Hosts(config.hosts) as hosts:
+        config = replace(config, hosts=HostsConfig())
+        hosts.agree("config or code", what_runs(config, resume=resume, fresh=fresh))
+        directory = RunDirectory.of(config)
+        hosts.advise(lambda: _after_a_loss(directory))
+        if summary := hosts.first(lambda: _what_lies_there(directory, config, resume, fresh)):
+            return _already_finished(hosts, directory, summary["updates"], summary)
+        use_compile_cache()
+        setup = _agreed_setup(hosts, config)
+        with Run(setup, directory, hosts.say) as run, Interrupt() as interrupt:
+            resumed = resume and run.resume()
+            hosts.agree("what they resume from", {"update": run.done})
+            if run.finished:
+                return _already_finished(hosts, directory, run.done, None)
+            hosts.first(lambda: directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer))
+            _check_shared(hosts, directory)
+            if hosts.is_first:
+                report.print_start(setup)
+            hosts.say(_where_from(run, resume, resumed))
+            if not resumed:
+                run.start()
+            return _train(hosts, run, callbacks, interrupt)
 
 
 def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
@@ -87,19 +98,23 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
 
     overrides: of the run's config, such as another mesh, `eval.batches=null` or `data.held_out_path=...`.
     """
-    use_compile_cache()
-    setup = make_setup(load_config(run_dir, overrides))
-    held_out = HeldOut(setup)
-    params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
-    metrics = held_out.evaluate(params)
-    if not metrics:
-        raise ValueError("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
-    baselines = held_out.baselines()
-    losses = {"held_out": metrics["eval/loss"], **vars(baselines)}
-    bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}
-    print(f"{run_dir} after {update} updates, on {int(metrics['eval/tokens']):,} held-out tokens")
-    print(*report.loss_lines({"nats_per_token": losses, "bits_per_byte": bits}), sep="\n")
-    return metrics
+    config = load_config(run_dir, overrides)
+    with Hosts(config.hosts) as hosts:
+        config = replace(config, hosts=HostsConfig())
+        hosts.agree("config or code", what_runs(config))
+        use_compile_cache()
+        setup = _agreed_setup(hosts, config)
+        held_out = HeldOut(setup)
+        params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
+        hosts.agree("the checkpoint", {"update": update})
+        metrics = held_out.evaluate(params)
+        if not metrics:
+            raise ValueError("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
+        losses = {"held_out": metrics["eval/loss"], **hosts.first(lambda: vars(held_out.baselines()))}
+        bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}
+        hosts.say(f"{run_dir} after {update} updates, on {int(metrics['eval/tokens']):,} held-out tokens")
+        hosts.say("\n".join(report.loss_lines({"nats_per_token": losses, "bits_per_byte": bits})))
+        return metrics
 
 
 def generate(
@@ -131,10 +146,10 @@ def generate(
     return prompt + text
 
 
-def _train(run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Result:
-    """The loop between its hooks, and how it ended."""
+def _train(hosts: Hosts, run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Result:
+    """The loop between its hooks, and how it ended. Process 0 logs; the caller's hooks are called on every one."""
     began = time.monotonic()
-    with Log(run) as log:
+    with Log(run) if hosts.is_first else nullcontext(Callback()) as log:
         hooks = combine([log, *callbacks])
         hooks.on_train_start(run)
         try:
@@ -143,12 +158,14 @@ def _train(run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Res
             _save(run, hooks)
             raise
     if not run.finished:
-        print(_how_to_go_on(run, interrupt.signal))
+        hosts.say(_how_to_go_on(run, interrupt.signal))
         return Result("interrupted", run.directory.path, run.done)
-    summary = report.summarize(run, time.monotonic() - began)
-    report.write_end(run, summary)
+    sample = report.sample(run)
+    summary = hosts.first(lambda: report.summarize(run, time.monotonic() - began, sample))
+    hosts.first(lambda: report.write_end(run, summary))
     hooks.on_train_end(run.done, run.metrics)
-    report.print_end(run, summary)
+    if hosts.is_first:
+        report.print_end(run, summary)
     return Result("finished", run.directory.path, run.done, summary)
 
 
@@ -174,7 +191,7 @@ def _loop(run: Run, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> 
         if on_cpu:
             arrive(pending.flush())
         arrive(pending.push(step, run.update(window, batch)))
-        evaluates, saves = run.is_due("eval"), run.is_due("checkpoint") or interrupt.signal is not None
+        evaluates, saves = run.is_due("eval"), interrupt.is_due(step) or run.is_due("checkpoint")
         if evaluates or saves:
             arrive(pending.flush())
         if evaluates:
@@ -202,13 +219,47 @@ def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any,
     return state["params"], host["update"]
 
 
-def _already_finished(directory: RunDirectory, updates: int, summary: dict[str, Any] | None) -> Result:
-    print(
+def _what_lies_there(directory: RunDirectory, config: Config, resume: bool, fresh: bool) -> dict | None:
+    """The summary, if this run has ended already; otherwise makes room for it, or refuses to."""
+    if fresh:
+        directory.move_aside()
+    summary = directory.finished(config)
+    if not summary and not resume:
+        directory.refuse_unless_free()
+    return summary
+
+
+def _agreed_setup(hosts: Hosts, config: Config) -> Setup:
+    """The setup, its text read by process 0 before the others look for it, once all have the same."""
+    setup = make_setup(config, hosts.say, lambda data: hosts.in_turn(lambda: prepare(data)))
+    hosts.agree("text, plan or devices", what_is_made(setup))
+    return setup
+
+
+def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
+    """Every process writes its part of a checkpoint, so run.dir must be one directory for all."""
+    mark = hosts.first(directory.mark)
+    seen = {f"what process 0 wrote to run.dir={directory.path}": directory.shows(mark, SHARED_WITHIN_SECONDS)}
+    hosts.agree("the file system of run.dir, which must be shared", seen)
+    hosts.first(directory.unmark)
+
+
+def _after_a_loss(directory: RunDirectory) -> str:
+    newest = directory.newest_update()
+    if newest is None:
+        return "nothing is saved yet: start all again"
+    return f"update {newest} is saved: start all again with --resume"
+
+
+def _already_finished(
+    hosts: Hosts, directory: RunDirectory, updates: int, summary: dict[str, Any] | None
+) -> Result:
+    hosts.say(
         f"{directory.path} is finished: {updates} updates. Train it longer with --resume and a greater "
         "length (run.updates=...), or start over with --fresh"
     )
     if summary:
-        print(*report.loss_lines(summary), sep="\n")
+        hosts.say("\n".join(report.loss_lines(summary)))
     return Result("finished", directory.path, updates, summary)
 
 

@@ -28,7 +28,13 @@ def calls(monkeypatch):
         seen.made.append((args, kwargs))
         return "generated text"
 
-    trainer = SimpleNamespace(train=train, evaluate=other, generate=other, NonFiniteAbort=FloatingPointError)
+    trainer = SimpleNamespace(
+        train=train,
+        evaluate=other,
+        generate=other,
+        NonFiniteAbort=FloatingPointError,
+        LostProcess=FloatingPointError,
+    )
     monkeypatch.setitem(sys.modules, "jaxfb.trainer", trainer)
     monkeypatch.setattr(jaxfb, "trainer", trainer, raising=False)
     return seen

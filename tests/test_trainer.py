@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from tiny import write_tiny
 
+import jaxfb
 from jaxfb import trainer
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.callbacks import HOOKS, callback
@@ -185,14 +186,14 @@ def test_windows_of_epochs_read_every_row_once_an_epoch(tmp_path):
     setup = make_setup(load_config(write_tiny(tmp_path)))
     rows = setup.corpus.train.select(np.arange(10))
     plan = RunPlan(BatchPlan(rows=4, rows_per_microbatch=2), epochs=2, dataset_rows=10)
-    reader = WindowReader(rows, plan, seed=1)
+    reader = WindowReader(rows, plan, seed=1, mesh=jaxfb.make_mesh())
     read = [reader.read(window)["tokens"][: window.rows] for window in plan.windows()]
     assert [len(batch) for batch in read] == [4, 4, 2] * 2
     for epoch in (read[:3], read[3:]):
         seen = {row.tobytes() for row in np.concatenate(epoch)}
         assert seen == {row.tobytes() for row in rows.gather(np.arange(10))["tokens"]}
     dropping = RunPlan(BatchPlan(rows=4, rows_per_microbatch=2), epochs=2, dataset_rows=10, remainder="drop")
-    reader = WindowReader(rows, dropping, seed=1)
+    reader = WindowReader(rows, dropping, seed=1, mesh=jaxfb.make_mesh())
     kept = [reader.read(window)["tokens"] for window in dropping.windows()]
     np.testing.assert_array_equal(np.concatenate(kept), np.concatenate([*read[:2], *read[3:5]]))
 

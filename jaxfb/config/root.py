@@ -9,6 +9,7 @@ from jaxfb.config.sections import (
     BatchConfig,
     CheckpointConfig,
     EvalConfig,
+    HostsConfig,
     LearningRateConfig,
     LogConfig,
     MeshConfig,
@@ -43,6 +44,7 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
         _check_pipeline(self)

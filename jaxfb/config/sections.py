@@ -250,6 +250,31 @@ class LogConfig:
         positive("log", every=self.every)
 
 
+@dataclass(frozen=True)
+class HostsConfig:
+    """Which processes make up the job; where it runs, never what it computes, and so not saved with it.
+
+    coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
+      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher says.
+    cluster:       "auto" asks Slurm, Open MPI, Kubernetes and TPU pods; "none" asks nobody; or one of jax's names.
+    local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
+    timeout:       seconds to wait for the others: to come, to agree, to have read the text.
+    lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    cluster: str = "auto"
+    local_devices: tuple[int, ...] | None = None
+    timeout: float = 600.0
+    lost_after: float = 60.0
+
+    def __post_init__(self):
+        positive("hosts", processes=self.processes, timeout=self.timeout, lost_after=self.lost_after)
+        at_least_zero("hosts", process_id=self.process_id)
+
+
 def positive(section: str, **values: Any) -> None:
     """Refuses numbers that are not above 0; None is not given and passes."""
     for name, value in values.items():

@@ -3,7 +3,7 @@
 from jaxfb.data.baselines import Baselines, count_baselines
 from jaxfb.data.config import DataConfig
 from jaxfb.data.corpus import Corpus, SplitStats, bits_per_byte, prepare
-from jaxfb.data.loader import Loader, contiguous_rows, evaluation_batches
+from jaxfb.data.loader import Loader, evaluation_batches
 from jaxfb.data.packing import PackedRows
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -17,7 +17,6 @@ __all__ = [
     "SplitStats",
     "Tokenizer",
     "bits_per_byte",
-    "contiguous_rows",
     "count_baselines",
     "evaluation_batches",
     "load_tokenizer",

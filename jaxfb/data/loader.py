@@ -16,6 +16,7 @@ import numpy as np
 from jaxfb.data.packing import PackedRows
 
 Batch = dict[str, np.ndarray]
+LocalRows = Callable[[int, int], np.ndarray]
 READERS = 2
 REMAINDERS = ("pad", "drop", "error")
 
@@ -28,8 +29,8 @@ class Loader:
     seed: of the row order, reshuffled each epoch; None keeps the rows in order.
     total_rows: where the run ends; None never ends. A window cut short by it is filled with rows of
       weight 0 ("pad"), left out ("drop") or refused ("error").
-    local_rows: rows of a global batch -> the indices in [0, rows) that this process holds, in the order of
-      its devices; None means all.
+    local_rows: (position, rows) of a global batch -> the indices in it that this process holds, in the order
+      of its devices; an index past the last row is a row of zeros. None means all.
     prefetch: batches read ahead, by two threads; 0 reads in the calling thread.
     """
 
@@ -41,7 +42,7 @@ class Loader:
         seed: int | None = 0,
         total_rows: int | None = None,
         remainder: str = "pad",
-        local_rows: Callable[[int], np.ndarray] | None = None,
+        local_rows: LocalRows | None = None,
         prefetch: int = 4,
     ):
         self._rows = rows
@@ -123,11 +124,9 @@ class Loader:
 
     def _batch(self, start: int, rows: int) -> Batch:
         """The local rows of global positions start .. start + rows; zeros past the end of the run."""
-        position = start + np.arange(rows)
-        if self._local_rows is not None:
-            position = position[self._local_rows(rows)]
-        end = sys.maxsize if self._total_rows is None else self._total_rows
-        row = [self._order(p) if p < end else -1 for p in position.tolist()]
+        index = np.arange(rows) if self._local_rows is None else self._local_rows(start, rows)
+        end = start + rows if self._total_rows is None else min(start + rows, self._total_rows)
+        row = [self._order(p) if p < end else -1 for p in (start + index).tolist()]
         return self._rows.gather(np.array(row, np.int64))
 
     def _refuse_short_window(self) -> None:
@@ -175,28 +174,13 @@ def evaluation_batches(
     rows: PackedRows,
     rows_per_batch: int,
     *,
-    local_rows: Callable[[int], np.ndarray] | None = None,
+    local_rows: LocalRows | None = None,
     prefetch: int = 2,
 ) -> Loader:
     """All `rows` once, in order, in whole batches: the last one is filled with rows of weight 0."""
     return Loader(
         rows, rows_per_batch, seed=None, total_rows=len(rows), local_rows=local_rows, prefetch=prefetch
     )
-
-
-def contiguous_rows(process_index: int, process_count: int) -> Callable[[int], np.ndarray]:
-    """`local_rows` for processes that hold equal neighbouring slices of the global batch."""
-
-    def local_rows(rows: int) -> np.ndarray:
-        if rows % process_count:
-            nearest = -(-rows // process_count) * process_count
-            raise ValueError(
-                f"[data] rows={rows} must be a multiple of processes={process_count}; use {nearest}"
-            )
-        share = rows // process_count
-        return np.arange(process_index * share, (process_index + 1) * share)
-
-    return local_rows
 
 
 def row_order(num_rows: int, seed: int | None) -> Callable[[int], int]:

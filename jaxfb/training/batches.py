@@ -1,11 +1,12 @@
 """Rows of the run's windows, in order, cut into microbatches and placed where the step wants them.
 
-Step two of the story: data -> batch plan. Rows are split on the host and each device receives its own, so the
-step moves no row between devices.
+Step two of the story: data -> batch plan. Every process reads the rows of its own devices and no others, split
+on the host as the global plan says, so that the step moves no row between devices.
 """
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -15,29 +16,34 @@ from jax.sharding import Mesh, NamedSharding
 from jaxfb.batch_plan import BatchPlan, RunPlan, Window
 from jaxfb.data import Loader, PackedRows
 from jaxfb.forward_backward import Microbatches, specs_of, split
+from jaxfb.forward_backward.microbatches import rows_spec
 from jaxfb.parallel.sharding import shardings
 
 HostBatch = dict[str, np.ndarray]
 
 
 class WindowReader:
-    """The rows of each window of a run plan, read ahead; its position is a number of rows.
+    """This process's rows of each window of a run plan, read ahead; its position is a number of rows."""
 
-    On several processes every one reads all rows and keeps those of its devices.
-    """
-
-    def __init__(self, rows: PackedRows, plan: RunPlan, seed: int):
-        self._loader = Loader(rows, lambda consumed: _rows_from(plan, consumed), seed=seed)
+    def __init__(self, rows: PackedRows, plan: RunPlan, seed: int, mesh: Mesh):
+        last = plan.window(plan.total_updates - 1)
+        self._loader = Loader(
+            rows,
+            lambda consumed: _rows_from(plan, consumed),
+            seed=seed,
+            total_rows=last.start + last.rows,
+            local_rows=lambda consumed, rows: rows_here(plan.plan_at(consumed), mesh),
+        )
 
     def read(self, window: Window) -> HostBatch:
-        """The window's rows, filled up with rows of zeros to what its plan computes.
+        """The rows of the window that this process holds, with the rows of zeros that fill up its plan.
 
         Windows are read in order; rows between two of them (a short window that was dropped) are passed over.
         """
         while True:
             start, batch = self._loader.consumed_rows, next(self._loader)
             if start == window.start:
-                return fill(batch, window.rows, window.plan.padded_rows)
+                return batch
             if start > window.start:
                 raise ValueError(
                     f"[data] update {window.update} starts at row {window.start}, which was read already"
@@ -57,28 +63,60 @@ class WindowReader:
         self._loader.close()
 
 
-def fill(batch: HostBatch, real: int, padded: int) -> HostBatch:
-    """The first `real` rows, then rows of zeros, `padded` in all: a row of zeros weighs nothing."""
+@lru_cache(maxsize=64)
+def rows_here(plan: BatchPlan, mesh: Mesh) -> np.ndarray:
+    """Which rows of the plan's padded batch the devices of this process compute, i64[rows], microbatch by microbatch.
 
-    def one(leaf: np.ndarray) -> np.ndarray:
-        out = np.zeros((padded, *leaf.shape[1:]), leaf.dtype)
-        out[:real] = leaf[:real]
-        return out
+    Processes that hold other stages, tensor or context shards of the same replica get the same rows.
+    """
+    replicas = replicas_here(plan, mesh)
+    rows = [
+        plan.rows_of(microbatch, replica)
+        for microbatch in range(plan.num_microbatches)
+        for replica in replicas
+    ]
+    return np.concatenate(rows)
 
-    rows = next(iter(batch.values())).shape[0]
-    return batch if rows == real == padded else {name: one(leaf) for name, leaf in batch.items()}
+
+def replicas_here(plan: BatchPlan, mesh: Mesh) -> list[int]:
+    """The replicas that devices of this process belong to."""
+    sharding = NamedSharding(mesh, rows_spec(mesh))
+    shares = sharding.addressable_devices_indices_map((1, plan.data_parallel)).values()
+    return sorted({replica for _, share in shares for replica in range(plan.data_parallel)[share]})
 
 
 def place(batch: HostBatch, plan: BatchPlan, mesh: Mesh) -> Microbatches:
-    """[rows, ...] on the host to [microbatches, rows, ...] on the mesh, cut over replicas and context."""
-    microbatches = split(batch, plan, mesh)
-    return jax.tree.map(_to_devices, microbatches, shardings(specs_of(microbatches, mesh), mesh))
+    """This process's rows, `rows_here`, to [microbatches, rows, ...] on the mesh, cut over replicas and context."""
+    replicas = replicas_here(plan, mesh)
+    microbatches = split(batch, _plan_of(plan, len(replicas)), mesh)
+    targets = shardings(specs_of(microbatches, mesh), mesh)
+    return jax.tree.map(lambda leaf, target: _to_devices(leaf, target, plan, replicas), microbatches, targets)
 
 
-def _to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
-    if jax.process_count() == 1:
-        return jax.device_put(leaf, sharding)
-    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+def _plan_of(plan: BatchPlan, replicas: int) -> BatchPlan:
+    """The cut of so many of the replicas."""
+    return BatchPlan(
+        plan.purpose,
+        rows=plan.num_microbatches * replicas * plan.rows_per_microbatch,
+        rows_per_microbatch=plan.rows_per_microbatch,
+        data_parallel=replicas,
+    )
+
+
+def _to_devices(leaf: np.ndarray, target: NamedSharding, plan: BatchPlan, replicas: list[int]) -> jax.Array:
+    if len(replicas) == plan.data_parallel and target.is_fully_addressable:
+        return jax.device_put(leaf, target)
+    each = plan.rows_per_microbatch
+    first = {replica * each: place * each for place, replica in enumerate(replicas)}
+
+    def share(index: tuple[slice, ...]) -> np.ndarray:
+        """A device's part: the rows of one replica, or of all where there is one."""
+        start, stop, _ = index[1].indices(plan.rows_per_global_microbatch)
+        here = first[start]
+        return leaf[index[0], here : here + stop - start, *index[2:]]
+
+    shape = (leaf.shape[0], plan.rows_per_global_microbatch, *leaf.shape[2:])
+    return jax.make_array_from_callback(shape, target, share)
 
 
 def _rows_from(plan: RunPlan, consumed: int) -> int:

@@ -8,7 +8,7 @@ import jax
 
 from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
 from jaxfb.data.packing import PackedRows
-from jaxfb.training.batches import fill, place
+from jaxfb.training.batches import place, rows_here
 from jaxfb.training.setup import Setup
 
 PyTree = Any
@@ -32,7 +32,8 @@ class HeldOut:
         if not len(self.rows):
             return {}
         loss, weight, correct = 0.0, 0.0, 0.0
-        for batch in evaluation_batches(self.rows, self._plan.rows):
+        here = rows_here(self._plan, self._setup.mesh)
+        for batch in evaluation_batches(self.rows, self._plan.rows, local_rows=lambda start, rows: here):
             term, accuracy = self._forward(params, batch)
             loss, weight = loss + float(term.total), weight + float(term.weight)
             correct += float(accuracy.total)
@@ -51,7 +52,7 @@ class HeldOut:
 
     def _forward(self, params: PyTree, batch: dict):
         setup, plan = self._setup, self._plan
-        placed = place(fill(batch, plan.rows, plan.padded_rows), plan, setup.mesh)
+        placed = place(batch, plan, setup.mesh)
         out = setup.eval_forward(setup.model, params, placed, plan, forward_only=True)
         return jax.device_get((out.terms[TERM], out.metrics["accuracy"]))
 

@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
+
+import jax
+from jax.experimental import multihost_utils
 
 
 class Interrupt:
     """While entered, the first SIGINT or SIGTERM only sets `.signal`; a second one acts as it always does.
 
     Outside the main thread (a notebook's worker, a test) signals cannot be caught, and none is.
+
+    Among several processes a signal to any ends all after the same update: SIGTERM is left to jax's preemption
+    service, which finds an update that all can still stop at, and SIGINT becomes one.
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -17,18 +24,32 @@ class Interrupt:
     def __init__(self):
         self.signal: str | None = None
         self._before = {}
+        self._several = jax.process_count() > 1
 
     def __enter__(self) -> Interrupt:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._note) for number in self.SIGNALS}
+            handlers = {number: self._note for number in self.SIGNALS}
+            if self._several:
+                handlers = {signal.SIGINT: self._pass_on}
+            self._before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
         return self
 
     def __exit__(self, *_) -> None:
         self._restore()
 
+    def is_due(self, update: int) -> bool:
+        """Whether the run ends after this update; asked by every process after each of them."""
+        if self._several and multihost_utils.reached_preemption_sync_point(update):
+            self.signal = signal.SIGTERM.name
+        return self.signal is not None
+
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number).name
         self._restore()
+
+    def _pass_on(self, number: int, frame) -> None:
+        self._restore()
+        os.kill(os.getpid(), signal.SIGTERM)
 
     def _restore(self) -> None:
         before, self._before = self._before, {}

@@ -34,8 +34,8 @@ def print_start(setup: Setup) -> None:
     print_table("run plan", setup.plan.table())
 
 
-def summarize(run: Run, seconds: float) -> dict[str, Any]:
-    """The end of a run as plain values: losses beside those of counting, and a sample."""
+def summarize(run: Run, seconds: float, sample: str | None) -> dict[str, Any]:
+    """The end of a run as plain values: losses beside those of counting, and the sample."""
     baselines = run.held_out.baselines()
     losses = {"held_out": run.metrics.get("eval/loss")}
     if baselines:
@@ -51,7 +51,7 @@ def summarize(run: Run, seconds: float) -> dict[str, Any]:
         "held_out_accuracy": run.metrics.get("eval/accuracy"),
         "parameters": num_params(run.setup.sizes),
         "seconds": round(seconds, 2),
-        "sample": sample(run),
+        "sample": sample,
     }
 
 
@@ -101,6 +101,7 @@ def sample(run: Run) -> str | None:
         tokens=settings.tokens,
         temperature=settings.temperature,
         seed=run.setup.config.run.seed,
+        mesh=run.setup.mesh if jax.process_count() > 1 else None,
     )
     return settings.prompt + text
 

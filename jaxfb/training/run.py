@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import platform
 import time
 from collections.abc import Callable, Iterator
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 import jax
@@ -14,12 +12,11 @@ from jaxfb.batch_plan import BatchPlan, Window, explain_difference
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.training.agreement import package_versions
 from jaxfb.training.batches import HostBatch, WindowReader, place
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import Setup
-
-PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
 
 
 class Run:
@@ -38,7 +35,7 @@ class Run:
         self._store = CheckpointStore(
             directory.checkpoints, settings.keep, settings.keep_best, settings.asynchronous
         )
-        self._reader = WindowReader(setup.corpus.train, setup.plan, setup.config.data.seed)
+        self._reader = WindowReader(setup.corpus.train, setup.plan, setup.config.data.seed, setup.mesh)
         self._steps: dict[BatchPlan, TrainStep] = {}
         self._compiled: set[BatchPlan] = set()
         self._saved: int | None = None
@@ -91,7 +88,7 @@ class Run:
         return self.setup.plan.windows(self.done)
 
     def read(self, window: Window) -> HostBatch:
-        """The rows of a window, on the host."""
+        """The rows of a window that this process holds, on the host."""
         return self._reader.read(window)
 
     def update(self, window: Window, batch: HostBatch) -> StepMetrics:
@@ -145,7 +142,7 @@ class Run:
             "metrics": self.metrics if self.metrics_at == self.done else {},
             "config": config_to_dict(setup.config),
             "plan": setup.plan.to_dict(),
-            "versions": versions(),
+            "versions": {**package_versions(), "platform": jax.devices()[0].platform},
         }
 
     def _check_same_rows(self, host: dict[str, Any]) -> None:
@@ -163,14 +160,3 @@ class Run:
                 f"would be {plan.window(update).start}: a window was cut short where this run cuts none; "
                 "resume with the saved run's length"
             )
-
-
-def versions() -> dict[str, str]:
-    """Of Python and of the packages that decide the bits."""
-    found = {"python": platform.python_version(), "platform": jax.devices()[0].platform}
-    for name in PACKAGES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            found[name] = "not installed"
-    return found

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 import os
+import secrets
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -103,6 +105,28 @@ class RunDirectory:
         if tokenizer is not None:
             tokenizer.save(self.tokenizer)
         self.summary.unlink(missing_ok=True)
+
+    def mark(self) -> str:
+        """Leaves a file here and returns what is in it."""
+        text = secrets.token_hex(8)
+        self._marked.write_text(text)
+        return text
+
+    def shows(self, mark: str, seconds: float) -> bool:
+        """Whether what `mark` left can be read here; network file systems may take their time."""
+        deadline = time.monotonic() + seconds
+        while not (seen := self._marked.is_file() and self._marked.read_text() == mark):
+            if time.monotonic() > deadline:
+                break
+            time.sleep(0.1)
+        return seen
+
+    def unmark(self) -> None:
+        self._marked.unlink(missing_ok=True)
+
+    @property
+    def _marked(self) -> Path:
+        return self.path / ".shared"
 
 
 def write_json(path: Path, values: Any) -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.data import Tokenizer
 from jaxfb.models.config import TransformerConfig
@@ -21,10 +22,12 @@ def continue_text(
     tokens: int,
     temperature: float,
     seed: int = 0,
+    mesh: Mesh | None = None,
 ) -> str:
     """The text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
 
-    An empty prompt is the start of a document.
+    An empty prompt is the start of a document. mesh: where the parameters are, if on several processes: each
+    of them must call this, and gets the text.
     """
     start = [] if tokenizer.start_id is None else [tokenizer.start_id]
     ids = [*start, *tokenizer.encode([prompt])[0].tolist()] if not prompt else tokenizer.encode([prompt])[0]
@@ -32,14 +35,20 @@ def continue_text(
         raise ValueError(
             "[generate] the prompt is empty and this tokenizer has no start token; give a prompt"
         )
-    drawn = generate(
-        sizes,
-        params,
-        jnp.asarray(ids, jnp.int32)[None],
-        tokens,
-        temperature=temperature,
-        stop_token=tokenizer.eos_id,
-        key=jax.random.key(seed),
-    )
-    known = [token for token in drawn.tokens[0].tolist() if token < tokenizer.vocab_size]
+
+    def draw(params):
+        return generate(
+            sizes,
+            params,
+            jnp.asarray(ids, jnp.int32)[None],
+            tokens,
+            temperature=temperature,
+            stop_token=tokenizer.eos_id,
+            key=jax.random.key(seed),
+        )
+
+    if mesh is not None:
+        draw = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    drawn = jax.device_get(draw(params).tokens)[0]
+    known = [token for token in drawn.tolist() if token < tokenizer.vocab_size]
     return tokenizer.decode(known)

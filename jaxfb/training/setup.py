@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
 from jaxfb.config import Config
-from jaxfb.data import Corpus, prepare
+from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
 from jaxfb.models.config import TransformerConfig
@@ -91,8 +91,10 @@ class Setup:
         )
 
 
-def make_setup(config: Config, say: Callable[[str], None] = print) -> Setup:
-    """Builds it all; `say` is told what takes a while.
+def make_setup(
+    config: Config, say: Callable[[str], None] = print, read: Callable[[DataConfig], Corpus] = prepare
+) -> Setup:
+    """Builds it all; `say` is told what takes a while, `read` makes rows of the text.
 
     Raises:
       ValueError: the first impossible size or missing file, in one sentence with the nearest legal choice.
@@ -101,7 +103,7 @@ def make_setup(config: Config, say: Callable[[str], None] = print) -> Setup:
     mesh = make_mesh(**vars(config.mesh))
     plans = {"train": train_plan(config, mesh), "eval": eval_plan(config, mesh)}
     say("reading the text")
-    corpus = prepare(config.data)
+    corpus = read(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))

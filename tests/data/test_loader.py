@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxfb.data.loader import Loader, contiguous_rows, evaluation_batches, row_order
+from jaxfb.data.loader import Loader, evaluation_batches, row_order
 from jaxfb.data.packing import PackedRows
 from jaxfb.data.shards import TokenStream
 
@@ -71,13 +71,13 @@ def test_processes_share_one_global_batch_in_order(processes):
         return 4 if consumed < 8 else 8
 
     whole = taken(Loader(numbered_rows(13), rows_at, seed=1, total_rows=30))
+
+    def share(process):
+        return lambda start, rows: np.arange(rows).reshape(processes, -1)[process]
+
     parts = [
-        taken(
-            Loader(
-                numbered_rows(13), rows_at, seed=1, total_rows=30, local_rows=contiguous_rows(p, processes)
-            )
-        )
-        for p in range(processes)
+        taken(Loader(numbered_rows(13), rows_at, seed=1, total_rows=30, local_rows=share(process)))
+        for process in range(processes)
     ]
     assert [sum(shares, []) for shares in zip(*parts, strict=True)] == whole
 
@@ -85,7 +85,7 @@ def test_processes_share_one_global_batch_in_order(processes):
 def test_position_moves_between_process_counts_with_interleaved_rows():
     one = Loader(numbered_rows(13), 4, seed=1)
     taken(one, 3)
-    odd = Loader(numbered_rows(13), 4, seed=1, local_rows=lambda rows: np.arange(1, rows, 2))
+    odd = Loader(numbered_rows(13), 4, seed=1, local_rows=lambda start, rows: np.arange(1, rows, 2))
     odd.restore(one.state())
     assert taken(odd, 2) == [batch[1::2] for batch in taken(one, 2)]
 
@@ -118,9 +118,16 @@ def test_reading_in_the_calling_thread_gives_the_same():
 
 
 def test_an_error_of_the_reader_reaches_the_caller():
-    loader = Loader(numbered_rows(9), 3, local_rows=contiguous_rows(0, 2))
-    with pytest.raises(ValueError, match="rows=3 must be a multiple of processes=2; use 4"):
-        next(loader)
+    def refuse(start, rows):
+        raise ValueError(f"no rows {start} to {start + rows}")
+
+    with pytest.raises(ValueError, match="no rows 0 to 3"):
+        next(Loader(numbered_rows(9), 3, local_rows=refuse))
+
+
+def test_an_index_past_the_last_row_is_a_row_of_zeros():
+    loader = Loader(numbered_rows(13), 3, seed=None, local_rows=lambda start, rows: np.array([2, 3, 0, 4]))
+    assert taken(loader, 2) == [[3, 0, 1, 0], [6, 0, 4, 0]]
 
 
 @pytest.mark.parametrize(

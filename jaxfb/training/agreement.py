@@ -1,0 +1,117 @@
+"""Whether all processes of a job run the same: config, code, packages, text. Before the story, and before a collective.
+
+Processes that do not would wait for each other for ever, or worse: train on something else than anybody asked for.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import platform
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxfb.config import Config, table
+from jaxfb.training.setup import Setup
+
+PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
+SHOWN = 6
+ABSENT = "(absent)"
+
+
+def what_runs(config: Config, **more: Any) -> dict[str, Any]:
+    """Every key of the config, versions of Python and the packages, and the code of jaxfb itself."""
+    keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
+    names = ("jax_enable_x64", "jax_default_matmul_precision")
+    flags = {name: getattr(jax.config, name) for name in names}
+    return {**keys, **package_versions(), "jaxfb's source": source_fingerprint(), **flags, **more}
+
+
+def what_is_made(setup: Setup) -> dict[str, Any]:
+    """The text as rows, every plan, the mesh, and the devices of a process."""
+    corpus, devices = setup.corpus, jax.local_devices()
+    rows = {"train": corpus.train, "held out": corpus.held_out}
+    return {
+        **{f"text: {name}": f"{split.fingerprint} ({len(split):,} rows)" for name, split in rows.items()},
+        "vocabulary": corpus.vocab_size,
+        **{f"plan: {purpose}": plan.fingerprint() for purpose, plan in setup.plan.plans.items()},
+        "updates": setup.plan.total_updates,
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items()),
+        "devices": f"{len(devices)} x {devices[0].device_kind}",
+    }
+
+
+def package_versions() -> dict[str, str]:
+    """Of Python and of the packages that decide the bits."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found
+
+
+def source_fingerprint() -> str:
+    """16 hex digits of every Python file of the jaxfb that is imported."""
+    root, state = Path(__file__).parent.parent, hashlib.sha256()
+    for path in sorted(root.rglob("*.py")):
+        state.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
+    return state.hexdigest()[:16]
+
+
+def check_agreement(what: str, facts: Sequence[Mapping[str, Any]], names: Sequence[str]) -> None:
+    """Refuses facts that are not the same on every process.
+
+    Args:
+      what: the processes differ in, such as "config or code".
+      facts: of each process, by name.
+      names: of the host each runs on.
+    Raises:
+      ValueError: which values there are of what, and which processes have them.
+    """
+    keys = dict.fromkeys(key for one in facts for key in one)
+    lines = [
+        f"{key} is {_who_has([one.get(key, ABSENT) for one in facts], names)}"
+        for key in keys
+        if any(one.get(key, ABSENT) != facts[0].get(key, ABSENT) for one in facts)
+    ]
+    if lines:
+        more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
+        raise ValueError(
+            f"[hosts] the {len(facts)} processes differ in {what}: {'; '.join(lines[:SHOWN])}{more}; start all "
+            "with the same"
+        )
+
+
+def _who_has(values: Sequence[Any], names: Sequence[str]) -> str:
+    """`0.01 on processes 0, 2-7 but 0.02 on process 1 (node3)`: the commonest value first."""
+    holders: dict[str, list[int]] = {}
+    for index, value in enumerate(values):
+        holders.setdefault(_text(value), []).append(index)
+    common = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
+    return " but ".join(f"{value} on {_processes(indices, names)}" for value, indices in common)
+
+
+def _text(value: Any) -> str:
+    return "null" if value is None else str(value)
+
+
+def _processes(indices: Sequence[int], names: Sequence[str]) -> str:
+    if len(indices) == 1:
+        return f"process {indices[0]} ({names[indices[0]]})"
+    return f"processes {', '.join(_ranges(indices))}"
+
+
+def _ranges(indices: Sequence[int]) -> Iterable[str]:
+    """[0, 2, 3, 4] -> "0", "2-4"."""
+    runs: list[list[int]] = []
+    for index in indices:
+        if runs and index == runs[-1][-1] + 1:
+            runs[-1].append(index)
+        else:
+            runs.append([index])
+    return (f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs)

@@ -1,0 +1,157 @@
+"""Which processes make up the job, and which of them this one is: from the config, the environment, the launcher.
+
+Before the story: nothing is joined here, and nothing is asked of a machine that runs one process.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from jaxfb.compat import cluster_names, find_cluster
+from jaxfb.config.sections import HostsConfig
+
+GIVEN = {
+    "coordinator": "JAX_COORDINATOR_ADDRESS",
+    "processes": "JAX_NUM_PROCESSES",
+    "process_id": "JAX_PROCESS_ID",
+}
+# Launchers that number their processes without saying where process 0 is.
+NUMBERED = {
+    "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
+    "PMI": ("PMI_SIZE", "PMI_RANK"),
+}
+TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
+
+
+@dataclass(frozen=True)
+class Place:
+    """This process in its job. coordinator: HOST:PORT of process 0. local_devices: None is all it sees."""
+
+    coordinator: str
+    processes: int
+    process_id: int
+    local_devices: tuple[int, ...] | None = None
+
+
+def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
+    """Where this process stands, or None where it is alone.
+
+    The config goes before the environment (`GIVEN`), that before what jax detects of Slurm, Open MPI, Kubernetes
+    and TPU pods; what one leaves open the next may fill.
+
+    Raises:
+      ValueError: too little is known, or what is known is no place in a job.
+    """
+    given = _given(config, environment)
+    if given["processes"] == 1:
+        return None
+    local_devices = config.local_devices
+    if None in given.values() and config.cluster != "none":
+        given, local_devices = _detected(given, config, environment)
+    given = _numbered(given, environment)
+    if given["processes"] == 1 or not _is_told(given):
+        return None
+    return Place(*_checked(given), local_devices)
+
+
+def _given(config: HostsConfig, environment: Mapping[str, str]) -> dict[str, str | int | None]:
+    """What the config says, then the environment."""
+    given = {}
+    for name, variable in GIVEN.items():
+        value = getattr(config, name)
+        if value is None and environment.get(variable):
+            value = environment[variable] if name == "coordinator" else _number(variable, environment)
+        given[name] = value
+    return given
+
+
+def _detected(given: dict, config: HostsConfig, environment: Mapping[str, str]) -> tuple[dict, tuple | None]:
+    """`given` with its gaps filled by the launcher; and the accelerators of one of several processes on a host."""
+    cluster = _cluster(config.cluster, environment)
+    processes = given["processes"] or (cluster.get_process_count() if cluster else None)
+    if cluster is None or processes == 1:
+        return {**given, "processes": processes}, config.local_devices
+    port = environment.get("JAX_COORDINATOR_PORT")
+    process_id = given["process_id"]
+    filled = {
+        "coordinator": given["coordinator"]
+        or cluster.get_coordinator_address(timeout_secs=int(config.timeout), override_coordinator_port=port),
+        "processes": processes,
+        "process_id": cluster.get_process_id() if process_id is None else process_id,
+    }
+    alone_on_its_host = not any(_several(environment.get(name, "1")) for name in TASKS_PER_NODE)
+    number = None if alone_on_its_host else cluster.get_local_process_id()
+    return filled, config.local_devices or (None if number is None else (number,))
+
+
+def _cluster(name: str, environment: Mapping[str, str]):
+    if name != "auto" and name not in cluster_names():
+        raise ValueError(
+            f"[hosts] cluster={name!r} is not known to jax; use auto, none or one of {', '.join(cluster_names())}"
+        )
+    # a pod that is no numbered member of a job, such as a notebook's, is alone; to ask would fail
+    skipped = () if "JOB_COMPLETION_INDEX" in environment else ("k8s",)
+    found = find_cluster(None if name == "auto" else name, skipped)
+    if found is None and name != "auto":
+        raise ValueError(
+            f"[hosts] cluster={name!r}, but this process was not started by it; use cluster=auto"
+        )
+    return found
+
+
+def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
+    """`given` with the numbers of a launcher that has them; several copies must not train side by side."""
+    for launcher, (size, rank) in NUMBERED.items():
+        if given["processes"] is None and given["process_id"] is None and size in environment:
+            processes, process_id = _number(size, environment), _number(rank, environment)
+            if processes > 1 and given["coordinator"] is None:
+                raise ValueError(
+                    f"[hosts] {launcher} says that this is process {process_id} of {processes}, but not where "
+                    "process 0 is; give hosts.coordinator=HOST:PORT, or hosts.processes=1 to run alone"
+                )
+            return {**given, "processes": processes, "process_id": process_id}
+    return given
+
+
+def _is_told(given: dict) -> bool:
+    """Whether there is all of it; False if there is nothing.
+
+    Raises:
+      ValueError: there is some of it.
+    """
+    missing = [name for name, value in given.items() if value is None]
+    if missing and len(missing) < len(given):
+        known = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
+        raise ValueError(
+            f"[hosts] {known} is given but not {' and '.join(missing)}; give all of "
+            f"{', '.join(f'hosts.{name}' for name in given)} (or {', '.join(GIVEN.values())}), or none of them "
+            "where Slurm, Open MPI, Kubernetes or a TPU pod tells"
+        )
+    return not missing
+
+
+def _checked(given: dict) -> tuple[str, int, int]:
+    coordinator, processes, process_id = given.values()
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {coordinator}:8476")
+    if process_id >= processes:
+        raise ValueError(
+            f"[hosts] process_id={process_id} must be below processes={processes}, they count from 0; "
+            f"use 0 to {processes - 1}"
+        )
+    return coordinator, processes, process_id
+
+
+def _number(variable: str, environment: Mapping[str, str]) -> int:
+    text = environment.get(variable, "")
+    if not text.isdecimal():
+        raise ValueError(f"[hosts] ${variable}={text!r} must be a number; correct it or unset it")
+    return int(text)
+
+
+def _several(tasks_per_node: str) -> bool:
+    """ "8(x2)" and "4,3" are several on a node, "1(x2)" is one."""
+    return any(int(part.partition("(")[0] or 1) > 1 for part in tasks_per_node.split(","))

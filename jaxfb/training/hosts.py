@@ -1,0 +1,236 @@
+"""The processes of a job, joined by `jax.distributed`: one that starts, many that agree, the first that speaks.
+
+Before the story: every process runs the same program on the same config; what they tell each other here goes
+through the coordinator's key-value store, so it works before the first collective and when there can be none.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import jax
+
+from jaxfb.compat import backends_are_made, coordination
+from jaxfb.config.sections import HostsConfig
+from jaxfb.training.abort import is_listening, speak_before_abort
+from jaxfb.training.agreement import check_agreement
+from jaxfb.training.cluster import Place, find_place
+from jaxfb.training.watch import LOST, LostProcess, Watch, leave
+
+__all__ = ["LOST", "Hosts", "LostProcess", "leave"]
+
+Value = TypeVar("Value")
+SLICE = 5.0  # seconds between two looks at whether there is still time
+RUNTIME_PATIENCE = 100  # seconds: jax's own heartbeat, which ends a process without a word, comes after ours
+_rounds = itertools.count()  # the store outlives a `Hosts`, so each has keys of its own
+
+
+class Hosts:
+    """The processes of this job while a command runs; used as a context. Alone, every method is immediate.
+
+    index, count: this process and how many there are. is_first: whether this one speaks and writes.
+    """
+
+    def __init__(self, config: HostsConfig):
+        self.config = config
+        _join(config)
+        self._client, self.index, self.count, self._coordinator = coordination()
+        self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
+        self._watch: Watch | None = None
+
+    @property
+    def is_first(self) -> bool:
+        return self.index == 0
+
+    def __enter__(self) -> Hosts:
+        if self.count > 1:
+            names = self._gather(socket.gethostname())
+            full = [f"process {index} of {self.count} ({host})" for index, host in enumerate(names)]
+            self._watch = Watch(self._client, self._prefix, self.index, full, self.config)
+            self._watch.start()
+        if self.index:
+            speak_before_abort(self._coordinator, self._without_coordinator, LOST)
+        return self
+
+    def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
+        watch, self._watch = self._watch, None
+        if watch is None:
+            return
+        if error is not None:
+            self._fail(watch, error)
+        watch.stop()
+
+    def advise(self, how_to_go_on: Callable[[], str]) -> None:
+        """What is said where a process is lost."""
+        if self._watch is not None:
+            self._watch.advice = how_to_go_on
+
+    def first(self, function: Callable[[], Any]) -> Any:
+        """What `function` returns on process 0, a JSON-able value, on every process.
+
+        Raises:
+          ValueError: process 0 raised one.
+        """
+        if self.count == 1:
+            return function()
+        key = f"{self._prefix}/{next(self._calls)}"
+        if self.is_first:
+            self._client.key_value_set(key, json.dumps(_outcome(function)))
+        outcome = json.loads(self._wait(key, "process 0 to decide", None))
+        if "refused" in outcome:
+            raise ValueError(outcome["refused"])
+        return outcome["value"]
+
+    def in_turn(self, function: Callable[[], Value]) -> Value:
+        """What `function` returns here; the others call it once process 0 has, and find what it left in a cache.
+
+        Raises:
+          ValueError: process 0 raised one.
+        """
+        kept = []
+        if self.is_first:
+            self.first(lambda: kept.append(function()))
+        else:
+            self.first(lambda: None)
+            kept.append(function())
+        return kept[0]
+
+    def say(self, text: str) -> None:
+        """A line of its own, once for the whole job."""
+        if self.is_first:
+            print(text, flush=True)
+
+    def agree(self, what: str, facts: Mapping[str, Any]) -> None:
+        """Refuses, on every process with the same sentence, where one of `facts` is not the same on all.
+
+        Raises:
+          ValueError: says which processes have which value.
+          LostProcess: one did not say what it has in time.
+        """
+        if self.count == 1:
+            return
+        everyone = [json.loads(text) for text in self._gather(json.dumps(facts, sort_keys=True, default=str))]
+        names = self._gather(socket.gethostname())
+        check_agreement(what, everyone, names)
+
+    def _without_coordinator(self) -> str:
+        here = f"process {self.index} of {self.count} ({socket.gethostname()})"
+        advice = self._watch.advice() if self._watch else "start all again"
+        lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}"
+        return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {advice}"
+
+    def _gather(self, text: str) -> list[str]:
+        """The text of every process, in their order."""
+        key = f"{self._prefix}/{next(self._calls)}"
+        self._client.key_value_set(f"{key}/{self.index}", text)
+        deadline = time.monotonic() + self.config.timeout
+        return [
+            self._wait(f"{key}/{other}", f"process {other} of {self.count} to come this far", deadline)
+            for other in range(self.count)
+        ]
+
+    def _wait(self, key: str, whom: str, deadline: float | None) -> str:
+        """The value of a key, once it has one; without a deadline as long as nobody is lost."""
+        while True:
+            rest = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
+            if rest <= 0:
+                raise LostProcess(
+                    f"[hosts] process {self.index} of {self.count} waited {self.config.timeout:g} s for {whom}; "
+                    "look at its log, or raise hosts.timeout"
+                )
+            try:
+                return self._client.blocking_key_value_get(key, int(rest * 1000))
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+
+    def _fail(self, watch: Watch, error: BaseException) -> None:
+        """Tells the others; where a collective broke, says instead who broke it."""
+        if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
+            cause = watch.cause(self.config.lost_after + 2 * SLICE)
+            if cause:
+                watch.fail(cause)
+                raise LostProcess(f"{cause}; {watch.advice()}") from error
+        watch.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500])
+
+
+def _outcome(function: Callable[[], Any]) -> dict[str, Any]:
+    try:
+        return {"value": function()}
+    except ValueError as error:
+        return {"refused": str(error)}
+
+
+def _join(config: HostsConfig) -> None:
+    """Makes this process one of its job; nothing where it is alone, or has joined already.
+
+    Raises:
+      ValueError: too little is known of the job, or jax has made its devices already.
+      LostProcess: the coordinator cannot be reached in time.
+    """
+    if jax.distributed.is_initialized():
+        return
+    place = find_place(config)
+    if place is None:
+        return
+    if backends_are_made():
+        raise ValueError(
+            f"[hosts] process {place.process_id} of {place.processes} cannot join the others once jax has made its "
+            "devices; call jaxfb, or jax.distributed.initialize, before the first computation"
+        )
+    if place.process_id:
+        _reach(place, config.timeout)
+    with _patience(place, config.timeout):
+        jax.distributed.initialize(
+            place.coordinator,
+            place.processes,
+            place.process_id,
+            local_device_ids=place.local_devices,
+            cluster_detection_method="deactivate",
+            initialization_timeout=int(config.timeout) + RUNTIME_PATIENCE,
+            heartbeat_timeout_seconds=int(2 * config.lost_after) + RUNTIME_PATIENCE,
+        )
+
+
+def _reach(place: Place, timeout: float) -> None:
+    """Waits until process 0 listens; the runtime itself would abort without a word."""
+    deadline = time.monotonic() + timeout
+    while time.monotonic() < deadline:
+        if is_listening(place.coordinator, SLICE):
+            return
+        time.sleep(min(0.5, timeout / 10))
+    raise LostProcess(
+        f"[hosts] process {place.process_id} of {place.processes} on {socket.gethostname()} could not reach the "
+        f"coordinator, process 0 at {place.coordinator}, within {timeout:g} s; look at process 0's log, name and "
+        "port, or raise hosts.timeout"
+    )
+
+
+class _patience:
+    """Ends the process with a sentence where the others do not come in time; the runtime would abort."""
+
+    def __init__(self, place: Place, timeout: float):
+        self._timer = threading.Timer(timeout, self._give_up)
+        self._timer.daemon = True
+        self._said = (
+            f"jaxfb: [hosts] not all of the {place.processes} processes came to {place.coordinator} within "
+            f"{timeout:g} s; this one is process {place.process_id} on {socket.gethostname()}; start them all with "
+            "the same hosts.processes, or raise hosts.timeout"
+        )
+
+    def __enter__(self) -> None:
+        self._timer.start()
+
+    def __exit__(self, *_) -> None:
+        self._timer.cancel()
+
+    def _give_up(self) -> None:
+        print(self._said, file=sys.stderr)
+        leave(LOST)

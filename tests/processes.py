@@ -1,0 +1,62 @@
+"""One job as several processes of this machine, each with simulated devices of its own, joined over loopback."""
+
+import os
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+PATIENCE = 280
+
+
+def start(directory, processes, devices, *arguments, verb="train", own=None):
+    """`jaxfb train directory/tiny.yaml` as so many processes; a list of Popen, their output in directory/log<i>.
+
+    own: index -> arguments that only that process gets.
+    """
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", processes]
+    if processes == 1:
+        return [launch(directory, 0, devices, verb, *arguments)]
+    return [
+        launch(directory, k, devices, verb, *arguments, *(own or {}).get(k, ()), *place, "--process-id", k)
+        for k in range(processes)
+    ]
+
+
+def launch(directory, index, devices, verb, *arguments):
+    """One of them."""
+    command = [sys.executable, "-m", "jaxfb.cli", verb, str(directory / "tiny.yaml"), *map(str, arguments)]
+    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
+    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    with (directory / f"log{index}").open("w") as log:
+        return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
+
+
+def finish(jobs):
+    """Exit codes; whoever is not done in time is killed, and the test fails."""
+    deadline = time.monotonic() + PATIENCE
+    try:
+        return [job.wait(max(0.1, deadline - time.monotonic())) for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+def logs(directory, processes):
+    return [(directory / f"log{index}").read_text(errors="replace") for index in range(processes)]
+
+
+def wait_for(path, jobs):
+    """Returns once the path is there and all processes still run."""
+    deadline = time.monotonic() + PATIENCE
+    while not path.exists():
+        assert all(job.poll() is None for job in jobs) and time.monotonic() < deadline, path
+        time.sleep(0.02)
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,166 @@
+"""Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
+
+import pytest
+from processes import finish, free_port, launch, logs, start
+from tiny import write_tiny
+
+from jaxfb.config import load_config
+from jaxfb.config.sections import HostsConfig
+from jaxfb.training.agreement import check_agreement, what_runs
+from jaxfb.training.cluster import Place, find_place
+from jaxfb.training.watch import Watch
+
+SLURM = {
+    "SLURM_JOB_ID": "77",
+    "SLURM_STEP_NODELIST": "node[003-004]",
+    "SLURM_NTASKS": "2",
+    "SLURM_PROCID": "1",
+    "SLURM_LOCALID": "0",
+    "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+}
+GIVEN = {"JAX_COORDINATOR_ADDRESS": "a:1", "JAX_NUM_PROCESSES": "4", "JAX_PROCESS_ID": "3"}
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "place"),
+    [
+        ({}, {}, None),
+        ({"processes": 1}, {}, None),
+        ({"coordinator": "a:1", "processes": 2, "process_id": 1}, {}, Place("a:1", 2, 1)),
+        ({}, GIVEN, Place("a:1", 4, 3)),
+        ({"process_id": 0}, GIVEN, Place("a:1", 4, 0)),
+        ({}, SLURM, Place("node003:61517", 2, 1)),
+        ({}, {**SLURM, "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}, None),
+        ({"cluster": "none"}, SLURM, None),
+        ({"cluster": "slurm"}, SLURM, Place("node003:61517", 2, 1)),
+        ({"coordinator": "b:2"}, SLURM, Place("b:2", 2, 1)),
+        # one accelerator each where a host runs several, all of them where it runs one
+        (
+            {},
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "8(x2)", "SLURM_LOCALID": "5"},
+            Place("node003:61517", 2, 1, (5,)),
+        ),
+        (
+            {"local_devices": (4, 5)},
+            {**SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"},
+            Place("node003:61517", 2, 1, (4, 5)),
+        ),
+        (
+            {"coordinator": "a:1"},
+            {"OMPI_COMM_WORLD_SIZE": "2", "OMPI_COMM_WORLD_RANK": "1"},
+            Place("a:1", 2, 1),
+        ),
+        ({}, {"PMI_SIZE": "1", "PMI_RANK": "0"}, None),
+    ],
+)
+def test_a_process_finds_its_place(config, environment, place, monkeypatch):
+    for name, value in environment.items():  # jax's own detection reads the process's environment
+        monkeypatch.setenv(name, value)
+    assert find_place(HostsConfig(**config), environment) == place
+
+
+@pytest.mark.parametrize(
+    ("config", "environment", "sentence"),
+    [
+        (
+            {"coordinator": "a:1"},
+            {},
+            "coordinator=a:1 is given but not processes and process_id; give all of",
+        ),
+        ({"processes": 2, "process_id": 0}, {}, "processes=2, process_id=0 is given but not coordinator"),
+        ({}, {"JAX_PROCESS_ID": "0"}, "process_id=0 is given but not coordinator and processes"),
+        ({}, {**GIVEN, "JAX_NUM_PROCESSES": "four"}, r"\$JAX_NUM_PROCESSES='four' must be a number"),
+        ({"process_id": 4}, GIVEN, "process_id=4 must be below processes=4.*use 0 to 3"),
+        ({"coordinator": "a"}, GIVEN, "coordinator='a' must be HOST:PORT; try a:8476"),
+        ({"cluster": "slum"}, {}, "cluster='slum' is not known to jax; use auto, none or one of .*slurm"),
+        ({"cluster": "slurm"}, {}, "this process was not started by it; use cluster=auto"),
+        ({}, {"PMI_SIZE": "8", "PMI_RANK": "3"}, "PMI says that this is process 3 of 8, but not where"),
+    ],
+)
+def test_half_a_place_is_refused(config, environment, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        find_place(HostsConfig(**config), environment)
+
+
+def test_who_differs_in_what_is_one_sentence():
+    facts = [{"jax": "0.10.2", "batch.rows": 8}, {"jax": "0.10.2", "batch.rows": 16}]
+    check_agreement("config", [facts[0]] * 4, list("abcd"))
+    with pytest.raises(ValueError) as refusal:
+        check_agreement("config", [*facts, *[facts[0]] * 3, {"batch.rows": 8}], list("abcdef"))
+    assert str(refusal.value) == (
+        "[hosts] the 6 processes differ in config: jax is 0.10.2 on processes 0-4 but (absent) on process 5 (f); "
+        "batch.rows is 8 on processes 0, 2-5 but 16 on process 1 (b); start all with the same"
+    )
+
+
+def test_where_a_job_runs_is_no_difference(tmp_path):
+    here, there = (load_config(write_tiny(tmp_path), [f"hosts.process_id={index}"]) for index in range(2))
+    assert what_runs(here) == what_runs(there)
+    assert what_runs(here) != what_runs(load_config(write_tiny(tmp_path), ["batch.rows=16"]))
+    assert {"jax", "jaxfb's source", "model.num_layers"} <= what_runs(here).keys()
+
+
+class Store:
+    """The coordination service's keys and values, in memory."""
+
+    def __init__(self):
+        self.values = {}
+
+    def key_value_set(self, key, text, allow_overwrite=False):
+        self.values[key] = text
+
+    def key_value_dir_get(self, prefix):
+        return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
+
+
+def watch(store, index, **config):
+    names = [f"process {k} of 3" for k in range(3)]
+    made = Watch(store, "job", index, names, HostsConfig(**config))
+    made.start()
+    return made
+
+
+def test_a_process_without_a_sign_of_life_is_named():
+    store = Store()
+    watches = [watch(store, index, lost_after=1.0) for index in range(3)]
+    try:
+        assert watches[0].cause(2.0) is None
+        watches[1].stop()
+        said = watches[0].cause(30.0)
+        assert said.startswith("[hosts] process 1 of 3 has given no sign of life for 1 s and counts as lost")
+        assert watches[2].cause(30.0).startswith("[hosts] process 1 of 3 has given no sign of life")
+    finally:
+        [one.stop() for one in watches]
+
+
+def test_a_process_that_fails_says_why():
+    store = Store()
+    one, two = watch(store, 0, lost_after=1.0), watch(store, 1, lost_after=1.0)
+    try:
+        two.fail("OSError: disk full")
+        assert one.cause(30.0) == "[hosts] process 1 of 3 failed: OSError: disk full; process 0 of 3 ends"
+    finally:
+        one.stop(), two.stop()
+
+
+@pytest.mark.processes
+def test_processes_that_differ_stop_with_one_sentence_before_they_compute(tmp_path):
+    write_tiny(tmp_path)
+    codes = finish(start(tmp_path, 2, 1, own={1: ["optimizer.learning_rate=0.5", "batch.rows=16"]}))
+    said = logs(tmp_path, 2)
+    assert codes == [2, 2], said
+    for text in said:
+        assert "differ in config or code: batch.rows is 8 on process 0" in text
+        assert "but 16 on process 1" in text and "optimizer.learning_rate is 0.01 on process 0" in text
+        assert "Traceback" not in text and "reading the text" not in text
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.processes
+def test_a_coordinator_that_cannot_be_reached_is_said_in_time(tmp_path):
+    write_tiny(tmp_path)
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2, "--process-id", 1]
+    codes = finish([launch(tmp_path, 0, 1, "train", *place, "hosts.timeout=1")])
+    said = logs(tmp_path, 1)[0]
+    assert codes == [76] and "process 1 of 2" in said and "could not reach the coordinator" in said, said
+    assert "Traceback" not in said
