@@ -168,12 +168,15 @@ class VocabularyParallel:
     embed: (outer, microbatch, rng, axis) -> this device's part of hidden; the sum over `axis` is hidden.
     head:  (outer, hidden, microbatch, rng, axis) -> LossOutput, equal on all devices of `axis`; it sums over
            the axis inside, and so does the gradient that it defines for hidden.
+    shared: optional, outer -> tree like it of bool: leaves that every device has whole, and of whose gradient each
+           makes a part (that of its rows, see `jaxfb.parallel.rows`). Of the other uncut leaves, all make all of it.
     In all, `outer` has the leaves that `dims` names cut: [..., vocab / axis size, ...].
     """
 
     dims: Callable[[PyTree], PyTree]
     embed: Callable[..., PyTree]
     head: Callable[..., Any]
+    shared: Callable[[PyTree], PyTree] | None = None
 
 
 @dataclass(frozen=True)

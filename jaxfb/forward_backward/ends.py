@@ -199,9 +199,11 @@ class VocabularyEnds(Ends):
         return cotangent
 
     def _own(self, grads):
-        """Its share of what is cut; of the rest, of which every device has all of the gradient, on one device."""
-        here = self._answers()
-        return jax.tree.map(lambda grad, cut: grad if cut else _masked(here, grad), grads, self._cut)
+        """Its share of what is cut, its part of what is shared; of the rest, of which all have all, on one device."""
+        here, parts = self._answers(), self._cut
+        if self._model.vocabulary.shared is not None:
+            parts = jax.tree.map(max, parts, self._model.vocabulary.shared(grads))
+        return jax.tree.map(lambda grad, part: grad if part else _masked(here, grad), grads, parts)
 
     def _answers(self):
         return self._here(self._loss_device)

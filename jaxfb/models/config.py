@@ -31,6 +31,9 @@ class TransformerConfig:
     logit_softcap:   logits become softcap * tanh(logits / softcap); None leaves them.
     label_smoothing: share of each target that is spread over the vocabulary, a term of its own of the loss.
     z_loss:          coefficient of the squared log normalizer, a term of its own of the loss.
+    mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
+                     multi-token prediction, `jaxfb.models.mtp`); 0 for none.
+    mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
 
     A mixture of experts in every layer, in place of the MLP (Mixtral, DeepSeek), where num_experts is not 0:
     experts_per_token:    how many of them each token goes to.
@@ -71,6 +74,8 @@ class TransformerConfig:
     logit_softcap: float | None = None
     label_smoothing: float = 0.0
     z_loss: float = 0.0
+    mtp_depth: int = 0
+    mtp_weight: float = 0.3
     num_experts: int = 0
     experts_per_token: int = 2
     expert_mlp_size: int | None = None
@@ -107,8 +112,9 @@ def num_params(config: TransformerConfig) -> int:
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
     norms = 2 * width + (2 * size if config.qk_norm else 0)
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
-    biases += config.num_experts if config.router_bias_rate else 0
-    layers = config.num_layers * (matmul + biases + norms)
+    layers = (config.num_layers + config.mtp_depth) * (matmul + biases + norms)
+    layers += config.mtp_depth * (_mtp_projection_params(config) + 3 * width)
+    layers += config.num_layers * config.num_experts if config.router_bias_rate else 0
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
 
@@ -121,13 +127,19 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal.
     """
     layer = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
-    matmul = config.num_layers * layer + config.vocab_size * config.hidden_size
-    attention = config.num_layers * config.num_heads * config.head_size * seq_len
+    num_layers = config.num_layers + config.mtp_depth
+    heads = (1 + config.mtp_depth) * config.vocab_size * config.hidden_size
+    matmul = num_layers * layer + heads + config.mtp_depth * _mtp_projection_params(config)
+    attention = num_layers * config.num_heads * config.head_size * seq_len
     return 6 * matmul + 6 * attention
 
 
 def _attention_matmul_params(config: TransformerConfig) -> int:
     return config.hidden_size * 2 * config.head_size * (config.num_heads + config.num_kv_heads)
+
+
+def _mtp_projection_params(config: TransformerConfig) -> int:
+    return 2 * config.hidden_size**2
 
 
 def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
@@ -186,8 +198,8 @@ def _check_loss(config: TransformerConfig) -> None:
         raise ValueError(
             f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none"
         )
-    balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate")
-    for name in ("z_loss", *balance, "router_z_coefficient", "num_experts", "shared_expert_size"):
+    balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate", "router_z_coefficient")
+    for name in ("z_loss", "mtp_depth", "mtp_weight", *balance, "num_experts", "shared_expert_size"):
         if getattr(config, name) < 0:
             raise ValueError(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
     for name in ("logit_softcap", "expert_capacity"):

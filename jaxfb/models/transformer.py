@@ -27,6 +27,7 @@ from jax import lax
 
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.logits import capped
+from jaxfb.models import mtp
 from jaxfb.models.attention import Attend, Attention, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
@@ -88,8 +89,12 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     Args:
       config: the sizes.
       loss: what the head computes; if None, `next_token_loss` in chunks of `config.loss_chunk`, with the
-        config's label smoothing, z-loss and soft cap.
+        config's label smoothing, z-loss and soft cap, and multi-token prediction. A loss of one's own goes
+        without the latter.
     """
+    multi_token = None
+    if loss is None and config.mtp_depth:
+        multi_token = mtp.MultiToken(config, rebuilder(partial(mtp.Depth, block=Block), config))
     if loss is None:
         loss = partial(
             next_token_loss,
@@ -103,35 +108,42 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     def embed(outer, microbatch, rng=None):
         return outer_of(outer).embed(microbatch["tokens"])
 
+    def attend_to(segments):
+        how = dict(backend=config.attention, context=config.context_attention)
+        return partial(_attend_packed, segments=segments, **how)
+
+    def counted_here(microbatch):
+        return counted_tokens(microbatch) if config.num_experts else None
+
     def layer(layer_params, hidden, microbatch, rng=None):
-        attend = partial(
-            _attend_packed,
-            segments=microbatch.get("segments"),
-            backend=config.attention,
-            context=config.context_attention,
-        )
-        counted = counted_tokens(microbatch) if config.num_experts else None
+        attend, counted = attend_to(microbatch.get("segments")), counted_here(microbatch)
         load = layer_params.get(LOAD)
-        block = block_of({name: leaf for name, leaf in layer_params.items() if name != LOAD})
+        block = block_of(layer_params)
         after, _, out = block.with_router(hidden, _positions(microbatch), attend, rng, counted, load)
         return (after, out) if config.num_experts else after
 
-    def head(outer, hidden, microbatch, rng=None):
+    def head(outer, hidden, microbatch, rng=None, **axis):
         module = outer_of(outer)
-        return loss(module.norm(hidden), module.head_kernel, microbatch)
+        out = loss(module.norm(hidden), module.head_kernel, microbatch, **axis)
+        if multi_token is None:
+            return out
+        segments, counted = microbatch.get("segments"), counted_here(microbatch)
+        read = mtp.Read(_positions(microbatch), segments, counted, rng, attend_to)
+        more = multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, read, axis.get("axis"))
+        return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
 
     def embed_part(outer, microbatch, rng, axis):
         return outer_of(outer).embed.part(microbatch["tokens"], axis)
 
     def head_part(outer, hidden, microbatch, rng, axis):
-        module = outer_of(outer)
-        return loss(module.norm(hidden), module.head_kernel, microbatch, axis=axis)
+        return head(outer, hidden, microbatch, rng, axis=axis)
 
     def unembed(outer, hidden):
         module = outer_of(outer)
         return Unembedding(module.norm(hidden), module.head_kernel, config.logit_softcap, config.loss_chunk)
 
-    vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part)
+    shared = mtp.is_mtp if multi_token else None
+    vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part, shared)
     return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed, counted_leaves(config))
 
 
@@ -151,6 +163,8 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     outer_key, layers_key = jax.random.split(key)
     params = _init(Outer, config)(outer_key)
     params["layers"] = jax.vmap(_init(Block, config))(jax.random.split(layers_key, config.num_layers))
+    if config.mtp_depth:
+        params[mtp.NAME] = mtp.init_depths(config, Block, jax.random.fold_in(key, 2))
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
@@ -216,6 +230,10 @@ def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.
 
 
 def rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
-    """A function from a module's dict of arrays to the module; its structure is found once, abstractly."""
-    graph = nnx.graphdef(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
-    return lambda params: nnx.merge(graph, params)
+    """A function from a module's dict of arrays to the module; its structure is found once, abstractly.
+
+    Arrays in the dict that are not the module's own are left out.
+    """
+    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
+    names = nnx.to_pure_dict(state).keys()
+    return lambda params: nnx.merge(graph, {name: params[name] for name in names})

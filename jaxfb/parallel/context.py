@@ -63,6 +63,42 @@ def own_part(whole: jax.Array, dim: int) -> jax.Array:
     return whole if size == 1 else jnp.take(whole, token_index(whole.shape[dim] // size), axis=dim)
 
 
+def later(x: jax.Array, distance: int) -> jax.Array:
+    """x[:, t + distance] at every token t this device holds, zero beyond the end of the whole sequence.
+
+    Each piece takes the first tokens of the piece behind it, which is on another device or on this one: one gather of
+    [R, 2 * distance, ...]. Has no gradient, being for tokens and masks.
+
+    Args:
+      x: [R, T/context, ...], in zigzag order.
+    Raises:
+      ValueError: a piece is shorter than the distance.
+    """
+    size = size_here()
+    pieces = jnp.split(x, 2 if size > 1 else 1, axis=1)
+    length = pieces[0].shape[1]
+    if distance > length:
+        whole = x.shape[1] * size
+        raise ValueError(
+            f"a token {distance} places later is beyond the next piece where sequences of {whole} tokens are cut "
+            f"into pieces of {length}; use sequences of {whole * -(-distance // length)} or a smaller distance"
+        )
+    behind = [jnp.zeros_like(x[:, :distance])] if size == 1 else _first_tokens_behind(*pieces, distance)
+    shifted = [
+        jnp.concatenate([piece[:, distance:], head], axis=1)
+        for piece, head in zip(pieces, behind, strict=True)
+    ]
+    return jnp.concatenate(shifted, axis=1)
+
+
+def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> list[jax.Array]:
+    """What follows this device's pieces c and 2C-1-c: the heads of pieces c+1 and 2C-c (zeros behind the last)."""
+    size, device = size_here(), lax.axis_index(AXIS)
+    heads = lax.all_gather(jnp.stack([early[:, :distance], late[:, :distance]]), AXIS)
+    in_order = jnp.concatenate([heads[:, 0], heads[::-1, 1], jnp.zeros_like(heads[:1, 0])])
+    return [in_order[device + 1], in_order[2 * size - device]]
+
+
 def context_attention(query, key, value, *, segments: jax.Array | None, method: str) -> jax.Array:
     """Causal attention inside each segment, over the whole sequence.
 

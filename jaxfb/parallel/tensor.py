@@ -17,13 +17,18 @@ AXIS = "tensor"
 
 # (module, leaf) -> the dim that is split, counted from the last; leaves not listed are whole on every device.
 _SPLIT_DIM = {
-    **{(name, leaf): -1 for name in ("query", "key", "value", "gate", "up") for leaf in ("kernel", "bias")},
+    **{
+        (name, leaf): -1
+        for name in ("query", "key", "value", "gate", "up", "project")
+        for leaf in ("kernel", "bias")
+    },
     **{(name, "kernel"): -2 for name in ("output", "down")},
     ("embed", "embedding"): -2,
     ("head", "kernel"): -1,
     **{("experts", "gate"): -1, ("experts", "up"): -1, ("experts", "down"): -2},
 }
 _EXPERT_DIM = -3
+_VOCABULARY = (("embed", "embedding"), ("head", "kernel"))
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
@@ -88,8 +93,8 @@ def vocabulary_dims(outer: Any) -> Any:
     """The vocabulary's dim of every leaf of the transformer's params beside the layers, -1 where there is none."""
 
     def dim(path, leaf):
-        found = _SPLIT_DIM.get(tuple(str(getattr(entry, "key", entry)) for entry in path)[-2:])
-        return -1 if found is None else found % len(leaf.shape)
+        names = tuple(str(getattr(entry, "key", entry)) for entry in path)
+        return _SPLIT_DIM[names] % len(leaf.shape) if names in _VOCABULARY else -1
 
     return jax.tree_util.tree_map_with_path(dim, outer)
 

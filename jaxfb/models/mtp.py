@@ -1,0 +1,190 @@
+"""Multi-token prediction: further layers behind the last, each of which predicts one token further ahead.
+
+Part of the model's head, after DeepSeek-V3 (arXiv:2412.19437, section 2.2). At depth d = 1, 2, ..., with h_0 the
+output of the last layer and t the tokens,
+
+    h_d[i] = layer_d(project_d([norm(h_{d-1}[i]); norm(embedding(t[i + d]))]))
+    loss_d = cross entropy of head(norm_d(h_d[i])) against the target of place i + d
+
+with the model's own embedding and head. A place counts in loss_d where i + d is in the same document, with the
+weight of i + d in the loss; so the last d places of every document do not count. Each loss_d is a term of its own
+("mtp_1", ...), times mtp_weight / mtp_depth, divided by its own weight.
+
+The layers of a model with experts have experts, balanced by their own sequence-wise loss ("mtp_1_balance"); the
+batch-wise one and the router's bias belong to the model's own layers.
+
+In a pipeline whose stages share out the vocabulary, they share out the rows of the layers too (`parallel.rows`).
+
+Shapes: R = rows, or this device's share of them; T = tokens of a row; D = hidden_size.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfb.losses.language_model import next_token_loss
+from jaxfb.models.attention import Attend
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.layers import Linear, Outer, RMSNorm, fan_in_init
+from jaxfb.parallel import rows as shared_rows
+from jaxfb.parallel.context import later
+from jaxfb.parallel.tensor import constrain
+from jaxfb.types import LossOutput, Sum
+
+NAME = "mtp"
+
+
+class Depth(nnx.Module):
+    """One depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
+
+    def __init__(self, config: TransformerConfig, block: type[nnx.Module], *, rngs: nnx.Rngs):
+        width, eps = config.hidden_size, config.norm_eps
+        self.hidden_norm, self.token_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
+        # what is counted over the whole batch is counted in the model's own layers
+        alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
+        self.block = block(alone, rngs=rngs)
+        self.norm = RMSNorm(width, eps)
+
+    def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):
+        """(hidden of this depth, the layer's own terms)."""
+        both = jnp.concatenate([self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)], axis=-1)
+        joined = constrain(self.project(both), None, None, None)
+        x_RTD, _, router = self.block.with_router(joined, positions_RT, attend, keys, counted_RT)
+        return x_RTD, router.terms
+
+
+@dataclass(frozen=True)
+class Read:
+    """What the layers of all depths read besides hidden states, for the rows that this device works on.
+
+    attend_to: segments i32[R, T] -> Attend.
+    """
+
+    positions: jax.Array
+    segments: jax.Array | None
+    counted: jax.Array | None
+    keys: jax.Array | None
+    attend_to: Callable[[Any], Attend]
+
+
+@dataclass(frozen=True)
+class MultiToken:
+    """The heads of one model. depth_of: a depth's arrays -> Depth."""
+
+    config: TransformerConfig
+    depth_of: Callable[[dict], Depth]
+
+    def terms(
+        self, outer: Outer, depths: dict, hidden: jax.Array, microbatch: Mapping, read: Read, axis: str | None
+    ) -> LossOutput:
+        """The terms and accuracies of all depths.
+
+        Args:
+          outer: embedding and head, cut over `axis` by vocabulary where one is given.
+          depths: arrays of every depth, {"1": ..., "2": ...}.
+          hidden: float[R, T, D], output of the last layer, equal on all devices of `axis`.
+        """
+        num_rows = hidden.shape[0]
+        split = _Whole() if axis is None else _Split(axis, num_rows)
+        read, x = split.read(read), split.take(hidden)
+        out: dict[str, Any] = {"terms": {}, "metrics": {}}
+        for depth in range(1, self.config.mtp_depth + 1):
+            module = self.depth_of(depths[str(depth)])
+            embedded = split.embed(outer, later(microbatch["tokens"], depth))
+            keys = _keys_of_layer(read.keys, self.config.num_layers + depth - 1)
+            attend = read.attend_to(read.segments)
+            x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
+            answer = self._loss(
+                split.give(module.norm(x)), outer.head_kernel, shifted(microbatch, depth), axis
+            )
+            name = f"{NAME}_{depth}"
+            out["terms"] |= {name: answer.terms["cross_entropy"]}
+            out["terms"] |= {f"{name}_{kind}": split.total(term) for kind, term in terms.items()}
+            out["metrics"] |= {f"{name}_accuracy": answer.metrics["accuracy"]}
+        return LossOutput(**out)
+
+    def _loss(self, normed, kernel, microbatch, axis) -> LossOutput:
+        config = self.config
+        out = next_token_loss(
+            normed, kernel, microbatch, chunk=config.loss_chunk, axis=axis, logit_softcap=config.logit_softcap
+        )
+        term = out.terms["cross_entropy"]
+        scaled = Sum(config.mtp_weight / config.mtp_depth * term.total, term.weight)
+        return LossOutput({"cross_entropy": scaled}, out.metrics)
+
+
+def init_depths(config: TransformerConfig, block: type[nnx.Module], key: jax.Array) -> dict:
+    """Random arrays of every depth: {"1": ..., "2": ...}."""
+    keys = jax.random.split(key, config.mtp_depth)
+    make = lambda key: Depth(config, block, rngs=nnx.Rngs(key))  # noqa: E731
+    return {str(i + 1): nnx.to_pure_dict(nnx.state(make(key))) for i, key in enumerate(keys)}
+
+
+def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
+    """`targets` and `loss_mask` of the place `depth` further on; the mask is 0 where that is another document."""
+    mask = later(microbatch["loss_mask"], depth)
+    if (segments := microbatch.get("segments")) is not None:
+        mask = jnp.where((segments == later(segments, depth)) & (segments != 0), mask, 0)
+    return {"targets": later(microbatch["targets"], depth), "loss_mask": mask}
+
+
+def is_mtp(outer: dict) -> dict:
+    """Tree like `outer` of bool: the leaves that are of multi-token prediction."""
+    return {name: jax.tree.map(lambda _, n=name: n == NAME, leaves) for name, leaves in outer.items()}
+
+
+class _Whole:
+    """One device does all rows."""
+
+    def read(self, read):
+        return read
+
+    def take(self, x):
+        return x
+
+    give = total = take
+
+    def embed(self, outer: Outer, tokens):
+        return outer.embed(tokens)
+
+
+@dataclass(frozen=True)
+class _Split:
+    """Every device of `axis` does its own rows, and all score all rows with their share of the vocabulary."""
+
+    axis: str
+    num_rows: int
+
+    def read(self, read: Read) -> Read:
+        own = partial(shared_rows.own, axis=self.axis)
+        positions, segments, counted, keys = jax.tree.map(
+            own, (read.positions, read.segments, read.counted, read.keys)
+        )
+        if counted is not None:
+            counted &= shared_rows.is_real(self.num_rows, self.axis)[:, None]
+        return Read(positions, segments, counted, keys, read.attend_to)
+
+    def take(self, x):
+        return shared_rows.take(x, self.axis)
+
+    def give(self, x):
+        return shared_rows.give(x, self.axis, self.num_rows)
+
+    def embed(self, outer: Outer, tokens):
+        return shared_rows.take_sum(outer.embed.part(tokens, self.axis), self.axis)
+
+    def total(self, term: Sum) -> Sum:
+        return jax.tree.map(lambda part: shared_rows.total(part, self.axis), term)
+
+
+def _keys_of_layer(keys: jax.Array | None, index: int) -> jax.Array | None:
+    """Row keys folded as those of a layer behind the last are."""
+    return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)

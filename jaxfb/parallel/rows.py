@@ -1,0 +1,79 @@
+"""Rows that every device of an axis has, shared out: each works on its own, and all get the answers of all.
+
+For what comes after a pipeline's last stage, where all devices hold the same hidden states. In the gradient, too, a
+value that every device has is one value: its cotangent is equal on all of them, and not one part on each.
+
+Of R rows device i takes the n = ceil(R / axis size) from i * n on; where they do not divide, the last ones are
+repeated and answers to the repetitions are dropped. Everything here runs inside `jax.shard_map`.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+
+def own(x: jax.Array, axis: str) -> jax.Array:
+    """This device's rows of data (tokens, masks, keys) that all have: [R, ...] -> [n, ...]. No gradient."""
+    return x[_indices(x.shape[0], axis)]
+
+
+def is_real(rows: int, axis: str) -> jax.Array:
+    """bool[n]: which of this device's rows are not repetitions."""
+    per_device = _per_device(rows, axis)
+    return lax.axis_index(axis) * per_device + jnp.arange(per_device) < rows
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def take(x: jax.Array, axis: str) -> jax.Array:
+    """This device's rows of what all have: [R, ...] -> [n, ...]. Its gradient is gathered from all."""
+    return own(x, axis)
+
+
+def _take_backward(axis, rows, cotangent):
+    return (lax.all_gather(cotangent, axis, axis=0, tiled=True)[: rows.shape[0]],)
+
+
+take.defvjp(lambda x, axis: (own(x, axis), jnp.zeros(x.shape[:1], bool)), _take_backward)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def give(x: jax.Array, axis: str, rows: int) -> jax.Array:
+    """The answers of all devices for all of them: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
+    return lax.all_gather(x, axis, axis=0, tiled=True)[:rows]
+
+
+def _give_backward(axis, rows, _, cotangent):
+    real = is_real(rows, axis).reshape(-1, *[1] * (cotangent.ndim - 1))
+    return (jnp.where(real, own(cotangent, axis), 0),)
+
+
+give.defvjp(lambda x, axis, rows: (give(x, axis, rows), None), _give_backward)
+
+
+def take_sum(x: jax.Array, axis: str) -> jax.Array:
+    """This device's rows of the sum over `axis` of parts [R, ...], of which each device has one."""
+    missing = _per_device(x.shape[0], axis) * lax.axis_size(axis) - x.shape[0]
+    padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
+    return lax.psum_scatter(padded, axis, scatter_dimension=0, tiled=True)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1,))
+def total(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over `axis`, which all have then; each part's gradient is that of the sum."""
+    return lax.psum(x, axis)
+
+
+total.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, cotangent: (cotangent,))
+
+
+def _per_device(rows: int, axis: str) -> int:
+    return -(-rows // lax.axis_size(axis))
+
+
+def _indices(rows: int, axis: str) -> jax.Array:
+    per_device = _per_device(rows, axis)
+    return jnp.minimum(lax.axis_index(axis) * per_device + jnp.arange(per_device), rows - 1)

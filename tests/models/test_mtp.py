@@ -1,0 +1,147 @@
+"""Multi-token prediction: a plain loop over documents gives its losses, and no mesh or schedule changes them."""
+
+from functools import cache, partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfb
+from jaxfb.models.attention import packed_attention
+from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
+from jaxfb.models.mtp import Depth
+from jaxfb.models.transformer import (
+    Block,
+    apply,
+    hidden_states,
+    init_params,
+    outer_params,
+    rebuilder,
+    transformer,
+)
+
+ROWS, LENGTH, DEPTH, WEIGHT = 8, 16, 2, 0.6
+SIZES = dict(
+    vocab_size=32, num_layers=2, hidden_size=16, mlp_size=16, num_heads=4, num_kv_heads=2, loss_chunk=16,
+    mtp_depth=DEPTH, mtp_weight=WEIGHT, logit_softcap=5.0,
+)  # fmt: skip
+DENSE = TransformerConfig(**SIZES, tied_embeddings=True, dropout=0.1)
+EXPERTS = TransformerConfig(**SIZES, num_experts=4, expert_mlp_size=8, balance_coefficient=0.1)
+
+
+def _batch(dtype=np.float64):
+    """Documents of 1, 2, 5 and more tokens, one that ends its row, padding, a ragged mask, an empty row."""
+    draw = np.random.default_rng(0)
+    lengths = [[5, 1, 7], [2, 14], [16], [], [3, 3, 3], [1, 1, 1], [8, 8], [4, 9]]
+    segments = np.zeros((ROWS, LENGTH), np.int32)
+    for row, parts in enumerate(lengths):
+        ids = np.repeat(np.arange(len(parts)) + 1, parts)
+        segments[row, : len(ids)] = ids
+    tokens, targets = draw.integers(0, 32, (2, ROWS, LENGTH)).astype(np.int32)
+    mask = (segments > 0) * np.round(draw.random((ROWS, LENGTH)) * (draw.random((ROWS, LENGTH)) > 0.2), 2)
+    return {"tokens": tokens, "targets": targets, "loss_mask": mask.astype(dtype), "segments": segments}
+
+
+@cache
+def _params(config):
+    return jax.jit(lambda key: jax.tree.map(lambda x: 2 * x, init_params(config, key, jnp.float64)))(
+        jax.random.key(0)
+    )
+
+
+def _attend(query, key, value):
+    return packed_attention(query, key, value, segments=None, backend="xla"), None
+
+
+def _plain(config, params, row):
+    """{depth: [total, weight]} of one row, by a loop over its documents, each alone and a token shorter a depth."""
+    sums, batch = {depth: [0.0, 0.0] for depth in range(1, DEPTH + 1)}, _batch()
+    for document in np.unique(batch["segments"][row][batch["segments"][row] > 0]):
+        places = np.flatnonzero(batch["segments"][row] == document)
+        tokens, targets, mask = (batch[name][row, places] for name in ("tokens", "targets", "loss_mask"))
+        for depth, nll in enumerate(_document(config, params, tokens, targets, places), start=1):
+            sums[depth][0] += WEIGHT / DEPTH * (mask[depth:] * nll).sum()
+            sums[depth][1] += mask[depth:].sum()
+    return sums
+
+
+@partial(jax.jit, static_argnums=0)
+def _document(config, params, tokens, targets, places):
+    """One document's losses of every depth that it is long enough for, [length - depth] each."""
+    depth_of = rebuilder(lambda config, rngs: Depth(config, Block, rngs=rngs), config)
+    x = hidden_states(transformer(config), params, {"tokens": tokens[None], "positions": places[None]})
+    table, losses = params["embed"]["embedding"], []
+    for depth in range(1, min(DEPTH, len(tokens) - 1) + 1):
+        module, length = depth_of(params["mtp"][str(depth)]), len(tokens) - depth
+        x, _ = module(x[:, :length], table[tokens[depth:]][None], places[None, :length], _attend, None, None)
+        logits = config.logit_softcap * jnp.tanh(module.norm(x)[0] @ table.T / config.logit_softcap)
+        losses.append(-jax.nn.log_softmax(logits)[jnp.arange(length), targets[depth:]])
+    return losses
+
+
+def test_the_loss_equals_a_loop_over_documents():
+    run = jax.jit(lambda params, batch: apply(transformer(DENSE), params, batch).terms)
+    for row in (0, 4):
+        terms = run(_params(DENSE), jax.tree.map(lambda x, row=row: x[row : row + 1], _batch()))
+        assert set(terms) == {"cross_entropy", "mtp_1", "mtp_2"}
+        for depth, (total, weight) in _plain(DENSE, _params(DENSE), row).items():
+            np.testing.assert_allclose(terms[f"mtp_{depth}"].total, total, rtol=1e-12)
+            np.testing.assert_allclose(terms[f"mtp_{depth}"].weight, weight, rtol=1e-12)
+
+
+def _run(config, sizes, rows_per_microbatch, **options):
+    mesh = jaxfb.make_mesh(**sizes)
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"] * mesh.shape["expert"]
+    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=rows_per_microbatch, data_parallel=replicas)
+    fb = jaxfb.get_forward_backward_func(mesh, **options)
+    return fb(transformer(config), _params(config), _batch(), plan, rng=jax.random.key(1))
+
+
+@cache
+def _one_device(config):
+    return _run(config, {}, ROWS)
+
+
+FAST = [(DENSE, dict(pipe=2, context=2, tensor=2), 2, dict(schedule="1f1b"))]
+SLOW = [
+    (DENSE, dict(context=4, data=2), 2, {}),
+    (DENSE, dict(fsdp=2, data=2, tensor=2), 1, dict(optimizer_sharding="data")),
+    (DENSE, dict(pipe=2, data=2), 2, dict(schedule="zero_bubble", head_placement="rows")),
+    (DENSE, dict(pipe=2, context=2), 1, dict(schedule="1f1b", poison_bubbles=True)),
+    (EXPERTS, dict(pipe=2, expert=2), 1, dict(schedule="1f1b", poison_bubbles=True)),
+    (EXPERTS, dict(expert=2, context=2, tensor=2), 2, {}),
+]
+
+
+@pytest.mark.parametrize(
+    "config, sizes, rows_per_microbatch, options",
+    FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+    ids=lambda value: "experts" if value is EXPERTS else "dense" if value is DENSE else str(value),
+)
+def test_a_split_changes_nothing(config, sizes, rows_per_microbatch, options):
+    """Rows that the stages cannot share out evenly (1 over 2), packing, tied tables, dropout, experts."""
+    wanted, found = _one_device(config), _run(config, sizes, rows_per_microbatch, **options)
+    np.testing.assert_allclose(found.loss, wanted.loss, rtol=1e-12)
+    for name, term in wanted.terms.items():
+        np.testing.assert_allclose(found.terms[name].total, term.total, rtol=1e-12, err_msg=name)
+        np.testing.assert_allclose(found.terms[name].weight, term.weight, rtol=1e-12, err_msg=name)
+    for (path, want), got in zip(
+        jax.tree_util.tree_leaves_with_path(wanted.grads), jax.tree.leaves(found.grads), strict=True
+    ):
+        np.testing.assert_allclose(got, want, atol=1e-12, err_msg=jax.tree_util.keystr(path))
+    assert np.abs(found.grads["mtp"]["2"]["project"]["kernel"]).max() > 1e-4
+
+
+def test_sizes_count_the_heads():
+    for config in (DENSE, EXPERTS):
+        shapes = jax.eval_shape(lambda config=config: init_params(config, jax.random.key(0)))
+        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)) == num_params(config)
+    plain = TransformerConfig(**{**SIZES, "mtp_depth": 0})
+    assert flops_per_token(DENSE, LENGTH) > (1 + DEPTH / 2) * flops_per_token(plain, LENGTH) > 0
+    assert "mtp" not in outer_params(jax.eval_shape(lambda: init_params(plain, jax.random.key(0))))
+
+
+def test_a_negative_depth_is_refused():
+    with pytest.raises(ValueError, match="mtp_depth=-1 must not be negative; use 0 for none"):
+        TransformerConfig(**{**SIZES, "mtp_depth": -1})
