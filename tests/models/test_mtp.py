@@ -27,7 +27,9 @@ SIZES = dict(
     mtp_depth=DEPTH, mtp_weight=WEIGHT, logit_softcap=5.0,
 )  # fmt: skip
 DENSE = TransformerConfig(**SIZES, tied_embeddings=True, dropout=0.1)
-EXPERTS = TransformerConfig(**SIZES, num_experts=4, expert_mlp_size=8, balance_coefficient=0.1)
+EXPERTS = TransformerConfig(
+    **SIZES, num_experts=4, expert_mlp_size=8, balance_coefficient=0.1, router_bias_rate=0.01
+)
 
 
 def _batch(dtype=np.float64):
