@@ -1,0 +1,65 @@
+"""The tree tells the story: a room imports only from rooms above it, and schedules need no jax."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+import jaxfb
+
+ROOT = Path(jaxfb.__file__).parent
+ORDER = (
+    "types compat hlo mesh schedules batch_plan data parallel losses models forward_backward "
+    "gradients optim train_step checkpoint metrics config callbacks display training trainer rl planner cli __main__"
+).split()
+
+
+def imported(path: Path) -> set[str]:
+    """Modules that a file imports, wherever in it, by full name."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {node.module} | {f"{node.module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def room(module: str) -> str:
+    return module.split(".")[1]
+
+
+FILES = {path.relative_to(ROOT).with_suffix("").parts: path for path in ROOT.rglob("*.py")}
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_room_imports_only_from_rooms_above_it(name):
+    above = ORDER[: ORDER.index(name) + 1]
+    for parts, path in FILES.items():
+        if parts[0] != name:
+            continue
+        rooms = {room(module) for module in imported(path) if module.startswith("jaxfb.")}
+        below = {other for other in rooms & set(ORDER) if other not in above}
+        assert not below, f"{'/'.join(parts)}.py imports {sorted(below)}, which come later in the story"
+
+
+def test_every_room_has_its_place_in_the_story():
+    assert {parts[0] for parts in FILES} - {"__init__"} <= set(ORDER)
+
+
+def test_schedules_import_no_jax():
+    for parts, path in FILES.items():
+        if parts[0] == "schedules":
+            assert not any(module.split(".")[0] == "jax" for module in imported(path)), parts
+
+
+def test_private_modules_of_jax_are_touched_in_one_file():
+    for parts, path in FILES.items():
+        private = [module for module in imported(path) if module.startswith(("jax._src", "jax.core"))]
+        assert parts == ("compat",) or not private, (parts, private)
+
+
+def test_every_file_says_first_what_it_is():
+    for parts, path in FILES.items():
+        text = path.read_text()
+        assert not text.strip() or ast.get_docstring(ast.parse(text)), "/".join(parts)
