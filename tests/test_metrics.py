@@ -11,7 +11,7 @@ import pytest
 
 from jaxfb.callbacks import HOOKS, Callback, callback, combine
 from jaxfb.display import Progress, print_table, summary
-from jaxfb.metrics import Pending, Throughput, make_writers, plot_losses, read_jsonl, scalars
+from jaxfb.metrics import Pending, Throughput, arrays, make_writers, plot_losses, read_jsonl, scalars
 from jaxfb.types import Last, Max, Sum
 
 
@@ -79,9 +79,10 @@ def test_extras_receive_the_same_records(tmp_path, monkeypatch):
     monkeypatch.delenv("WANDB_MODE", raising=False)
     for resume in (None, 7):
         writer = make_writers(["tensorboard", "wandb"], tmp_path, {"a": 1}, resume)
-        writer.write(8, {"loss": jnp.float32(2)})
+        writer.write(8, {"loss": jnp.float32(2), "load": [1.0, float("nan")]})
         writer.close()
     assert ("purge", 8) in calls and ("loss", 2.0, 8) in calls and ({"loss": 2.0}, 8) in calls
+    assert read_jsonl(tmp_path / "metrics.jsonl")[-1]["load"] == [1.0, None]
     assert calls[-2:] == ["closed", "finished"]
     assert inits[0]["mode"] == "offline" and inits[0]["id"] == inits[1]["id"]
 
@@ -99,6 +100,12 @@ def test_scalars_flattens_what_is_one_number():
     metrics |= {"last": Last(jnp.float32(5)), "leaves": jnp.zeros(3, bool), "skipped": np.bool_(True)}
     expected = {"loss": 3.0, "terms/lm": 3.0, "max": 2, "last": 5.0, "skipped": True}
     assert scalars(metrics) == expected
+
+
+def test_arrays_are_lists_and_their_extremes():
+    metrics = {"load": Sum(jnp.array([[1, 2], [6, 3]]), jnp.full((2, 2), 2.0)), "loss": jnp.float32(3)}
+    parts = {"load/min": 0.5, "load/mean": 1.5, "load/max": 3.0}
+    assert arrays(metrics) == {"load": [[0.5, 1.0], [3.0, 1.5]], **parts}
 
 
 def test_throughput_forgets_compilation_and_pauses():

@@ -4,7 +4,7 @@ Beside the story: numbers leave the device one step behind (`Pending`), become p
 `Writer` and to the `Progress` display.
 """
 
-from jaxfb.metrics.pending import Pending, scalars
+from jaxfb.metrics.pending import Pending, arrays, scalars
 from jaxfb.metrics.plot import plot_losses
 from jaxfb.metrics.throughput import Throughput
 from jaxfb.metrics.writers import (
@@ -23,6 +23,7 @@ __all__ = [
     "Throughput",
     "WandbWriter",
     "Writer",
+    "arrays",
     "make_writers",
     "plot_losses",
     "read_jsonl",

@@ -40,7 +40,7 @@ class Pending:
 def scalars(tree: Any) -> dict[str, float | int | bool]:
     """Every single number in a pytree by its path, such as {"loss": 3.2, "terms/balance": 0.1}.
 
-    A Sum, Max, Min or Last becomes its value; leaves with more than one element are left out.
+    A Sum, Max, Min or Last becomes its value; leaves with more than one element are left out (`arrays` has them).
     """
     reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
     named = jax.tree_util.tree_flatten_with_path(reduced)[0]
@@ -49,6 +49,18 @@ def scalars(tree: Any) -> dict[str, float | int | bool]:
         for path, leaf in named
         if np.size(leaf) == 1
     }
+
+
+def arrays(tree: Any) -> dict[str, float | int | list]:
+    """Every array of several numbers by its path, as nested lists, and its "/min", "/mean" and "/max" beside it."""
+    reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
+    named: dict[str, float | int | list] = {}
+    for path, leaf in jax.tree_util.tree_flatten_with_path(reduced)[0]:
+        if np.size(leaf) > 1:
+            name, leaf = jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+            named[name] = leaf.tolist()
+            named |= {f"{name}/{part}": getattr(leaf, part)().item() for part in ("min", "mean", "max")}
+    return named
 
 
 def _value(node: Any) -> Any:

@@ -1,6 +1,7 @@
 """Where records go: a JSON-lines file always, TensorBoard and Weights & Biases as extras.
 
-Beside the story. A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}.
+Beside the story. A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}. Lists of
+numbers go to the JSON-lines file alone.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class TensorBoardWriter:
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
         for name, value in record.items():
-            if not isinstance(value, str):
+            if not isinstance(value, str | list):
                 self._writer.add_scalar(name, float(value), int(step))
 
     def close(self) -> None:
@@ -87,7 +88,7 @@ class WandbWriter:
         )
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        self._run.log(dict(record), step=int(step))
+        self._run.log({name: v for name, v in record.items() if not isinstance(v, list)}, step=int(step))
 
     def close(self) -> None:
         self._run.finish()
@@ -154,6 +155,8 @@ def _line(record: Mapping[str, Any]) -> str:
 def _plain(value: Any) -> Any:
     if isinstance(value, str | bool | int) or value is None:
         return value
+    if isinstance(value, list):
+        return [_plain(each) for each in value]
     number = value.item() if hasattr(value, "item") else float(value)
     return number if not isinstance(number, float) or math.isfinite(number) else None
 

@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxfb.models.balance import Routing, router_losses, router_metrics, where_counted
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.grouped_matmul import grouped_matmul
 from jaxfb.models.layers import SwiGLU, statistics_dtype
 from jaxfb.parallel import expert
 from jaxfb.parallel.tensor import constrain
@@ -73,9 +74,9 @@ class Experts(nnx.Module):
 
     def __call__(self, rows_SD: jax.Array, sizes_L: jax.Array) -> jax.Array:
         """Each run of `sizes_L` rows through its expert; what lies behind the last run is nobody's."""
-        gate, up = (lax.ragged_dot(rows_SD, kernel[...], sizes_L) for kernel in (self.gate, self.up))
+        gate, up = (grouped_matmul(rows_SD, kernel[...], sizes_L) for kernel in (self.gate, self.up))
         inner_SF = constrain(nnx.silu(gate) * up, None, "tensor")
-        return constrain(lax.ragged_dot(inner_SF, self.down[...], sizes_L), None, None)
+        return constrain(grouped_matmul(inner_SF, self.down[...], sizes_L), None, None)
 
 
 class MoE(nnx.Module):

@@ -9,7 +9,7 @@ from jaxfb.batch_plan import Window
 from jaxfb.callbacks import Callback
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
-from jaxfb.metrics import Throughput, make_writers, scalars
+from jaxfb.metrics import Throughput, arrays, make_writers, scalars
 from jaxfb.models.config import flops_per_token
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.evaluate import TERM
@@ -84,9 +84,13 @@ class Log(Callback):
         }
 
 
-def record_of(metrics: StepMetrics, window: Window, rows_an_epoch: int) -> dict[str, float]:
-    """The numbers of one update by name; `tokens` are those that its loss counted."""
-    named = scalars(metrics)
+def record_of(metrics: StepMetrics, window: Window, rows_an_epoch: int) -> dict[str, Any]:
+    """The numbers of one update by name; `tokens` are those that its loss counted.
+
+    A metric of many numbers, such as the load of each expert of each layer, is a list, and its "/min", "/mean" and
+    "/max" are numbers beside it.
+    """
+    named = scalars(metrics) | arrays(metrics.metrics)
     named["applied_updates"] = named.pop("step")
     named.pop("nonfinite", None)
     record = {name.removeprefix("metrics/"): value for name, value in named.items()}

@@ -3,6 +3,7 @@
 import json
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -137,6 +138,7 @@ def _mixtral():
     return config, jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
 
 
+THEIR_COEFFICIENT = 0.02
 THEIR_KERNELS = {"gate": "w1", "up": "w3", "down": "w2"}
 
 
@@ -166,39 +168,41 @@ def _router_logits(config, params, microbatch):
 
 
 def test_mixtral_is_theirs(golden):
-    """Logits, losses and every gradient; router logits, and the batch-scoped balance loss made of them."""
+    """Logits, losses and every gradient; router logits; all of it with their loss for the router, of all layers."""
     config, params = _mixtral()
-    model = transformer(replace(config, balance_coefficient=0.0))
+    config = replace(config, balance_coefficient=0.0, batch_balance_layers="together")
+    without = transformer(config)
+    routed = transformer(
+        replace(config, batch_balance_coefficient=THEIR_COEFFICIENT * config.experts_per_token)
+    )
 
-    @jax.jit
-    def run(params, microbatch):
-        loss, grads = jax.value_and_grad(lambda p: apply(model, p, microbatch).terms["cross_entropy"].value)(
-            params
-        )
+    @partial(jax.jit, static_argnums=0)
+    def run(model, params, microbatch):
+        def loss(params):
+            return sum(term.value for term in apply(model, params, microbatch).terms.values())
+
+        loss, grads = jax.value_and_grad(loss)(params)
         return loss, grads, logits(config, params, microbatch), _router_logits(config, params, microbatch)
 
     cases = [case for case in golden("llama_tiny.json")["cases"] if "mixtral" in case["name"]]
     assert len(cases) == 6
     for case in cases:
         microbatch, expected = _microbatch(case["inputs"]), case["expected"]
-        loss, grads, all_logits, router_logits = run(params, microbatch)
+        aux = expected.get("aux_loss", 0.0)
+        loss, grads, all_logits, router_logits = run(routed if aux else without, params, microbatch)
         _same_logits(all_logits, expected["logits"])
-        np.testing.assert_allclose(loss, expected["loss_from_logits_float64"], rtol=5e-6)
-        if "router_logits" in expected:
-            _same_router(router_logits, np.asarray(case["inputs"]["attention_mask"]), expected)
-        else:
-            _same_gradients(_mixtral_leaves(grads), expected)
+        wanted = expected["loss_from_logits_float64"] + THEIR_COEFFICIENT * aux
+        np.testing.assert_allclose(loss, wanted, rtol=5e-6)
+        _same_gradients(_mixtral_leaves(grads), expected)
+        if aux:
+            _same_router_logits(router_logits, np.asarray(case["inputs"]["attention_mask"]), expected)
 
 
-def _same_router(ours, attention_mask, expected):
+def _same_router_logits(ours, attention_mask, expected):
     (rows, length), real = attention_mask.shape, attention_mask != 0
     ours = np.asarray(ours)[:, :rows, :length][:, real]
     theirs = np.asarray(expected["router_logits"]).reshape(2, rows, length, -1)[:, real]
     np.testing.assert_allclose(ours, theirs, rtol=0, atol=5e-5)
-    probs = jax.nn.softmax(ours.reshape(-1, ours.shape[-1]))
-    chosen = jax.nn.one_hot(jax.lax.top_k(probs, 2)[1], probs.shape[-1]).sum(1)
-    aux = probs.shape[-1] * (chosen.mean(0) * probs.mean(0)).sum()
-    np.testing.assert_allclose(aux, expected["aux_loss"], rtol=5e-6)
 
 
 LAW = replace(SOFTMAX, tied_embeddings=True, z_loss=1e-2, label_smoothing=0.1, logit_softcap=4.0, dropout=0.1)
