@@ -13,6 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
@@ -207,6 +208,8 @@ def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -
     keys = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1))
 
     def loss(params, batch, keys):
+        if isinstance(model, Pipelined) and model.counted is not None and model.counted.before is not None:
+            params = model.counted.before(params, lax.stop_gradient(loss_fn(params, batch, keys).metrics))
         terms = as_loss_output(loss_fn(params, batch, keys)).terms
         return sum(term.value for term in terms.values())
 
