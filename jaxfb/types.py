@@ -142,6 +142,8 @@ class Pipelined:
     unembed: optional, (outer, hidden) -> Unembedding; with it the head can be replaced by another loss over the
            model's log-probs (`losses.heads`), under `vocabulary` too, where `outer` is this device's share.
     counted: optional, which leaves are made by counting over the whole global batch.
+    check: optional, (microbatch of shapes [rows, ...], num_parts) -> None: raises ValueError if the head would not give
+           the same of a global batch split into so many parts. Asked before a training call is compiled.
 
     rng: keys [rows], one a row; layer i receives them folded with i; None where the caller gave none.
     """
@@ -153,6 +155,7 @@ class Pipelined:
     vocabulary: VocabularyParallel | None = None
     unembed: Callable[..., Unembedding] | None = None
     counted: Counted | None = None
+    check: Callable[[PyTree, int], None] | None = None
 
 
 def outer_params(params: dict) -> dict:

@@ -21,6 +21,7 @@ from jaxfb.compat import is_traced
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
 from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
+from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
 from jaxfb.forward_backward.packed import Packed
 from jaxfb.forward_backward.remat import REMAT_POLICIES
@@ -153,6 +154,9 @@ class ForwardBackward:
             out = self(model, params, *call)
             return replace(out, outputs=packed.restore(out.outputs))
         microbatches = split(batch, plan, self.mesh).leaves
+        if not forward_only:
+            by_rows = self.pipe > 1 and self.head_placement_for(model, params) == "rows"
+            check_parts(model, microbatches, plan.data_parallel * (self.pipe if by_rows else 1))
         keys = split_keys(row_keys(rng, plan), plan)
         targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
         microbatches = sharding.adopt(microbatches, targets)

@@ -13,6 +13,7 @@ from functools import partial
 
 import jax
 
+from jaxfb.losses.coupling import check_rows_uncoupled
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
@@ -28,7 +29,8 @@ def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.
 
     `loss(log_probs, entropy, microbatch)` receives float[rows, seq] arrays (float32 or wider, nats, 0 where
     `loss_mask` is 0; under context parallelism this device's tokens, so sums over a sequence go through
-    `Sequences`), and returns sums over rows, which it must not couple. `PolicyLoss` is such a loss.
+    `Sequences`), and returns sums over rows. `PolicyLoss` is such a loss. One that couples rows (a batch's mean, a
+    top-k over the microbatch) is refused by a training call in more than one part: see `losses.coupling`.
 
     Make it once and keep it: every new object is compiled anew.
 
@@ -57,7 +59,7 @@ def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.
         )
         return loss(scores.log_probs, scores.entropy, microbatch)
 
-    return with_head(model, head_loss)
+    return replace(with_head(model, head_loss), check=partial(check_rows_uncoupled, loss, 2))
 
 
 def log_prob_fn(model: Pipelined, *, temperature: float = 1.0) -> Pipelined:
@@ -84,16 +86,25 @@ def with_head(model: Pipelined, head_loss: UnembeddedLoss) -> Pipelined:
     Raises:
       ValueError: the model offers no `unembed`.
     """
+    return with_head_of(
+        model,
+        lambda outer, hidden, microbatch, axis: head_loss(model.unembed(outer, hidden), microbatch, axis),
+    )
+
+
+def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -> Pipelined:
+    """The same of `head_loss(outer, hidden, microbatch, axis)`; `outer` is this device's share under an axis.
+
+    Its gradient of hidden must be equal on all devices of the axis.
+    """
     if model.unembed is None:
         raise ValueError(
-            "a loss over log-probs needs a model that says how hidden states become logits: give the Pipelined "
-            "`unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
+            "a loss on a model's last hidden states needs a model that says how they become logits: give the "
+            "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
         )
 
     def head(outer, hidden, microbatch, rng, axis=None):
-        return head_loss(model.unembed(outer, hidden), microbatch, axis)
+        return head_loss(outer, hidden, microbatch, axis)
 
-    vocabulary = model.vocabulary
-    if vocabulary is not None:
-        vocabulary = replace(vocabulary, head=head)
-    return replace(model, head=partial(head, axis=None), vocabulary=vocabulary)
+    vocabulary = model.vocabulary and replace(model.vocabulary, head=head)
+    return replace(model, head=partial(head, axis=None), vocabulary=vocabulary, check=None)

@@ -74,7 +74,7 @@ class PolicyLoss:
         self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]
     ) -> LossOutput:
         sequences = Sequences.of(microbatch)
-        leaf = lambda name: sequences.where_counted(_leaf(microbatch, name))  # noqa: E731
+        leaf = lambda name: sequences.where_counted(microbatch_leaf(microbatch, name))  # noqa: E731
         tokens = PolicyTokens(sequences.where_counted(log_probs), leaf("old_log_probs"), leaf("advantages"))
         losses, extra = self.surrogate(tokens, sequences)
         if "rollout_weights" in microbatch:
@@ -117,9 +117,10 @@ def _metrics(tokens: PolicyTokens, entropy: jax.Array, sequences: Sequences) -> 
     }
 
 
-def _leaf(microbatch: Mapping, name: str) -> jax.Array:
+def microbatch_leaf(microbatch: Mapping, name: str) -> jax.Array:
+    """microbatch[name]; ValueError in one sentence where it is missing."""
     if name not in microbatch:
         raise ValueError(
-            f"[loss] a policy loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"
+            f"[loss] the loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"
         )
     return microbatch[name]

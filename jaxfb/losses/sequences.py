@@ -44,7 +44,14 @@ class Sequences:
 
     def totals(self, x: jax.Array) -> jax.Array:
         """For each token, the sum of mask * x over its whole sequence: [rows, seq]."""
-        return self._spread(self._sums(self.where_counted(x) * self.mask))
+        return self._spread(self.sums(x))
+
+    def sums(self, x: jax.Array) -> jax.Array:
+        """The same, one a sequence: [rows, 1], or with segments [rows, whole row's tokens + 1], place 0 of padding.
+
+        Of whole sequences, and so equal on all devices of a context axis: count what is made of them `once`.
+        """
+        return self._sums(self.where_counted(x) * self.mask)
 
     def means(self, x: jax.Array) -> jax.Array:
         """For each token, the mean of x over its sequence, 0 where nothing there counts: [rows, seq]."""
@@ -58,7 +65,11 @@ class Sequences:
     def number(self) -> jax.Array:
         """How many sequences have a counted token: [] in the mask's dtype; under a context axis a part of it."""
         number = jnp.sum(self._sums((self.mask != 0).astype(self.mask.dtype)) > 0).astype(self.mask.dtype)
-        return number if size_here() == 1 else jnp.where(lax.axis_index(AXIS) == 0, number, 0)
+        return self.once(number)
+
+    def once(self, x: jax.Array) -> jax.Array:
+        """x on one device of the context axis, 0 on the others, so that the engine's sum over them is x."""
+        return x if size_here() == 1 else jnp.where(lax.axis_index(AXIS) == 0, x, 0)
 
     def _sums(self, x: jax.Array) -> jax.Array:
         """[rows, seq] -> [rows, sequences of a row], of whole sequences."""

@@ -1,0 +1,112 @@
+"""Distillation: the student's distribution at each position is drawn to the teacher's.
+
+Used in the head of forward_backward through `distillation_loss_fn`. The teacher speaks either of its K likeliest
+tokens (leaves `teacher_ids` i32[rows, seq, K], -1 for none, and `teacher_log_probs` f32[rows, seq, K]) or of the whole
+vocabulary (`teacher_log_probs` f32[rows, seq, vocab] alone). Of the student, [tokens, vocab] never exists whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.losses.aggregation import aggregate, check_aggregation
+from jaxfb.losses.full_kl import full_kl
+from jaxfb.losses.heads import with_head
+from jaxfb.losses.policy import mean_metric, microbatch_leaf
+from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.types import LossOutput, Pipelined, Unembedding
+
+DIRECTIONS = ("forward", "reverse")
+_SMALLEST = 1e-12
+
+
+@dataclass(frozen=True)
+class DistillationLoss:
+    """coef * KL between teacher t and student s at each counted token, aggregated.
+
+        forward   sum t (log t - log s)   covers what the teacher may say (arXiv:1503.02531)
+        reverse   sum s (log s - log t)   keeps to what it would say (arXiv:2306.08543)
+
+    With the K likeliest tokens the rest of the vocabulary is one more outcome, so that the KL is a true one, of the
+    coarser distribution: never negative, at most the full one, 0 where both agree. rest=False leaves that
+    outcome out: then it is only the sum over the K tokens.
+
+    Returns LossOutput with the term "distillation", and the metrics distillation_kl (without coef) and
+    student_mass (the student's probability of the K tokens).
+    """
+
+    direction: str = "forward"
+    rest: bool = True
+    coef: float = 1.0
+    aggregation: str = "token-mean"
+    scale: float | None = None
+
+    def __post_init__(self):
+        if self.direction not in DIRECTIONS:
+            raise ValueError(f"[distillation] direction={self.direction!r} must be 'forward' or 'reverse'")
+        check_aggregation(self.aggregation, self.scale)
+
+    def of_top(self, log_probs: jax.Array, teacher_ids: jax.Array, microbatch: Mapping) -> LossOutput:
+        """From the student's log-probs of the teacher's tokens, float[rows, seq, K]."""
+        there = (teacher_ids != -1) & (microbatch["loss_mask"] != 0)[..., None]
+        teacher = jnp.where(there, microbatch_leaf(microbatch, "teacher_log_probs"), -jnp.inf)
+        student = jnp.where(there, log_probs, -jnp.inf)
+        mass = jnp.exp(student).sum(-1)
+        kl = self._sum(teacher, student, there)
+        if self.rest:
+            rests = (_log_rest(jnp.exp(teacher).sum(-1)), _log_rest(mass))
+            kl += self._sum(*(rest[..., None] for rest in rests), jnp.ones_like(there[..., :1]))
+        metrics = {"student_mass": mean_metric(mass, Sequences.of(microbatch))}
+        return self.of_kl(kl, microbatch, metrics)
+
+    def of_kl(self, kl: jax.Array, microbatch: Mapping, metrics: dict | None = None) -> LossOutput:
+        """From the KL at each token, float[rows, seq]."""
+        sequences = Sequences.of(microbatch)
+        term = aggregate(self.coef * kl, sequences, self.aggregation, scale=self.scale)
+        metrics = {"distillation_kl": mean_metric(kl, sequences)} | (metrics or {})
+        return LossOutput({"distillation": term}, metrics)
+
+    def _sum(self, teacher: jax.Array, student: jax.Array, there: jax.Array) -> jax.Array:
+        p, q = (teacher, student) if self.direction == "forward" else (student, teacher)
+        p, q = jnp.where(there, p, 0), jnp.where(there, q, 0)
+        return jnp.sum(jnp.where(there, jnp.exp(p) * (p - q), 0), axis=-1)
+
+
+def distillation_loss_fn(
+    model: Pipelined, loss: DistillationLoss | None = None, *, temperature: float = 1.0
+) -> Pipelined:
+    """`model` with a distillation loss; a microbatch with `teacher_ids` has the K likeliest tokens.
+
+    temperature: of the student's logits; the teacher's log-probs come with theirs.
+    Raises:
+      ValueError: the model offers no `unembed`, or temperature is not positive.
+    """
+    check_temperature(temperature)
+    loss = DistillationLoss() if loss is None else loss
+
+    def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput:
+        how = {
+            "chunk": unembedding.chunk,
+            "axis": axis,
+            "logit_softcap": unembedding.softcap,
+            "temperature": temperature,
+        }
+        factors, mask = (unembedding.hidden, unembedding.kernel), microbatch["loss_mask"]
+        if "teacher_ids" in microbatch:
+            ids = microbatch["teacher_ids"]
+            return loss.of_top(token_log_probs(*factors, ids, mask, **how).log_probs, ids, microbatch)
+        teacher = microbatch_leaf(microbatch, "teacher_log_probs")
+        kl = full_kl(*factors, teacher, mask, reverse=loss.direction == "reverse", **how)
+        return loss.of_kl(kl, microbatch)
+
+    return with_head(model, head_loss)
+
+
+def _log_rest(mass: jax.Array) -> jax.Array:
+    """log(1 - mass), of what the K tokens leave over; bounded where that is nothing but rounding."""
+    return jnp.log(jnp.maximum(1 - mass, _SMALLEST))

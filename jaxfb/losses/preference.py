@@ -1,0 +1,131 @@
+"""Preference losses: of two responses to a prompt, the chosen one is to become likelier than the rejected one.
+
+Used in the head of forward_backward through `policy_loss_fn`. A pair must be compared where both are, so both are in
+one row, as packed sequences: segment 2k - 1 is the chosen and segment 2k the rejected response of the row's k-th
+pair, each with its prompt before it (attention stays inside a segment, positions start anew). So a row is whole in
+itself, no loss looks across rows, and any split of the rows, packing and context parallelism leave the loss as it is.
+
+Leaves of a microbatch: tokens, targets, segments, positions, loss_mask (the responses), and `ref_log_probs` f32[rows,
+seq] unless reference-free: what `log_prob_fn` of the reference model gives for the same rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.losses.policy import microbatch_leaf
+from jaxfb.losses.sequences import Sequences
+from jaxfb.types import LossOutput, Sum
+
+KINDS = ("sigmoid", "ipo", "hinge", "robust")
+
+
+@dataclass(frozen=True)
+class PreferenceLoss:
+    """A loss of h = beta * ((c - c_ref) - (r - r_ref)) - margin, the mean over pairs; c, r: summed log-probs.
+
+        sigmoid  -(1 - e) log sigmoid(h) - e log sigmoid(-h)                  DPO arXiv:2305.18290, e: cDPO
+        robust   (-(1 - e) log sigmoid(h) + e log sigmoid(-h)) / (1 - 2 e)    arXiv:2403.00409
+        ipo      (h / beta - 1 / (2 beta))^2                                  arXiv:2310.12036
+        hinge    max(0, 1 - h)                                                SLiC arXiv:2305.10425
+
+    beta:               how strongly the reference holds.
+    label_smoothing:    e, the share of pairs thought to be labelled wrongly; in [0, 0.5).
+    reference_free:     c_ref = r_ref = 0.
+    length_normalized:  mean instead of summed log-probs. With reference_free and a margin: SimPO arXiv:2405.14734.
+    margin:             subtracted from h.
+    sft_coef:           of the term "chosen_nll", the mean over tokens of -log p of chosen responses (arXiv:2404.19733).
+
+    Returns LossOutput with the term "preference" (weight: pairs of which both have counted tokens) and the metrics
+    accuracy (share of pairs with c - c_ref > r - r_ref), reward_chosen, reward_rejected (beta * (c - c_ref), ...)
+    and reward_margin.
+    Raises:
+      ValueError: a setting out of range; when traced, a leaf missing.
+    """
+
+    kind: str = "sigmoid"
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    reference_free: bool = False
+    length_normalized: bool = False
+    margin: float = 0.0
+    sft_coef: float = 0.0
+
+    def __post_init__(self):
+        if self.kind not in KINDS:
+            raise ValueError(f"[preference] kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        if not self.beta > 0:
+            raise ValueError(f"[preference] beta={self.beta} must be positive")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(f"[preference] label_smoothing={self.label_smoothing} must be in [0, 0.5)")
+        if self.label_smoothing and self.kind in ("ipo", "hinge"):
+            raise ValueError(f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'")
+
+    def __call__(
+        self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]
+    ) -> LossOutput:
+        pairs = _Pairs(Sequences(microbatch["loss_mask"], microbatch_leaf(microbatch, "segments")))
+        ref = jnp.zeros_like(log_probs)
+        if not self.reference_free:
+            ref = pairs.sequences.where_counted(microbatch_leaf(microbatch, "ref_log_probs"))
+        chosen, rejected = pairs.compared(log_probs - ref, self.length_normalized)
+        advantage = chosen - rejected
+        terms = {"preference": pairs.mean(self._loss(self.beta * advantage - self.margin))}
+        if self.sft_coef:
+            terms["chosen_nll"] = pairs.chosen_nll(log_probs, self.sft_coef)
+        metrics = {
+            "accuracy": (advantage > 0).astype(advantage.dtype),
+            "reward_chosen": self.beta * chosen,
+            "reward_rejected": self.beta * rejected,
+            "reward_margin": self.beta * advantage,
+        }
+        return LossOutput(terms, {name: pairs.mean(lax.stop_gradient(x)) for name, x in metrics.items()})
+
+    def _loss(self, h: jax.Array) -> jax.Array:
+        e = self.label_smoothing
+        if self.kind == "ipo":
+            return (h / self.beta - 1 / (2 * self.beta)) ** 2
+        if self.kind == "hinge":
+            return jnp.maximum(0, 1 - h)
+        right, wrong = -jax.nn.log_sigmoid(h), -jax.nn.log_sigmoid(-h)
+        if self.kind == "robust":
+            return ((1 - e) * right - e * wrong) / (1 - 2 * e)
+        return (1 - e) * right + e * wrong
+
+
+class _Pairs:
+    """The pairs of a microbatch, [rows, most pairs a row could hold]."""
+
+    def __init__(self, sequences: Sequences):
+        self.sequences = sequences
+        lengths = sequences.sums(jnp.ones_like(sequences.mask))
+        self._lengths = self._both(lengths)
+        self._there = (self._lengths[0] > 0) & (self._lengths[1] > 0)
+
+    def compared(self, per_token: jax.Array, mean: bool) -> tuple[jax.Array, jax.Array]:
+        """Sums, or means, over the chosen and over the rejected sequence of each pair."""
+        sums = self._both(self.sequences.sums(per_token))
+        if mean:
+            sums = [x / jnp.where(n > 0, n, 1) for x, n in zip(sums, self._lengths, strict=True)]
+        return sums[0], sums[1]
+
+    def mean(self, per_pair: jax.Array) -> Sum:
+        """Its mean over pairs that are there."""
+        once = self.sequences.once
+        number = jnp.sum(self._there).astype(self.sequences.mask.dtype)
+        return Sum(once(jnp.sum(jnp.where(self._there, per_pair, 0))), once(number))
+
+    def chosen_nll(self, log_probs: jax.Array, coef: float) -> Sum:
+        chosen = (self.sequences.segments % 2 == 1) & (self.sequences.mask != 0)
+        total = self.sequences.total(jnp.where(chosen, -log_probs, 0))
+        return Sum(coef * total, jnp.sum(jnp.where(chosen, self.sequences.mask, 0)))
+
+    def _both(self, sums: jax.Array) -> list[jax.Array]:
+        """[rows, segments 0..n] -> those of chosen and of rejected sequences."""
+        chosen, rejected = sums[:, 1::2], sums[:, 2::2]
+        return [chosen[:, : rejected.shape[1]], rejected]

@@ -1,0 +1,96 @@
+"""A loss that looks across rows is refused when the batch is in parts, and only then."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax import lax
+
+import jaxfb
+from jaxfb.losses.heads import policy_loss_fn
+from jaxfb.losses.policy import PolicyLoss
+from jaxfb.losses.sequences import Sequences
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import transformer
+from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
+
+CONFIG = TransformerConfig(
+    num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=2, mlp_size=12, vocab_size=16
+)
+ROWS, SEQ = 4, 6
+
+
+def local_mean(log_probs, entropy, microbatch):
+    return Sum(log_probs.mean(), 1.0)
+
+
+def whitened_here(log_probs, entropy, microbatch):
+    """The value adds up over rows; its gradient does not."""
+    advantages = microbatch["advantages"]
+    advantages = (advantages - advantages.mean()) / advantages.std()
+    return Sum((advantages * (log_probs - lax.stop_gradient(log_probs))).sum(), microbatch["loss_mask"].sum())
+
+
+def rows_squared(log_probs, entropy, microbatch):
+    return Sum(log_probs.sum(), float(log_probs.shape[0] ** 2))
+
+
+def biased_metric(log_probs, entropy, microbatch):
+    mask = microbatch["loss_mask"]
+    return LossOutput({"loss": Sum(log_probs.sum(), mask.sum())}, {"mean": Sum(log_probs.mean(), 1.0)})
+
+
+def most_likely_half(log_probs, entropy, microbatch):
+    kept = log_probs >= jnp.median(log_probs)
+    return Sum(jnp.where(kept, log_probs, 0).sum(), microbatch["loss_mask"].sum())
+
+
+def by_sequence(log_probs, entropy, microbatch):
+    sequences = Sequences.of(microbatch)
+    return Sum(sequences.total(log_probs - sequences.means(log_probs) ** 2), sequences.number())
+
+
+def _check(loss, num_parts):
+    floats = np.zeros((ROWS, SEQ), np.float32)
+    leaves = ("loss_mask", "old_log_probs", "advantages", "ref_log_probs")
+    microbatch = {name: floats for name in leaves} | {"segments": np.zeros((ROWS, SEQ), np.int32)}
+    policy_loss_fn(transformer(CONFIG), loss).check(microbatch, num_parts)
+
+
+@pytest.mark.parametrize(
+    "loss, what",
+    [
+        (local_mean, "the total of term 'loss'"),
+        (whitened_here, "the gradient"),
+        (rows_squared, "the weight of term 'loss'"),
+        (biased_metric, "the metric 'mean'"),
+        (most_likely_half, "the"),
+    ],
+)
+def test_a_loss_that_couples_rows_is_refused(loss, what):
+    with pytest.raises(ValueError, match=f"{loss.__name__} couples rows: {what}.*into 2 parts"):
+        _check(loss, 2)
+    _check(loss, 1)
+
+
+def test_losses_over_sequences_pass():
+    _check(by_sequence, 2)
+    _check(PolicyLoss(aggregation="seq-mean-token-mean", kl_coef=0.1, entropy_coef=0.1), 2)
+
+
+def test_the_engine_asks_before_it_compiles():
+    """With parameters that nothing could compute with, in a training call only, and by the parts the call has."""
+
+    def unembed(outer, hidden):
+        return Unembedding(hidden, outer["head"])
+
+    model = policy_loss_fn(Pipelined(None, None, None, unembed=unembed), local_mean)
+    params = {"layers": {"w": np.zeros((2, 1))}, "head": np.zeros(1)}
+    batch = {"loss_mask": np.ones((ROWS, SEQ)), "targets": np.zeros((ROWS, SEQ), np.int32)}
+    with pytest.raises(ValueError, match="couples rows"):
+        plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)
+        jaxfb.get_forward_backward_func()(model, params, batch, plan)
+
+
+def test_a_model_that_cannot_unembed_is_refused():
+    with pytest.raises(ValueError, match="give the Pipelined `unembed="):
+        policy_loss_fn(Pipelined(None, None, None), local_mean)

@@ -1,0 +1,109 @@
+"""Per-token log-probs, entropies and KLs equal the plain formulas, gradients too, and masked slots are inert."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.losses.full_kl import full_kl
+from jaxfb.losses.token_log_probs import log_probs_of_logits, token_log_probs
+
+ROWS, SEQ, WIDTH, VOCAB, TOP = 3, 7, 8, 29, 4
+SOFTCAP, TEMPERATURE = 5.0, 0.7
+
+
+def _inputs(dtype=jnp.float64):
+    keys = jax.random.split(jax.random.key(0), 6)
+    hidden = jax.random.normal(keys[0], (ROWS, SEQ, WIDTH), dtype)
+    kernel = jax.random.normal(keys[1], (WIDTH, VOCAB), dtype)
+    targets = jax.random.randint(keys[2], (ROWS, SEQ, TOP), 0, VOCAB, jnp.int32)
+    mask = (jax.random.uniform(keys[3], (ROWS, SEQ)) > 0.3).astype(jnp.float32).at[1].set(0)
+    seeds = jax.random.normal(keys[4], (ROWS, SEQ, TOP + 1), dtype)
+    teacher = jax.nn.log_softmax(jax.random.normal(keys[5], (ROWS, SEQ, VOCAB), dtype))
+    return hidden, kernel, targets, mask, seeds, teacher
+
+
+def _log_p(hidden, kernel):
+    return jax.nn.log_softmax(SOFTCAP * jnp.tanh(hidden @ kernel / SOFTCAP) / TEMPERATURE)
+
+
+def _scored(hidden, kernel, targets, mask, seeds, chunk):
+    how = {"chunk": chunk, "logit_softcap": SOFTCAP, "temperature": TEMPERATURE}
+    out = token_log_probs(hidden, kernel, targets, mask, **how)
+    return jnp.sum(seeds[..., :-1] * out.log_probs) + jnp.sum(seeds[..., -1] * out.entropy), out
+
+
+def _close(ours, expected, atol=1e-13):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=atol), ours, expected)
+
+
+@pytest.mark.parametrize("chunk", [5, 64])
+def test_log_probs_entropies_and_gradients_equal_the_plain_formula(chunk):
+    hidden, kernel, targets, mask, seeds, _ = _inputs()
+
+    def plain(hidden, kernel):
+        log_p = _log_p(hidden, kernel)
+        picked = mask[..., None] * jnp.take_along_axis(log_p, targets, axis=-1)
+        entropy = -mask * (jnp.exp(log_p) * log_p).sum(-1)
+        return jnp.sum(seeds[..., :-1] * picked) + jnp.sum(seeds[..., -1] * entropy), (picked, entropy)
+
+    expected = jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, kernel)
+    run = jax.jit(jax.value_and_grad(partial(_scored, chunk=chunk), (0, 1), has_aux=True))
+    (value, out), grads = run(hidden, kernel, targets, mask, seeds)
+    _close(((value, tuple(out)), grads), expected, 2e-13)
+    dirty = jnp.where(mask[..., None] == 0, jnp.nan, hidden), kernel
+    ids = jnp.where(mask[..., None] == 0, -100, targets)
+    nan_seeds = jnp.where(mask[..., None] == 0, jnp.nan, seeds)
+    (_, masked), masked_grads = run(*dirty, ids, mask, nan_seeds)
+    jax.tree.map(np.testing.assert_array_equal, (masked, masked_grads), (out, grads))
+
+
+def test_one_target_a_position_and_logits_that_exist_already(golden):
+    hidden, kernel, targets, mask, *_ = _inputs()
+    one = token_log_probs(hidden, kernel, targets[..., 0], mask)
+    plain = log_probs_of_logits(hidden @ kernel, targets[..., 0])
+    _close(tuple(one), tuple(mask * x for x in plain))
+    none = token_log_probs(hidden, kernel, jnp.full_like(targets, -1), mask)
+    assert (none.log_probs == 0).all()
+    with pytest.raises(ValueError, match="temperature=0 must be positive"):
+        token_log_probs(hidden, kernel, targets, mask, temperature=0)
+    case = next(c for c in golden("rl_policy_losses.json")["cases"] if c["inputs"].get("kind") == "logits")
+    logits, labels = jnp.array(case["inputs"]["logits"]), jnp.array(case["inputs"]["labels"])
+    grads = [jax.grad(lambda x, i=i: log_probs_of_logits(x, labels)[i].sum())(logits) for i in (0, 1)]
+    expected = [case["expected"][k] for k in ("log_prob", "entropy", "grad_log_prob_sum", "grad_entropy_sum")]
+    _close([*log_probs_of_logits(logits, labels), *grads], [jnp.array(x) for x in expected], 1e-9)
+
+
+@pytest.mark.parametrize("dtype, close", [(jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)])
+def test_half_precision_sums_in_float32_whatever_the_size_of_the_cotangents(dtype, close):
+    hidden, kernel, targets, mask, seeds, _ = _inputs(dtype)
+    small = 1e-3 * seeds.astype(jnp.float32)
+    grad = jax.grad(lambda h, k: _scored(h, k, targets, mask, small, 64)[0], (0, 1))
+    wide, narrow = grad(hidden.astype(jnp.float32), kernel.astype(jnp.float32)), grad(hidden, kernel)
+    for ours, theirs in zip(narrow, wide, strict=True):
+        assert ours.dtype == dtype
+        np.testing.assert_allclose(
+            ours.astype(jnp.float32), theirs, atol=close * float(jnp.abs(theirs).max())
+        )
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_full_kl_and_its_gradient_equal_the_plain_formula(reverse):
+    hidden, kernel, _, mask, seeds, teacher = _inputs()
+
+    def plain(hidden, kernel):
+        student = _log_p(hidden, kernel)
+        p, q = (student, teacher) if reverse else (teacher, student)
+        return jnp.sum(seeds[..., 0] * mask * (jnp.exp(p) * (p - q)).sum(-1))
+
+    @partial(jax.value_and_grad, argnums=(0, 1))
+    def chunked(hidden, kernel, teacher):
+        how = {"chunk": 5, "logit_softcap": SOFTCAP, "temperature": TEMPERATURE}
+        return jnp.sum(seeds[..., 0] * full_kl(hidden, kernel, teacher, mask, reverse=reverse, **how))
+
+    expected = jax.value_and_grad(plain, (0, 1))(hidden, kernel)
+    gone = mask[..., None] == 0
+    dirty = jnp.where(gone, jnp.nan, hidden), kernel, jnp.where(gone, jnp.nan, teacher)
+    _close(jax.jit(chunked)(*dirty), expected)
