@@ -22,6 +22,17 @@ _PUBLIC = {
     "Microbatches": "forward_backward",
     "check_equivalence": "forward_backward.equivalence",
     "from_megatron": "losses.megatron",
+    # post-training
+    "policy_loss_fn": "losses.heads",
+    "log_prob_fn": "losses.heads",
+    "PolicyLoss": "losses.policy",
+    "value_loss_fn": "losses.value",
+    "value_fn": "losses.value",
+    "ValueLoss": "losses.value",
+    "PreferenceLoss": "losses.preference",
+    "SFTLoss": "losses.sft",
+    "distillation_loss_fn": "losses.distillation",
+    "DistillationLoss": "losses.distillation",
     # one update
     "make_optimizer": "optim",
     "lr_schedule": "optim",
