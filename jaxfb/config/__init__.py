@@ -5,6 +5,7 @@ sections (`sections.py`); every refusal is a ValueError of one sentence that nam
 """
 
 from jaxfb.config.load import config_from_dict, load_config
+from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError
 from jaxfb.config.show import config_to_dict, save_yaml, table
@@ -12,6 +13,9 @@ from jaxfb.config.show import config_to_dict, save_yaml, table
 __all__ = [
     "Config",
     "ConfigError",
+    "DPOConfig",
+    "RLConfig",
+    "SFTConfig",
     "config_from_dict",
     "config_to_dict",
     "load_config",

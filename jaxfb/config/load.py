@@ -10,31 +10,43 @@ from typing import Any
 
 import yaml
 
+from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
 
 MAX_BYTES = 1 << 20
 
 
-def load_config(path: str | Path, overrides: Iterable[str] = ()) -> Config:
+def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | None = None) -> Any:
     """Reads a config and applies overrides, refusing whatever is not legal before anything is compiled.
+
+    A `Config`, or for post-training the one that the file is known by: `SFTConfig`, `DPOConfig` or `RLConfig`.
 
     Args:
       path: a YAML file, or a run's directory (its config.yaml).
       overrides: "key.path=value", the value in YAML; a later one wins. mesh.pp, dp, ep, cp, tp are short for
         mesh.pipe, data, expert, context, tensor.
+      command: "train", "sft", "dpo" or "rl": a config of another command is refused; None takes any.
     Raises:
       ConfigError, ValueError: one sentence naming the key, the value and the nearest legal choice.
     """
     values = _read(Path(path))
+    root = kind_of(values)
+    if command not in (None, found := COMMANDS.get(root, "train")):
+        raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
     for override in overrides:
-        _apply(values, override)
-    return config_from_dict(values)
+        _apply(values, override, root)
+    return build(root, values)
 
 
-def config_from_dict(values: Mapping[str, Any]) -> Config:
+def config_from_dict(values: Mapping[str, Any]) -> Any:
     """The config of plain nested values, such as those saved with a checkpoint (`config_to_dict`)."""
-    return build(Config, values)
+    return build(kind_of(values), values)
+
+
+def kind_of(values: Mapping[str, Any]) -> type:
+    """The root that these sections belong to."""
+    return next((root for section, root in KINDS.items() if section in values), Config)
 
 
 class _Loader(yaml.SafeLoader):
@@ -93,12 +105,12 @@ def _not_found(path: Path) -> str:
     return f"[config] no file {path}; {hint}"
 
 
-def _apply(values: dict, override: str) -> None:
+def _apply(values: dict, override: str, root: type) -> None:
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"[config] cannot read the override {override!r}; write key.path=value")
     key = ALIASES.get(key, key)
-    hint = _hint_at(key)
+    hint = _hint_at(key, root)
     *sections, name = key.split(".")
     node = values
     for section in sections:
@@ -120,15 +132,15 @@ def _override_value(hint: Any, text: str, key: str) -> Any:
     return _parse(text, key) if text else ""
 
 
-def _hint_at(key: str) -> Any:
+def _hint_at(key: str, root: type) -> Any:
     """The type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
-    cls: Any = Config
+    cls: Any = root
     hint: Any = None
     for name in key.split("."):
         if cls is None and _is_mapping(hint):
             return Any
         if cls is None or name not in fields_of(cls):
-            raise ConfigError(unknown_key(key, Config))
+            raise ConfigError(unknown_key(key, root))
         hint = fields_of(cls)[name]
         cls = section_of(hint)
     return hint

@@ -42,6 +42,22 @@ SYNONYMS = {
     "num_chunks": "chunks",
     "seed": "run.seed",
     "stage": "mesh.pipe",
+}
+# What verl calls the numbers of a rollout.
+POLICY_SYNONYMS = {
+    "train_batch_size": "rollout.prompts",
+    "n": "rollout.samples_per_prompt",
+    "ppo_mini_batch_size": "rollout.rows_per_update",
+    "ppo_epochs": "rollout.epochs",
+    "ppo_micro_batch_size_per_gpu": "plans.train.rows_per_microbatch",
+    "log_prob_micro_batch_size_per_gpu": "plans.logprob_old.rows_per_microbatch",
+    "forward_micro_batch_size_per_gpu": "plans.value.rows_per_microbatch",
+    "ppo_max_token_len_per_gpu": "plans.train.max_tokens_per_microbatch",
+    "clip_ratio": "policy.options",
+    "kl_loss_coef": "policy.kl_coef",
+    "entropy_coeff": "policy.entropy_coef",
+    "loss_agg_mode": "policy.aggregation",
+    "adv_estimator": "advantage.name",
     "remat_policy": "parallel.remat",
 }
 
@@ -109,7 +125,8 @@ def _nearest(key: str, keys: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
-    known = ALIASES.get(key) or SYNONYMS.get(name)
+    known = ALIASES.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)
+    known = known if known in keys else None
     for names in (siblings, {name: known} if known else {}, anywhere):
         close = difflib.get_close_matches(name, names, n=1, cutoff=0.7)
         if close:

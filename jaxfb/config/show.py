@@ -9,6 +9,8 @@ from typing import Any
 
 import yaml
 
+from jaxfb.config.post_training import COMMANDS
+
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
@@ -22,7 +24,8 @@ def save_yaml(config: Any, path: str | Path) -> None:
     text = yaml.safe_dump(config_to_dict(config), sort_keys=False, allow_unicode=True)
     target = Path(path)
     temporary = target.with_name(target.name + ".tmp")
-    temporary.write_text(f"# jaxfb train {target}\n{text}")
+    command = COMMANDS.get(type(config), "train")
+    temporary.write_text(f"# jaxfb {command} {target}\n{text}")
     temporary.replace(target)
 
 

@@ -1,0 +1,402 @@
+"""The configs of post-training: supervised fine-tuning, preferences, and policies. Plain Python.
+
+Step zero of the story, as `sections.py`, whose sections they share. A file is known by the section that only its
+kind has: `conversations` (`jaxfb sft`), `preferences` (`jaxfb dpo`), `task` (`jaxfb rl`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxfb.config.sections import (
+    CheckpointConfig,
+    LearningRateConfig,
+    LogConfig,
+    MeshConfig,
+    ModelConfig,
+    Number,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    at_least_zero,
+    positive,
+)
+
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape"]
+LogProbs = Literal["recompute", "sampler"]
+FROM_SAMPLER = "sampler"
+
+
+@dataclass(frozen=True)
+class CutConfig:
+    """How the rows of one purpose are cut: exactly one of rows, a number of microbatches, or a token budget.
+
+    max_tokens_per_microbatch: padding counted, on one replica. widths: of its array rows; null: quarters.
+    packing: several rows share an array row.
+    """
+
+    rows_per_microbatch: int | None = None
+    num_microbatches: int | None = None
+    max_tokens_per_microbatch: int | None = None
+    widths: tuple[int, ...] | None = None
+    packing: bool = False
+
+    def __post_init__(self):
+        positive("plans", **_numbers(self))
+
+
+@dataclass(frozen=True)
+class PlansConfig:
+    """One cut for each purpose; none is inherited from another. A purpose that the run needs must be given."""
+
+    train: CutConfig
+    eval: CutConfig | None = None
+    logprob_old: CutConfig | None = None
+    logprob_ref: CutConfig | None = None
+    value: CutConfig | None = None
+
+
+@dataclass(frozen=True)
+class StartConfig:
+    """Where the parameters come from: the newest checkpoint of `run` (a run's directory), or at random (null).
+
+    tokenizer: "bytes", the path of a tokenizer.json, or null for that of the run.
+    """
+
+    run: str | None = None
+    tokenizer: str | None = None
+
+
+@dataclass(frozen=True)
+class ConversationsConfig:
+    """Conversations to learn from, one JSON object a line: {"messages": [{"role", "content"}, ...]}.
+
+    path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
+    template:        "chatml", "plain" (roles in words) or "none" (contents alone); see docs/post_training.md.
+    learn:           which messages count: those of the "assistant", or its "last" one.
+    sequence_length: tokens of a row; a longer conversation is refused, or cut at its end with truncate.
+    """
+
+    path: str
+    held_out_path: str | None = None
+    held_out_fraction: float = 0.05
+    template: Literal["chatml", "plain", "none"] = "chatml"
+    learn: Literal["assistant", "last"] = "assistant"
+    sequence_length: int = 512
+    truncate: bool = False
+
+    def __post_init__(self):
+        positive("conversations", sequence_length=self.sequence_length)
+        share(self, "conversations")
+
+
+@dataclass(frozen=True)
+class PreferencesConfig:
+    """Pairs of answers, one JSON object a line: {"messages" or "prompt", "chosen", "rejected"}.
+
+    beta:            how strongly the policy is held to the reference.
+    label_smoothing: share of pairs whose labels are taken to be wrong.
+    variant:         "sigmoid" (DPO), "ipo" or "hinge".
+    The rest as for conversations.
+    """
+
+    path: str
+    held_out_path: str | None = None
+    held_out_fraction: float = 0.05
+    template: Literal["chatml", "plain", "none"] = "chatml"
+    sequence_length: int = 512
+    truncate: bool = False
+    beta: float = 0.1
+    label_smoothing: float = 0.0
+    variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+
+    def __post_init__(self):
+        positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
+        share(self, "preferences")
+        if not 0 <= self.label_smoothing < 0.5:
+            raise ValueError(
+                f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0"
+            )
+
+
+@dataclass(frozen=True)
+class UpdatesConfig:
+    """The rows of one update (pairs, for preferences), and how long: exactly one of updates and epochs."""
+
+    rows: int
+    updates: int | None = None
+    epochs: float | None = None
+
+    def __post_init__(self):
+        positive("batch", rows=self.rows, updates=self.updates, epochs=self.epochs)
+        if (self.updates is None) == (self.epochs is None):
+            raise ValueError(
+                f"[batch] give exactly one of updates={self.updates} and epochs={self.epochs}; use epochs=1"
+            )
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Problems with answers that can be checked, made on the spot.
+
+    name:      "arithmetic".
+    digits:    of each operand, at most. operations: "+", "-", "*", or several such as "+-".
+    held_out:  problems that are never trained on, and that accuracy is measured on.
+    seed:      of the problems.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    digits: int = 2
+    operations: str = "+"
+    held_out: int = 512
+    seed: int = 0
+
+    def __post_init__(self):
+        positive("task", digits=self.digits, held_out=self.held_out)
+        at_least_zero("task", seed=self.seed)
+        if not self.operations or set(self.operations) - set("+-*"):
+            raise ValueError(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised fine-tuning before the first rollout, on the answers of part of the problems.
+
+    updates: 0 leaves it out. rows: of an update. problems: how many different ones; null: all that train.
+    """
+
+    updates: int = 0
+    rows: int = 128
+    learning_rate: float = 3e-3
+    problems: int | None = None
+
+    def __post_init__(self):
+        at_least_zero("warm_start", updates=self.updates)
+        positive("warm_start", rows=self.rows, learning_rate=self.learning_rate, problems=self.problems)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What is sampled, and how it becomes updates. Prompts are counted here and nowhere else.
+
+    prompts:            of one rollout (P).
+    samples_per_prompt: n; a rollout has P n rows.
+    rows_per_update:    G; a pass over the rollout is P n / G updates.
+    epochs:             passes over one rollout.
+    rollouts:           of the run.
+    max_new_tokens, temperature, top_k: of the sampler.
+    shuffle:            the order of rows in a pass; it depends on seed, rollout and pass alone.
+    log_probs:          of the sampling policy: "recompute" by a training forward, or as the "sampler" says.
+    importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap); null: not at all.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    rows_per_update: int
+    rollouts: int
+    max_new_tokens: int
+    epochs: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    shuffle: bool = True
+    log_probs: LogProbs = "recompute"
+    importance_cap: float | None = None
+
+    def __post_init__(self):
+        positive("rollout", **_numbers(self))
+        if self.importance_cap is not None and self.log_probs == FROM_SAMPLER:
+            raise ValueError(
+                f"[rollout] importance_cap={self.importance_cap} compares the sampler with recomputed log-probs; "
+                "use log_probs=recompute, or no cap"
+            )
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages, once a rollout, before rows are split.
+
+    name:    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax" or "gae" (with a critic).
+    gamma:   discount. lam: of gae.
+    whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
+    """
+
+    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax", "gae"] = "grpo"
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+
+    def __post_init__(self):
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
+
+    kl_coef:       of the KL to the reference as a term of the loss; 0: none. kl_estimator: k1, k2, k3, abs, ...
+    entropy_coef:  of the entropy bonus.
+    """
+
+    surrogate: Literal["ppo_clip", "gspo", "cispo", "gpg", "sapo", "reinforce"] = "ppo_clip"
+    options: dict[str, Number] = field(default_factory=dict)
+    aggregation: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    scale: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: str = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self):
+        at_least_zero("policy", kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The KL to the reference taken off the reward of each token.
+
+    kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays. horizon: rows.
+    """
+
+    kl_coef: float = 0.0
+    kl_estimator: str = "k1"
+    target: float | None = None
+    horizon: float = 10_000
+
+    def __post_init__(self):
+        at_least_zero("reward", kl_coef=self.kl_coef)
+        positive("reward", target=self.target, horizon=self.horizon)
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A model of its own that predicts the return at each token, for advantages by gae.
+
+    start: "policy" copies the policy's layers as they are at the start; "random" does not.
+    clip:  how far a prediction may move from that of the rollout; null: freely.
+    """
+
+    learning_rate: float = 1e-3
+    start: Literal["policy", "random"] = "policy"
+    clip: float | None = 0.5
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self):
+        positive("critic", learning_rate=self.learning_rate, clip=self.clip, max_grad_norm=self.max_grad_norm)
+
+
+@dataclass(frozen=True)
+class PostRunConfig:
+    """Where a run lives, its seed, and when to stop skipping updates (as in a training config)."""
+
+    dir: str
+    seed: int = 0
+    max_nonfinite: int | None = 10
+
+    def __post_init__(self):
+        positive("run", max_nonfinite=self.max_nonfinite)
+        at_least_zero("run", seed=self.seed)
+
+
+@dataclass(frozen=True)
+class PostEvalConfig:
+    """Evaluation every `every` updates and at the end (null: at the end only)."""
+
+    every: int | None = None
+
+    def __post_init__(self):
+        positive("eval", every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PostTrainingConfig:
+    """What every kind of post-training is made of; `model` sizes are those of `start.run` where one is given."""
+
+    model: ModelConfig | None = None
+    start: StartConfig = field(default_factory=StartConfig)
+    plans: PlansConfig
+    run: PostRunConfig
+    optimizer: OptimizerConfig
+    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
+    eval: PostEvalConfig = field(default_factory=PostEvalConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: ScheduleName | None = None
+    chunks: int = 1
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
+    log: LogConfig = field(default_factory=LogConfig)
+
+    def __post_init__(self):
+        if (self.model is None) == (self.start.run is None):
+            given = "both" if self.model else "neither"
+            raise ValueError(
+                f"[model] give model, for random parameters, or start.run, for those of a run; got {given}"
+            )
+        if self.mesh.pipe == 1 and (self.schedule is not None or self.chunks != 1):
+            raise ValueError(
+                f"[config] schedule={self.schedule} and chunks={self.chunks} belong to a pipeline, but "
+                "mesh.pipe=1; use mesh.pipe=2, or leave both out"
+            )
+
+
+@dataclass(frozen=True, kw_only=True)
+class SFTConfig(PostTrainingConfig):
+    """Supervised fine-tuning on conversations; the loss is that of the assistant's tokens."""
+
+    conversations: ConversationsConfig
+    batch: UpdatesConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class DPOConfig(PostTrainingConfig):
+    """Direct preference optimization; the reference is the policy at the start."""
+
+    preferences: PreferencesConfig
+    batch: UpdatesConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class RLConfig(PostTrainingConfig):
+    """Rollouts and policy updates."""
+
+    task: TaskConfig
+    rollout: RolloutConfig
+    warm_start: WarmStartConfig = field(default_factory=WarmStartConfig)
+    advantage: AdvantageConfig = field(default_factory=AdvantageConfig)
+    policy: PolicyConfig = field(default_factory=PolicyConfig)
+    reward: RewardConfig = field(default_factory=RewardConfig)
+    critic: CriticConfig | None = None
+
+    def __post_init__(self):
+        super().__post_init__()
+        if (self.critic is None) == (self.advantage.name == "gae"):
+            fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
+            raise ValueError(
+                f"[advantage] name={self.advantage.name} {'needs' if self.critic is None else 'does not use'} "
+                f"a critic; {fix}"
+            )
+
+    @property
+    def uses_reference(self) -> bool:
+        """Whether log-probs of a reference are asked for."""
+        return self.policy.kl_coef > 0 or self.reward.kl_coef > 0
+
+
+def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
+    """Refuses a held-out share that is not one."""
+    if not 0 <= section.held_out_fraction < 1:
+        raise ValueError(
+            f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05"
+        )
+
+
+def _numbers(section) -> dict[str, float]:
+    return {k: v for k, v in vars(section).items() if isinstance(v, int | float) and not isinstance(v, bool)}
+
+
+KINDS = {"conversations": SFTConfig, "preferences": DPOConfig, "task": RLConfig}
+COMMANDS = {SFTConfig: "sft", DPOConfig: "dpo", RLConfig: "rl"}
