@@ -42,6 +42,9 @@ class Tokenizer(Protocol):
     def decode(self, ids: Iterable[int]) -> str:
         """Text of the ids; special tokens are left out."""
 
+    def id_of(self, name: str) -> int | None:
+        """Of a special token such as <|im_start|>; None where the vocabulary has none of that name."""
+
     def token_bytes(self) -> np.ndarray:
         """i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
 
@@ -61,6 +64,9 @@ class ByteTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+
+    def id_of(self, name: str) -> int | None:
+        return None
 
     def token_bytes(self) -> np.ndarray:
         return (np.arange(257) < 256).astype(np.int32)
@@ -91,6 +97,9 @@ class LibraryTokenizer:
 
     def decode(self, ids: Iterable[int]) -> str:
         return self._implementation.decode([int(i) for i in ids], skip_special_tokens=True)
+
+    def id_of(self, name: str) -> int | None:
+        return self._vocab.get(name)
 
     def token_bytes(self) -> np.ndarray:
         return self._token_bytes.copy()

@@ -29,7 +29,7 @@ class Generated(NamedTuple):
     """What was sampled.
 
     tokens:    i32[R, N]; after the stop token, more of it.
-    log_probs: f32[R, N], of each token under the model itself (temperature 1, every token); 0 after the stop.
+    log_probs: f32[R, N], of each token among all, at `log_prob_temperature`; 0 after the stop.
     """
 
     tokens: jax.Array
@@ -47,6 +47,7 @@ def generate(
     top_k: int | None = None,
     stop_token: int | None = None,
     key: jax.Array | None = None,
+    log_prob_temperature: float = 1.0,
 ) -> Generated:
     """Continues each row's prompt by `max_new_tokens` tokens.
 
@@ -62,6 +63,8 @@ def generate(
       top_k: draw among the k likeliest only.
       stop_token: ends its row.
       key: a PRNG key, needed where temperature > 0.
+      log_prob_temperature: of the log-probs that are reported: 1.0 is the model itself, `temperature` the policy
+        that was sampled from (but for top_k).
     Raises:
       ValueError: an empty prompt, no tokens asked for, a temperature or top_k out of range, or no key.
     """
@@ -71,8 +74,8 @@ def generate(
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(rows))
     pick = _Pick(greedy=temperature == 0, top_k=top_k)
     stop = -1 if stop_token is None else stop_token
-    prompt = jnp.asarray(prompt_tokens, jnp.int32)
-    return _generate(config, max_new_tokens, pick, params, prompt, lengths, float(temperature), stop, keys)
+    prompt, temperatures = jnp.asarray(prompt_tokens, jnp.int32), (float(temperature), log_prob_temperature)
+    return _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stop, keys)
 
 
 class _Pick(NamedTuple):
@@ -92,12 +95,16 @@ class _Pick(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperature, stop, keys):
+def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stop, keys):
+    temperature, log_prob_temperature = temperatures
+
     def step(state, index):
         logits, cache, stopped = state
         drawn = pick(logits, temperature, jax.vmap(jax.random.fold_in, (0, None))(keys, index))
         token = jnp.where(stopped, stop, drawn)
-        log_prob = jnp.take_along_axis(jax.nn.log_softmax(logits), token[:, None], axis=1)[:, 0]
+        log_prob = jnp.take_along_axis(
+            jax.nn.log_softmax(logits / log_prob_temperature), token[:, None], axis=1
+        )[:, 0]
         log_prob = jnp.where(stopped, 0, log_prob)
         hidden, cache = _decode(config, params, token, lengths + index, cache)
         return (_logits(config, params, hidden), cache, stopped | (token == stop)), (token, log_prob)
