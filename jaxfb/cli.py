@@ -26,6 +26,11 @@ HOSTS = {
     "processes": (int, "N", "how many processes the job has"),
     "process_id": (int, "I", "which of them this one is, from 0"),
 }
+POST_TRAINING = {
+    "sft": "fine-tune on conversations: the assistant's tokens are learnt",
+    "dpo": "learn from pairs of answers, one preferred to the other",
+    "rl": "sample, reward, update: GRPO, PPO and their kin",
+}
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
@@ -96,6 +101,19 @@ def _parser() -> argparse.ArgumentParser:
     how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
 
+    for name, text in POST_TRAINING.items():
+        verb = _verb(verbs, name, _post_train, text)
+        verb.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
+        verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+        verb.set_defaults(command=name)
+        how = verb.add_mutually_exclusive_group()
+        how.add_argument(
+            "--resume", action="store_true", help="continue from the newest checkpoint in run.dir"
+        )
+        how.add_argument(
+            "--fresh", action="store_true", help="move a run that lies in run.dir aside, start over"
+        )
+
     evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
     evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -160,7 +178,7 @@ def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
 def _train(options) -> int:
     from jaxfb.config import load_config
 
-    config = load_config(options.config, [*options.overrides, *_hosts(options)])
+    config = load_config(options.config, [*options.overrides, *_hosts(options)], "train")
     from jaxfb import trainer
 
     try:
@@ -171,6 +189,21 @@ def _train(options) -> int:
     except trainer.LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST
+    return RESUMABLE if result.status == "interrupted" else 0
+
+
+def _post_train(options) -> int:
+    from jaxfb.config import load_config
+
+    config = load_config(options.config, options.overrides, options.command)
+    from jaxfb import rl
+    from jaxfb.training.guard import NonFiniteAbort
+
+    try:
+        result = rl.post_train(config, resume=options.resume, fresh=options.fresh)
+    except NonFiniteAbort as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return GAVE_UP
     return RESUMABLE if result.status == "interrupted" else 0
 
 

@@ -12,6 +12,7 @@ from typing import Any, TextIO
 
 FIELDS = (
     ("loss", "loss", "{:.4f}"),
+    ("reward", "reward", "{:.3f}"),
     ("learning_rate", "lr", "{:.2e}"),
     ("grad_norm", "grad norm", "{:.3f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),

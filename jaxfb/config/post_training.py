@@ -24,6 +24,17 @@ from jaxfb.config.sections import (
 )
 
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape"]
+EstimatorName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "gae",
+]
 LogProbs = Literal["recompute", "sampler"]
 FROM_SAMPLER = "sampler"
 
@@ -97,7 +108,8 @@ class PreferencesConfig:
 
     beta:            how strongly the policy is held to the reference.
     label_smoothing: share of pairs whose labels are taken to be wrong.
-    variant:         "sigmoid" (DPO), "ipo" or "hinge".
+    kind:            "sigmoid" (DPO), "ipo", "hinge" or "robust", see `losses.preference`.
+    sequence_length: slots of a row, which holds both conversations of a pair: half of it is each one's limit.
     The rest as for conversations.
     """
 
@@ -109,7 +121,7 @@ class PreferencesConfig:
     truncate: bool = False
     beta: float = 0.1
     label_smoothing: float = 0.0
-    variant: Literal["sigmoid", "ipo", "hinge"] = "sigmoid"
+    kind: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
 
     def __post_init__(self):
         positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
@@ -216,12 +228,12 @@ class RolloutConfig:
 class AdvantageConfig:
     """How rewards become advantages, once a rollout, before rows are split.
 
-    name:    "grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax" or "gae" (with a critic).
-    gamma:   discount. lam: of gae.
+    name:    an estimator of `losses.advantages`; "gae" needs a critic.
+    gamma:   discount (gae, reinforce_plus_plus). lam: of gae.
     whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
     """
 
-    name: Literal["grpo", "dr_grpo", "rloo", "reinforce_plus_plus", "remax", "gae"] = "grpo"
+    name: EstimatorName = "grpo"
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
@@ -240,7 +252,7 @@ class PolicyConfig:
     entropy_coef:  of the entropy bonus.
     """
 
-    surrogate: Literal["ppo_clip", "gspo", "cispo", "gpg", "sapo", "reinforce"] = "ppo_clip"
+    surrogate: Literal["ppo", "gspo", "geo_mean", "cispo", "sapo", "reinforce", "gpg", "dppo", "dro"] = "ppo"
     options: dict[str, Number] = field(default_factory=dict)
     aggregation: Literal[
         "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"

@@ -5,7 +5,7 @@ Beside the story: numbers leave the device one step behind (`Pending`), become p
 """
 
 from jaxfb.metrics.pending import Pending, arrays, scalars
-from jaxfb.metrics.plot import plot_losses
+from jaxfb.metrics.plot import plot_losses, plot_policy
 from jaxfb.metrics.throughput import Throughput
 from jaxfb.metrics.writers import (
     JsonlWriter,
@@ -26,6 +26,7 @@ __all__ = [
     "arrays",
     "make_writers",
     "plot_losses",
+    "plot_policy",
     "read_jsonl",
     "scalars",
 ]

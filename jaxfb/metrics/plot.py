@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,42 @@ def plot_losses(
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
         axes.set_axisbelow(True)
+    figure.savefig(png_path)
+    return Path(png_path)
+
+
+def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Path:
+    """Draws reward of the rollouts and held-out accuracy by update, one thin line a run, and the entropy below.
+
+    Args:
+      metrics_paths: metrics.jsonl of one run, or of several seeds.
+      png_path: the picture.
+    Raises:
+      ValueError: no accuracy was measured, or matplotlib is missing.
+    """
+    runs = [read_jsonl(path) for path in metrics_paths]
+    held_out = [_series(records, "eval/accuracy") for records in runs]
+    if not any(steps for steps, _ in held_out):
+        raise ValueError("[plot] there is no eval/accuracy to draw; it is written at each evaluation")
+    figure = _new_figure()
+    accuracy, entropy = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for number, (records, series) in enumerate(zip(runs, held_out, strict=True)):
+        first = number == 0
+        accuracy.plot(
+            *_series(records, "reward"),
+            color=TRAIN,
+            linewidth=1,
+            label="reward of a rollout" if first else None,
+        )
+        label = f"held-out accuracy, {series[1][0]:.2f} to {series[1][-1]:.2f}"
+        accuracy.plot(*series, color=HELD_OUT, linewidth=1.8, marker="o", markersize=3, label=label)
+        entropy.plot(*_series(records, "policy_entropy"), color=RATE, linewidth=1)
+    accuracy.set(ylabel="share solved", ylim=(0, 1.02))
+    accuracy.legend(frameon=False, labelcolor=INK, loc="lower right")
+    entropy.set(ylabel="entropy (nats)", xlabel="update", ylim=(0, None))
+    for axes in (accuracy, entropy):
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     figure.savefig(png_path)
     return Path(png_path)
 

@@ -57,7 +57,7 @@ class Setup:
     @cached_property
     def eval_forward(self) -> ForwardBackward:
         """The engine as evaluation calls it, forward only."""
-        return get_forward_backward_func(self.mesh, **_engine_options(self.config, train=False))
+        return get_forward_backward_func(self.mesh, **engine_options(self.config, train=False))
 
     def train_step(self, plan: BatchPlan) -> TrainStep:
         """The compiled update for one plan; a run that ramps up its rows has one for each size."""
@@ -71,7 +71,7 @@ class Setup:
             clip_convention=config.optimizer.clip,
             loss_scale=loss_scale(config),
             dropout=self.sizes.dropout > 0,
-            **_engine_options(config, train=True),
+            **engine_options(config, train=True),
         )
 
     def init_params(self, key: jax.Array) -> PyTree:
@@ -222,7 +222,7 @@ def enable_float64(config: Config) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def _engine_options(config: Config, train: bool) -> dict[str, Any]:
+def engine_options(config: Config, train: bool) -> dict[str, Any]:
     dtype = config.precision.compute_dtype
     options = {
         "normalize": config.batch.normalize if train else "global",

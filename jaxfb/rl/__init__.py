@@ -1,0 +1,55 @@
+"""Post-training on the engine of pre-training: fine-tuning, preferences, and policies that learn from rewards.
+
+    sample -> reward -> log-probs (old, reference, values) -> advantages -> [rows -> one update] x K x epochs
+
+`policy.py` is that line; `supervised.py` and `preference.py` are the other two kinds of run; `loop.py` is what all
+share. Every pass is the same `forward_backward` call, with the plan of its purpose.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
+
+from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
+
+if TYPE_CHECKING:
+    from jaxfb.callbacks import Callback
+    from jaxfb.rl.loop import Result
+    from jaxfb.rl.tasks import Task
+
+
+def post_train(
+    config: SFTConfig | DPOConfig | RLConfig,
+    *,
+    task: Task | None = None,
+    resume: bool = False,
+    fresh: bool = False,
+    callbacks: Iterable[Callback] = (),
+) -> Result:
+    """Runs what the config says, from `load_config`; everything it makes is in `config.run.dir`.
+
+    task: of one's own, for an `RLConfig`: an object with the members of `jaxfb.rl.tasks.Task`.
+    resume: continue from the newest checkpoint there, bit for bit as if it had never stopped.
+    fresh: move a run that lies there aside and start over.
+
+    Raises:
+      ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
+      NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
+    """
+    from jaxfb.rl import loop
+
+    def make() -> Any:
+        if isinstance(config, SFTConfig):
+            from jaxfb.rl.supervised import make_supervised_work
+
+            return make_supervised_work(config)
+        if isinstance(config, DPOConfig):
+            from jaxfb.rl.preference import make_preference_work
+
+            return make_preference_work(config)
+        from jaxfb.rl.policy import make_policy_work
+
+        return make_policy_work(config, task)
+
+    return loop.run(make, config, resume=resume, fresh=fresh, callbacks=callbacks)

@@ -1,0 +1,77 @@
+"""The critic: a model of its own that predicts, at each token, the return that is still to come.
+
+Updated on the same rows as the policy, through the same engine, by its own optimizer; its forward pass over a
+rollout has the plan of purpose "value".
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cached_property
+from typing import Any
+
+import jax
+
+from jaxfb.batch_plan import BatchPlan, RunPlan
+from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.optim import make_optimizer
+from jaxfb.rl.start import Base
+from jaxfb.train_step import TrainState, make_train_step
+from jaxfb.training.setup import engine_options, param_dtype
+from jaxfb.types import Pipelined
+
+PyTree = Any
+SEED = 1  # folded into the run's, so that a random critic is not the random policy
+
+
+class Critic:
+    """A value model, its state, and its update. `plan`: of purpose "train", the rows of an update."""
+
+    def __init__(self, base: Base, plan: BatchPlan, run: RunPlan):
+        config = base.config
+        self._base, self._settings = base, config.critic
+        self.step = make_train_step(
+            value_loss_fn(self._model, ValueLoss(self._settings.clip)),
+            make_optimizer("adamw", learning_rate=self._settings.learning_rate),
+            base.mesh,
+            plan,
+            max_grad_norm=self._settings.max_grad_norm,
+            dropout=base.sizes.dropout > 0,
+            **engine_options(config, train=False),
+        )
+        self.forward_model = value_fn(self._model)
+        self.state: TrainState = None  # type: ignore[assignment]
+
+    def start(self, policy: PyTree, seed: int) -> None:
+        """A fresh state: the policy's layers, or random ones; the head is zero either way."""
+        key = jax.random.fold_in(jax.random.key(seed), SEED)
+        if self._settings.start == "policy":
+            self.state = self.step.init(critic_params(policy), key)
+        else:
+            self.state = self.step.init(self._random, key)
+
+    def update(self, batch: Any) -> dict[str, float]:
+        """One update on the rows of the policy's; its numbers by name."""
+        self.state, metrics = self.step(self.state, batch)
+        metrics = jax.device_get(metrics)
+        found = {f"critic/{name}": float(value) for name, value in metrics.metrics.items()}
+        norms = {"critic/loss": float(metrics.loss), "critic/grad_norm": float(metrics.grad_norm)}
+        return {**found, **norms, "critic/skipped": bool(metrics.skipped)}
+
+    def abstract_state(self) -> TrainState:
+        """As shapes, dtypes and shardings."""
+        return self._base.abstract_state(self.step, self._random)
+
+    def _random(self, key: jax.Array) -> PyTree:
+        return critic_params(init_params(self._sizes, key, param_dtype(self._base.config)))
+
+    @cached_property
+    def _sizes(self) -> TransformerConfig:
+        # tied: there is no matrix of logits to carry along
+        return replace(self._base.sizes, tied_embeddings=True)
+
+    @cached_property
+    def _model(self) -> Pipelined:
+        return transformer(self._sizes)

@@ -1,0 +1,227 @@
+"""One rollout: prompts are answered, rewarded, scored by every model that has a say, and become rows.
+
+    prompts -> responses -> rewards -> log-probs (old, reference), values -> KL in the reward -> advantages
+
+Whatever needs a group's or the whole rollout's statistics is computed here, once, before rows are split. Arrays
+are numpy, [R, S] with R = prompts * samples_per_prompt rows and S slots, aligned with `targets`.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxfb.batch_plan import BatchPlan, RolloutPlan, check_whole_groups
+from jaxfb.config.post_training import FROM_SAMPLER, RLConfig
+from jaxfb.data.token_rows import prompt_and_response, token_rows
+from jaxfb.losses.heads import log_prob_fn
+from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
+from jaxfb.rl.advantage import advantages_of
+from jaxfb.rl.sampler import Responses, Sampler
+from jaxfb.rl.start import Base
+from jaxfb.rl.tasks import Problem, Task
+from jaxfb.types import Pipelined
+
+PyTree = Any
+INPUTS = ("tokens", "targets", "segments", "loss_mask")
+Leaves = dict[str, np.ndarray]
+
+
+class Models(NamedTuple):
+    """The parameters at the start of a rollout. reference, critic: None where there is none."""
+
+    policy: PyTree
+    reference: PyTree | None
+    critic: PyTree | None
+
+
+class Rollout(NamedTuple):
+    """rows: leaves [R, S] of what updates read. record: what is said of the rollout. kl: the controller after it."""
+
+    rows: Leaves
+    record: dict[str, float]
+    kl: AdaptiveKL
+
+
+@dataclass(frozen=True)
+class Experience:
+    """Makes rollouts. `length`: slots of a row. value_model: of the critic, whose outputs are {"values"}."""
+
+    base: Base
+    task: Task
+    plan: RolloutPlan
+    sampler: Sampler
+    length: int
+    value_model: Pipelined | None = None
+
+    def rollout(self, number: int, models: Models, kl: AdaptiveKL) -> Rollout:
+        """Rollout `number` of the run, from 0: a function of it, the seed and the models."""
+        problems, groups = self._problems(number)
+        began, record = time.monotonic(), {}
+        placed = self.sampler.place(models.policy)
+        key = jax.random.fold_in(jax.random.key(self._config.run.seed), number)
+        prompts = self._encoded(problems)
+        responses = self.sampler(placed, prompts, key)
+        sampled = time.monotonic()
+        rewards, correct = self._rewards(problems, responses)
+        baseline = self._greedy_rewards(placed, problems) if self._config.advantage.name == "remax" else None
+        rows, from_sampler = self._rows(prompts, responses)
+        record |= _said_of(rewards, correct, responses, self.sampler.max_new_tokens, sampled - began)
+        scores = self._scores(rows, models, from_sampler, record)
+        token_rewards, kl = self._token_rewards(rewards, rows["loss_mask"], scores, kl, record)
+        scores |= advantages_of(
+            self._config.advantage, token_rewards, groups, rows["loss_mask"], scores.get("values"), baseline
+        )
+        record["forward_seconds"] = time.monotonic() - sampled
+        kept = {name: scores[name] for name in self.leaves if name not in INPUTS}
+        rows = {**rows, **{name: np.asarray(leaf, self._dtype) for name, leaf in kept.items()}}
+        return Rollout(rows, record, kl)
+
+    def accuracy(self, params: PyTree, problems: list[Problem]) -> float:
+        """Share of problems that greedy responses solve."""
+        placed, solved = self.sampler.place(params), 0
+        for start in range(0, len(problems), self.plan.rows):
+            part = problems[start : start + self.plan.rows]
+            full = part + [part[0]] * (self.plan.rows - len(part))  # one shape, one program
+            responses = self.sampler(placed, self._encoded(full), None, greedy=True)
+            texts = self._texts(responses)[: len(part)]
+            solved += sum(self.task.is_correct(p, text) for p, text in zip(part, texts, strict=True))
+        return solved / len(problems)
+
+    @cached_property
+    def leaves(self) -> tuple[str, ...]:
+        """Names of the leaves of a rollout's rows."""
+        config = self._config
+        wanted = {
+            "ref_log_probs": config.policy.kl_coef > 0,
+            "rollout_weights": config.rollout.importance_cap is not None,
+            "old_values": config.critic is not None,
+            "returns": config.critic is not None,
+        }
+        return (*INPUTS, "advantages", "old_log_probs", *(name for name, needed in wanted.items() if needed))
+
+    def empty(self) -> Leaves:
+        """Rows of zeros: the shapes and dtypes of a rollout."""
+        whole = {"tokens", "targets", "segments"}
+        shape = (self.plan.rows, self.length)
+        dtype_of = lambda name: np.int32 if name in whole else np.float32 if name in INPUTS else self._dtype  # noqa: E731
+        return {name: np.zeros(shape, dtype_of(name)) for name in self.leaves}
+
+    @property
+    def _config(self) -> RLConfig:
+        return self.base.config
+
+    @property
+    def _dtype(self) -> type:
+        return np.float64 if self._config.precision.compute_dtype == "float64" else np.float32
+
+    @cached_property
+    def _log_probs(self) -> Pipelined:
+        return log_prob_fn(self.base.model, temperature=self._config.rollout.temperature)
+
+    def _problems(self, number: int) -> tuple[list[Problem], np.ndarray]:
+        """One problem a row, samples of one prompt next to each other; and which prompt each row answers."""
+        rng = np.random.default_rng([self._config.run.seed, number])
+        train, sizes = self.task.train, self._config.rollout
+        chosen = rng.choice(len(train), sizes.prompts, replace=len(train) < sizes.prompts)
+        groups = np.repeat(np.arange(sizes.prompts), sizes.samples_per_prompt)
+        check_whole_groups(groups, sizes.samples_per_prompt)
+        return [train[chosen[group]] for group in groups], groups
+
+    def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
+        return self.base.tokenizer.encode([problem.prompt for problem in problems])
+
+    def _texts(self, responses: Responses) -> list[str]:
+        size = self.base.tokenizer.vocab_size
+        return [self.base.tokenizer.decode(ids[ids < size]) for ids in responses.ids]
+
+    def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
+        answered = list(zip(problems, self._texts(responses), strict=True))
+        rewards = np.array([self.task.reward(problem, text) for problem, text in answered])
+        return rewards, np.array([self.task.is_correct(problem, text) for problem, text in answered])
+
+    def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
+        """float[R], of the greedy response to each row's prompt: the baseline of ReMax."""
+        return self._rewards(problems, self.sampler(placed, self._encoded(problems), None, greedy=True))[0]
+
+    def _rows(self, prompts: list[np.ndarray], responses: Responses) -> tuple[Leaves, np.ndarray]:
+        """The rows, and the sampler's log-probs on them."""
+        pairs = [prompt_and_response(p, r) for p, r in zip(prompts, responses.ids, strict=True)]
+        rows = token_rows([ids for ids, _ in pairs], [counts for _, counts in pairs], self.length)
+        log_probs = np.zeros(rows["tokens"].shape, self._dtype)
+        log_probs[rows["loss_mask"] > 0] = np.concatenate(responses.log_probs)
+        return rows, log_probs
+
+    def _scores(self, rows: Leaves, models: Models, sampled: np.ndarray, record: dict) -> Leaves:
+        """What the models say of the rows, each through the plan of its purpose."""
+        if self._config.rollout.log_probs == FROM_SAMPLER:
+            scores = {"old_log_probs": sampled}
+        else:
+            scores = {"old_log_probs": self._pass("logprob_old", models.policy, rows)}
+            gap = np.abs(scores["old_log_probs"] - sampled)[rows["loss_mask"] > 0]
+            record["sampler_gap"] = float(gap.max(initial=0))
+        if (cap := self._config.rollout.importance_cap) is not None:
+            scores["rollout_weights"] = np.minimum(np.exp(scores["old_log_probs"] - sampled), cap)
+        if self._config.uses_reference:
+            scores["ref_log_probs"] = self._pass("logprob_ref", models.reference, rows)
+        if models.critic is not None:
+            plan = self.plan.plan("value")
+            scores["values"] = self._forward(self.value_model, models.critic, rows, plan)["values"]
+            scores["old_values"] = scores["values"]
+        return scores
+
+    def _pass(self, purpose: str, params: PyTree, rows: Leaves) -> np.ndarray:
+        return self._forward(self._log_probs, params, rows, self.plan.plan(purpose))["log_probs"]
+
+    def _forward(self, model: Pipelined, params: PyTree, rows: Leaves, plan: BatchPlan) -> Leaves:
+        out = self.base.forward(model, params, rows, plan, forward_only=True)
+        return jax.tree.map(np.asarray, out.outputs)
+
+    def _token_rewards(
+        self, rewards: np.ndarray, mask: np.ndarray, scores: Leaves, kl: AdaptiveKL, record: dict
+    ) -> tuple[np.ndarray, AdaptiveKL]:
+        """Each row's reward on its last token, less the KL to the reference on every token."""
+        at_end = on_last_token(rewards, mask)
+        if self._config.reward.kl_coef == 0:
+            return at_end, kl
+        found, mean = kl_in_reward(
+            at_end,
+            scores["old_log_probs"],
+            scores["ref_log_probs"],
+            mask,
+            kl.coefficient,
+            self._config.reward.kl_estimator,
+        )
+        record |= {"reward_kl": mean, "reward_kl_coefficient": kl.coefficient}
+        adapts = self._config.reward.target is not None
+        return found, kl.updated(mean, len(rewards)) if adapts else kl
+
+
+def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    """float[R] on the last counted token of each row: [R, S]; nothing where none counts."""
+    counted = mask != 0
+    last = mask.shape[1] - 1 - counted[:, ::-1].argmax(1)
+    out = np.zeros(mask.shape, np.float64)
+    out[np.arange(len(mask)), last] = per_row
+    return np.where(counted, out, 0.0)
+
+
+def _said_of(
+    rewards: np.ndarray, correct: np.ndarray, responses: Responses, longest: int, seconds: float
+) -> dict[str, float]:
+    lengths = np.array([len(ids) for ids in responses.ids])
+    return {
+        "reward": float(rewards.mean()),
+        "reward_std": float(rewards.std()),
+        "accuracy": float(correct.mean()),
+        "response_length": float(lengths.mean()),
+        "response_length_max": int(lengths.max()),
+        "at_length_limit": float((lengths == longest).mean()),
+        "rollout_seconds": seconds,
+        "rollout_tokens_per_second": responses.num_tokens / seconds,
+    }

@@ -1,0 +1,282 @@
+"""The loop of every kind of post-training: update, take the numbers of the update before, evaluate, save.
+
+What an update is, a `Work` says; this file only runs it, resumes it, and ends it. The run's directory is that of
+pre-training (`jaxfb.training.run_dir`).
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import jax
+
+from jaxfb.callbacks import Callback, combine
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import config_to_dict
+from jaxfb.display import Progress, print_table
+from jaxfb.metrics import Pending, Throughput, make_writers, scalars
+from jaxfb.optim import DynamicLossScale
+from jaxfb.rl.start import Base
+from jaxfb.train_step import StepMetrics
+from jaxfb.training.agreement import package_versions
+from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.report import command
+from jaxfb.training.run_dir import RunDirectory, write_json
+from jaxfb.training.setup import abstract_params, loss_scale
+
+PyTree = Any
+
+
+class Work(Protocol):
+    """One kind of post-training.
+
+    base: what it is made of. total: updates of the run.
+    """
+
+    base: Base
+    total: int
+
+    def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+        """Titles and tables of what was decided."""
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plans, for plan.json and for `check_resume`."""
+
+    def start(self, say: Callable[[str], None]) -> None:
+        """A fresh state."""
+
+    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
+        """Dispatches update `number`, from 0: numbers on the device, and others by name."""
+
+    def evaluate(self) -> dict[str, float]:
+        """Of the present parameters; empty if there is nothing to evaluate on."""
+
+    def state(self) -> tuple[PyTree, dict[str, Any]]:
+        """Arrays and JSON values that a checkpoint holds; the model's are under "params"."""
+
+    def abstract_state(self) -> PyTree:
+        """The arrays as shapes, dtypes and shardings."""
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+        """Goes on from what `state` gave; ValueError if this run would train other rows."""
+
+    def summary(self) -> dict[str, Any]:
+        """Of the end, beside the last evaluation."""
+
+    def picture(self, directory: RunDirectory) -> None:
+        """Draws what came of it."""
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended: "finished" or "interrupted", after how many updates, with which last evaluation."""
+
+    status: str
+    directory: Path
+    updates: int
+    metrics: dict[str, float]
+
+
+def run(
+    make_work: Callable[[], Work],
+    config: Any,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    callbacks: Iterable[Callback] = (),
+) -> Result:
+    """Runs to the end, or to a signal; resumed, it ends in the same bits as one that never stopped.
+
+    Raises:
+      ValueError: an impossible size, a saved run in the way, a checkpoint that does not fit.
+      NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
+    """
+    directory = RunDirectory.of(config)
+    if fresh:
+        directory.move_aside()
+    if found := directory.finished(config):
+        print(f"{directory.path} is finished: {found['updates']} updates. Start over with --fresh")
+        return Result("finished", directory.path, found["updates"], found["metrics"])
+    if not resume:
+        directory.refuse_unless_free()
+    use_compile_cache()
+    with _Loop(make_work(), directory) as loop, Interrupt() as interrupt:
+        return loop.run(resume, combine(callbacks), interrupt)
+
+
+class _Loop:
+    """A run in progress; used as a context."""
+
+    def __init__(self, work: Work, directory: RunDirectory):
+        self.work, self.directory, self.config = work, directory, work.base.config
+        settings = self.config.checkpoint
+        self._store = CheckpointStore(
+            directory.checkpoints, settings.keep, settings.keep_best, settings.asynchronous
+        )
+        self._pending, self._throughput, self._timed = Pending(), Throughput(), False
+        self._on_cpu = work.base.mesh.devices.flat[0].platform == "cpu"
+        self.done, self._saved = 0, None
+        self.metrics: dict[str, float] = {}
+
+    def __enter__(self) -> _Loop:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._store.close()
+
+    def run(self, resume: bool, hooks: Callback, interrupt: Interrupt) -> Result:
+        began, resumed = time.monotonic(), resume and self._resume()
+        self.directory.create(self.config, self.work.to_dict(), self.work.base.tokenizer)
+        for title, rows in self.work.tables():
+            print_table(title, rows)
+        self._writer = make_writers(
+            self.config.log.writers,
+            self.directory.path,
+            config_to_dict(self.config),
+            resume=self.done or None,
+        )
+        with Progress(self.work.total, self.done) as progress:
+            self._progress = progress
+            if not resumed:
+                self._begin(hooks)
+            else:
+                progress.say(f"resuming {self.directory.path} after update {self.done} of {self.work.total}")
+            hooks.on_train_start(self)
+            self._updates(hooks, self._guard(), interrupt)
+        self._writer.close()
+        if self.done < self.work.total:
+            again = f"{command()} {_verb(self.config)} {self.directory.path} --resume"
+            print(
+                f"{interrupt.signal}: saved after update {self.done} of {self.work.total}; go on with: {again}"
+            )
+            return Result("interrupted", self.directory.path, self.done, self.metrics)
+        self._end(time.monotonic() - began)
+        hooks.on_train_end(self.done, self.metrics)
+        return Result("finished", self.directory.path, self.done, self.metrics)
+
+    def _begin(self, hooks: Callback) -> None:
+        self.work.start(self._progress.say)
+        self._evaluate(hooks)
+        self._save(hooks)
+
+    def _updates(self, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> None:
+        try:
+            while self.done < self.work.total and not interrupt.is_due(self.done):
+                self._one(hooks, guard)
+        except NonFiniteAbort:
+            self._save(hooks)
+            raise
+        self._arrive(self._pending.flush(), hooks, guard)
+        self._save(hooks)
+
+    def _one(self, hooks: Callback, guard: SkipGuard) -> None:
+        hooks.on_step_start(self.done + 1)
+        if self._on_cpu:  # XLA:CPU can deadlock with several updates queued
+            self._arrive(self._pending.flush(), hooks, guard)
+        metrics = self.work.update(self.done)
+        self.done += 1
+        self._arrive(self._pending.push(self.done, metrics), hooks, guard)
+        if self._due("eval"):
+            self._arrive(self._pending.flush(), hooks, guard)
+            self._evaluate(hooks)
+        if self._due("checkpoint"):
+            self._arrive(self._pending.flush(), hooks, guard)
+            self._save(hooks)
+
+    def _arrive(self, arrived: tuple | None, hooks: Callback, guard: SkipGuard) -> None:
+        if arrived is None:
+            return
+        step, (metrics, more) = arrived
+        guard.check(step, metrics)
+        record = {**_record_of(metrics), **more}
+        self._count(step, record)
+        due = step % self.config.log.every == 0 or step in (1, self.work.total)
+        self._progress.update(step, record, self._throughput.seconds_left(self.work.total), line=due)
+        if due or record["skipped"]:
+            self._writer.write(step, record)
+        hooks.on_step_end(step, record)
+
+    def _count(self, step: int, record: dict) -> None:
+        """The first step of a process compiles: time is counted from its end."""
+        if self._timed:
+            self._throughput.update(step, int(record.get("tokens", 0)))
+        else:
+            self._throughput.start(step)
+            self._timed = True
+        if "tokens_per_second" not in record and self._throughput.tokens_per_second:
+            record["tokens_per_second"] = self._throughput.tokens_per_second
+
+    def _due(self, section: str) -> bool:
+        every = getattr(self.config, section).every
+        return self.done == self.work.total or (every is not None and self.done % every == 0)
+
+    def _evaluate(self, hooks: Callback) -> None:
+        found = self.work.evaluate()
+        if found:
+            self.metrics = found
+            self._writer.write(self.done, found)
+            numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in found.items())
+            self._progress.say(f"{self.done}/{self.work.total}  held-out {numbers}")
+        hooks.on_eval(self.done, found)
+        self._throughput.start(self.done)
+
+    def _save(self, hooks: Callback) -> None:
+        if self._saved == self.done:
+            return
+        state, host = self.work.state()
+        record = {"update": self.done, "metrics": self.metrics, "work": host, "plan": self.work.to_dict()}
+        self._store.save(
+            self.done,
+            state,
+            {**record, "config": config_to_dict(self.config), "versions": package_versions()},
+        )
+        self._saved = self.done
+        hooks.on_save(self.done, self.directory.checkpoints / str(self.done))
+
+    def _resume(self) -> bool:
+        if self.directory.newest_update() is None:
+            return False
+        state, host = self._store.restore(self.work.abstract_state())
+        self.work.restore(state, host["work"] | {"plan": host["plan"]})
+        self.done = self._saved = host["update"]
+        self.metrics = host["metrics"]
+        return True
+
+    def _guard(self) -> SkipGuard:
+        params = abstract_params(self.config, self.work.base.sizes)
+        patient = isinstance(loss_scale(self.config), DynamicLossScale)
+        return SkipGuard(self.config.run.max_nonfinite, params, self._progress.say, patient)
+
+    def _end(self, seconds: float) -> None:
+        self.work.picture(self.directory)
+        summary = {"updates": self.done, "metrics": self.metrics, "seconds": round(seconds, 2)}
+        write_json(self.directory.summary, {**summary, **self.work.summary()})
+        contents = "  ".join(self.directory.contents())
+        print(
+            f"{self.done} updates in {seconds:.0f} s; everything is in {self.directory.path}:\n  {contents}"
+        )
+
+
+def _record_of(metrics: StepMetrics) -> dict[str, float]:
+    """The numbers of one update by name."""
+    named = scalars(jax.device_get(metrics))
+    named["applied_updates"] = named.pop("step")
+    named.pop("nonfinite", None)
+    return {name.removeprefix("metrics/"): value for name, value in named.items()}
+
+
+def _verb(config: Any) -> str:
+    from jaxfb.config.post_training import COMMANDS
+
+    return COMMANDS[type(config)]
+
+
+def flat(state: Mapping[str, Any] | Any) -> dict[str, Any]:
+    """A TrainState as a dict of its fields, so that a checkpoint has its parameters under "params"."""
+    return {name: value for name, value in vars(state).items() if value is not None}

@@ -1,0 +1,258 @@
+"""Policies that learn from rewards: the work of `jaxfb rl`.
+
+    rollout -> [rows of one update -> forward_backward -> one optax update] x K x epochs -> next rollout
+
+A rollout is kept until its last update is done, and saved with a checkpoint, so that a run may stop in the middle
+of it. The critic, where there is one, is updated on the same rows by its own plan and optimizer.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.batch_plan import BatchPlan, RolloutPlan, RunPlan, explain_difference
+from jaxfb.config.post_training import RLConfig
+from jaxfb.losses.heads import policy_loss_fn
+from jaxfb.losses.kl import AdaptiveKL
+from jaxfb.losses.policy import PolicyLoss
+from jaxfb.losses.surrogates import make_surrogate
+from jaxfb.metrics import plot_policy
+from jaxfb.rl.advantage import BY_GROUP
+from jaxfb.rl.critic import Critic
+from jaxfb.rl.experience import Experience, Models
+from jaxfb.rl.loop import flat
+from jaxfb.rl.rows import Rows, cut
+from jaxfb.rl.sampler import Sampler
+from jaxfb.rl.start import Base, make_base, row_multiple
+from jaxfb.rl.supervised import fine_tuned
+from jaxfb.rl.tasks import Arithmetic, Task
+from jaxfb.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.training.run_dir import RunDirectory
+
+PyTree = Any
+
+
+@dataclass
+class PolicyWork:
+    """A run of rollouts and updates; see `loop.Work`. Made by `make_policy_work`."""
+
+    base: Base
+    task: Task
+    plan: RolloutPlan
+    experience: Experience
+    step: TrainStep
+    critic: Critic | None
+
+    def __post_init__(self):
+        self._config: RLConfig = self.base.config
+        self._state: TrainState = None  # type: ignore[assignment]
+        self._reference: PyTree | None = None
+        self._rows: Rows = self.experience.empty()
+        self._record: dict[str, float] = {}
+        reward = self._config.reward
+        self._kl = AdaptiveKL(reward.kl_coef, reward.target or 1.0, reward.horizon)
+
+    @property
+    def total(self) -> int:
+        return self.plan.total_updates
+
+    def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+        yield "rollout plan (what it is, what it counts, what verl calls it)", self.plan.table()
+        for purpose, plan in self.plan.plans.items():
+            if plan.by_tokens:
+                yield f"batch plan: {purpose}", plan.table()[1:]
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.plan.to_dict()
+
+    def start(self, say: Callable[[str], None]) -> None:
+        params = self.base.starting_params()
+        if self._config.warm_start.updates:
+            params = self._warm_start(params, say)
+        self._state = self.step.init(params, self._config.run.seed)
+        if self._config.uses_reference:
+            self._reference = _copy(self._state.params)
+        if self.critic:
+            self.critic.start(self._state.params, self._config.run.seed)
+
+    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
+        which = self.plan.update(number)
+        if number % self.plan.updates_per_rollout == 0:
+            self._roll_out(which.rollout)
+        rows = {name: leaf[list(which.rows)] for name, leaf in self._rows.items()}
+        began = time.monotonic()
+        batch, padding = cut(rows, self.plan.train)
+        self._state, metrics = self.step(self._state, batch)
+        metrics = jax.device_get(metrics)
+        self._check_weight(metrics, rows)
+        more = self.critic.update(batch) if self.critic else {}
+        seconds, tokens = time.monotonic() - began, int((rows["segments"] > 0).sum())
+        speed = {"update_seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
+        counted = {"rollout": which.rollout, "epoch": which.epoch, "padding_fraction": padding}
+        return metrics, {**self._record, **counted, **speed, **more}
+
+    def evaluate(self) -> dict[str, float]:
+        return {"eval/accuracy": self.experience.accuracy(self._state.params, self.task.held_out)}
+
+    def state(self) -> tuple[PyTree, dict[str, Any]]:
+        arrays = {**flat(self._state), "rollout": self._rows_on_devices()}
+        if self._reference is not None:
+            arrays["reference"] = self._reference
+        if self.critic:
+            arrays["critic"] = flat(self.critic.state)
+        return arrays, {"record": self._record, "kl_coefficient": self._kl.coefficient}
+
+    def abstract_state(self) -> PyTree:
+        """Shapes and shardings, without a value being made."""
+        state = self.base.abstract_state(self.step)
+        arrays = {**flat(state), "rollout": self._rows_on_devices()}
+        if self._config.uses_reference:
+            arrays["reference"] = state.params
+        if self.critic:
+            arrays["critic"] = flat(self.critic.abstract_state())
+        return arrays
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+        saved = host["plan"]
+        sizes = {name: value for name, value in self.plan.to_dict().items() if name != "plans"}
+        difference = explain_difference(
+            {**saved["plans"]["train"], **{name: saved[name] for name in sizes if name != "rollouts"}},
+            self.plan.train,
+            **{name: value for name, value in sizes.items() if name != "rollouts"},
+        )
+        if difference:
+            raise ValueError(difference)
+        rows, self._reference = state.pop("rollout"), state.pop("reference", None)
+        self._rows = {name: np.asarray(leaf) for name, leaf in rows.items()}
+        if self.critic:
+            self.critic.state = TrainState(**state.pop("critic"))
+        self._state = TrainState(**state)
+        self._record = host["record"]
+        self._kl = AdaptiveKL(host["kl_coefficient"], self._kl.target, self._kl.horizon)
+
+    def summary(self) -> dict[str, Any]:
+        return {"reward": self._record.get("reward"), "applied_updates": int(self._state.step)}
+
+    def picture(self, directory: RunDirectory) -> None:
+        plot_policy([directory.metrics], directory.path / "accuracy.png")
+
+    @property
+    def params(self) -> PyTree:
+        """Of the policy as it is now."""
+        return self._state.params
+
+    def _roll_out(self, number: int) -> None:
+        critic = self.critic.state.params if self.critic else None
+        models = Models(self._state.params, self._reference, critic)
+        self._rows, self._record, self._kl = self.experience.rollout(number, models, self._kl)
+
+    def _warm_start(self, params: Any, say: Callable[[str], None]) -> PyTree:
+        settings = self._config.warm_start
+        problems = self.task.train[: settings.problems]
+        pairs = [(problem.prompt, problem.answer) for problem in problems]
+        return fine_tuned(self.base, params, pairs, self.experience.length, settings, say)
+
+    def _check_weight(self, metrics: StepMetrics, rows: Rows) -> None:
+        """What divided the policy term is what the plan's rows count: a mask that went astray is found here."""
+        tokens, sequences = rows["loss_mask"].sum(), (rows["loss_mask"] > 0).any(1).sum()
+        aggregation = self._config.policy.aggregation
+        wanted = {"token-mean": tokens, "token-sum": 1}.get(aggregation, sequences)
+        if not np.isclose(metrics.weights["policy"], wanted, rtol=1e-6):
+            raise RuntimeError(
+                f'term "policy": Σ weight {metrics.weights["policy"]} ≠ {wanted} counted in the rows of this update '
+                f"({aggregation}); loss_mask was changed on the way to the loss"
+            )
+
+    def _rows_on_devices(self) -> PyTree:
+        return jax.device_put(self._rows, NamedSharding(self.base.mesh, P()))
+
+
+def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
+    """Everything a run is made of; nothing is compiled.
+
+    task: of one's own, in place of the config's.
+
+    Raises:
+      ValueError: an impossible size, in one sentence with the nearest legal choice.
+    """
+    base, task = make_base(config), task or make_task(config)
+    sampler = _sampler(config, base, task)
+    length = _row_length(base, sampler)
+    plan = _rollout_plan(config, base, length)
+    loss = PolicyLoss(
+        make_surrogate(config.policy.surrogate, **config.policy.options),
+        config.policy.aggregation,
+        config.policy.scale,
+        config.policy.kl_coef,
+        config.policy.kl_estimator,
+        config.policy.entropy_coef,
+    )
+    model = policy_loss_fn(base.model, loss, temperature=config.rollout.temperature)
+    run = RunPlan(plan.train, updates=plan.total_updates)
+    step = base.train_step(model, plan.train, run)
+    critic = Critic(base, plan.train, run) if config.critic else None
+    experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model)
+    return PolicyWork(base, task, plan, experience, step, critic)
+
+
+def make_task(config: RLConfig) -> Task:
+    """The config's task."""
+    task = config.task
+    return Arithmetic(task.digits, task.operations, task.held_out, task.seed)
+
+
+def _sampler(config: RLConfig, base: Base, task: Task) -> Sampler:
+    problems = [problem.prompt for problem in task.train + task.held_out]
+    dtype = config.precision.compute_dtype
+    return Sampler(
+        base.sizes,
+        base.mesh,
+        prompt_width=max(map(len, base.tokenizer.encode(problems))),
+        max_new_tokens=config.rollout.max_new_tokens,
+        stop_token=base.stop_token,
+        temperature=config.rollout.temperature,
+        top_k=config.rollout.top_k,
+        compute_dtype=None if dtype in ("float32", "float64") else dtype,
+    )
+
+
+def _row_length(base: Base, sampler: Sampler) -> int:
+    """Slots of a row: a prompt and a response less one, rounded up to what the mesh cuts."""
+    slots, multiple = sampler.prompt_width + sampler.max_new_tokens - 1, row_multiple(base.mesh)
+    return -(-slots // multiple) * multiple
+
+
+def _rollout_plan(config: RLConfig, base: Base, length: int) -> RolloutPlan:
+    sizes = config.rollout
+    rows = sizes.prompts * sizes.samples_per_prompt
+    needed = {
+        "logprob_old": sizes.log_probs == "recompute",
+        "logprob_ref": config.uses_reference,
+        "value": config.critic is not None,
+    }
+    plans: dict[str, BatchPlan] = {"train": base.plan("train", sizes.rows_per_update, length)}
+    plans |= {purpose: base.plan(purpose, rows, length) for purpose, wanted in needed.items() if wanted}
+    return RolloutPlan(
+        plans,
+        prompts=sizes.prompts,
+        samples_per_prompt=sizes.samples_per_prompt,
+        rows_per_update=sizes.rows_per_update,
+        epochs=sizes.epochs,
+        rollouts=sizes.rollouts,
+        seed=config.run.seed if sizes.shuffle else None,
+        groups=config.advantage.name if config.advantage.name in BY_GROUP else "",
+    )
+
+
+def _copy(params: PyTree) -> PyTree:
+    """Of its own: the step donates what it is given."""
+    return jax.tree.map(jnp.copy, params)

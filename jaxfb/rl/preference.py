@@ -1,0 +1,105 @@
+"""Direct preference optimization: the work of `jaxfb dpo`.
+
+    pairs -> rows of two segments -> log-probs of the reference, once -> [rows -> one update] -> held-out accuracy
+
+A row is a pair: the chosen conversation is its segment 1, the rejected one its segment 2, so no loss looks across
+rows and a pair is never torn. The reference is the policy at the start; its log-probs are data from then on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+from jaxfb.config.post_training import DPOConfig
+from jaxfb.data.conversations import Pair, cut_to, encode_pairs, read_preferences, split_held_out
+from jaxfb.data.token_rows import token_rows
+from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
+from jaxfb.losses.preference import PreferenceLoss
+from jaxfb.rl.rows import Rows, batches, count
+from jaxfb.rl.start import Base, make_base
+from jaxfb.rl.supervised import SupervisedWork, row_length, work_on
+
+PyTree = Any
+REFERENCE = "ref_log_probs"
+
+
+class PreferenceWork(SupervisedWork):
+    """Rows of pairs; before the first update they receive the reference's log-probs, which are saved with the state."""
+
+    def start(self, say: Callable[[str], None]) -> None:
+        super().start(say)
+        say("log-probs of the reference")
+        for rows in (self.stream.rows, self.held_out):
+            rows[REFERENCE] = self._reference_of(rows)
+
+    def state(self) -> tuple[PyTree, dict[str, Any]]:
+        state, host = super().state()
+        return {**state, "reference": self._log_probs()}, host
+
+    def abstract_state(self) -> PyTree:
+        return {**super().abstract_state(), "reference": self._log_probs()}
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+        reference = state.pop("reference")
+        for name, rows in (("train", self.stream.rows), ("held_out", self.held_out)):
+            rows[REFERENCE] = np.asarray(reference[name])
+        super().restore(state, host)
+
+    def _log_probs(self) -> dict[str, np.ndarray]:
+        return {"train": self.stream.rows[REFERENCE], "held_out": self.held_out[REFERENCE]}
+
+    def _reference_of(self, rows: Rows) -> np.ndarray:
+        """float[rows, length] by the parameters of now, through the plan of its own purpose."""
+        plan, model = self.plan.plans["logprob_ref"], log_prob_fn(self.base.model)
+        out = rows[REFERENCE].copy()
+        inputs = {name: leaf for name, leaf in rows.items() if name != REFERENCE}
+        for number, batch in enumerate(batches(inputs, plan)):
+            got = self.base.forward(model, self._state.params, batch, plan, forward_only=True)
+            part = slice(number * plan.rows, min((number + 1) * plan.rows, len(out)))
+            out[part] = np.asarray(got.outputs["log_probs"])[: part.stop - part.start]
+        return out
+
+
+def make_preference_work(config: DPOConfig) -> PreferenceWork:
+    """Everything a run is made of; nothing is compiled."""
+    base, section = make_base(config), config.preferences
+    train = read_preferences(section.path)
+    if section.held_out_path:
+        held_out = read_preferences(section.held_out_path)
+    else:
+        train, held_out = split_held_out(train, section.held_out_fraction)
+    length = row_length(base, section.sequence_length)
+    rows = [pair_rows(pairs, base, length, config) for pairs in (train, held_out)]
+    loss = PreferenceLoss(section.kind, section.beta, section.label_smoothing)
+    return work_on(PreferenceWork, base, *rows, policy_loss_fn(base.model, loss), ("logprob_ref",))
+
+
+def pair_rows(pairs: Sequence[Pair], base: Base, length: int, config: DPOConfig) -> Rows:
+    """Leaves [pairs, length]: two conversations a row, of length / 2 slots at most each; log-probs still zero."""
+    half, section = length // 2, config.preferences
+    sides = []
+    for ids, counts in encode_pairs(pairs, base.tokenizer, section.template):
+        sides.append(token_rows(*cut_to(ids, counts, half, section.truncate, "preferences"), half))
+    return _side_by_side(
+        *sides, length, np.float64 if config.precision.compute_dtype == "float64" else np.float32
+    )
+
+
+def _side_by_side(chosen: Rows, rejected: Rows, length: int, dtype: type) -> Rows:
+    """The rejected conversation right behind the chosen one, as segment 2, its positions from 0 again."""
+    number = count(chosen)
+    rows = {name: np.zeros((number, length), leaf.dtype) for name, leaf in chosen.items()}
+    rows |= {"positions": np.zeros((number, length), np.int32), REFERENCE: np.zeros((number, length), dtype)}
+    for row in range(number):
+        at = 0
+        for segment, side in enumerate((chosen, rejected), 1):
+            size = int(side["segments"][row].sum())
+            for name, leaf in side.items():
+                rows[name][row, at : at + size] = leaf[row, :size]
+            rows["segments"][row, at : at + size] = segment
+            rows["positions"][row, at : at + size] = np.arange(size)
+            at += size
+    return rows

@@ -1,0 +1,75 @@
+"""Rows in memory, in a seeded order: what an update of fine-tuning consumes, and a pass over held-out rows.
+
+Step two of the story: data -> batch plan. A position in the endless stream of rows is a number, as in
+`jaxfb.data.loader`, so resuming needs none of what came before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxfb.batch_plan import BatchPlan, Window
+from jaxfb.data.loader import row_order
+from jaxfb.forward_backward import ForwardBackward, Packed
+
+PyTree = Any
+Rows = dict[str, np.ndarray]
+
+
+def count(rows: Rows) -> int:
+    """How many there are."""
+    return len(next(iter(rows.values())))
+
+
+def fill(rows: Rows, number: int) -> Rows:
+    """These rows, then rows of zeros, which weigh nothing."""
+    missing = number - count(rows)
+    return {n: np.pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1)) for n, leaf in rows.items()}
+
+
+class Stream:
+    """The rows of each window; reshuffled each epoch, by the seed alone."""
+
+    def __init__(self, rows: Rows, seed: int):
+        self.rows = rows
+        self._order = row_order(count(rows), seed)
+
+    def read(self, window: Window) -> Rows:
+        """The window's rows, and rows of zeros to the plan's number."""
+        index = [self._order(window.start + k) for k in range(window.rows)]
+        return fill({name: leaf[index] for name, leaf in self.rows.items()}, window.plan.rows)
+
+
+def cut(batch: Rows, plan: BatchPlan) -> tuple[Any, float]:
+    """(what a step takes, share of its computed tokens that are padding)."""
+    if plan.by_tokens:
+        packed = Packed(batch, plan)
+        return packed, packed.padding_fraction
+    real = batch["segments"] > 0
+    return batch, 1 - real.sum() / (plan.padded_rows * real.shape[1])
+
+
+def batches(rows: Rows, plan: BatchPlan) -> Iterator[Rows]:
+    """All rows once, in order, in batches of the plan's; the last is filled with rows of zeros."""
+    for start in range(0, count(rows), plan.rows):
+        part = {name: leaf[start : start + plan.rows] for name, leaf in rows.items()}
+        yield fill(part, plan.rows)
+
+
+def held_out_means(
+    forward: ForwardBackward, model: Any, params: PyTree, rows: Rows, plan: BatchPlan
+) -> dict[str, float]:
+    """Every term and metric over all rows: sums and weights are added up before the one division."""
+    sums: dict[str, np.ndarray] = {}
+    for batch in batches(rows, plan):
+        out = forward(model, params, batch, plan, forward_only=True)
+        for name, term in {**out.terms, **out.metrics}.items():
+            if hasattr(term, "total"):
+                pair = np.array([float(term.total), float(term.weight)])
+                sums[name] = sums.get(name, 0) + pair
+    return {
+        f"eval/{name}": float(total / weight) if weight else 0.0 for name, (total, weight) in sums.items()
+    }

@@ -1,0 +1,124 @@
+"""The policy speaks: prompts in, sampled responses out, on the mesh that trains it.
+
+Second step of a rollout. Rows are spread over every mesh axis but tensor, over which the weights stay cut; the
+numbers drawn for a row depend on the key and its place among the rows alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.mesh import axis_size
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate import generate
+from jaxfb.parallel.tensor import transformer_param_specs
+
+PyTree = Any
+
+
+class Responses(NamedTuple):
+    """On the host. ids: i32[n] of each row, its stop token included where it came; log_probs: f32[n] of each."""
+
+    ids: list[np.ndarray]
+    log_probs: list[np.ndarray]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(map(len, self.ids))
+
+
+@dataclass(frozen=True)
+class Sampler:
+    """Samples from a transformer.
+
+    sizes, mesh:     of the policy.
+    prompt_width:    tokens that prompts are padded to; a longer one is refused.
+    max_new_tokens:  of a response. stop_token: ends it.
+    temperature:     of sampling, and of the log-probs that are reported. top_k: draws among so many.
+    compute_dtype:   that parameters are cast to, as training does; None leaves them.
+    """
+
+    sizes: TransformerConfig
+    mesh: Mesh
+    prompt_width: int
+    max_new_tokens: int
+    stop_token: int
+    temperature: float = 1.0
+    top_k: int | None = None
+    compute_dtype: str | None = None
+
+    def place(self, params: PyTree) -> PyTree:
+        """The parameters as sampling reads them: whole but for `tensor`. Once a rollout."""
+        specs = transformer_param_specs(params)
+        if axis_size(self.mesh, "tensor") == 1:
+            specs = jax.tree.map(lambda _: P(), params)
+        targets = jax.tree.map(
+            lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
+        )
+        cast = params if self.compute_dtype is None else _cast(params, self.compute_dtype)
+        return jax.device_put(cast, targets)
+
+    def __call__(
+        self, placed: PyTree, prompts: list[np.ndarray], key: jax.Array | None, greedy: bool = False
+    ) -> Responses:
+        """One response a prompt. `placed`: from `place`. Greedy takes the likeliest tokens and no key."""
+        rows, lengths = self._padded(prompts)
+        drawn = generate(
+            self.sizes,
+            placed,
+            rows,
+            self.max_new_tokens,
+            prompt_lengths=lengths,
+            temperature=0.0 if greedy else self.temperature,
+            top_k=None if greedy else self.top_k,
+            stop_token=self.stop_token,
+            key=None if greedy else key,
+            log_prob_temperature=1.0 if greedy else self.temperature,
+        )
+        whole = NamedSharding(self.mesh, P())
+        tokens, log_probs = (np.asarray(leaf) for leaf in jax.device_put(tuple(drawn), whole))
+        return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_token)
+
+    def _padded(self, prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
+        """Prompts [rows, prompt_width] and lengths; rows filled up to a multiple of the devices that share them."""
+        longest = max(map(len, prompts))
+        if longest > self.prompt_width:
+            raise ValueError(
+                f"[rollout] a prompt has {longest} tokens, above the {self.prompt_width} that prompts are padded to; "
+                "cut it"
+            )
+        axes = tuple(axis for axis in self.mesh.axis_names if axis != "tensor")
+        shards = axis_size(self.mesh, *axes)
+        count = -(-len(prompts) // shards) * shards
+        rows, lengths = np.zeros((count, self.prompt_width), np.int32), np.ones(count, np.int32)
+        for row, prompt in enumerate(prompts):
+            rows[row, : len(prompt)], lengths[row] = prompt, len(prompt)
+        sharding = NamedSharding(self.mesh, P(axes))
+        return tuple(_to_devices(leaf, sharding) for leaf in (rows, lengths))
+
+
+def _to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    if jax.process_count() == 1:
+        return jax.device_put(leaf, sharding)
+    return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
+
+
+def _cast(params: PyTree, dtype: str) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
+
+
+def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop: int) -> Responses:
+    """Each row up to and with its first stop token."""
+    stopped = tokens == stop
+    lengths = np.where(stopped.any(1), stopped.argmax(1) + 1, tokens.shape[1])
+    return Responses(
+        [row[:n] for row, n in zip(tokens, lengths, strict=True)],
+        [row[:n] for row, n in zip(log_probs, lengths, strict=True)],
+    )

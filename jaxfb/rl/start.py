@@ -1,0 +1,168 @@
+"""What every kind of post-training begins with: mesh, tokenizer, model, and the parameters it starts from.
+
+Step one of a run, before anything is compiled; sizes and mesh are refused first.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import load_config
+from jaxfb.config.post_training import CutConfig, PostTrainingConfig
+from jaxfb.data import Tokenizer, load_tokenizer
+from jaxfb.data.tokenizer import ByteTokenizer
+from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parallel.expert import check_expert_divides
+from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.train_step import TrainState, TrainStep, make_train_step
+from jaxfb.training.setup import (
+    abstract_params,
+    enable_float64,
+    engine_options,
+    loss_scale,
+    model_sizes,
+    optimizer,
+    param_dtype,
+)
+from jaxfb.types import LossFn, Pipelined
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Base:
+    """A model that is about to be trained further.
+
+    model: the transformer, whose head is replaced by the loss at hand (`losses.heads`).
+    """
+
+    config: PostTrainingConfig
+    mesh: Mesh
+    tokenizer: Tokenizer
+    sizes: TransformerConfig
+
+    @cached_property
+    def model(self) -> Pipelined:
+        return transformer(self.sizes)
+
+    @property
+    def stop_token(self) -> int:
+        """Ends a response."""
+        if self.tokenizer.eos_id is None:
+            raise ValueError(
+                "[start] this tokenizer has no token that ends a text; use one with </s>, <eos> or <|end_of_text|>"
+            )
+        return self.tokenizer.eos_id
+
+    def plan(self, purpose: str, rows: int, length: int) -> BatchPlan:
+        """The plan of one purpose from its own section of `plans`; nothing is inherited from another."""
+        cut: CutConfig | None = getattr(self.config.plans, purpose)
+        if cut is None:
+            raise PlanError(
+                f"[{purpose}] needs plans.{purpose} with rows_per_microbatch, num_microbatches or "
+                f"max_tokens_per_microbatch; nothing is inherited from plans.train; use plans.{purpose}."
+                f"rows_per_microbatch={max(1, rows // data_parallel(self.mesh))}"
+            )
+        budget = cut.max_tokens_per_microbatch is not None
+        exact = purpose == "train" or budget
+        return BatchPlan(
+            purpose,
+            rows=rows,
+            data_parallel=data_parallel(self.mesh),
+            sequence_length=length if budget else None,
+            remainder="error" if exact else "pad",
+            **vars(cut),
+        )
+
+    def train_step(self, model: LossFn | Pipelined, plan: BatchPlan, run: RunPlan) -> TrainStep:
+        """The compiled update of that model under the config's optimizer."""
+        return make_train_step(
+            model,
+            optimizer(self.config, run),
+            self.mesh,
+            plan,
+            max_grad_norm=self.config.optimizer.max_grad_norm,
+            clip_convention=self.config.optimizer.clip,
+            loss_scale=loss_scale(self.config),
+            dropout=self.sizes.dropout > 0,
+            **engine_options(self.config, train=False),
+        )
+
+    @cached_property
+    def forward(self) -> ForwardBackward:
+        """The engine of forward-only passes."""
+        return get_forward_backward_func(self.mesh, **engine_options(self.config, train=False))
+
+    def abstract_state(
+        self, step: TrainStep, init: Callable[[jax.Array], PyTree] | None = None
+    ) -> TrainState:
+        """The train state of a step as shapes, dtypes and shardings; `init`: key -> params, the model's own if None."""
+        init = init or (lambda key: init_params(self.sizes, key, param_dtype(self.config)))
+        create = lambda key: TrainState.create(init(key), step.optimizer, key, loss_scale(self.config))  # noqa: E731
+        shapes = jax.eval_shape(create, jax.random.key(0))
+        return jax.tree.map(
+            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+            shapes,
+            step.state_shardings(shapes),
+        )
+
+    def starting_params(self) -> PyTree | Callable[[jax.Array], PyTree]:
+        """What `TrainStep.init` takes: those of `start.run`'s newest checkpoint, or a function that draws them."""
+        if self.config.start.run is None:
+            return lambda key: init_params(self.sizes, key, param_dtype(self.config))
+        store = CheckpointStore(Path(self.config.start.run) / "checkpoints", keep_best=None)
+        return store.restore({"params": abstract_params(self.config, self.sizes)}, partial=True)[0]["params"]
+
+
+def make_base(config: PostTrainingConfig) -> Base:
+    """Reads what the config starts from.
+
+    Raises:
+      ValueError: an impossible size, a missing file.
+    """
+    enable_float64(config)
+    mesh = make_mesh(**vars(config.mesh))
+    tokenizer = _tokenizer(config)
+    sizes = sizes_of(config, tokenizer.vocab_size)
+    check_tensor_divides(sizes, axis_size(mesh, "tensor"))
+    check_expert_divides(sizes, axis_size(mesh, "expert"))
+    return Base(config, mesh, tokenizer, sizes)
+
+
+def sizes_of(config: Any, vocab_size: int) -> TransformerConfig:
+    """The model's sizes: the config's own, or those of the run that it starts from."""
+    if config.model is not None:
+        return model_sizes(config, vocab_size)
+    return sizes_of(load_config(config.start.run), vocab_size)
+
+
+def row_multiple(mesh: Mesh) -> int:
+    """What the length of a row must be a multiple of: the context axis cuts it in twice its size."""
+    size = axis_size(mesh, "context")
+    return 1 if size == 1 else 2 * size
+
+
+def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
+    asked = config.start.tokenizer
+    if asked == "bytes":
+        return ByteTokenizer()
+    if asked is None and config.start.run is None:
+        raise ValueError(
+            "[start] needs tokenizer where there is no run to take it from; use start.tokenizer=bytes"
+        )
+    path = Path(asked) if asked else Path(config.start.run) / "tokenizer.json"
+    if not path.is_file():
+        raise ValueError(f"[start] there is no tokenizer {path}; give start.tokenizer, or a run that has one")
+    return load_tokenizer(path)

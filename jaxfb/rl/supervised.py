@@ -1,0 +1,194 @@
+"""Supervised fine-tuning: learn the tokens that count. The work of `jaxfb sft`, and the warm start of a policy.
+
+conversations -> rows -> [rows of one window -> forward_backward -> one optax update] -> held-out loss
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
+from jaxfb.config.post_training import SFTConfig, WarmStartConfig
+from jaxfb.data.conversations import cut_to, encode_conversations, read_conversations, split_held_out
+from jaxfb.data.token_rows import prompt_and_response, token_rows
+from jaxfb.mesh import data_parallel
+from jaxfb.metrics import plot_losses
+from jaxfb.optim import lr_schedule, make_optimizer
+from jaxfb.rl.loop import flat
+from jaxfb.rl.rows import Rows, Stream, count, cut, held_out_means
+from jaxfb.rl.start import Base, make_base, row_multiple
+from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.setup import engine_options
+
+PyTree = Any
+TERM = "cross_entropy"
+
+
+@dataclass
+class SupervisedWork:
+    """A run over rows in memory; see `loop.Work`. Also the part that preferences share: only the loss differs.
+
+    model: a Pipelined with a loss, updated and evaluated.
+    """
+
+    base: Base
+    plan: RunPlan
+    stream: Stream
+    held_out: Rows
+    step: TrainStep
+    model: Any
+
+    def __post_init__(self):
+        self._state: TrainState = None  # type: ignore[assignment]
+        self._windows = self.plan.window
+
+    @property
+    def total(self) -> int:
+        return self.plan.total_updates
+
+    def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+        yield "rows", [("train", count(self.stream.rows)), ("held out", count(self.held_out))]
+        for purpose, plan in self.plan.plans.items():
+            yield f"batch plan: {purpose}", plan.table()[1:]
+        yield "run plan", self.plan.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        return {**self.plan.to_dict(), "seed": self.base.config.run.seed}
+
+    def start(self, say: Callable[[str], None]) -> None:
+        self._state = self.step.init(self.base.starting_params(), self.base.config.run.seed)
+
+    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
+        window = self._windows(number)
+        rows = self.stream.read(window)
+        batch, padding = cut(rows, window.plan)
+        self._state, metrics = self.step(self._state, batch, window.rows)
+        epoch = (window.start + window.rows) / count(self.stream.rows)
+        tokens = int((rows["segments"] > 0).sum())
+        return metrics, {"tokens": tokens, "rows": window.rows, "epoch": epoch, "padding_fraction": padding}
+
+    def evaluate(self) -> dict[str, float]:
+        if not count(self.held_out):
+            return {}
+        plan = self.plan.plans["eval"]
+        found = held_out_means(self.base.forward, self.model, self._state.params, self.held_out, plan)
+        loss = found.pop(f"eval/{TERM}", None)
+        return found if loss is None else {"eval/loss": loss, **found}
+
+    def state(self) -> tuple[PyTree, dict[str, Any]]:
+        return flat(self._state), {}
+
+    def abstract_state(self) -> PyTree:
+        return flat(self.base.abstract_state(self.step))
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+        saved = host["plan"]
+        train = {**saved["plans"]["train"], "seed": saved["seed"], "dataset_rows": saved["dataset_rows"]}
+        mine = self.to_dict()
+        difference = explain_difference(
+            train, self.plan.train, seed=mine["seed"], dataset_rows=mine["dataset_rows"]
+        )
+        if difference:
+            raise ValueError(difference)
+        self._state = TrainState(**state)
+
+    def summary(self) -> dict[str, Any]:
+        return {"applied_updates": int(self._state.step), "rows": count(self.stream.rows)}
+
+    def picture(self, directory: RunDirectory) -> None:
+        plot_losses(directory.metrics, directory.picture)
+
+
+def make_supervised_work(config: SFTConfig) -> SupervisedWork:
+    """Everything a run is made of; nothing is compiled."""
+    base = make_base(config)
+    section = config.conversations
+    train = read_conversations(section.path)
+    if section.held_out_path:
+        held_out = read_conversations(section.held_out_path)
+    else:
+        train, held_out = split_held_out(train, section.held_out_fraction)
+    length = row_length(base, section.sequence_length)
+
+    def rows(conversations: Sequence) -> Rows:
+        encoded = encode_conversations(conversations, base.tokenizer, section.template, section.learn)
+        return token_rows(*cut_to(*encoded, length, section.truncate, "conversations"), length)
+
+    return work_on(SupervisedWork, base, rows(train), rows(held_out), base.model)
+
+
+def work_on(
+    kind: type, base: Base, train: Rows, held_out: Rows, model: Any, purposes: Sequence[str] = ()
+) -> Any:
+    """That kind of work on these rows, with plans, optimizer and step by the config.
+
+    purposes: of forward passes over all rows beside "eval", in batches of as many rows as an update has.
+    """
+    config, length = base.config, train["tokens"].shape[1]
+    needed = ["train", *purposes, *(["eval"] if count(held_out) else [])]
+    plans = {purpose: base.plan(purpose, config.batch.rows, length) for purpose in needed}
+    total = count(train)
+    if not total:
+        raise ValueError("[data] there is no row to train on; give more, or hold out fewer")
+    run = RunPlan(plans, updates=config.batch.updates, epochs=config.batch.epochs, dataset_rows=total)
+    step = base.train_step(model, plans["train"], run)
+    return kind(base, run, Stream(train, config.run.seed), held_out, step, model)
+
+
+def row_length(base: Base, length: int) -> int:
+    """`length`, which the mesh must be able to cut.
+
+    Raises:
+      ValueError: the context axis does not divide it.
+    """
+    multiple = row_multiple(base.mesh)
+    if length % multiple:
+        raise ValueError(
+            f"[data] sequence_length={length} is not a multiple of 2 * mesh.context = {multiple}; use "
+            f"{-(-length // multiple) * multiple}"
+        )
+    return length
+
+
+def fine_tuned(
+    base: Base,
+    params: PyTree | Callable[[jax.Array], PyTree],
+    pairs: Sequence[tuple[str, str]],
+    length: int,
+    settings: WarmStartConfig,
+    say: Callable[[str], None],
+) -> PyTree:
+    """Parameters after `settings.updates` updates on (prompt, answer) texts; answers and the end token are learnt."""
+    rows = _answered(base, pairs, length)
+    plan = BatchPlan(
+        rows=settings.rows, num_microbatches=1, data_parallel=data_parallel(base.mesh), remainder="pad"
+    )
+    run = RunPlan(plan, updates=settings.updates)
+    rate = lr_schedule(
+        "constant", peak=settings.learning_rate, total=settings.updates, warmup=settings.updates // 20
+    )
+    options = engine_options(base.config, train=False)
+    step = make_train_step(
+        base.model, make_optimizer("adamw", learning_rate=rate), base.mesh, plan, max_grad_norm=1.0, **options
+    )
+    stream, state = Stream(rows, base.config.run.seed), step.init(params, base.config.run.seed)
+    for window in run.windows():
+        state, metrics = step(state, stream.read(window), window.rows)
+        loss = float(metrics.loss)  # waits: XLA:CPU can deadlock with several updates queued
+        if window.update % 100 == 0 or window.update == settings.updates - 1:
+            say(f"warm start {window.update + 1}/{settings.updates}  loss {loss:.4f}")
+    return state.params
+
+
+def _answered(base: Base, pairs: Sequence[tuple[str, str]], length: int) -> Rows:
+    prompts = base.tokenizer.encode([prompt for prompt, _ in pairs])
+    answers = base.tokenizer.encode([answer for _, answer in pairs])
+    stop = np.array([base.stop_token], np.int32)
+    both = [prompt_and_response(p, np.concatenate([a, stop])) for p, a in zip(prompts, answers, strict=True)]
+    return token_rows([ids for ids, _ in both], [counts for _, counts in both], length)

@@ -1,0 +1,85 @@
+"""Problems whose answers can be checked: what a policy is asked, and what it is rewarded for.
+
+First step of a rollout. A task of one's own is any object with these members.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+LISTED = 200_000
+
+
+class Problem(NamedTuple):
+    """A prompt and its right answer, as text."""
+
+    prompt: str
+    answer: str
+
+
+class Task(Protocol):
+    """What the policy loop asks of a task.
+
+    train, held_out: disjoint; accuracy is measured on the second.
+    """
+
+    train: list[Problem]
+    held_out: list[Problem]
+
+    def reward(self, problem: Problem, response: str) -> float:
+        """Of the text up to the stop token."""
+
+    def is_correct(self, problem: Problem, response: str) -> bool:
+        """Whether the response counts as solved."""
+
+
+@dataclass(frozen=True)
+class Arithmetic:
+    """`47+85=` is to be answered with `132`: reward 1 for exactly that, else 0.
+
+    digits: of each operand, at most. operations: any of "+", "-", "*". held_out: how many are never trained on.
+    """
+
+    digits: int = 2
+    operations: str = "+"
+    num_held_out: int = 512
+    seed: int = 0
+
+    @cached_property
+    def train(self) -> list[Problem]:
+        return self._problems[self.num_held_out :]
+
+    @cached_property
+    def held_out(self) -> list[Problem]:
+        return self._problems[: self.num_held_out]
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return float(self.is_correct(problem, response))
+
+    def is_correct(self, problem: Problem, response: str) -> bool:
+        return response == problem.answer
+
+    @cached_property
+    def _problems(self) -> list[Problem]:
+        """All there are, or as many as are listed, in an order drawn from the seed."""
+        base = 10**self.digits
+        total = base * base * len(self.operations)
+        if total <= self.num_held_out:
+            raise ValueError(
+                f"[task] held_out={self.num_held_out} leaves none of the {total} problems to train on; use at most "
+                f"{total // 2}"
+            )
+        rng = np.random.default_rng(self.seed)
+        codes = rng.permutation(total) if total <= LISTED else np.unique(rng.integers(0, total, LISTED))
+        return [self._problem(int(code), base) for code in rng.permutation(codes)]
+
+    def _problem(self, code: int, base: int) -> Problem:
+        rest, second = divmod(code, base)
+        operation, first = divmod(rest, base)
+        sign = self.operations[operation]
+        value = {"+": first + second, "-": first - second, "*": first * second}[sign]
+        return Problem(f"{first}{sign}{second}=", str(value))

@@ -1,0 +1,189 @@
+"""A policy run: the sampler speaks as the model does, other plans change nothing, and stopping leaves no trace."""
+
+import dataclasses
+
+import jax
+import numpy as np
+import pytest
+
+from jaxfb.config import RLConfig
+from jaxfb.config.load import config_from_dict
+from jaxfb.rl import post_train
+from jaxfb.rl.policy import make_policy_work
+from jaxfb.rl.tasks import Arithmetic, Problem
+
+TINY = {
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
+    "start": {"tokenizer": "bytes"},
+    "task": {"digits": 1, "held_out": 10},
+    "rollout": {
+        "prompts": 4,
+        "samples_per_prompt": 4,
+        "rows_per_update": 8,
+        "rollouts": 2,
+        "epochs": 2,
+        "max_new_tokens": 4,
+    },
+    "policy": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    "plans": {
+        "train": {"rows_per_microbatch": 4},
+        "logprob_old": {"rows_per_microbatch": 8},
+        "logprob_ref": {"rows_per_microbatch": 16},
+        "value": {"rows_per_microbatch": 16},
+    },
+    "run": {"dir": "unused"},
+    "optimizer": {"learning_rate": 0.01},
+    "mesh": {"data": 1},
+    "precision": {"compute_dtype": "float64"},
+}
+PPO = {
+    "advantage": {"name": "gae"},
+    "critic": {"learning_rate": 0.01},
+    "reward": {"kl_coef": 0.05, "target": 0.1},
+}
+
+
+class Evens(Arithmetic):
+    """Rewards that a random policy earns: the share of even bytes."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return float(np.mean([ord(c) % 2 == 0 for c in response] or [0.0]))
+
+
+def config(tmp_path, *more, **sections) -> RLConfig:
+    values = {**TINY, "run": {"dir": str(tmp_path / "run")}}
+    for changes in (*more, sections):
+        for name, change in changes.items():
+            values[name] = {**values.get(name, {}), **change}
+    return config_from_dict(values)
+
+
+def started(config):
+    work = make_policy_work(config, Evens(1, "+", 10))
+    work.start(lambda text: None)
+    return work
+
+
+def leaves(tree):
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(tree)]
+
+
+def same_bits(one, other):
+    for a, b in zip(leaves(one), leaves(other), strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_path):
+    work = started(config(tmp_path, rollout={"temperature": 0.7}))
+    metrics, record = work.update(0)
+    assert record["sampler_gap"] < 1e-12
+    np.testing.assert_allclose(metrics.metrics["ratio"], 1, atol=1e-12)
+    np.testing.assert_allclose(metrics.metrics["approx_kl"], 0, atol=1e-12)
+    assert metrics.metrics["clip_fraction"] == 0 and metrics.metrics["ref_kl"] < 1e-12
+
+
+def test_the_record_says_what_happened(tmp_path):
+    _, record = started(config(tmp_path)).update(0)
+    named = {
+        "reward",
+        "accuracy",
+        "response_length",
+        "rollout_tokens_per_second",
+        "tokens_per_second",
+        "padding_fraction",
+    }
+    assert named <= set(record)
+    assert 0 <= record["padding_fraction"] < 1 and record["tokens"] > 0
+
+
+OTHER_PLANS = {
+    "logprob_old": {"rows_per_microbatch": 2},
+    "logprob_ref": {"rows_per_microbatch": None, "max_tokens_per_microbatch": 40, "packing": True},
+}
+
+
+def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
+    """The same rows of a rollout, updated by two runs that differ in every plan but that of training."""
+    one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
+    one.update(0)
+    other._rows, other._record = one._rows, one._record
+    one.update(1)
+    other._state = other.step.init(jax.tree.map(np.asarray, started(config(tmp_path)).params), 0)
+    again = started(config(tmp_path))
+    again._rows, again._record = one._rows, one._record
+    again.update(1)
+    other.update(1)
+    same_bits(other.params, again.params)
+
+
+def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
+    one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
+    one.update(0)
+    other.update(0)
+    for name, leaf in one._rows.items():
+        np.testing.assert_allclose(leaf, other._rows[name], rtol=0, atol=1e-12, err_msg=name)
+    for a, b in zip(leaves(one.params), leaves(other.params), strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"mesh": {"data": 2}, "plans": {"train": {"max_tokens_per_microbatch": 24, "packing": True}}},
+        {"mesh": {"pipe": 2, "data": 2}, "plans": {"train": {"rows_per_microbatch": 2}}},
+    ],
+    ids=["packed on 2 replicas", "pipeline"],
+)
+def test_the_mesh_and_the_cut_change_nothing(tmp_path, changes):
+    one, other = started(config(tmp_path)), started(config(tmp_path, changes))
+    for number in range(2):
+        (a, _), (b, _) = one.update(number), other.update(number)
+        np.testing.assert_allclose(a.loss, b.loss, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(a.grad_norm, b.grad_norm, rtol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [{}, PPO], ids=["grpo", "ppo"])
+def test_stopped_in_the_middle_of_a_rollout_it_ends_in_the_same_bits(tmp_path, kind):
+    from jaxfb.checkpoint import CheckpointStore
+
+    def arrays(path, settings):
+        work = make_policy_work(settings, Evens(1, "+", 10))
+        return CheckpointStore(path / "checkpoints", keep_best=None).restore(work.abstract_state())[0]
+
+    whole = config(tmp_path / "whole", kind)
+    post_train(whole, task=Evens(1, "+", 10))
+    parts = config(tmp_path / "parts", kind)
+
+    class Stop(Exception):
+        pass
+
+    from jaxfb.callbacks import callback
+
+    def stop(step, directory):
+        if step == 5:
+            raise Stop
+
+    every = dataclasses.replace(parts, checkpoint=dataclasses.replace(parts.checkpoint, every=5))
+    with pytest.raises(Stop):
+        post_train(every, task=Evens(1, "+", 10), callbacks=[callback(on_save=stop)])
+    result = post_train(every, task=Evens(1, "+", 10), resume=True)
+    assert (result.status, result.updates) == ("finished", 8)
+    one, other = arrays(tmp_path / "whole" / "run", whole), arrays(tmp_path / "parts" / "run", parts)
+    keys = jax.random.key_data
+    for tree in (one, other, *(t["critic"] for t in (one, other) if "critic" in t)):
+        tree["rng"] = keys(tree["rng"])
+    same_bits(one, other)
+
+
+def test_a_purpose_without_a_plan_is_refused_before_anything_runs(tmp_path):
+    values = {**TINY, "plans": {name: cut for name, cut in TINY["plans"].items() if name != "logprob_ref"}}
+    with pytest.raises(ValueError, match=r"\[logprob_ref\] needs plans.logprob_ref .*nothing is inherited"):
+        make_policy_work(config_from_dict(values))
+
+
+@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg"])
+def test_every_estimator_makes_advantages_that_differ_by_row(tmp_path, name):
+    work = started(config(tmp_path, advantage={"name": name}, rollout={"epochs": 1, "rollouts": 1}))
+    work._roll_out(0)
+    assert np.ptp(work._rows["advantages"]) > 0
+    assert (work._rows["advantages"][work._rows["loss_mask"] == 0] == 0).all()
