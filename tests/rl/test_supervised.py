@@ -1,0 +1,170 @@
+"""`jaxfb sft` and `jaxfb dpo` from the command line, what is learnt of a conversation, and the law under packing."""
+
+import json
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import yaml
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.data.conversations import encode_conversations, encode_pairs, read_conversations, read_preferences
+from jaxfb.data.tokenizer import ByteTokenizer
+from jaxfb.metrics import read_jsonl
+from jaxfb.rl.preference import make_preference_work
+from jaxfb.rl.supervised import make_supervised_work
+
+DATA = Path(__file__).parent.parent.parent / "examples" / "data"
+BASE = {
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
+    "start": {"tokenizer": "bytes"},
+    "batch": {"rows": 16, "updates": 6},
+    "optimizer": {"learning_rate": 0.01},
+    "mesh": {"data": 1},
+    "plans": {
+        "train": {"rows_per_microbatch": 4},
+        "eval": {"rows_per_microbatch": 8},
+        "logprob_ref": {"rows_per_microbatch": 8},
+    },
+    "checkpoint": {"every": 3},
+    "precision": {"compute_dtype": "float64"},
+}
+SFT = {
+    "conversations": {
+        "path": str(DATA / "conversations.jsonl"),
+        "held_out_fraction": 0.2,
+        "sequence_length": 160,
+    }
+}
+DPO = {
+    "preferences": {
+        "path": str(DATA / "preferences.jsonl"), "held_out_fraction": 0.2, "sequence_length": 96, "template": "plain"
+    }
+}  # fmt: skip
+PACKED = {"max_tokens_per_microbatch": 320, "packing": True}
+
+
+def write(path, *sections, **more):
+    values = {**BASE, "run": {"dir": str(path / "run")}}
+    for changes in (*sections, more):
+        values = {**values, **changes}
+    path.mkdir(exist_ok=True)
+    (path / "config.yaml").write_text(yaml.safe_dump(values))
+    return path / "config.yaml"
+
+
+def text_of(ids, counts):
+    tokenizer = ByteTokenizer()
+    shown = lambda part: "".join("$" if i == 256 else tokenizer.decode([i]) for i in part)  # noqa: E731
+    return shown(ids), shown(ids[counts])
+
+
+@pytest.mark.parametrize(
+    "template, learn, whole, learnt",
+    [
+        ("plain", "assistant", "System: Add.\n\nUser: 1\n\nAssistant: 2$User: 3\n\nAssistant: 4$", "2$4$"),
+        ("plain", "last", "System: Add.\n\nUser: 1\n\nAssistant: 2$User: 3\n\nAssistant: 4$", "4$"),
+        ("none", "assistant", "Add.12$34$", "2$4$"),
+        (
+            "chatml",
+            "last",
+            "<|im_start|>system\nAdd.<|im_end|>\n<|im_start|>user\n1<|im_end|>\n<|im_start|>assistant\n2<|im_end|>$\n"
+            "<|im_start|>user\n3<|im_end|>\n<|im_start|>assistant\n4<|im_end|>$\n",
+            "4<|im_end|>$",
+        ),
+    ],
+)
+def test_only_the_assistant_is_learnt(template, learn, whole, learnt):
+    turns = [("system", "Add."), ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    (ids,), (counts,) = encode_conversations([messages], ByteTokenizer(), template, learn)
+    assert text_of(ids, counts) == (whole, learnt)
+
+
+def test_both_answers_follow_the_same_prompt():
+    pairs = read_preferences(DATA / "preferences.jsonl")[:3]
+    for ids, counts in zip(
+        *map(lambda side: side, zip(*encode_pairs(pairs, ByteTokenizer(), "plain"))), strict=True
+    ):
+        assert len(ids) == len(counts)
+    (chosen, _), (rejected, _) = encode_pairs(pairs, ByteTokenizer(), "plain")
+    for pair, one, other in zip(pairs, chosen, rejected, strict=True):
+        assert text_of(one, one >= 0)[0].endswith(f"Assistant: {pair.chosen}$")
+        assert text_of(other, other >= 0)[0].endswith(f"Assistant: {pair.rejected}$")
+
+
+@pytest.mark.parametrize(
+    "line, message",
+    [
+        ('{"messages": []}', 'line 1 needs "messages"'),
+        ("{", "line 1 is no JSON"),
+        (
+            '{"messages": [{"role": "bot", "content": "x"}]}',
+            "role 'bot' must be one of system, user, assistant",
+        ),
+        ('{"messages": [{"role": "user", "content": 3}]}', "with a text"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path, line, message):
+    (tmp_path / "bad.jsonl").write_text(line + "\n")
+    with pytest.raises(ValueError, match=message):
+        read_conversations(tmp_path / "bad.jsonl")
+
+
+def updates(work, number=2):
+    work.start(lambda text: None)
+    return [work.update(k)[0] for k in range(number)]
+
+
+@pytest.mark.parametrize(
+    "kind, make", [(SFT, make_supervised_work), (DPO, make_preference_work)], ids=["sft", "dpo"]
+)
+def test_packing_and_replicas_change_no_update(tmp_path, kind, make):
+    plain = load_config(write(tmp_path / "plain", kind))
+    train = {"rows_per_microbatch": 2} if kind is DPO else PACKED
+    plans = {**BASE["plans"], "train": train, "logprob_ref": {"rows_per_microbatch": 2}}
+    other = load_config(write(tmp_path / "other", kind, plans=plans, mesh={"data": 2}))
+    for one, two in zip(updates(make(plain)), updates(make(other)), strict=True):
+        np.testing.assert_allclose(one.loss, two.loss, rtol=0, atol=1e-12)
+        np.testing.assert_allclose(one.grad_norm, two.grad_norm, rtol=1e-10)
+
+
+def test_the_first_preference_loss_is_log_2(tmp_path):
+    work = make_preference_work(load_config(write(tmp_path, DPO)))
+    (metrics,) = updates(work, 1)
+    np.testing.assert_allclose(metrics.loss, np.log(2), atol=1e-12)
+    assert metrics.metrics["reward_margin"] == 0
+
+
+def bits(run):
+    from jaxfb.checkpoint import CheckpointStore
+
+    with CheckpointStore(run / "checkpoints", keep_best=None) as store:
+        config = load_config(run)
+        make = make_preference_work if hasattr(config, "preferences") else make_supervised_work
+        state, host = store.restore(make(config).abstract_state())
+    state["rng"] = jax.random.key_data(state["rng"])
+    return [np.asarray(leaf) for leaf in jax.tree.leaves(state)], host
+
+
+def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys):
+    sft = write(tmp_path / "sft", SFT)
+    assert main(["sft", str(sft)]) == 0
+    records = read_jsonl(tmp_path / "sft" / "run" / "metrics.jsonl")
+    losses = [record["eval/loss"] for record in records if "eval/loss" in record]
+    assert losses[-1] < losses[0]
+    values = {**BASE, **DPO, "start": {"run": str(tmp_path / "sft" / "run")}, "model": None}
+    whole, parts = write(tmp_path / "whole", values), write(tmp_path / "parts", values)
+    assert main(["dpo", str(whole)]) == 0
+    assert main(["dpo", str(parts), "batch.updates=3"]) == 0
+    assert main(["dpo", str(parts), "--resume"]) == 0
+    for one, other in zip(
+        bits(tmp_path / "whole" / "run")[0], bits(tmp_path / "parts" / "run")[0], strict=True
+    ):
+        np.testing.assert_array_equal(one, other)
+    assert json.loads((tmp_path / "whole" / "run" / "summary.json").read_text())["updates"] == 6
+    capsys.readouterr()
+    assert main(["sft", str(whole)]) == 2
+    assert "is a config for `jaxfb dpo`, not for `jaxfb sft`" in capsys.readouterr().err
