@@ -46,8 +46,8 @@ def main():
         vars(settings),
         {
             "time_of_forward_and_backward": times,
-            "time_of_matmul_grouped_to_ragged_dot": ratio(matmuls, "grouped_matmul", "ragged_dot"),
-            "time_of_matmul_grouped_to_dense": ratio(matmuls, "grouped_matmul", "dense"),
+            "time_of_matmul_grouped_to_ragged_dot": ratio(matmuls, "matmul_grouped", "matmul_ragged_dot"),
+            "time_of_matmul_grouped_to_dense": ratio(matmuls, "matmul_grouped", "matmul_dense"),
             "parameters": {name: num_params(config) for name, config in configs.items()},
             "flops_per_token": {
                 name: flops_per_token(config, settings.seq) for name, config in configs.items()
@@ -137,9 +137,9 @@ def grouped(settings) -> dict:
         return lambda: jax.block_until_ready(run(rows, kernels))
 
     return {
-        "grouped_matmul": timed(lambda r, k: grouped_matmul(r, k, sizes)),
-        "ragged_dot": timed(lambda r, k: jax.lax.ragged_dot(r, k, sizes)),
-        "dense": timed(lambda r, k: r @ k[0]),
+        "matmul_grouped": timed(lambda r, k: grouped_matmul(r, k, sizes)),
+        "matmul_ragged_dot": timed(lambda r, k: jax.lax.ragged_dot(r, k, sizes)),
+        "matmul_dense": timed(lambda r, k: r @ k[0]),
     }
 
 

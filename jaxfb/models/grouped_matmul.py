@@ -62,14 +62,19 @@ def _outer_product(rows, cotangent, sizes):
 
 
 class _Tiles(NamedTuple):
-    """Rows laid out in tiles of one group: group i32[N]; row i32[N, B] and S where there is none."""
+    """Rows laid out in tiles of one group.
+
+    group: i32[N]. row: i32[N, B], S where there is none.
+    used:  i32[], how many tiles have rows, the first ones.
+    """
 
     group: jax.Array
     row: jax.Array
+    used: jax.Array
 
     @classmethod
     def of(cls, sizes: jax.Array, num_rows: int) -> _Tiles:
-        """As many as are needed however the rows are spread: the last tile of each group may be part empty."""
+        """Room for all rows however they are spread; the last tile of each group may be part empty."""
         num_groups = sizes.shape[0]
         size = min(LARGEST_TILE, max(8, num_rows // (2 * num_groups)))
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
@@ -79,11 +84,7 @@ class _Tiles(NamedTuple):
         in_group = (tile - _at(ends - tiles_of, group))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
         there = in_group < _at(sizes, group)[:, None]
         row = jnp.where(there, _at(jnp.cumsum(sizes) - sizes, group)[:, None] + in_group, num_rows)
-        return cls(jnp.minimum(group, num_groups - 1), row)
-
-    def cut(self, rows: jax.Array) -> jax.Array:
-        """[S, D] to [N, B, D], zero where there is no row."""
-        return _at(rows, self.row)
+        return cls(jnp.minimum(group, num_groups - 1), row, ends[-1])
 
     def join(self, tiles: jax.Array, num_rows: int) -> jax.Array:
         """[N, B, F] to [S, F], zero where no tile has the row."""
@@ -95,21 +96,24 @@ class _Tiles(NamedTuple):
 
 def _tiled_product(rows, kernels, sizes):
     tiles = _Tiles.of(sizes, rows.shape[0])
-    products = lax.map(lambda tile: tile[0] @ kernels[tile[1]], (tiles.cut(rows), tiles.group))
-    return tiles.join(products, rows.shape[0])
+
+    def multiply(tile, products):
+        return products.at[tile].set(_at(rows, tiles.row[tile]) @ kernels[tiles.group[tile]])
+
+    room = jnp.zeros((*tiles.row.shape, kernels.shape[2]), rows.dtype)
+    return tiles.join(lax.fori_loop(0, tiles.used, multiply, room), rows.shape[0])
 
 
 def _tiled_outer_product(rows, cotangent, sizes):
     tiles = _Tiles.of(sizes, rows.shape[0])
     wide = jnp.promote_types(rows.dtype, jnp.float32)
+
+    def add(tile, sums):
+        left, right = (_at(x, tiles.row[tile]) for x in (rows, cotangent))
+        return sums.at[tiles.group[tile]].add(jnp.matmul(left.T, right, preferred_element_type=wide))
+
     zeros = jnp.zeros((sizes.shape[0], rows.shape[1], cotangent.shape[1]), wide)
-
-    def add(sums, tile):
-        group, left, right = tile
-        return sums.at[group].add(jnp.matmul(left.T, right, preferred_element_type=wide)), None
-
-    sums, _ = lax.scan(add, zeros, (tiles.group, tiles.cut(rows), tiles.cut(cotangent)))
-    return sums.astype(rows.dtype)
+    return lax.fori_loop(0, tiles.used, add, zeros).astype(rows.dtype)
 
 
 def _at(x: jax.Array, index: jax.Array) -> jax.Array:
