@@ -5,7 +5,7 @@ Used in the head of forward_backward through `policy_loss_fn`. A surrogate says 
 
 Leaves of a microbatch, all f32[rows, seq] and aligned with `targets` (place t speaks of the token targets[t]):
 loss_mask, advantages, old_log_probs; ref_log_probs with a KL term; rollout_weights optionally, importance weights
-of a sampler that differs from the policy (`losses.rollout_weights`).
+of a sampler that differs from the policy (`losses.importance.rollout_weights`).
 """
 
 from __future__ import annotations

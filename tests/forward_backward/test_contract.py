@@ -50,6 +50,18 @@ def equal(out, wanted, atol=1e-13):
 # What a loss function may return
 
 
+@pytest.mark.parametrize("normalize", ["global", "microbatch", "none"])
+def test_a_sum_without_a_weight_is_divided_by_nothing(normalize):
+    """Over three microbatches on two replicas, a number that has no exact reciprocal."""
+    batch = {"x": X[:6], "y": Y[:6]}
+    fb = get_forward_backward_func(make_mesh(data=2), normalize=normalize)
+    total = lambda w, mb, rng: Sum(squares(w, mb).sum(), None)  # noqa: E731
+    out = fb(total, W, batch, BatchPlan(rows=6, data_parallel=2, num_microbatches=3))
+    loss, grad = jax.value_and_grad(lambda w: squares(w, batch).sum())(jnp.asarray(W))
+    np.testing.assert_allclose(out.loss, loss, rtol=1e-13)
+    np.testing.assert_allclose(out.grads, grad, rtol=1e-13)
+
+
 def test_a_bare_sum_is_a_loss_named_loss():
     out = run(loss_fn)
     equal(out, expected())

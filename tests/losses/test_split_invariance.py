@@ -75,8 +75,10 @@ class Together:
 
 
 PAIRWISE, PRODUCT = Together(_pairwise()), Together(_product())
+FEW = Together({name: _pairwise()[name] for name in ("ppo", "gspo", "geo_mean", "terms")})
 MODELS = {
-    loss: policy_loss_fn(transformer(CONFIG), loss, temperature=TEMPERATURE) for loss in (PAIRWISE, PRODUCT)
+    loss: policy_loss_fn(transformer(CONFIG), loss, temperature=TEMPERATURE)
+    for loss in (PAIRWISE, PRODUCT, FEW)
 }
 CRITIC = value_loss_fn(
     transformer(replace(CONFIG, tied_embeddings=True)),
@@ -125,6 +127,19 @@ def _batch():
         "positions": (np.arange(SEQ) - start).astype(np.int32),
         "loss_mask": mask,
     } | {name: np.where(mask > 0, leaf, np.nan) for name, leaf in floats.items()}
+
+
+@cache
+def _ragged():
+    """One sequence a row, of 2 to SEQ tokens; row 3 counts nothing."""
+    rng = np.random.default_rng(2)
+    inside = np.arange(SEQ) < rng.integers(2, SEQ + 1, (ROWS, 1))
+    mask = inside * (rng.random((ROWS, SEQ)) > 0.3) * 1.0
+    mask[3] = 0
+    leaves = ("tokens", "old_log_probs", "ref_log_probs", "advantages", "rollout_weights")
+    numbers = {name: np.nan_to_num(_batch()[name], nan=-1.5) for name in leaves}
+    targets = np.where(mask > 0, np.maximum(_batch()["targets"], 0), -100).astype(np.int32)
+    return numbers | {"targets": targets, "segments": inside.astype(np.int32), "loss_mask": mask}
 
 
 @cache
@@ -181,6 +196,7 @@ def _plain_student(params, batch):
 KINDS_OF_LOSS = {
     "policy": (MODELS[PAIRWISE], _plain_policy(PAIRWISE), _params, _batch),
     "product": (MODELS[PRODUCT], _plain_policy(PRODUCT), _params, _batch),
+    "rows": (MODELS[FEW], _plain_policy(FEW), _params, _ragged),
     "critic": (CRITIC, _plain_critic, _critic_params, _batch),
     "top": (TOP_STUDENT, _plain_student, _params, _taught_top),
     "full": (FULL_STUDENT, _plain_student, _params, _taught),
@@ -200,16 +216,17 @@ def _one_device(kind):
     return jax.jit(jax.value_and_grad(objective, has_aux=True))(params())
 
 
-def _engine(kind, mesh, rows_per_microbatch, **how):
+def _engine(kind, mesh, rows_per_microbatch=None, budget=None, **how):
     model, _, params, batch = KINDS_OF_LOSS[kind]
     size = int(np.prod(list(mesh.values()) or [1]))
     mesh = jaxfb.make_mesh(**mesh, devices=jax.devices()[:size])
     replicas = mesh.shape["data"] * mesh.shape["fsdp"]
-    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=rows_per_microbatch, data_parallel=replicas)
+    cut = budget or {"rows_per_microbatch": rows_per_microbatch}
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, **cut)
     return jaxfb.get_forward_backward_func(mesh, **how)(model, params(), batch(), plan)
 
 
-def _check(kind, mesh, rows_per_microbatch, **how):
+def _check(kind, mesh, rows_per_microbatch=None, **how):
     (loss, expected), grads = _one_device(kind)
     out = _engine(kind, mesh, rows_per_microbatch, **how)
     np.testing.assert_allclose(out.loss, loss, rtol=1e-12)
@@ -230,9 +247,16 @@ def test_a_pipeline_with_its_vocabulary_cut_and_its_sequences_too():
     _check("policy", {"pipe": 2, "context": 2}, 4)
 
 
-@pytest.mark.parametrize("kind", ["critic", "top", "full"])
+@pytest.mark.parametrize("kind", ["critic", "top", pytest.param("full", marks=pytest.mark.slow)])
 def test_other_heads_in_microbatches_of_two_replicas(kind):
     _check(kind, {"data": 2}, 2)
+
+
+@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
+def test_token_budgets_and_packing(packing):
+    """Rows sorted by length into microbatches of at most 16 tokens on each of two replicas, several in an array row."""
+    budget = {"max_tokens_per_microbatch": 16, "sequence_length": SEQ, "packing": packing}
+    _check("rows", {"data": 2}, budget=budget)
 
 
 @pytest.mark.slow

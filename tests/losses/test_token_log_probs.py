@@ -107,3 +107,23 @@ def test_full_kl_and_its_gradient_equal_the_plain_formula(reverse):
     gone = mask[..., None] == 0
     dirty = jnp.where(gone, jnp.nan, hidden), kernel, jnp.where(gone, jnp.nan, teacher)
     _close(jax.jit(chunked)(*dirty), expected)
+
+
+def test_memory_is_far_below_all_the_logits():
+    rows, seq, width, vocab, chunk = 4, 2048, 64, 128 * 1024, 256
+    shapes = [
+        jax.ShapeDtypeStruct((rows, seq, width), jnp.bfloat16),
+        jax.ShapeDtypeStruct((width, vocab), jnp.bfloat16),
+        jax.ShapeDtypeStruct((rows, seq), jnp.int32),
+        jax.ShapeDtypeStruct((rows, seq), jnp.float32),
+    ]
+
+    def loss(*inputs):
+        out = token_log_probs(*inputs, chunk=chunk)
+        return jnp.sum(jnp.exp(out.log_probs) + out.entropy)
+
+    compiled = jax.jit(jax.value_and_grad(loss, (0, 1))).lower(*shapes).compile()
+    used, all_logits = compiled.memory_analysis().temp_size_in_bytes, rows * seq * vocab * 4
+    kernel_grad, chunk_logits = width * vocab * 4, chunk * vocab * 4
+    assert used < 5 * (kernel_grad + chunk_logits) < all_logits / 5
+    print(f"{used=:,} {all_logits=:,}")
