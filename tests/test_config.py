@@ -8,8 +8,9 @@ from typing import get_args, get_type_hints
 import pytest
 
 from jaxfb.config import config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
-from jaxfb.config.schema import ALIASES, SYNONYMS, all_keys
+from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, OptimizerConfig, ParallelConfig
 
 CONFIGS = Path(__file__).parent.parent / "configs"
@@ -60,17 +61,18 @@ def test_overrides():
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
 def test_shipped_configs(path, tmp_path):
     lines = path.read_text().splitlines()
-    assert f"jaxfb train configs/{path.name}" in lines[0] and lines[0].startswith("# ")
-    assert lines[1].startswith("# ") and len(lines) < 70
     config = load_config(path)
+    command = COMMANDS.get(type(config), "train")
+    assert f"jaxfb {command} configs/{path.name}" in lines[0] and lines[0].startswith("# ")
+    assert lines[1].startswith("# ") and len(lines) < 70
     assert config_from_dict(config_to_dict(config)) == config
     save_yaml(config, tmp_path / "config.yaml")
     assert load_config(tmp_path) == config
-    assert {key for key, _ in table(config)} <= {*all_keys(Config), *_option_keys(config)}
+    assert {key for key, _ in table(config)} <= {*all_keys(type(config)), *_option_keys(config)}
 
 
 def _option_keys(config):
-    for section in ("optimizer", "lr"):
+    for section in {"optimizer", "lr", "policy"} & vars(config).keys():
         yield from (f"{section}.options.{name}" for name in getattr(config, section).options)
 
 
@@ -99,6 +101,7 @@ def test_missing_file_names_the_nearest():
 
 def test_hints_point_at_keys_that_exist():
     assert {*ALIASES.values(), *SYNONYMS.values()} <= set(all_keys(Config))
+    assert set(POLICY_SYNONYMS.values()) <= set(all_keys(RLConfig))
 
 
 def names(section, field):
@@ -144,3 +147,30 @@ def test_nothing_heavy_is_imported():
     )
     heavy = {"jax", "flax", "optax", "orbax", "grain", "tokenizers", "matplotlib", "rich"}
     assert not heavy & set(done.stdout.split())
+
+
+@pytest.mark.parametrize(
+    "override, message",
+    [
+        ("rollout.ppo_micro_batch_size_per_gpu=3", "did you mean plans.train.rows_per_microbatch?"),
+        ("rollout.ppo_mini_batch_size=3", "did you mean rollout.rows_per_update?"),
+        ("policy.loss_agg_mode=token-mean", "did you mean policy.aggregation?"),
+        ("plans.train.packing=1", "plans.train.packing=1 must be true or false"),
+        ("advantage.name=gae", "[advantage] name=gae needs a critic; add a section critic"),
+        ("start.run=runs/x", "give model, for random parameters, or start.run, for those of a run; got both"),
+        ("rollout.log_probs=sampler", None),
+    ],
+)
+def test_keys_of_a_policy_run(override, message):
+    path = CONFIGS / "grpo_arithmetic.yaml"
+    if message is None:
+        assert isinstance(load_config(path, [override]), RLConfig)
+        return
+    with pytest.raises(ValueError) as caught:
+        load_config(path, [override])
+    assert message in str(caught.value)
+
+
+def test_a_config_of_another_command_is_refused():
+    with pytest.raises(ValueError, match="is a config for `jaxfb rl`, not for `jaxfb train`"):
+        load_config(CONFIGS / "grpo_arithmetic.yaml", command="train")
