@@ -44,6 +44,7 @@ class Hosts:
         self._client, self.index, self.count, self._coordinator = coordination()
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
         self._watch: Watch | None = None
+        self._advice = lambda: "start all again"
 
     @property
     def is_first(self) -> bool:
@@ -69,6 +70,7 @@ class Hosts:
 
     def advise(self, how_to_go_on: Callable[[], str]) -> None:
         """What is said where a process is lost."""
+        self._advice = how_to_go_on
         if self._watch is not None:
             self._watch.advice = how_to_go_on
 
@@ -122,9 +124,8 @@ class Hosts:
 
     def _without_coordinator(self) -> str:
         here = f"process {self.index} of {self.count} ({socket.gethostname()})"
-        advice = self._watch.advice() if self._watch else "start all again"
         lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}"
-        return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {advice}"
+        return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {self._advice()}"
 
     def _gather(self, text: str) -> list[str]:
         """The text of every process, in their order."""
@@ -157,7 +158,7 @@ class Hosts:
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
                 watch.fail(cause)
-                raise LostProcess(f"{cause}; {watch.advice()}") from error
+                raise LostProcess(f"{cause}; {self._advice()}") from error
         watch.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500])
 
 

@@ -1,0 +1,108 @@
+"""The same job as one process and as several: the same curve, and the same again after one of them is lost."""
+
+import re
+import signal
+
+import pytest
+from processes import finish, logs, start, wait_for
+from tiny import write_tiny
+
+from jaxfb.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+UPDATES, EVERY = 4, 2
+SECTIONS = {
+    "model": {"dropout": 0.1},
+    "precision": {"compute_dtype": "float64"},
+    "batch": {"rows": 18, "rows_per_microbatch": 2, "remainder": "pad"},
+    "run": {"updates": UPDATES},
+    "lr": {"name": "constant"},
+    "eval": {"every": EVERY, "rows": 16, "batches": 2},
+    "checkpoint": {"every": EVERY},
+}
+ONE_DEVICE = {}
+HYBRID_FSDP = {"data": 2, "fsdp": 4}  # over two processes: data across, fsdp inside
+STAGES = {"pipe": 2, "data": 2, "tensor": 2}  # over two processes: a stage each, so both hold all rows
+CONTEXT = {"data": 2, "context": 2, "tensor": 2}  # over four processes: a sequence on two of them
+
+
+def write(directory, data, mesh, **sections):
+    directory.mkdir(exist_ok=True)
+    sections = {**SECTIONS, "mesh": {"data": 1, **mesh}, "data": {"cache_dir": str(data)}, **sections}
+    write_tiny(directory, **sections)
+
+
+def run(directory, data, mesh, processes, devices, *arguments, **sections):
+    write(directory, data, mesh, **sections)
+    codes = finish(start(directory, processes, devices, *arguments))
+    assert codes == [0] * processes, logs(directory, processes)
+    return directory
+
+
+def curve(directory):
+    """(step, name) -> number: losses, gradient norms, held-out losses."""
+    records = read_jsonl(directory / "run" / "metrics.jsonl")
+    names = ("loss", "grad_norm", "eval/loss", "tokens")
+    return {(record["step"], name): record[name] for record in records for name in names if name in record}
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    return tmp_path_factory.mktemp("data")
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory, data):
+    """The job on one device."""
+    return run(tmp_path_factory.mktemp("whole"), data, ONE_DEVICE, 1, 1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "processes", "devices"),
+    [(HYBRID_FSDP, 1, 8), (HYBRID_FSDP, 2, 4), (STAGES, 2, 4), (CONTEXT, 4, 2)],
+    ids=["1x8 data2 fsdp4", "2x4 data2 fsdp4", "2x4 pipe2 data2 tensor2", "4x2 data2 context2 tensor2"],
+)
+def test_the_curve_is_one_devices(tmp_path, data, whole, mesh, processes, devices):
+    several = run(tmp_path, data, mesh, processes, devices)
+    assert curve(several) == pytest.approx(curve(whole), rel=1e-10, abs=0)
+    assert len(curve(whole)) == 3 * UPDATES + 2
+    said = logs(several, processes)
+    assert "4/4  loss" in said[0] and all("loss" not in text for text in said[1:])
+    assert (several / "run" / "sample.txt").read_text().startswith("def ")
+    assert not (several / "run" / ".shared").exists()
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+def test_a_killed_process_ends_the_other_and_what_is_saved_goes_on(tmp_path, data, whole, lost):
+    write(tmp_path, data, HYBRID_FSDP, run={"updates": 100_000}, hosts={"lost_after": 5})
+    jobs = start(tmp_path, 2, 4)
+    wait_for(tmp_path / "run" / "checkpoints" / str(EVERY), jobs)
+    jobs[lost].send_signal(signal.SIGKILL)
+    codes = finish(jobs)
+    said = logs(tmp_path, 2)[1 - lost]
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == 76, said
+    assert re.search(rf"jaxfb: \[hosts\] process {lost} of 2.*update \d+ is saved.*--resume", said), said
+    if lost == 1:  # goes on as one process
+        again = run(tmp_path, data, HYBRID_FSDP, 1, 8, "--resume", run={"updates": 2 * UPDATES})
+        assert f"of {2 * UPDATES}" in re.search(r"resuming .* after update \d+ (.*)", logs(again, 1)[0])[1]
+        goes_on, began = curve(again), curve(whole)
+        assert goes_on.keys() > began.keys()
+        assert {key: goes_on[key] for key in began} == pytest.approx(began, rel=1e-10, abs=0)
+
+
+def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
+    write(tmp_path, data, HYBRID_FSDP, run={"updates": 100_000})
+    jobs = start(tmp_path, 2, 4)
+    wait_for(tmp_path / "run" / "checkpoints" / str(EVERY), jobs)
+    jobs[1].send_signal(signal.SIGTERM)
+    assert finish(jobs) == [75, 75], logs(tmp_path, 2)
+    stopped = int(re.search(r"SIGTERM: saved after update (\d+) of", logs(tmp_path, 2)[0])[1])
+    assert (tmp_path / "run" / "checkpoints" / str(stopped)).is_dir()
+    said = []
+    for processes, devices, mesh in ((2, 4, []), (1, 1, ["mesh.data=1", "mesh.fsdp=1"])):
+        assert finish(start(tmp_path, processes, devices, *mesh, verb="eval")) == [0] * processes
+        said.append(
+            [line for line in logs(tmp_path, 1)[0].splitlines() if re.match(r".*(after \d|  \w+ )", line)]
+        )
+    assert said[0] == said[1] and f"after {stopped} updates" in said[0][0] and len(said[0]) == 4
