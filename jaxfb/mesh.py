@@ -6,7 +6,9 @@ A replica is one position on the axes that hold different rows (data, fsdp, expe
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,12 +30,13 @@ def make_mesh(
 ) -> Mesh:
     """Arranges devices on the six axes, outermost first: pipe, data, fsdp, expert, context, tensor.
 
-    Neighbours on the inner axes are neighbours on the interconnect, so tensor is innermost. One size may be
+    Neighbours on the inner axes are neighbours on the interconnect, so tensor is innermost; over several TPU
+    slices or GPU hosts the outer axes take the slow network between them, see `arranged`. One size may be
     -1: it takes the devices that the others leave. Sizes that use only some of the devices must still divide
     their number; the first devices are taken.
 
     Raises:
-      ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices.
+      ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
     """
     given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     devices = list(jax.devices() if devices is None else devices)
@@ -128,8 +131,76 @@ def _product(sizes: dict[str, int]) -> str:
 
 
 def _arrange(sizes: dict[str, int], devices: list) -> Mesh:
-    shape = tuple(sizes.values())
-    types = (AxisType.Auto,) * len(AXES)
+    return Mesh(arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def arranged(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices as an array [pipe, data, fsdp, expert, context, tensor], near each other on the inner axes.
+
+    Devices of several slices (TPU slices, GPU hosts or NVLink domains; `device.slice_index`) are joined by the
+    slow network: axes are cut over it outermost first, and never tensor.
+
+    Raises:
+      ValueError: the slices cannot be shared out so, or have different numbers of devices.
+    """
+    slices = Counter(getattr(device, "slice_index", 0) or 0 for device in devices)
+    if len(slices) > 1 and devices[0].platform != "cpu":
+        return _over_slices(sizes, devices, slices)
+    return _in_one_slice(tuple(sizes.values()), devices)
+
+
+def across_slices(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
+    """How many parts each axis has over the slow network; the product is the number of slices.
+
+    Raises:
+      ValueError: the axes outside tensor do not divide by the slices.
+    """
+    left, parts = num_slices, {}
+    for axis, size in sizes.items():
+        parts[axis] = 1 if axis == "tensor" else math.gcd(size, left)
+        left //= parts[axis]
+    if left > 1:
+        raise ValueError(
+            f"{num_slices} slices cannot be shared out over {_product(dict(sizes))}: only pipe, data, fsdp, expert and "
+            f"context go over the network between slices, and their sizes leave a factor {left}; make data "
+            f"{sizes['data'] * left} or a multiple of it, or tensor smaller"
+        )
+    return parts
+
+
+def _over_slices(sizes: dict[str, int], devices: Sequence[Any], slices: Counter) -> np.ndarray:
+    from jax.experimental.mesh_utils import create_hybrid_device_mesh
+
+    if len(set(slices.values())) > 1:
+        each = ", ".join(f"{count} of slice {index}" for index, count in sorted(slices.items()))
+        raise ValueError(
+            f"a mesh over several slices needs as many devices of each, {_product(sizes)} takes {each}; "
+            f"make it {min(slices.values()) * len(slices)} devices"
+        )
+    parts = across_slices(sizes, len(slices))
+    inside = tuple(size // parts[axis] for axis, size in sizes.items())
+    split = _may_split(devices)
+    try:
+        return create_hybrid_device_mesh(
+            inside, tuple(parts.values()), devices, allow_split_physical_axes=split
+        )
+    except NotImplementedError:
+        return create_hybrid_device_mesh(
+            inside, tuple(parts.values()), devices, allow_split_physical_axes=True
+        )
+
+
+def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
+    from jax.experimental.mesh_utils import create_device_mesh
+
     if devices[0].platform == "cpu":
-        return Mesh(np.asarray(devices).reshape(shape), AXES, axis_types=types)
-    return jax.make_mesh(shape, AXES, axis_types=types, devices=devices)
+        return np.asarray(devices, object).reshape(shape)
+    try:
+        return create_device_mesh(shape, devices, allow_split_physical_axes=_may_split(devices))
+    except NotImplementedError:  # sizes that are no product of the torus' own: its axes are split
+        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
+
+
+def _may_split(devices: Sequence[Any]) -> bool:
+    """Where the torus is so small that whole axes seldom fit, as in `jax.make_mesh`."""
+    return devices[0].device_kind in ("TPU v5 lite", "TPU v5e")

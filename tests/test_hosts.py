@@ -1,6 +1,9 @@
 """Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
 
+from pathlib import Path
+
 import pytest
+import yaml
 from processes import finish, free_port, launch, logs, start
 from tiny import write_tiny
 
@@ -10,6 +13,7 @@ from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.watch import Watch
 
+LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NODELIST": "node[003-004]",
@@ -98,6 +102,21 @@ def test_where_a_job_runs_is_no_difference(tmp_path):
     assert what_runs(here) == what_runs(there)
     assert what_runs(here) != what_runs(load_config(write_tiny(tmp_path), ["batch.rows=16"]))
     assert {"jax", "jaxfb's source", "model.num_layers"} <= what_runs(here).keys()
+
+
+@pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.stem)
+def test_a_jobset_says_the_same_number_of_hosts_everywhere(path):
+    jobset = yaml.safe_load(path.read_text())
+    [job] = jobset["spec"]["replicatedJobs"]
+    template = job["template"]["spec"]
+    [container] = template["template"]["spec"]["containers"]
+    assert template["completionMode"] == "Indexed" and template["parallelism"] == template["completions"]
+    assert template["template"]["spec"]["restartPolicy"] == "Never" and "--resume" in container["command"]
+    told = {variable["name"]: variable.get("value") for variable in container.get("env", [])}
+    if told:
+        first = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
+        environment = {**told, "JAX_PROCESS_ID": "1"}
+        assert find_place(HostsConfig(), environment) == Place(f"{first}:8476", template["parallelism"], 1)
 
 
 class Store:

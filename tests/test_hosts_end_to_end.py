@@ -1,10 +1,13 @@
 """The same job as one process and as several: the same curve, and the same again after one of them is lost."""
 
+import os
 import re
 import signal
+import subprocess
+import sys
 
 import pytest
-from processes import finish, logs, start, wait_for
+from processes import PATIENCE, ROOT, finish, logs, start, wait_for
 from tiny import write_tiny
 
 from jaxfb.metrics import read_jsonl
@@ -106,3 +109,18 @@ def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
             [line for line in logs(tmp_path, 1)[0].splitlines() if re.match(r".*(after \d|  \w+ )", line)]
         )
     assert said[0] == said[1] and f"after {stopped} updates" in said[0][0] and len(said[0]) == 4
+
+
+def test_the_local_recipe_trains(tmp_path, data):
+    write(tmp_path, data, {"data": 4}, run={"updates": 1}, eval={"every": None, "prompt": ""})
+    command = [str(ROOT / "examples" / "launch" / "local.sh"), str(tmp_path / "tiny.yaml")]
+    environment = {
+        **os.environ,
+        "PYTHON": sys.executable,
+        "DEVICES": "2",
+        "PYTHONPATH": str(ROOT),
+        "XLA_FLAGS": "",
+    }
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    assert done.returncode == 0 and "1/1  loss" in done.stdout, done.stderr
+    assert re.search(r"processes +2\n", done.stdout)

@@ -1,12 +1,23 @@
 """Axis sizes against devices: what fits, what is refused and what is offered instead."""
 
+from dataclasses import dataclass
+
 import jax
 import numpy as np
 import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxfb
-from jaxfb.mesh import AXES, axis_size, check_mesh, data_parallel, manual_axes, replica_axes
+from jaxfb.mesh import (
+    AXES,
+    across_slices,
+    arranged,
+    axis_size,
+    check_mesh,
+    data_parallel,
+    manual_axes,
+    replica_axes,
+)
 
 
 def sizes(mesh):
@@ -84,3 +95,73 @@ def test_a_mesh_made_elsewhere_is_accepted_if_its_axes_are_ours():
         check_mesh(Mesh(grid, ("batch", "tensor"), axis_types=automatic))
     with pytest.raises(ValueError, match=r"must have axis_types=AxisType.Auto, got \['data', 'tensor'\]"):
         check_mesh(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2))
+
+
+@dataclass(frozen=True)
+class Gpu:
+    """A device as far as `arranged` looks at it; hosts of 8 GPUs are slices."""
+
+    id: int
+    platform: str = "gpu"
+    device_kind: str = "H100"
+
+    @property
+    def slice_index(self):
+        return self.id // 8
+
+
+SIZES = dict.fromkeys(AXES, 1)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "across"),
+    [
+        ({"data": 2, "tensor": 8}, {"data": 2}),
+        ({"pipe": 2, "data": 2, "tensor": 4}, {"pipe": 2}),
+        ({"data": 2, "fsdp": 8}, {"data": 2}),
+        ({"data": 3, "fsdp": 16}, {"fsdp": 2}),
+    ],
+)
+def test_over_two_hosts_the_outer_axes_take_the_network_and_tensor_stays_inside(sizes, across):
+    sizes = SIZES | sizes
+    count = int(np.prod(list(sizes.values())))
+    parts = across_slices(sizes, 2)
+    assert {axis: part for axis, part in parts.items() if part > 1} == across
+    if count == 16:
+        order = np.roll(np.arange(16), 5)  # devices may come in any order
+        grid = arranged(sizes, [Gpu(int(k)) for k in order])
+        assert grid.shape == tuple(sizes.values())
+        hosts = np.vectorize(lambda device: device.slice_index)(grid)
+        for dim, axis in enumerate(AXES):
+            crosses = (hosts != np.take(hosts, [0], axis=dim)).any()
+            assert crosses == (axis in across), axis
+        assert sorted(device.id for device in grid.flat) == list(range(16))
+
+
+def test_slices_that_the_axes_cannot_share_are_refused():
+    with pytest.raises(
+        ValueError, match="2 slices cannot be shared out over tensor 16: .* make data 2 or a mul"
+    ):
+        arranged(SIZES | {"tensor": 16}, [Gpu(k) for k in range(16)])
+    with pytest.raises(
+        ValueError, match="4 slices .*pipe 2 x data 3 x tensor 8.* leave a factor 2; make data 6"
+    ):
+        across_slices(SIZES | {"pipe": 2, "data": 3, "tensor": 8}, 4)
+    with pytest.raises(ValueError, match="data 12 takes 8 of slice 0, 4 of slice 1; make it 8 devices"):
+        arranged(SIZES | {"data": 12}, [Gpu(k) for k in range(12)])
+
+
+def test_sizes_that_are_no_axes_of_the_interconnect_split_them(monkeypatch):
+    from jax.experimental import mesh_utils
+
+    asked = []
+
+    def create(shape, devices, allow_split_physical_axes):
+        asked.append(allow_split_physical_axes)
+        if not allow_split_physical_axes:
+            raise NotImplementedError
+        return np.asarray(devices, object).reshape(shape)
+
+    monkeypatch.setattr(mesh_utils, "create_device_mesh", create)
+    arranged(SIZES | {"data": 8}, [Gpu(k) for k in range(8)])
+    assert asked == [False, True]
