@@ -6,6 +6,7 @@ through the coordinator's key-value store, so it works before the first collecti
 
 from __future__ import annotations
 
+import atexit
 import itertools
 import json
 import socket
@@ -154,6 +155,7 @@ class Hosts:
 
     def _fail(self, watch: Watch, error: BaseException) -> None:
         """Tells the others; where a collective broke, says instead who broke it."""
+        atexit.register(leave, 1)  # before jax's own end, which would wait for the others
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
