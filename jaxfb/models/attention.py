@@ -18,7 +18,7 @@ from flax import nnx
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate, statistics_dtype
-from jaxfb.parallel.tensor import constrain
+from jaxfb.parallel.tensor import constrain, residual_stream
 
 # (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -51,7 +51,8 @@ class Attention(nnx.Module):
         query, key = (rotate(x, positions_RT, self.config.rope_theta) for x in (query, key))
         context_RTHK, kept = attend(query, key, value)
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
-        return constrain(self.output(constrain(joined, None, None, "tensor")), None, None, None), kept
+        out_RTD = self.output(constrain(joined, None, None, "tensor"))
+        return residual_stream(out_RTD, self.config.sequence_parallel), kept
 
     def _heads(self, x: jax.Array) -> jax.Array:
         split = x.reshape(*x.shape[:2], -1, self.config.head_size)

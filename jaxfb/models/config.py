@@ -27,6 +27,8 @@ class TransformerConfig:
     attention:       "auto" (cuDNN flash where it is supported, else XLA), "xla" or "cudnn".
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
                      "all_gather" or "all_to_all" (`jaxfb.parallel.context`).
+    sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
+                     axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).
     loss_chunk:      tokens whose logits exist at one time, both forward and backward.
     logit_softcap:   logits become softcap * tanh(logits / softcap); None leaves them.
     label_smoothing: share of each target that is spread over the vocabulary, a term of its own of the loss.
@@ -70,6 +72,7 @@ class TransformerConfig:
     dropout: float = 0.0
     attention: str = "auto"
     context_attention: str = "ring"
+    sequence_parallel: bool = False
     loss_chunk: int = 1024
     logit_softcap: float | None = None
     label_smoothing: float = 0.0

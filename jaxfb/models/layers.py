@@ -17,7 +17,7 @@ from flax import nnx
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import own_part, size_here
-from jaxfb.parallel.tensor import constrain
+from jaxfb.parallel.tensor import constrain, residual_stream
 
 Linear = partial(nnx.Linear, use_bias=False)
 fan_in_init = nnx.initializers.lecun_normal()
@@ -55,10 +55,12 @@ class SwiGLU(nnx.Module):
         self.gate = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
         self.up = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
         self.down = Linear(mlp, width, kernel_init=residual_init(config), rngs=rngs)
+        self.sequence_parallel = config.sequence_parallel
 
     def __call__(self, x_RTD: jax.Array) -> jax.Array:
         inner_RTF = nnx.silu(self.gate(x_RTD)) * self.up(x_RTD)
-        return constrain(self.down(constrain(inner_RTF, None, None, "tensor")), None, None, None)
+        out_RTD = self.down(constrain(inner_RTF, None, None, "tensor"))
+        return residual_stream(out_RTD, self.sequence_parallel)
 
 
 class Embed(nnx.Module):
@@ -66,11 +68,12 @@ class Embed(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embedding = nnx.Param(table_init(rngs.params(), (config.vocab_size, config.hidden_size)))
+        self.sequence_parallel = config.sequence_parallel
 
     def __call__(self, tokens_RT: jax.Array) -> jax.Array:
         # annotated where it is read, so that its gradient (a scatter) is made in shards as well
         embedding_VD = constrain(self.embedding[...], "tensor", None)
-        return constrain(embedding_VD[tokens_RT], None, None, None)
+        return residual_stream(embedding_VD[tokens_RT], self.sequence_parallel)
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
         """The same with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""

@@ -35,7 +35,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, Outer, RMSNorm, fan_in_init
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import later
-from jaxfb.parallel.tensor import constrain
+from jaxfb.parallel.tensor import residual_stream
 from jaxfb.types import LossOutput, Sum
 
 NAME = "mtp"
@@ -52,11 +52,12 @@ class Depth(nnx.Module):
         alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
         self.block = block(alone, rngs=rngs)
         self.norm = RMSNorm(width, eps)
+        self.sequence_parallel = config.sequence_parallel
 
     def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):
         """(hidden of this depth, the layer's own terms)."""
         both = jnp.concatenate([self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)], axis=-1)
-        joined = constrain(self.project(both), None, None, None)
+        joined = residual_stream(self.project(both), self.sequence_parallel)
         x_RTD, _, router = self.block.with_router(joined, positions_RT, attend, keys, counted_RT)
         return x_RTD, router.terms
 
@@ -103,7 +104,7 @@ class MultiToken:
             attend = read.attend_to(read.segments)
             x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
             answer = self._loss(
-                split.give(module.norm(x)), outer.head_kernel, shifted(microbatch, depth), axis
+                split.give(residual_stream(module.norm(x), False)), outer.head_kernel, shifted(microbatch, depth), axis
             )
             name = f"{NAME}_{depth}"
             out["terms"] |= {name: answer.terms["cross_entropy"]}

@@ -34,8 +34,10 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.parallel.context import context_attention, size_here, token_index
-from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
+from jaxfb.parallel.tensor import residual_stream, transformer_param_specs, vocabulary_dims
 from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel, outer_params
+
+whole = partial(residual_stream, sequence_parallel=False)
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -54,6 +56,7 @@ class Block(nnx.Module):
         else:
             self.mlp = SwiGLU(config, rngs=rngs)
         self.has_experts, self.dropout = bool(config.num_experts), config.dropout
+        self.sequence_parallel = config.sequence_parallel
 
     def __call__(
         self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
@@ -70,14 +73,15 @@ class Block(nnx.Module):
         load_E: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, LossOutput]:
         """(hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where `counted_RT`)."""
-        mixed, kept = self.attention(self.attention_norm(x_RTD), positions_RT, attend)
+        mixed, kept = self.attention(whole(self.attention_norm(x_RTD)), positions_RT, attend)
         x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
-        normed, out = self.mlp_norm(x_RTD), LossOutput({})
+        normed, out = whole(self.mlp_norm(x_RTD)), LossOutput({})
         if self.has_experts:
             answer, out = self.moe(normed, counted_RT, load_E)
         else:
             answer = self.mlp(normed)
-        return x_RTD + dropout(answer, self.dropout, keys, site=1), kept, out
+        x_RTD = x_RTD + dropout(answer, self.dropout, keys, site=1)
+        return residual_stream(x_RTD, self.sequence_parallel), kept, out
 
 
 def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
@@ -124,7 +128,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
 
     def head(outer, hidden, microbatch, rng=None, **axis):
         module = outer_of(outer)
-        out = loss(module.norm(hidden), module.head_kernel, microbatch, **axis)
+        out = loss(whole(module.norm(hidden)), module.head_kernel, microbatch, **axis)
         if multi_token is None:
             return out
         segments, counted = microbatch.get("segments"), counted_here(microbatch)
@@ -140,7 +144,9 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
 
     def unembed(outer, hidden):
         module = outer_of(outer)
-        return Unembedding(module.norm(hidden), module.head_kernel, config.logit_softcap, config.loss_chunk)
+        return Unembedding(
+            whole(module.norm(hidden)), module.head_kernel, config.logit_softcap, config.loss_chunk
+        )
 
     shared = mtp.is_mtp if multi_token else None
     vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part, shared)

@@ -2,7 +2,7 @@
 
 `tensor` stays automatic (Shardy inserts its collectives) while the engine runs every other axis by hand, so
 a layer only has to say where its arrays are split. Column-parallel then row-parallel: one all-reduce after
-attention and one after the MLP (Megatron-LM, arXiv:1909.08053).
+attention and one after the MLP (Megatron-LM, arXiv:1909.08053), or with sequence parallelism its two halves.
 """
 
 from __future__ import annotations
@@ -55,6 +55,16 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     others = any(_is_automatic(mesh, name) for name in mesh.axis_names if name != AXIS)
     free = P.UNCONSTRAINED if others else None
     return jax.lax.with_sharding_constraint(x, P(*(AXIS if name == AXIS else free for name in spec)))
+
+
+def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
+    """Annotates what is between the parts of a layer, [rows, tokens, width].
+
+    With sequence parallelism (arXiv:2205.05198) the tokens are split over `tensor`: norms, dropout and residual sums
+    are of a device's own tokens, and what was one all-reduce after attention and MLP is a reduce-scatter, and an
+    all-gather before the next. Otherwise, and where `tensor` does not divide the tokens, whole.
+    """
+    return constrain(x, None, AXIS if sequence_parallel else None, None)
 
 
 def _is_automatic(mesh: Any, axis: str) -> bool:
