@@ -126,7 +126,8 @@ class OptimizerConfig:
     weight_decay:  the final value; it goes there from `weight_decay_initial` along `weight_decay_ramp`.
     options:       what is particular to the optimizer, such as b1, b2, eps.
     max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
-    sharding:      "data" cuts the state over the data replicas too (ZeRO-1); "none" does not.
+    sharding:      "data" cuts the state over the data replicas too (ZeRO-1), "gradients" the sum of gradients as
+                   well (ZeRO-2: a reduce-scatter in every microbatch); "none" does neither.
     """
 
     learning_rate: float
@@ -137,7 +138,7 @@ class OptimizerConfig:
     options: dict[str, Number] = field(default_factory=dict)
     max_grad_norm: float | None = 1.0
     clip: Literal["exact", "torch"] = "exact"
-    sharding: Literal["none", "data"] = "none"
+    sharding: Literal["none", "data", "gradients"] = "none"
 
     def __post_init__(self):
         positive("optimizer", learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)

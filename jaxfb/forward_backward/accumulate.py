@@ -4,11 +4,12 @@ Equals
     grads = 0
     for microbatch, seed in zip(microbatches, seeds):
         grads += grad(lambda p: sum(seed[t] * loss(p, microbatch).terms[t].total for t in terms))(params)
-with the sum kept in the accumulation dtype and no collective over the replicas inside.
+with the sum kept in the accumulation dtype and no collective over the replicas inside (but for ZeRO-2's).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,7 @@ def accumulate(
     keys: jax.Array | None,
     seeds: dict,
     accum_dtypes: PyTree,
+    scatter: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, LossOutput]:
     """Gradients of this replica's rows, seeded and summed; and every microbatch's LossOutput.
 
@@ -36,8 +38,10 @@ def accumulate(
       keys: [num_microbatches, rows_per_microbatch] PRNG keys, or None.
       seeds: name -> [num_microbatches], the cotangent of each term's total.
       accum_dtypes: tree like params of dtypes.
+      scatter: what to make of each microbatch's gradients before they are added; None adds them as they are.
     Returns:
-      (tree like params in the accumulation dtypes, LossOutput with leaves [num_microbatches, ...]).
+      (tree like params, or like what `scatter` makes of it, in the accumulation dtypes; LossOutput with leaves
+      [num_microbatches, ...]).
     """
 
     def step(grads, inputs):
@@ -49,9 +53,13 @@ def accumulate(
         with jax.named_scope("backward"):
             (partial,) = vjp({name: seed[name].astype(total.dtype) for name, total in totals.items()})
         with jax.named_scope("accumulate"):
-            return jax.tree.map(lambda sum_, part: sum_ + part.astype(sum_.dtype), grads, partial), out
+            return jax.tree.map(jnp.add, grads, in_sum(partial)), out
 
-    zeros = jax.tree.map(lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), params, accum_dtypes)
+    def in_sum(grads):
+        wide = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, accum_dtypes)
+        return wide if scatter is None else scatter(wide)
+
+    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(in_sum, params))
     return lax.scan(step, zeros, (microbatches, keys, seeds))
 
 

@@ -82,22 +82,28 @@ def _over_pipe(spec: P) -> bool:
 
 @dataclass(frozen=True)
 class Accumulation:
-    """A scan over microbatches of the whole model."""
+    """A scan over microbatches of the whole model.
+
+    scattered: None, or where gradients live, if each microbatch's are reduce-scattered over data at once (ZeRO-2).
+    """
 
     model: LossFn | Pipelined
     how: Execution
+    scattered: PyTree | None = None
 
     def hold(self, params):
         return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.dtypes)
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
-        return accumulate.accumulate(self._loss_fn(), held, microbatches, keys, seeds, accum_dtypes)
+        scatter = data.scatter_over_data(self.scattered) if self.scattered is not None else None
+        return accumulate.accumulate(self._loss_fn(), held, microbatches, keys, seeds, accum_dtypes, scatter)
 
     def forward(self, held, microbatches, keys):
         return accumulate.forward(self._loss_fn(), held, microbatches, keys)
 
     def reduce(self, grads, grad_specs, axes):
-        return data.reduce_gradients(grads, self.how.specs, grad_specs, axes, self.how.fsdp_gather)
+        gather, in_loop = self.how.fsdp_gather, self.scattered is not None
+        return data.reduce_gradients(grads, self.how.specs, grad_specs, axes, gather, in_loop)
 
     def _loss_fn(self) -> LossFn:
         how = self.how

@@ -32,6 +32,7 @@ from jaxfb.parallel import data, pipe, sharding
 from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params
 
 PyTree = Any
+OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
 
 
 def get_forward_backward_func(
@@ -69,7 +70,10 @@ def get_forward_backward_func(
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.
-      optimizer_sharding: "data" returns gradients cut over data as well (ZeRO-1), by a reduce-scatter.
+      optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1; of a
+        reduced gradient no device ever has more than its part). "gradients" cuts the sum over microbatches too
+        (ZeRO-2): each microbatch's gradients are reduce-scattered at once, which costs that many times the
+        bytes and saves the float32 accumulator but for its part; without a pipeline only.
       param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
       head_placement: where a pipeline computes head and loss: "vocabulary" (each stage its share, for models
         that offer it), "rows" (each stage its share of the microbatch's rows: for heads whose terms are sums
@@ -84,6 +88,11 @@ def get_forward_backward_func(
     """
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
     _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
+    if optimizer_sharding == "gradients" and axis_size(mesh, "pipe") > 1:
+        raise ValueError(
+            f'optimizer_sharding="gradients" scatters in every microbatch, which a pipeline (pipe='
+            f'{axis_size(mesh, "pipe")}) does not; use "data", or fsdp'
+        )
     return ForwardBackward(
         mesh,
         schedule or ("1f1b" if num_chunks == 1 else "interleaved"),
@@ -93,7 +102,7 @@ def get_forward_backward_func(
         _float_dtype("compute_dtype", compute_dtype),
         _choice("remat", remat or "none", REMAT_POLICIES),
         _choice("fsdp_gather", fsdp_gather, data.GATHERS),
-        _choice("optimizer_sharding", optimizer_sharding or "none", ("none", "data")),
+        _choice("optimizer_sharding", optimizer_sharding or "none", OPTIMIZER_SHARDINGS),
         param_specs,
         head_placement,
         None if layers_per_stage is None else tuple(layers_per_stage),
@@ -178,11 +187,11 @@ class ForwardBackward:
         return sharding.param_specs(params, self.mesh, rule and rule(params), pipe_dims, stacked=pipelined)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Where each gradient lives: as its parameter, under ZeRO-1 cut over data as well."""
+        """Where each gradient lives: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
         specs = self.param_specs(model, params)
         if self.optimizer_sharding == "none":
             return specs
-        return sharding.optimizer_specs(specs, params, self.mesh, self.optimizer_sharding)
+        return sharding.optimizer_specs(specs, params, self.mesh)
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """The schedule that a plan with so many microbatches runs under; None without a pipeline."""
@@ -245,7 +254,8 @@ def _core(
     how = Execution(specs, _compute_dtypes(fb, model, params), fb.fsdp_gather, fb.remat)
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
-        return Accumulation(model, how)
+        scattered = fb.grad_specs(model, params) if fb.optimizer_sharding == "gradients" else None
+        return Accumulation(model, how, scattered)
     placement = fb.head_placement_for(model, params)
     return Pipelining(model, how, schedule, _layout(fb, schedule, params), placement, fb.poison_bubbles)
 

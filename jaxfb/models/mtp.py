@@ -104,7 +104,10 @@ class MultiToken:
             attend = read.attend_to(read.segments)
             x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
             answer = self._loss(
-                split.give(residual_stream(module.norm(x), False)), outer.head_kernel, shifted(microbatch, depth), axis
+                split.give(residual_stream(module.norm(x), False)),
+                outer.head_kernel,
+                shifted(microbatch, depth),
+                axis,
             )
             name = f"{NAME}_{depth}"
             out["terms"] |= {name: answer.terms["cross_entropy"]}

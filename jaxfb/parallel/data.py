@@ -65,17 +65,24 @@ gather_shard.defvjp(_gather_forward, _gather_backward)
 
 
 def reduce_gradients(
-    grads: PyTree, specs: PyTree, grad_specs: PyTree, axes: tuple[str, ...], gather: str
+    grads: PyTree,
+    specs: PyTree,
+    grad_specs: PyTree,
+    axes: tuple[str, ...],
+    gather: str,
+    scattered_over_data: bool = False,
 ) -> PyTree:
     """Sums the local gradients over `axes`, each leaf once, leaving it cut the way `grad_specs` says.
 
     A dim cut over fsdp or data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
-    gather="layer" the fsdp part was already scattered by the backward of `materialize`. What pipe or
-    expert cuts is a stage's or an expert's own, and not summed over it.
+    gather="layer" the fsdp part was already scattered by the backward of `materialize`, and with
+    `scattered_over_data` that of data by `scatter_over_data`. What pipe or expert cuts is a stage's or an
+    expert's own, and not summed over it.
     """
 
     def reduce(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
         summed = {"fsdp"} if gather == "layer" and dim_of(spec, "fsdp") is not None else set()
+        summed |= {"data"} if scattered_over_data and dim_of(grad_spec, "data") is not None else set()
         for axis in ("fsdp", "data"):
             dim = dim_of(grad_spec, axis)
             if axis in axes and axis not in summed and dim is not None:
@@ -87,6 +94,23 @@ def reduce_gradients(
 
     with jax.named_scope("reduce_gradients"):
         return jax.tree.map(reduce, grads, specs, grad_specs)
+
+
+def scatter_over_data(grad_specs: PyTree):
+    """A function from one microbatch's gradients to their sums over data, each leaf cut as `grad_specs` says (ZeRO-2).
+
+    Leaves that data does not cut stay as they are, and wait for `reduce_gradients`.
+    """
+
+    def scatter(grad: jax.Array, spec: P) -> jax.Array:
+        dim = dim_of(spec, "data")
+        return grad if dim is None else lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True)
+
+    def scatter_all(grads: PyTree) -> PyTree:
+        with jax.named_scope("scatter_gradients"):
+            return jax.tree.map(scatter, grads, grad_specs)
+
+    return scatter_all
 
 
 def _gather(leaf: jax.Array, dim: int) -> jax.Array:

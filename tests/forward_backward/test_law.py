@@ -170,6 +170,7 @@ PROGRAMS = [
     program({"data": 2}, 2, normalize="microbatch"),
     program({"data": 2}, 8, dropout=True, tied=False, remat="selective"),
     program({"data": 4}, 3, plain=True, optimizer_sharding="data"),
+    program({"data": 2, "fsdp": 2}, 3, dropout=True, optimizer_sharding="gradients"),
     program({"data": 8}, 2),
     program({"fsdp": 4}, 1, normalize="microbatch"),
     program({"fsdp": 4}, 4, dropout=True, fsdp_gather="step"),

@@ -56,6 +56,28 @@ def test_one_reduction_a_call_whatever_the_number_of_microbatches():
         assert bytes_of(toy.params()) <= gradients[0].bytes < bytes_of(toy.params()) + 20_000
 
 
+def test_zero2_scatters_in_every_microbatch_and_keeps_its_part_of_the_sum():
+    mesh, weights = jaxfb.make_mesh(data=4), jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    plan = jaxfb.BatchPlan(rows=32, data_parallel=4, num_microbatches=4)
+
+    def loss_fn(weights, microbatch, rng):
+        return jaxfb.Sum(jnp.square(microbatch["x"] @ weights).sum(), 1.0 * microbatch["x"].shape[0])
+
+    def compiled(kind):
+        fb = jaxfb.get_forward_backward_func(mesh, optimizer_sharding=kind)
+        batch = {"x": jax.ShapeDtypeStruct((32, 256), jnp.float32)}
+        return jax.jit(lambda w, batch: fb(loss_fn, w, batch, plan).grads).lower(weights, batch).compile()
+
+    programs = {kind: compiled(kind) for kind in ("data", "gradients")}
+    times = {
+        kind: [one.times for one in over(program, mesh, "data") if one.kind == "reduce-scatter"]
+        for kind, program in programs.items()
+    }
+    assert times == {"data": [1], "gradients": [4]}
+    temp = {kind: program.memory_analysis().temp_size_in_bytes for kind, program in programs.items()}
+    assert temp["data"] - temp["gradients"] >= 0.7 * bytes_of(weights)
+
+
 def test_zero1_step_scatters_gradients_and_gathers_parameters_once():
     mesh = jaxfb.make_mesh(data=4)
     plans = [jaxfb.BatchPlan(rows=ROWS, data_parallel=4, num_microbatches=count) for count in COUNTS]
