@@ -70,18 +70,19 @@ class _Instruction:
 def collectives(compiled_text: str) -> list[Collective]:
     """Every collective of a compiled program, with loop bodies multiplied by their trip counts.
 
-    A branch of a conditional counts as if it were always taken.
+    A branch of a conditional counts as if it were always taken. What a TPU compiler has fused is one collective as
+    well: an all-reduce with the slice behind it (a reduce-scatter), and one that a chain of fusions carries out.
 
     Raises:
       ValueError: the text has no ENTRY computation, or a replica group is written in an unknown way.
     """
     computations, entry = _parse(compiled_text)
-    times = _times(computations, entry)
+    times, chains = _times(computations, entry), set()
     return [
         _collective(instruction, kind, instructions, times.get(name, 0), name)
         for name, instructions in computations.items()
         for instruction in instructions
-        if (kind := _kind(instruction.opcode))
+        if (kind := _kind(instruction.opcode, name)) and _is_first(instruction, chains)
     ]
 
 
@@ -182,9 +183,21 @@ def _trip_count(rest: str, computations: dict) -> int | None:
     return int(constants[0].split(")")[0]) if less and len(constants) == 1 else None
 
 
-def _kind(opcode: str) -> str | None:
+def _kind(opcode: str, computation: str) -> str | None:
     opcode = opcode.removesuffix("-start")
+    if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
     return opcode if opcode in KINDS else None
+
+
+def _is_first(instruction: _Instruction, chains: set[str]) -> bool:
+    """Whether this is not a further link of a chain seen before; links share a channel."""
+    link = "chain_id=" in instruction.rest and re.search(r"channel_id=\d+", instruction.rest)
+    if not link:
+        return True
+    first = link[0] not in chains
+    chains.add(link[0])
+    return first
 
 
 def _collective(instruction, kind, siblings, times, computation) -> Collective:

@@ -68,6 +68,35 @@ def test_every_kind_is_read_with_its_bytes_groups_and_loop_lengths():
     assert traffic(list(found.values()))["collective-permute"] == (15, 15 * 64)
 
 
+def test_what_a_tpu_compiler_fuses_is_one_collective():
+    """As in a program for v5e: a reduce-scatter is a fusion, and a gather is carried out by several."""
+    gather = (
+        'f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, frontend_attributes={chain_id="1"}'
+    )
+    text = f"""
+%all-reduce-scatter.2 (p: f32[8]) -> f32[4] {{
+  %p = f32[8]{{0}} parameter(0)
+  %sum = f32[8]{{0}} all-reduce(%p), channel_id=3, replica_groups={{{{0,1}}}}, to_apply=%add
+  ROOT %s = f32[4]{{0}} dynamic-slice(%sum, %i)
+}}
+%async_collective_fusion.1 (p: f32[4]) -> f32[8] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %g = {gather}
+}}
+%async_collective_fusion.2 (p: f32[4]) -> f32[8] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %g = {gather}
+}}
+ENTRY %main (x: f32[8]) -> f32[8] {{
+  %x = f32[8]{{0}} parameter(0)
+  %a = f32[4]{{0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.2
+  %b = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.1
+  ROOT %c = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.2
+}}
+"""
+    assert traffic(collectives(text)) == {"all-gather": (1, 32), "reduce-scatter": (1, 32)}
+
+
 def test_a_loop_of_unknown_length_is_said_and_not_guessed():
     text = PROGRAM.replace("direction=LT", "direction=NE")
     unknown = [one for one in collectives(text) if one.times is None]
