@@ -14,7 +14,11 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.processes
 @pytest.mark.parametrize(
     "name, last",
-    [("own_pipelined.py", "step 100: loss 0.0"), ("pipelined_mlp_mixer.py", "unseen: loss 0.0")],
+    [
+        ("own_pipelined.py", "step 100: loss 0.0"),
+        ("pipelined_mlp_mixer.py", "unseen: loss 0.0"),
+        ("state_space.py", "fell by 3."),
+    ],
 )
 def test_pipelined_examples_learn(name, last):
     run = [sys.executable, str(EXAMPLES / name)]

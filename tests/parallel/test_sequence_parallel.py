@@ -65,7 +65,7 @@ def _compiled(devices, sequence_parallel, **sizes):
         num_layers=2,
         hidden_size=128,
         num_heads=4,
-        mlp_size=256,
+        mlp_size=512,
         sequence_parallel=sequence_parallel,
     )
     fb, model = jaxfb.get_forward_backward_func(mesh, compute_dtype="bfloat16"), transformer(config)
@@ -76,7 +76,7 @@ def _compiled(devices, sequence_parallel, **sizes):
         shardings(fb.param_specs(model, shapes), mesh),
     )
     dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct((4, 256), dtype) for name, dtype in dtypes.items()}
+    batch = {name: jax.ShapeDtypeStruct((4, 512), dtype) for name, dtype in dtypes.items()}
     plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2)
     return mesh, jax.jit(lambda params, batch: fb(model, params, batch, plan).grads).lower(
         params, batch
@@ -84,11 +84,11 @@ def _compiled(devices, sequence_parallel, **sizes):
 
 
 def _of_layers(mesh, program):
-    """Kinds of the collectives over tensor of whole activations, bf16[2, 256, 128], that run once a layer."""
+    """Kinds of the collectives over tensor of whole activations, bf16[2, 512, 128], that run once a layer."""
     return {
         one.kind
         for one in collectives(program.as_text())
-        if "tensor" in one.axes(mesh) and one.times == 4 and one.bytes >= 2 * 256 * 128 * 2
+        if "tensor" in one.axes(mesh) and one.times == 4 and one.bytes >= 2 * 512 * 128 * 2
     }
 
 
