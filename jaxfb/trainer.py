@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from jaxfb.callbacks import Callback, combine
+from jaxfb.callbacks import Callback, callback, combine
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import Config, load_config
 from jaxfb.config.sections import HostsConfig
@@ -150,7 +150,7 @@ def _train(hosts: Hosts, run: Run, callbacks: Iterable[Callback], interrupt: Int
     """The loop between its hooks, and how it ended. Process 0 logs; the caller's hooks are called on every one."""
     began = time.monotonic()
     with Log(run) if hosts.is_first else nullcontext(Callback()) as log:
-        hooks = combine([log, *callbacks])
+        hooks = combine([callback(on_step_start=hosts.reach), log, *callbacks])
         hooks.on_train_start(run)
         try:
             _loop(run, hooks, SkipGuard.of(run), interrupt)

@@ -162,6 +162,20 @@ def test_a_process_that_fails_says_why():
         one.stop(), two.stop()
 
 
+def test_processes_that_live_but_do_not_move_end_with_the_one_behind():
+    store = Store()
+    watches = [watch(store, index, lost_after=2.0, stuck_after=1.0) for index in range(3)]
+    try:
+        assert watches[0].cause(2.0) is None  # nobody has begun: they may compile for long
+        for one, update in zip(watches, (7, 6, 7), strict=True):
+            one.update = update
+        said = watches[0].cause(30.0)
+        assert "no process has begun another update for 1 s: process 1 of 3 is in update 6" in said
+        assert "the furthest in 7" in said
+    finally:
+        [one.stop() for one in watches]
+
+
 @pytest.mark.processes
 def test_processes_that_differ_stop_with_one_sentence_before_they_compute(tmp_path):
     write_tiny(tmp_path)

@@ -261,6 +261,8 @@ class HostsConfig:
     local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
     timeout:       seconds to wait for the others: to come, to agree, to have read the text.
     lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
+    stuck_after:   seconds without a new update on any process after which all end; longer than a compilation
+      or an evaluation takes. null: never.
     """
 
     coordinator: str | None = None
@@ -270,9 +272,11 @@ class HostsConfig:
     local_devices: tuple[int, ...] | None = None
     timeout: float = 600.0
     lost_after: float = 60.0
+    stuck_after: float | None = None
 
     def __post_init__(self):
-        positive("hosts", processes=self.processes, timeout=self.timeout, lost_after=self.lost_after)
+        positive("hosts", processes=self.processes, timeout=self.timeout)
+        positive("hosts", lost_after=self.lost_after, stuck_after=self.stuck_after)
         at_least_zero("hosts", process_id=self.process_id)
 
 

@@ -52,13 +52,14 @@ class Hosts:
         return self.index == 0
 
     def __enter__(self) -> Hosts:
-        if self.count > 1:
-            names = self._gather(socket.gethostname())
-            full = [f"process {index} of {self.count} ({host})" for index, host in enumerate(names)]
-            self._watch = Watch(self._client, self._prefix, self.index, full, self.config)
-            self._watch.start()
         if self.index:
             speak_before_abort(self._coordinator, self._without_coordinator, LOST)
+        if self.count > 1:
+            told = self._tell(socket.gethostname())
+            hosts = self.first(lambda: self._told(told))
+            names = [f"process {index} of {self.count} ({host})" for index, host in enumerate(hosts)]
+            self._watch = Watch(self._client, self._prefix, self.index, names, self.config)
+            self._watch.start()
         return self
 
     def __exit__(self, kind: type | None, error: BaseException | None, trace: Any) -> None:
@@ -74,6 +75,11 @@ class Hosts:
         self._advice = how_to_go_on
         if self._watch is not None:
             self._watch.advice = how_to_go_on
+
+    def reach(self, update: int) -> None:
+        """Notes for the others which update this process is in."""
+        if self._watch is not None:
+            self._watch.update = update
 
     def first(self, function: Callable[[], Any]) -> Any:
         """What `function` returns on process 0, a JSON-able value, on every process.
@@ -119,22 +125,30 @@ class Hosts:
         """
         if self.count == 1:
             return
-        everyone = [json.loads(text) for text in self._gather(json.dumps(facts, sort_keys=True, default=str))]
-        names = self._gather(socket.gethostname())
-        check_agreement(what, everyone, names)
+        told = self._tell(json.dumps([socket.gethostname(), facts], sort_keys=True, default=str))
+
+        def compare() -> None:
+            names, everyone = zip(*map(json.loads, self._told(told)), strict=True)
+            check_agreement(what, everyone, names)
+
+        self.first(compare)
 
     def _without_coordinator(self) -> str:
         here = f"process {self.index} of {self.count} ({socket.gethostname()})"
         lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}"
         return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {self._advice()}"
 
-    def _gather(self, text: str) -> list[str]:
-        """The text of every process, in their order."""
+    def _tell(self, text: str) -> str:
+        """Leaves a text for process 0; the key under which it finds those of all."""
         key = f"{self._prefix}/{next(self._calls)}"
         self._client.key_value_set(f"{key}/{self.index}", text)
+        return key
+
+    def _told(self, key: str) -> list[str]:
+        """What every process has left, in their order. For process 0 alone: all that read all would be too many."""
         deadline = time.monotonic() + self.config.timeout
         return [
-            self._wait(f"{key}/{other}", f"process {other} of {self.count} to come this far", deadline)
+            self._wait(f"{key}/{other}", f"process {other} to come this far", deadline)
             for other in range(self.count)
         ]
 

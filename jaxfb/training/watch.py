@@ -34,8 +34,10 @@ class Watch:
 
     def __init__(self, client: Any, prefix: str, index: int, names: list[str], config: HostsConfig):
         self._client, self._prefix, self._index, self._names = client, prefix, index, names
-        self._lost_after = config.lost_after
+        self._lost_after, self._stuck_after = config.lost_after, config.stuck_after
         self._every = min(config.lost_after / 5, 5.0)
+        self.update = 0  # that this process has reached
+        self._moved = ({}, time.monotonic())
         self._seen: dict[int, tuple[str, float]] = {}
         self._ended, self._verdict = threading.Event(), None
         self._gone: set[int] = set()
@@ -78,9 +80,9 @@ class Watch:
             beats += 1
             with _ignored():
                 self._client.key_value_set(
-                    f"{self._prefix}/beat/{self._index}", str(beats), allow_overwrite=True
+                    f"{self._prefix}/beat/{self._index}", f"{beats} {self.update}", allow_overwrite=True
                 )
-                self._verdict = self._failed(self._read("failed")) or self._silent(self._read("beat"))
+                self._verdict = self._failed(self._read("failed")) or self._still(self._read("beat"))
             if self._verdict:
                 self._found.set()
                 return self._end()
@@ -98,6 +100,23 @@ class Watch:
         for other, reason in said.items():
             if other != self._index:
                 return f"[hosts] {self._names[other]} failed: {reason}; {self._names[self._index]} ends"
+        return None
+
+    def _still(self, beats: Mapping[int, str]) -> str | None:
+        return self._silent(beats) or self._stuck(
+            {other: int(beat.split()[1]) for other, beat in beats.items()}
+        )
+
+    def _stuck(self, updates: Mapping[int, int]) -> str | None:
+        now, (last, since) = time.monotonic(), self._moved
+        if updates != last or not any(updates.values()):
+            self._moved = (dict(updates), now)
+        elif self._stuck_after is not None and now - since > self._stuck_after:
+            behind = min(updates, key=lambda other: (updates[other], other))
+            return (
+                f"[hosts] no process has begun another update for {self._stuck_after:g} s: {self._names[behind]} is in "
+                f"update {updates[behind]}, the furthest in {max(updates.values())}; {self._names[self._index]} ends"
+            )
         return None
 
     def _silent(self, beats: Mapping[int, str]) -> str | None:
