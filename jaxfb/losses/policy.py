@@ -45,6 +45,8 @@ class PolicyLoss:
     kl_coef:      of the term "kl"; 0: no term, and `ref_log_probs` is not read.
     kl_estimator: see `losses.kl.kl_penalty`.
     entropy_coef: of the bonus; 0: no term.
+    on_policy:    the old log-probs are the present ones, without gradient, and `old_log_probs` is not read: for the
+                  first update after a rollout, which then needs no log-prob pass.
 
     Returns LossOutput with the terms "policy", "kl", "entropy" and the metrics
       approx_kl      mean over tokens of the k3 estimate of KL(old || policy)
@@ -65,6 +67,7 @@ class PolicyLoss:
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
     entropy_coef: float = 0.0
+    on_policy: bool = False
 
     def __post_init__(self):
         check_aggregation(self._aggregation, self.scale)
@@ -75,7 +78,9 @@ class PolicyLoss:
     ) -> LossOutput:
         sequences = Sequences.of(microbatch)
         leaf = lambda name: sequences.where_counted(microbatch_leaf(microbatch, name))  # noqa: E731
-        tokens = PolicyTokens(sequences.where_counted(log_probs), leaf("old_log_probs"), leaf("advantages"))
+        log_probs = sequences.where_counted(log_probs)
+        old = lax.stop_gradient(log_probs) if self.on_policy else leaf("old_log_probs")
+        tokens = PolicyTokens(log_probs, old, leaf("advantages"))
         losses, extra = self.surrogate(tokens, sequences)
         if "rollout_weights" in microbatch:
             losses *= leaf("rollout_weights")

@@ -1,11 +1,13 @@
 """A loss that looks across rows is refused when the batch is in parts, and only then."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
 import jaxfb
+from jaxfb.losses.coupling import coupled
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.sequences import Sequences
@@ -77,8 +79,9 @@ def test_losses_over_sequences_pass():
     _check(PolicyLoss(aggregation="seq-mean-token-mean", kl_coef=0.1, entropy_coef=0.1), 2)
 
 
-def test_the_engine_asks_before_it_compiles():
-    """With parameters that nothing could compute with, in a training call only, and by the parts the call has."""
+@pytest.mark.parametrize("jit", [False, True])
+def test_the_engine_asks_before_it_compiles(jit):
+    """With parameters that nothing could compute with; inside the caller's jit too, where only shapes are known."""
 
     def unembed(outer, hidden):
         return Unembedding(hidden, outer["head"])
@@ -86,9 +89,11 @@ def test_the_engine_asks_before_it_compiles():
     model = policy_loss_fn(Pipelined(None, None, None, unembed=unembed), local_mean)
     params = {"layers": {"w": np.zeros((2, 1))}, "head": np.zeros(1)}
     batch = {"loss_mask": np.ones((ROWS, SEQ)), "targets": np.zeros((ROWS, SEQ), np.int32)}
+    plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)
+    call = lambda params, batch: jaxfb.get_forward_backward_func()(model, params, batch, plan).loss  # noqa: E731
+    coupled.cache_clear()
     with pytest.raises(ValueError, match="couples rows"):
-        plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)
-        jaxfb.get_forward_backward_func()(model, params, batch, plan)
+        (jax.jit(call) if jit else call)(params, batch)
 
 
 def test_a_model_that_cannot_unembed_is_refused():

@@ -103,6 +103,20 @@ def test_entropy_and_kl_are_terms_of_their_own():
     np.testing.assert_allclose(out.metrics["policy_entropy"].value, 2.0)
 
 
+def test_the_first_update_after_a_rollout_needs_no_old_log_probs(golden):
+    given = _cases(golden, "vanilla")[0]["inputs"]
+    log_probs, microbatch = jnp.array(given["log_prob"]), _microbatch(given)
+
+    def gradient(loss, microbatch):
+        value = lambda x: loss(x, jnp.zeros_like(x), microbatch).terms["policy"].value  # noqa: E731
+        return jax.value_and_grad(value)(log_probs)
+
+    passed = gradient(PolicyLoss(), microbatch | {"old_log_probs": log_probs})
+    without = {name: leaf for name, leaf in microbatch.items() if name != "old_log_probs"}
+    jax.tree.map(np.testing.assert_array_equal, gradient(PolicyLoss(on_policy=True), without), passed)
+    assert np.abs(passed[1]).max() > 0
+
+
 def test_names_and_settings_that_do_not_exist_are_refused():
     with pytest.raises(ValueError, match="kl_cov picks its tokens"):
         make_surrogate("kl_cov")
