@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from jaxfb import __version__
-from jaxfb.training.simulated import simulate_devices, spare_threads
+from jaxfb.training.simulated import simulate_devices, spare_threads, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
 RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 75, 76, 78, 1, 1
@@ -31,6 +31,7 @@ POST_TRAINING = {
     "dpo": "learn from pairs of answers, one preferred to the other",
     "rl": "sample, reward, update: GRPO, PPO and their kin",
 }
+TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or (estimated only) gpu:h100x8"
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
@@ -154,6 +155,21 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--svg", metavar="FILE", help="write a picture: .svg, .png or .pdf")
     schedule.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
 
+    plan = _verb(
+        verbs,
+        "plan",
+        _plan,
+        "whether a config fits a machine, and how fast it can be there, without the machine",
+    )
+    plan.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
+    plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
+    plan.add_argument("--no-compile", action="store_true", help="the estimate alone: seconds, no compiler")
+    plan.add_argument("--json", action="store_true", help="everything as JSON")
+    plan.add_argument("--search", action="store_true", help="try layouts, write the fastest that fits")
+    plan.add_argument("--traced", type=int, default=24, metavar="N", help="layouts to trace (default: 24)")
+    plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
+
     show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
     show.add_argument("action", choices=("show",))
     show.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
@@ -261,6 +277,21 @@ def _schedule(options) -> None:
     print(command.described(schedule, costs))
     for path in command.written(schedule, costs, options.out, options.svg, options.trace):
         print(f"wrote {path}")
+
+
+def _plan(options) -> None:
+    from jaxfb.config import load_config
+    from jaxfb.planner.topology import parse_topology
+
+    config, topology = load_config(options.config, options.overrides), parse_topology(options.topology)
+    without_devices()
+    from jaxfb.planner import command
+
+    compiles = not options.no_compile
+    if options.search:
+        command.search(options.config, config, topology, compiles, options.traced, options.out)
+    else:
+        command.plan(options.config, config, topology, compiles, options.json)
 
 
 def _config(options) -> None:

@@ -25,6 +25,7 @@ KINDS = (
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\]")
+_MESH_GROUPS = re.compile(r"@?mesh\[([^\]]*)\](?:,\s*device_ids=\((\[.*?)\))?\s*\{([^}]*)\}")
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations|\w+_computation)=")
 
 
@@ -60,7 +61,9 @@ class Collective:
 
 
 @dataclass(frozen=True)
-class _Instruction:
+class Instruction:
+    """`%name = result opcode(rest`: the types in `result`, operands and attributes in `rest`."""
+
     name: str
     result: str
     opcode: str
@@ -76,13 +79,13 @@ def collectives(compiled_text: str) -> list[Collective]:
     Raises:
       ValueError: the text has no ENTRY computation, or a replica group is written in an unknown way.
     """
-    computations, entry = _parse(compiled_text)
+    computations, entry = parse(compiled_text)
     times, chains = _times(computations, entry), set()
     return [
-        _collective(instruction, kind, instructions, times.get(name, 0), name)
+        collective(instruction, kind, instructions, times.get(name, 0), name)
         for name, instructions in computations.items()
         for instruction in instructions
-        if (kind := _kind(instruction.opcode, name)) and _is_first(instruction, chains)
+        if (kind := collective_kind(instruction.opcode, name)) and _is_first(instruction, chains)
     ]
 
 
@@ -99,8 +102,9 @@ def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
     return {kind: (arrays[kind], size[kind]) for kind in sorted(arrays) if arrays[kind]}
 
 
-def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
-    computations: dict[str, list[_Instruction]] = {}
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """(computation -> its instructions, in the order in which they run; the name of the entry)."""
+    computations: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
         line = re.sub(r"/\*.*?\*/", "", line)
@@ -114,19 +118,19 @@ def _parse(text: str) -> tuple[dict[str, list[_Instruction]], str]:
     return computations, entry
 
 
-def _instruction(line: str) -> _Instruction | None:
+def _instruction(line: str) -> Instruction | None:
     """Splits `  ROOT %name = type opcode(operands), attributes`; a tuple type has brackets inside."""
     head, equals, tail = line.partition(" = ")
     if not equals or not line.startswith(" "):
         return None
-    end = _closing(tail) if tail.startswith("(") else tail.find(" ")
+    end = closing(tail) if tail.startswith("(") else tail.find(" ")
     opcode, bracket, rest = tail[end:].strip().partition("(")
     if not bracket:
         return None
-    return _Instruction(head.split()[-1].lstrip("%"), tail[:end], opcode, rest)
+    return Instruction(head.split()[-1].lstrip("%"), tail[:end], opcode, rest)
 
 
-def _closing(text: str) -> int:
+def closing(text: str) -> int:
     """Position after the bracket that closes the first one."""
     depth = 0
     for position, character in enumerate(text):
@@ -141,7 +145,7 @@ def _times(computations: dict, entry: str) -> dict[str, int | None]:
     calls: dict[str, list[tuple[str, int | None]]] = {}
     for caller, instructions in computations.items():
         for instruction in instructions:
-            for callee, factor in _callees(instruction, computations):
+            for callee, factor in callees(instruction, computations):
                 calls.setdefault(callee, []).append((caller, factor))
     known: dict[str, int | None] = {entry: 1}
 
@@ -160,7 +164,8 @@ def _times_or_unknown(count: int | None, factor: int | None) -> int | None:
     return None if count is None or factor is None else count * factor
 
 
-def _callees(instruction: _Instruction, computations: dict) -> list[tuple[str, int | None]]:
+def callees(instruction: Instruction, computations: dict) -> list[tuple[str, int | None]]:
+    """(computation, how often one run of the instruction runs it, None if unknown)."""
     rest = instruction.rest
     if instruction.opcode == "while":
         length = _trip_count(rest, computations)
@@ -183,26 +188,32 @@ def _trip_count(rest: str, computations: dict) -> int | None:
     return int(constants[0].split(")")[0]) if less and len(constants) == 1 else None
 
 
-def _kind(opcode: str, computation: str) -> str | None:
+def collective_kind(opcode: str, computation: str = "") -> str | None:
+    """Such as "all-reduce", of its start too; None for what is no collective."""
     opcode = opcode.removesuffix("-start")
     if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"
     return opcode if opcode in KINDS else None
 
 
-def _is_first(instruction: _Instruction, chains: set[str]) -> bool:
-    """Whether this is not a further link of a chain seen before; links share a channel."""
+def chain_of(instruction: Instruction) -> str | None:
+    """What the links of one collective that a chain of fusions carries out have in common: their channel."""
     link = "chain_id=" in instruction.rest and re.search(r"channel_id=\d+", instruction.rest)
-    if not link:
-        return True
-    first = link[0] not in chains
-    chains.add(link[0])
+    return link[0] if link else None
+
+
+def _is_first(instruction: Instruction, chains: set[str]) -> bool:
+    """Whether this is not a further link of a chain seen before."""
+    chain = chain_of(instruction)
+    first = chain is None or chain not in chains
+    chains.add(chain)
     return first
 
 
-def _collective(instruction, kind, siblings, times, computation) -> Collective:
+def collective(instruction, kind, siblings, times, computation) -> Collective:
+    """One instruction of that kind; `siblings` are the instructions beside it."""
     operands = _operands(instruction, siblings)
-    moved, came = _bytes(operands), _bytes(instruction.result)
+    moved, came = bytes_of(operands), bytes_of(instruction.result)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         came -= moved  # the result of a start holds its operands too
     op_name = re.search(r'op_name="([^"]*)"', instruction.rest)
@@ -217,16 +228,17 @@ def _collective(instruction, kind, siblings, times, computation) -> Collective:
     )
 
 
-def _operands(instruction: _Instruction, siblings: list[_Instruction]) -> str:
+def _operands(instruction: Instruction, siblings: list[Instruction]) -> str:
     """Types of the operands; they are written in place, or only where the operand is defined."""
-    inside = instruction.rest[: _closing("(" + instruction.rest) - 2]
+    inside = instruction.rest[: closing("(" + instruction.rest) - 2]
     if _ARRAY.search(inside):
         return inside
     types = {sibling.name: sibling.result for sibling in siblings}
     return " ".join(types[name.strip().lstrip("%")] for name in inside.split(","))
 
 
-def _bytes(types: str) -> int:
+def bytes_of(types: str) -> int:
+    """Of the arrays in a type such as `(f32[4], bf16[2,2])`."""
     return sum(
         _bits(dtype) * int(np.prod([int(size) for size in shape.split(",") if size], dtype=np.int64)) // 8
         for dtype, shape in _ARRAY.findall(types)
@@ -248,10 +260,9 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
         return _listed(re.match(r"\{(.*?\})\}", found[1])[1])
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", found[1]):
         return _iota(*(tuple(map(int, part.split(","))) if part else None for part in iota.groups()))
-    if mesh := re.match(r"@?mesh\[([^\]]*)\]\s*\{([^}]*)\}", found[1]):
-        return _named(
-            dict(re.findall(r"'([^']+)'=(\d+)", mesh[1])), re.findall(r"'([^']+)'", mesh[2]), mesh[2]
-        )
+    if mesh := re.match(_MESH_GROUPS, found[1]):
+        sizes, order, axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1])), mesh[2], mesh[3]
+        return _named(sizes, order, re.findall(r"'([^']+)'", axes), axes)
     raise ValueError(f"unknown way to write replica groups: {found[1][:120]}")
 
 
@@ -265,13 +276,31 @@ def _iota(shape, dims, order) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
 
 
-def _named(sizes: dict[str, str], axes: list[str], written: str) -> tuple[tuple[int, ...], ...]:
-    """`mesh['data'=2,'fsdp'=4] {'fsdp'}`: positions that differ along the named axes only."""
+def _named(
+    sizes: dict[str, str], order: str | None, axes: list[str], written: str
+) -> tuple[tuple[int, ...], ...]:
+    """`mesh['data'=2,'fsdp'=4] {'fsdp'}`: positions that differ along the named axes only.
+
+    order: such as `[4,2]T(1,0)`, how the mesh counts its devices; None: in their own order.
+    """
     if ":" in written:
         raise ValueError(f"unknown way to write replica groups: part of an axis, {written}")
     shape, names = [int(size) for size in sizes.values()], list(sizes)
     inner = [names.index(axis) for axis in axes]
     outer = [axis for axis in range(len(names)) if axis not in inner]
     size = int(np.prod([shape[axis] for axis in inner]))
-    numbers = np.arange(np.prod(shape)).reshape(shape).transpose(outer + inner)
+    numbers = _counted(shape, order).transpose(outer + inner)
     return tuple(map(tuple, numbers.reshape(-1, size).tolist()))
+
+
+def _counted(shape: list[int], written: str | None) -> np.ndarray:
+    if written is None:
+        return np.arange(np.prod(shape)).reshape(shape)
+    dims, permutation = re.match(r"\[([\d,]+)\](?:T\(([\d,]+))?", written).groups()
+    dims = [int(size) for size in dims.split(",")]
+    numbers = np.arange(np.prod(dims)).reshape(dims)
+    return (
+        numbers.transpose(*map(int, permutation.split(","))).reshape(shape)
+        if permutation
+        else numbers.reshape(shape)
+    )

@@ -40,7 +40,7 @@ def make_mesh(
     """
     given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     devices = list(jax.devices() if devices is None else devices)
-    sizes = _fill(_checked_sizes(given), len(devices), devices[0].platform)
+    sizes = mesh_sizes(given, len(devices), devices[0].platform)
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise ValueError(
@@ -48,6 +48,11 @@ def make_mesh(
             f"there are {len(devices)}; set data=-1 to take the rest"
         )
     return _arrange(sizes, devices[:needed])
+
+
+def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
+    """Axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`."""
+    return _fill(_checked_sizes({axis: given.get(axis, 1) for axis in AXES}), num_devices, platform)
 
 
 def axis_size(mesh: Mesh | None, *axes: str) -> int:

@@ -131,3 +131,9 @@ def test_a_program_compiled_here_reads_as_it_was_written():
     }
     # XLA may move a sum that does not change out of the loop; it may not change how often the others run
     assert traffic(found)["all-gather"] == (1, 128)
+
+
+def test_a_mesh_that_counts_its_devices_in_another_order():
+    text = PROGRAM.replace("mesh['x'=2,'y'=2] {'x','y'}", "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}")
+    (found,) = [one for one in collectives(text) if one.kind == "all-reduce"]
+    assert found.replica_groups == ((0, 1, 2, 3), (4, 5, 6, 7))

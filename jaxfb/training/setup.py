@@ -44,12 +44,15 @@ VOCAB_MULTIPLE = (
 
 @dataclass(frozen=True)
 class Setup:
-    """A run before its first update; every part a plain value that can be used alone."""
+    """A run before its first update; every part a plain value that can be used alone.
+
+    corpus: None where a run is only planned (`jaxfb.planner`), from shapes alone.
+    """
 
     config: Config
     mesh: Mesh
     plan: RunPlan
-    corpus: Corpus
+    corpus: Corpus | None
     sizes: TransformerConfig
     model: Pipelined
     optimizer: Optimizer

@@ -33,3 +33,8 @@ def simulate_devices(mesh: Mapping[str, int]) -> None:
     spare_threads()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_ENABLE_X64", "1")
+
+
+def without_devices() -> None:
+    """Keeps JAX from looking for accelerators in a process that computes nothing."""
+    os.environ["JAX_PLATFORMS"] = "cpu"

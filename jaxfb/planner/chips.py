@@ -1,0 +1,88 @@
+"""What a chip can do, with the source of each number: what a plan is judged against. Plain Python.
+
+`memory` is what a program may use, so it is what the TPU compiler itself reports as available where there is such a
+compiler, and a little below the size on the box. Bandwidths and rates are the makers' peaks: no program reaches them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+GIB = 2**30
+_TPU = "https://docs.cloud.google.com/tpu/docs/"
+_AVAILABLE = "available HBM as libtpu 0.0.42 reports it"
+
+
+@dataclass(frozen=True)
+class Chip:
+    """One kind of chip, its numbers per JAX device (a chip of TPU7x is two devices).
+
+    flops:     peak bfloat16 matmul rate, operations a second.
+    memory:    bytes of HBM that a program may use.
+    bandwidth: of the HBM, bytes a second.
+    axis_bandwidth: bytes a second that a device sends along one mesh axis: a ring in both directions along one
+               dimension of a TPU's torus; one direction of all NVLinks of a GPU.
+    torus:     dimensions of the interconnect; 0 for GPUs.
+    devices:   JAX devices of a chip.
+    island:    devices that the fast interconnect joins; beyond it `outer_bandwidth` bytes a second a device.
+    """
+
+    name: str
+    flops: float
+    memory: float
+    bandwidth: float
+    axis_bandwidth: float
+    source: str
+    torus: int = 0
+    devices: int = 1
+    island: int | None = None
+    outer_bandwidth: float | None = None
+
+
+def _tpu(name, tflops, memory, bandwidth, both_ways, torus, page, devices=1) -> Chip:
+    """both_ways: bidirectional interconnect bandwidth of a chip, GB/s, shared by the dimensions of the torus."""
+    return Chip(
+        name=name,
+        flops=tflops * 1e12 / devices,
+        memory=memory * GIB,
+        bandwidth=bandwidth * 1e9 / devices,
+        axis_bandwidth=both_ways * 1e9 / (2 * torus) / devices,
+        source=f"{_TPU}{page}; {_AVAILABLE}",
+        torus=torus,
+        devices=devices,
+    )
+
+
+def _gpu(name, tflops, memory, bandwidth, nvlink, page) -> Chip:
+    """nvlink: of all links and both directions, GB/s; 8 GPUs an island, 400 Gb/s a GPU between islands."""
+    return Chip(
+        name=name,
+        flops=tflops * 1e12,
+        memory=memory * 1e9,
+        bandwidth=bandwidth * 1e9,
+        axis_bandwidth=nvlink * 1e9 / 2,
+        source=f"https://www.nvidia.com/en-us/data-center/{page}/",
+        island=8,
+        outer_bandwidth=50e9,
+    )
+
+
+TPUS = {
+    chip.name: chip
+    for chip in (
+        _tpu("v4", 275, 30.75, 1200, 600, 3, "v4"),
+        _tpu("v5e", 197, 15.75, 819, 400, 2, "v5e"),
+        _tpu("v5p", 459, 95.74, 2765, 1200, 3, "v5p"),
+        _tpu("v6e", 918, 31.25, 1638, 800, 2, "v6e"),
+        _tpu("tpu7x", 2307, 94.75, 7380, 1200, 3, "tpu7x", devices=2),
+    )
+}
+GPUS = {
+    chip.name: chip
+    for chip in (
+        _gpu("a100", 312, 80, 2039, 600, "a100"),
+        _gpu("h100", 989.4, 80, 3350, 900, "h100"),
+        _gpu("h200", 989.4, 141, 4800, 900, "h200"),
+        _gpu("b200", 2250, 180, 7700, 1800, "dgx-b200"),
+    )
+}

@@ -1,0 +1,232 @@
+"""The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a process of its own.
+
+Of its own, since the environment that brings up libtpu or simulates devices is read once, when JAX starts, and what a
+compiler allocates it does not give back.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from jaxfb.config import Config, config_from_dict, config_to_dict
+from jaxfb.planner.topology import Topology
+
+TPU_ENVIRONMENT = {
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What the compiler said. Bytes, on one device.
+
+    arguments: the train state and the batch. temporaries: everything else, gradients included.
+    outputs: results that are not written in the place of an argument. code: of the program.
+    flops, hbm_bytes, work_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
+    own_flops: the compiler's own count, in which a loop counts once.
+    """
+
+    arguments: int
+    temporaries: int
+    outputs: int
+    code: int
+    lower_seconds: float
+    compile_seconds: float
+    flops: float
+    own_flops: float
+    hbm_bytes: float
+    work_seconds: float
+    traffic: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries + self.outputs + self.code
+
+
+@dataclass(frozen=True)
+class TooLarge:
+    """The compiler refused: so many bytes needed where so many are available."""
+
+    needed: float
+    available: float
+    message: str
+
+
+def compile_for(
+    config: Config, topology: Topology, say: Callable[[str], None] = lambda text: None
+) -> Compiled | TooLarge:
+    """Compiles the step of `config` for `topology`; minutes for a large model. `say` hears how long it has been.
+
+    Raises:
+      ValueError: libtpu is missing, or will not make that topology, or the mesh does not fit on it.
+    """
+    if topology.platform == "tpu" and find_spec("libtpu") is None:
+        raise ValueError(
+            "[plan] the TPU compiler is not installed; pip install 'jaxfb[plan]' adds libtpu (no TPU is needed), "
+            "or add --no-compile for the estimate alone"
+        )
+    request = {"config": config_to_dict(config), "topology": topology.text}
+    with tempfile.TemporaryDirectory() as directory:
+        answer = _run_child(request, topology, Path(directory), say)
+    if "refused" in answer:
+        raise ValueError(answer["refused"])
+    if "too_large" in answer:
+        return TooLarge(**answer["too_large"])
+    return Compiled(**answer["compiled"])
+
+
+def _run_child(request: dict, topology: Topology, directory: Path, say: Callable[[str], None]) -> dict:
+    asked, answered, log = directory / "request.json", directory / "answer.json", directory / "log"
+    asked.write_text(json.dumps(request))
+    command = [sys.executable, "-m", "jaxfb.planner.compiled", str(asked), str(answered)]
+    began, told = time.monotonic(), 0.0
+    with log.open("w") as output:
+        child = subprocess.Popen(command, env=_environment(topology), stdout=output, stderr=output)
+        try:
+            while child.poll() is None:
+                time.sleep(0.2)
+                if time.monotonic() - began - told > 10:
+                    told = time.monotonic() - began
+                    say(f"compiling for {topology.text}: {told:.0f} s")
+        finally:
+            if child.poll() is None:
+                child.kill()
+    if answered.exists():
+        return json.loads(answered.read_text())
+    last = "\n".join(log.read_text().splitlines()[-15:])
+    killed = " (killed: the compiler itself ran out of memory?)" if child.returncode == -9 else ""
+    raise RuntimeError(f"the compiler ended with code {child.returncode}{killed}:\n{last}")
+
+
+def _environment(topology: Topology) -> dict[str, str]:
+    """Of the child: one platform, the TPU's switches or so many simulated devices."""
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
+    environment.pop("JAX_ENABLE_X64", None)
+    environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
+    if topology.platform == "cpu":
+        environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={topology.num_devices}"
+        return environment
+    environment.pop("XLA_FLAGS", None)  # a TPU's flags are not known to the CPU client, and the reverse
+    return environment | TPU_ENVIRONMENT
+
+
+def main(arguments: list[str]) -> None:
+    """The child: reads a request, writes an answer."""
+    from jaxfb.planner.topology import parse_topology
+
+    request = json.loads(Path(arguments[0]).read_text())
+    try:
+        answer = _answer(config_from_dict(request["config"]), parse_topology(request["topology"]))
+    except ValueError as error:
+        answer = {"refused": str(error)}
+    Path(arguments[1]).write_text(json.dumps(answer))
+
+
+def _answer(config: Config, topology: Topology) -> dict:
+    import jax
+
+    from jaxfb.planner.job import make_job
+    from jaxfb.training.setup import enable_float64
+
+    enable_float64(config)
+    job = make_job(config, _mesh(config, topology))
+    began = time.monotonic()
+    lowered = job.step.lower(job.state, job.batch)
+    lowered_at = time.monotonic()
+    try:
+        program = lowered.compile()
+    except jax.errors.JaxRuntimeError as error:
+        if (refusal := too_large(str(error))) is None:
+            raise
+        return {"too_large": asdict(refusal)}
+    seconds = (lowered_at - began, time.monotonic() - lowered_at)
+    return {"compiled": asdict(_read(program, job.mesh, topology, *seconds))}
+
+
+def _mesh(config: Config, topology: Topology):
+    from jaxfb.mesh import make_mesh, mesh_sizes
+
+    devices = _devices(topology)
+    mesh_sizes(vars(config.mesh), len(devices), topology.platform)
+    try:
+        return make_mesh(**vars(config.mesh), devices=devices)
+    except NotImplementedError:
+        sizes = " x ".join(f"{axis} {size}" for axis, size in vars(config.mesh).items() if size != 1)
+        raise ValueError(
+            f"[plan] the axes {sizes} cannot be laid over the torus of {topology.text}; "
+            "use sizes that are products of its dimensions"
+        ) from None
+
+
+def _devices(topology: Topology) -> list:
+    import jax
+    from jax.experimental import topologies
+
+    if topology.platform == "cpu":
+        return jax.devices()
+    options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
+    if max(topology.shape) == 1:
+        options["chips_per_host_bounds"] = (1, 1, 1)
+    try:
+        return topologies.get_topology_desc(topology.text, platform="tpu", **options).devices
+    except Exception as error:
+        first = str(error).splitlines()[0]
+        raise ValueError(
+            f"[plan] libtpu does not make {topology.text}: {first}; use a shape such as 4x4x4"
+        ) from None
+
+
+def _read(program, mesh, topology: Topology, lower_seconds: float, compile_seconds: float) -> Compiled:
+    from jaxfb.planner.hlo_cost import cost_of
+
+    memory = program.memory_analysis()
+    chip = topology.chip
+    rates = (chip.flops, chip.bandwidth, chip.axis_bandwidth) if chip else (float("inf"),) * 3
+    cost = cost_of(program.as_text(), mesh, *rates)
+    traffic = [
+        {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in sorted(cost.traffic.items())
+    ]
+    return Compiled(
+        arguments=memory.argument_size_in_bytes,
+        temporaries=memory.temp_size_in_bytes,
+        outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
+        code=memory.generated_code_size_in_bytes,
+        lower_seconds=lower_seconds,
+        compile_seconds=compile_seconds,
+        flops=cost.flops,
+        own_flops=(program.cost_analysis() or {}).get("flops", 0.0),
+        hbm_bytes=cost.bytes,
+        work_seconds=cost.work_seconds,
+        traffic=traffic,
+    )
+
+
+def too_large(message: str) -> TooLarge | None:
+    """What an out-of-memory message of the TPU compiler says; None for any other message."""
+    forms = (
+        r"required for HLO temporaries \(([\d.]+)([BKMGT])\) exceeds available HBM \(([\d.]+)([BKMGT])\)",
+        r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",
+    )
+    found = next((one for form in forms if (one := re.search(form, message))), None)
+    if found is None:
+        return None
+    needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
+    return TooLarge(needed, available, message.splitlines()[0])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,246 @@
+"""What the step needs and does, estimated without a compiler: traced abstractly, then counted. Seconds, any size.
+
+State and batch are exact (shapes and shardings); temporaries are `liveness`'s rules; work and traffic are the traced
+program's own, loops counted. XLA cuts the automatic axis `tensor` after tracing, so the step is traced with the sizes
+that one tensor shard sees, and the activations that shards add up are put in by hand.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.config import Config
+from jaxfb.planner import liveness
+from jaxfb.planner.hlo_cost import Traffic, wire_bytes
+from jaxfb.planner.job import Job, abstract_mesh, bytes_per_device, make_job
+from jaxfb.planner.program import Op, Region, Value, sharded_part, walk
+from jaxfb.planner.topology import Topology
+
+PACKING = 1.06
+"""Buffers of many sizes in one heap leave holes, and XLA copies into other layouts; the median over the layouts of
+tests/planner/test_estimate.py."""
+_HELD = {"scan", "while", "carried", "dynamic_update_slice", "cond"}
+_COLLECTIVES = {
+    "psum": "all-reduce",
+    "psum_invariant": "all-reduce",
+    "pmax": "all-reduce",
+    "pmin": "all-reduce",
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "psum_scatter": "reduce-scatter",
+    "all_to_all": "all-to-all",
+    "ragged_all_to_all": "ragged-all-to-all",
+    "ppermute": "collective-permute",
+}
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes and operations of one device, in one step.
+
+    gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
+    peak. working: the rest of the peak. tensor_sums: are in `traffic` by formula.
+    """
+
+    parameters: int
+    optimizer: int
+    batch: int
+    gradients: int
+    activations: int
+    working: int
+    flops: float
+    work_seconds: float
+    traffic: dict[tuple[str, str], Traffic]
+
+    @property
+    def arguments(self) -> int:
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def temporaries(self) -> int:
+        return self.gradients + self.activations + self.working
+
+    @property
+    def total(self) -> int:
+        return self.arguments + self.temporaries
+
+    @property
+    def wire_seconds(self) -> float:
+        return sum(row.seconds for row in self.traffic.values())
+
+
+def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
+    """The abstract job and what it needs.
+
+    Raises:
+      ValueError: the mesh does not fit the topology, or the config what `jaxfb train` would refuse.
+    """
+    job = make_job(config, abstract_mesh(config, topology.num_devices))
+    region = sharded_part(_traced(_one_tensor_shard(job)))
+    if topology.platform == "gpu":
+        _without_scores(region, config.data.sequence_length)
+    peak = liveness.temporaries(region)
+    temporaries = int(PACKING * peak.bytes)
+    gradients = min(gradient_bytes(job), temporaries)
+    held = sum(size for size, made_by, _ in peak.live if made_by in _HELD)
+    activations = min(max(0, held - gradients), temporaries - gradients)
+    chip = topology.chip
+    flops_rate, bandwidth = (chip.flops, chip.bandwidth) if chip else (math.inf, math.inf)
+    counted = Estimate(
+        parameters=bytes_per_device(job.state.params),
+        optimizer=bytes_per_device(job.state.opt_state),
+        batch=bytes_per_device(job.batch),
+        gradients=gradients,
+        activations=activations,
+        working=temporaries - gradients - activations,
+        flops=sum(times * _flops(op) for op, times in walk(region)),
+        work_seconds=sum(times * _seconds(op, flops_rate, bandwidth) for op, times in walk(region)),
+        traffic=_traffic(job, region, topology),
+    )
+    return job, counted
+
+
+def gradient_bytes(job: Job) -> int:
+    """The gradient sums of one device: like the parameters that the loop holds, in the accumulation dtype."""
+    fb, mesh = job.step.forward_backward, job.mesh
+
+    def one(path, leaf) -> int:
+        parameter = bytes_per_device(leaf) / leaf.dtype.itemsize
+        in_layers = getattr(path[0], "key", None) == "layers"
+        whole = fb.fsdp_gather == "step" or (fb.pipe > 1 and not in_layers)
+        cut = "fsdp" in jax.tree.leaves(tuple(leaf.sharding.spec))
+        wide = jnp.dtype(fb.accum_dtype or jnp.promote_types(leaf.dtype, jnp.float32)).itemsize
+        return int(parameter * wide * (mesh.shape["fsdp"] if whole and cut else 1))
+
+    return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, job.state.params)))
+
+
+def _traced(job: Job):
+    rows = job.plan.real_rows
+    return jax.make_jaxpr(lambda state, batch: job.step._update(state, batch, rows))(job.state, job.batch)
+
+
+def _one_tensor_shard(job: Job) -> Job:
+    """The same job on a mesh without tensor, with the sizes that a shard has."""
+    tensor = job.mesh.shape["tensor"]
+    if tensor == 1:
+        return job
+    cut = (
+        "num_heads",
+        "num_kv_heads",
+        "mlp_size",
+        "expert_mlp_size",
+        "shared_expert_size",
+        "vocab_size",
+    )
+    sizes = replace(job.sizes, **{name: _share(getattr(job.sizes, name), tensor) for name in cut})
+    config = replace(job.config, mesh=replace(job.config.mesh, tensor=1))
+    mesh = abstract_mesh(config, job.mesh.size // tensor)
+    return make_job(config, mesh, sizes)
+
+
+def _share(size: int, tensor: int) -> int:
+    return -(-size // tensor)
+
+
+def _without_scores(region: Region, length: int) -> None:
+    """Attention as a flash kernel: no array [.., length, length] is ever made."""
+    for op in region.ops:
+        for value in op.outputs:
+            if value.shape[-2:] == (length, length):
+                value.bytes = 0
+        for inner in op.regions:
+            for value in inner.inputs:
+                value.bytes = 0 if value.shape[-2:] == (length, length) else value.bytes
+            _without_scores(inner, length)
+
+
+def _flops(op: Op) -> float:
+    if op.name == "dot_general":
+        (contracted, _), _ = op.params["dimension_numbers"]
+        left = op.inputs[0].shape
+        return 2.0 * math.prod(op.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
+    if op.name in ("ragged_dot", "ragged_dot_general"):
+        return _ragged_flops(op)
+    return 0.0
+
+
+def _ragged_flops(op: Op) -> float:
+    """Each row meets one group's matrix: rows x contracted x columns."""
+    left, right = op.inputs[0].shape, op.inputs[1].shape
+    if len(right) == 3:
+        return 2.0 * math.prod(left) * right[-1]
+    return 2.0 * left[0] * left[1] * right[-1]
+
+
+def _seconds(op: Op, flops_rate: float, bandwidth: float) -> float:
+    """A product's roof; other work is taken to be fused into its neighbours, and copies to be free."""
+    flops = _flops(op)
+    if not flops:
+        return 0.0
+    moved = sum(value.bytes for value in [*op.inputs, *op.outputs])
+    return max(flops / flops_rate, moved / bandwidth)
+
+
+def _traffic(job: Job, region: Region, topology: Topology) -> dict[tuple[str, str], Traffic]:
+    rows: dict[tuple[str, str], Traffic] = {}
+    for op, times in walk(region):
+        if kind := _COLLECTIVES.get(op.name):
+            axes = tuple(axis for axis in _axes(op) if job.mesh.shape[axis] > 1)
+            if axes:
+                _add(rows, job, topology, axes, kind, times, _moved(op))
+    tensor = job.mesh.shape["tensor"]
+    if tensor > 1:
+        _add(rows, job, topology, ("tensor",), "all-reduce", *_tensor_sums(job))
+    return rows
+
+
+def _add(rows, job: Job, topology: Topology, axes: tuple, kind: str, times: int, size: float) -> None:
+    group = math.prod(job.mesh.shape[axis] for axis in axes)
+    group = 2 if kind == "collective-permute" else group
+    row = rows.setdefault(("+".join(axes), kind), Traffic())
+    row.count += times
+    row.bytes += times * size
+    seconds = times * wire_bytes(kind, size, group) / _rate(job, topology, axes)
+    row.seconds += seconds
+    row.exposed_seconds += seconds
+
+
+def _rate(job: Job, topology: Topology, axes: tuple[str, ...]) -> float:
+    """Bytes a second along those axes: a group wider than an island of GPUs talks over the network."""
+    chip = topology.chip
+    if chip is None:
+        return math.inf
+    names = list(job.mesh.axis_names)
+    inner = math.prod(job.mesh.shape[axis] for axis in names[names.index(axes[0]) :])
+    if chip.island is None or inner <= chip.island:
+        return chip.axis_bandwidth
+    return chip.outer_bandwidth
+
+
+def _axes(op: Op) -> tuple[str, ...]:
+    found = op.params.get("axes") or op.params.get("axis_name") or ()
+    return tuple(found) if isinstance(found, tuple | list) else (found,)
+
+
+def _moved(op: Op) -> float:
+    return max(_total(op.inputs), _total(op.outputs)) if op.name != "ppermute" else _total(op.inputs)
+
+
+def _total(values: list[Value]) -> float:
+    return sum(value.bytes for value in values)
+
+
+def _tensor_sums(job: Job) -> tuple[int, float]:
+    """(how many, bytes of one): hidden states that tensor shards add up, two a layer in each direction and
+    two more where the forward runs again; and one of the embedding."""
+    config, plan, sizes = job.config, job.plan, job.sizes
+    width = jnp.dtype(config.precision.compute_dtype).itemsize
+    tokens = plan.rows_per_microbatch * config.data.sequence_length // job.mesh.shape["context"]
+    layers = -(-sizes.num_layers // job.mesh.shape["pipe"])
+    a_layer = 6 if config.parallel.remat == "full" else 4
+    return plan.num_microbatches * (a_layer * layers + 1), tokens * sizes.hidden_size * width

@@ -1,0 +1,127 @@
+"""The training step of a config in shapes alone: what the trainer would run on a mesh, with nothing made.
+
+Step of the story: all of it up to the one update, before there is a device or a text.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.config import Config
+from jaxfb.forward_backward import Microbatches, specs_of
+from jaxfb.mesh import AXES, mesh_sizes
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import transformer
+from jaxfb.parallel.expert import check_expert_divides
+from jaxfb.parallel.sharding import axes_of, shardings
+from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.train_step import TrainState, TrainStep
+from jaxfb.training import setup
+
+PyTree = Any
+LEAVES = {
+    "tokens": "int32",
+    "targets": "int32",
+    "loss_mask": "float32",
+    "segments": "int32",
+    "positions": "int32",
+}
+MANY_ROWS = 10**9  # of a text that nobody has read: only a length in epochs looks at it
+
+
+@dataclass(frozen=True)
+class Job:
+    """One config on one mesh (a `Mesh` or an `AbstractMesh`), abstract.
+
+    state: TrainState of ShapeDtypeStructs with shardings. batch: Microbatches likewise.
+    """
+
+    config: Config
+    mesh: Mesh | AbstractMesh
+    sizes: TransformerConfig
+    plan: BatchPlan
+    step: TrainStep
+    state: TrainState
+    batch: Microbatches
+
+    @property
+    def tokens(self) -> int:
+        """Of one update, all replicas together."""
+        return self.plan.rows * self.config.data.sequence_length
+
+    @property
+    def schedule(self):
+        """The pipeline's schedule, or None."""
+        return self.step.forward_backward.schedule_for(self.plan.num_microbatches)
+
+
+def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig | None = None) -> Job:
+    """Builds the step as `jaxfb train` would.
+
+    Raises:
+      ValueError: what `jaxfb train` would refuse before it compiles.
+    """
+    sizes = sizes or model_sizes(config)
+    check_tensor_divides(sizes, mesh.shape["tensor"])
+    check_expert_divides(sizes, mesh.shape["expert"])
+    plan = setup.train_plan(config, mesh)
+    run = setup.run_plan(config, {"train": plan}, MANY_ROWS)
+    made = setup.Setup(config, mesh, run, None, sizes, transformer(sizes), setup.optimizer(config, run))
+    step = made.train_step(plan)
+    state = made.abstract_state(step)
+    step.forward_backward.check(step.model, state.params, plan)
+    return Job(config, mesh, sizes, plan, step, state, _batch(config, plan, mesh))
+
+
+def model_sizes(config: Config) -> TransformerConfig:
+    """The transformer's sizes without its text; a tokenizer.json on another machine must give its vocabulary."""
+    known = {"bpe": config.data.vocab_size, "bytes": 257}
+    if config.model.vocab_size is None and config.data.tokenizer not in known:
+        raise ValueError(
+            f"[plan] the vocabulary of {config.data.tokenizer} is not known without the file; "
+            "add model.vocab_size=128256"
+        )
+    return setup.model_sizes(config, known.get(config.data.tokenizer, config.model.vocab_size))
+
+
+def abstract_mesh(config: Config, num_devices: int) -> AbstractMesh:
+    """The config's mesh on so many devices that do not exist.
+
+    Raises:
+      ValueError: the sizes do not form that number.
+    """
+    sizes = mesh_sizes(vars(config.mesh), num_devices, "none")
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def bytes_per_device(tree: PyTree) -> int:
+    """Of a tree of ShapeDtypeStructs with NamedShardings, on the device that holds most."""
+    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
+
+
+def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+    spec, mesh = leaf.sharding.spec, leaf.sharding.mesh
+    parts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
+    sizes = [-(-size // part) for size, part in zip(leaf.shape, parts + [1] * leaf.ndim, strict=False)]
+    return math.prod(sizes) * _itemsize(leaf.dtype)
+
+
+def _itemsize(dtype) -> int:
+    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+
+
+def _batch(config: Config, plan: BatchPlan, mesh) -> Microbatches:
+    shape = (plan.num_microbatches, plan.rows_per_global_microbatch, config.data.sequence_length)
+    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in LEAVES.items()}
+    places = shardings(specs_of(leaves, mesh), mesh)
+    placed = {
+        name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])
+        for name, leaf in leaves.items()
+    }
+    return Microbatches(placed)

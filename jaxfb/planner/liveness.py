@@ -1,0 +1,154 @@
+"""How many bytes of temporaries a traced program needs at once: an estimate, without a compiler.
+
+Walks a region in order and keeps account of what is live. Three rules stand for what XLA does: elementwise work, casts,
+views and reductions are fused into what reads them, so their results exist only where something must find them in
+memory; what is expensive and read twice is not computed twice; and a result takes over the buffer of an operand of its
+size that dies with it, as loops do with what they carry.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxfb.planner.program import Op, Region, Value
+
+_FUSED = set(
+    "add add_any sub mul div rem neg abs sign floor ceil round max min square sqrt rsqrt pow integer_pow exp exp2 log "
+    "log1p expm1 sin cos tan tanh logistic erf eq ne lt le gt ge and or not xor is_finite select_n clamp "
+    "convert_element_type broadcast_in_dim reshape transpose squeeze expand_dims copy copy_p stop_gradient "
+    "sharding_constraint reduce_precision pvary pcast slice dynamic_slice pad concatenate iota rev shift_left "
+    "shift_right_logical shift_right_arithmetic reduce_sum reduce_max reduce_min reduce_and reduce_or "
+    "optimization_barrier axis_index split empty2 stack reshard gather".split()
+)
+_EXPENSIVE = set("exp exp2 log log1p expm1 div rem pow sqrt rsqrt tanh logistic erf sin cos".split())
+_PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
+_IN_PLACE = {"scan", "while", "dynamic_update_slice", "scatter-add", "scatter", "psum", *_FUSED}
+
+
+@dataclass
+class Peak:
+    """bytes: most that is live at once. live: the values then, each with what made it."""
+
+    bytes: int = 0
+    live: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
+
+
+def temporaries(region: Region) -> Peak:
+    """Of a region whose inputs live elsewhere, results included."""
+    return _Walk(region, carried=[]).peak()
+
+
+class _Walk:
+    """One pass over a region.
+
+    carried: inputs that are counted from the start, since results may take their place.
+    sliced:  inputs that are counted from their first use on, where something must find them in memory.
+    """
+
+    def __init__(self, region: Region, carried: list[Value], sliced: list[Value] = ()):
+        self._region, self._carried = region, carried
+        self._sliced = {value for value in sliced if self._copied(value)}
+        self._ancestors: dict[Value, frozenset[Value]] = {}
+        self._last_use = self._last_uses()
+
+    def peak(self) -> Peak:
+        live = {value: value.bytes for value in self._carried if value.bytes}
+        total, best = sum(live.values()), Peak()
+        for op in self._region.ops:
+            for value in self._sliced.intersection(op.inputs) - live.keys():
+                live[value] = value.bytes
+                total += value.bytes
+            dying = [v for v in live if self._last_use.get(v, -1) <= op.position]
+            made = [v for v in op.outputs if self._real(v) and v.bytes]
+            reused = _taken_over(dying, made) if op.name in _IN_PLACE else set()
+            for value in reused:
+                total -= live.pop(value)
+            for value in made:
+                live[value] = value.bytes
+                total += value.bytes
+            inner = self._inside(op)
+            if total + inner.bytes > best.bytes:
+                best = Peak(total + inner.bytes, [_named(v) for v in live] + inner.live)
+            for value in dying:
+                if value in live:
+                    total -= live.pop(value)
+        return best
+
+    def _inside(self, op: Op) -> Peak:
+        """What a loop or branch needs beside its operands and results."""
+        best = Peak()
+        for region in op.regions:
+            carried, sliced = _carried(op, region)
+            inner = _Walk(region, carried, sliced).peak()
+            extra = inner.bytes - sum(value.bytes for value in carried)
+            if extra > best.bytes:
+                names = {_named(value) for value in carried}
+                best = Peak(extra, [one for one in inner.live if one not in names])
+        return best
+
+    def _copied(self, value: Value) -> bool:
+        """Whether a loop's slice of a stacked operand is made by itself before it is used."""
+        return any(use.name not in _FUSED for use in value.uses)
+
+    def _real(self, value: Value) -> bool:
+        """Whether a result exists in memory."""
+        if value.maker is None or value.maker.name not in _FUSED:
+            return True
+        if value.returned or (value.maker.name in _EXPENSIVE and len(value.uses) > 1):
+            return True
+        return any(use.name not in _FUSED and not self._fused_into(value, use) for use in value.uses)
+
+    def _fused_into(self, value: Value, use: Op) -> bool:
+        """Products and loops read slices and casts of what is in memory; anything more is computed before."""
+        return use.name in _PRODUCTS and value.maker.name in _VIEWS and len(value.uses) == 1
+
+    def _roots(self, value: Value) -> frozenset[Value]:
+        """What must be in memory for a value to be read."""
+        if value not in self._ancestors:
+            if self._real(value):
+                self._ancestors[value] = frozenset([value])
+            else:
+                parts = [self._roots(one) for one in value.maker.inputs]
+                self._ancestors[value] = frozenset().union(*parts)
+        return self._ancestors[value]
+
+    def _last_uses(self) -> dict[Value, int]:
+        last: dict[Value, int] = {}
+        for op in self._region.ops:
+            for value in op.inputs:
+                for root in self._roots(value):
+                    last[root] = op.position
+        end = len(self._region.ops)
+        return last | {root: end for value in self._region.outputs for root in self._roots(value)}
+
+
+_VIEWS = set(
+    "reshape transpose squeeze expand_dims broadcast_in_dim convert_element_type slice dynamic_slice copy "
+    "sharding_constraint".split()
+)
+
+
+def _taken_over(dying: list[Value], made: list[Value]) -> set[Value]:
+    """Of what dies, the buffers that results of the same size take."""
+    left, taken = list(dying), set()
+    for value in made:
+        same = next((one for one in left if one.bytes == value.bytes), None)
+        if same is not None:
+            left.remove(same)
+            taken.add(same)
+    return taken
+
+
+def _carried(op: Op, region: Region) -> tuple[list[Value], list[Value]]:
+    """(inputs that a loop hands from one turn to the next, slices that it takes of stacked operands)."""
+    if op.name == "scan":
+        first = op.params["num_consts"]
+        last = first + op.params["num_carry"]
+        return region.inputs[first:last], region.inputs[last:]
+    if op.name == "while":
+        return region.inputs[op.params["body_nconsts"] :], []
+    return [], []
+
+
+def _named(value: Value) -> tuple[int, str, tuple[int, ...]]:
+    return value.bytes, value.maker.name if value.maker else "carried", value.shape

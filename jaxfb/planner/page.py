@@ -1,0 +1,118 @@
+"""A verdict as a page of text: the answer first, then the numbers it rests on, then what was assumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from jaxfb.planner.compiled import Compiled, TooLarge
+from jaxfb.planner.verdict import MARGIN, Verdict
+
+
+def page(name: str, verdict: Verdict) -> str:
+    """Lines for a terminal; GB are 10^9 bytes."""
+    sections = [_head(name, verdict), _memory(verdict), _work(verdict), _traffic(verdict), _speed(verdict)]
+    return "\n\n".join("\n".join(section) for section in sections if section)
+
+
+def answer(verdict: Verdict) -> str:
+    """One sentence: does it fit, by how much, who says so."""
+    who = {Compiled: "the compiler", TooLarge: "the compiler"}.get(type(verdict.compiled), "estimated")
+    device = _device(verdict)
+    if verdict.available is None:
+        return f"needs {_gb(verdict.needed)} a device ({who})"
+    between = f"{_gb(verdict.needed)} of {_gb(verdict.available)} a {device} ({who})"
+    if verdict.fits:
+        left = verdict.available - verdict.needed
+        close = verdict.compiled is None and left < MARGIN * verdict.available
+        warning = ", closer than the estimate can tell" if close else ""
+        return f"FITS: {between}, {_gb(left)} to spare{warning}"
+    over = verdict.needed - verdict.available
+    if isinstance(verdict.compiled, TooLarge) and over <= 0:
+        return f"DOES NOT FIT in {_gb(verdict.available)} a {device} ({who}): {verdict.compiled.message}"
+    return f"DOES NOT FIT: {between}, {_gb(over)} too much"
+
+
+def _head(name: str, verdict: Verdict) -> Iterator[str]:
+    axes = " x ".join(f"{axis} {size}" for axis, size in verdict.mesh.items() if size > 1) or "one device"
+    yield f"{name} on {verdict.topology}"
+    yield f"  {verdict.num_params / 1e9:.2f}B parameters, {axes}"
+    yield (
+        f"  {verdict.rows} rows = {verdict.num_microbatches} microbatches of {verdict.rows_per_microbatch} "
+        f"a replica, {verdict.tokens:,} tokens"
+    )
+    if verdict.schedule:
+        yield f"  schedule {verdict.schedule}, bubble {verdict.bubble:.1%}"
+    yield ""
+    yield answer(verdict)
+
+
+def _memory(verdict: Verdict) -> Iterator[str]:
+    counted, compiled = verdict.estimate, verdict.compiled
+    answered = isinstance(compiled, Compiled)
+    yield f"{f'memory a {_device(verdict)}':<26}{'estimate':>12}" + (f"{'compiler':>12}" if answered else "")
+    rows = [
+        ("parameters", counted.parameters, None),
+        ("optimizer state", counted.optimizer, None),
+        ("batch and the like", counted.batch, None),
+        ("  arguments", counted.arguments, answered and compiled.arguments + compiled.outputs),
+        ("gradients", counted.gradients, None),
+        ("activations", counted.activations, None),
+        ("working space", counted.working, None),
+        ("  temporaries", counted.temporaries, answered and compiled.temporaries),
+        ("program", 0, answered and compiled.code),
+        ("total", counted.total, answered and compiled.total),
+    ]
+    for name, ours, theirs in rows:
+        if ours or theirs:
+            yield f"  {name:<24}{_gb(ours):>12}" + (f"{_gb(theirs):>12}" if theirs else "")
+
+
+def _work(verdict: Verdict) -> Iterator[str]:
+    counted, compiled = verdict.estimate, verdict.compiled
+    yield f"work a step, a {_device(verdict)}"
+    yield f"  {'model, by hand':<34}{verdict.model_flops / 1e12:>12,.2f} Tflop (no recomputation, no bubble)"
+    yield f"  {'traced step':<34}{counted.flops / 1e12:>12,.2f} Tflop"
+    if isinstance(compiled, Compiled):
+        yield f"  {'compiled step, loops counted':<34}{compiled.flops / 1e12:>12,.2f} Tflop"
+        yield f"  {'HBM read and written':<34}{compiled.hbm_bytes / 1e9:>12,.1f} GB"
+
+
+def _traffic(verdict: Verdict) -> Iterator[str]:
+    if not verdict.traffic:
+        return
+    who = "compiled" if isinstance(verdict.compiled, Compiled) else "traced"
+    title = f"between devices a step ({who})"
+    yield f"{title:<42}{'count':>8}{'GB':>10}{'ms':>10}{'overlapped':>12}"
+    for (axes, kind), row in sorted(verdict.traffic.items(), key=lambda item: -item[1].bytes):
+        hidden = f"{1 - row.exposed_seconds / row.seconds:.0%}" if row.seconds else ""
+        shown = hidden if who == "compiled" else "?"
+        milliseconds = f"{row.seconds * 1e3:,.1f}" if verdict.chip else ""
+        yield f"  {axes:<20}{kind:<20}{row.count:>8}{row.bytes / 1e9:>10,.3f}{milliseconds:>10}{shown:>12}"
+
+
+def _speed(verdict: Verdict) -> Iterator[str]:
+    if verdict.chip is None:
+        yield "no speed: a simulated CPU has no peak to be measured against"
+        return
+    chip = verdict.chip
+    yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work, " + (
+        f"{verdict.exposed_seconds:.3f} s communication that nothing hides"
+    )
+    device = _device(verdict)
+    yield f"  {verdict.tokens_per_second:,.0f} tokens/s a {device}, MFU {verdict.mfu:.1%}"
+    yield (
+        f"  assumed: {chip.flops / 1e12:,.0f} Tflop/s bfloat16, {chip.bandwidth / 1e9:,.0f} GB/s HBM, "
+        f"{chip.axis_bandwidth / 1e9:,.0f} GB/s along an axis, all at their peaks"
+    )
+    if not isinstance(verdict.compiled, Compiled):
+        yield "  and: products at the peak, the rest fused into them, communication never hidden"
+    yield f"  source: {chip.source}"
+
+
+def _device(verdict: Verdict) -> str:
+    halves = verdict.chip and verdict.chip.devices > 1
+    return "device (half a chip)" if halves else "chip" if verdict.chip else "device"
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.2f} GB" if size >= 1e7 else f"{size / 1e6:,.2f} MB"

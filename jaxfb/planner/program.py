@@ -1,0 +1,151 @@
+"""A traced step as a tree of operations on values: what the estimates of memory, work and traffic walk over.
+
+Calls (jit, remat, custom derivatives) are written out; loops and branches stay, as regions. Sizes are those that one
+device sees, because only the inside of `shard_map` is read.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+from jax.extend.core import Literal
+
+_INNER = ("jaxpr", "call_jaxpr", "fun_jaxpr")
+_LOOPS = ("scan", "while", "cond")
+
+
+@dataclass(eq=False)
+class Value:
+    """bytes: of the array. maker: the Op that made it; None for what a region is given."""
+
+    bytes: int
+    shape: tuple[int, ...] = ()
+    itemsize: int = 0
+    maker: Op | None = None
+    uses: list[Op] = field(default_factory=list)
+    returned: bool = False
+
+
+@dataclass(eq=False)
+class Op:
+    """name: the primitive's. regions: of a loop its body, of a branch each of them. params: the primitive's."""
+
+    name: str
+    inputs: list[Value]
+    outputs: list[Value]
+    params: dict[str, Any]
+    regions: list[Region] = field(default_factory=list)
+    position: int = 0
+
+
+@dataclass(eq=False)
+class Region:
+    """Straight-line operations. `length`: how often one run of what holds it runs it."""
+
+    inputs: list[Value]
+    ops: list[Op]
+    outputs: list[Value]
+    length: int = 1
+
+
+def region_of(jaxpr: Any, length: int = 1) -> Region:
+    """The region of a (closed or open) jaxpr."""
+    jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
+    env: dict = {var: _value(var) for var in [*jaxpr.constvars, *jaxpr.invars]}
+    inputs = [env[var] for var in jaxpr.invars]
+    region = Region(inputs, [], [], length)
+    region.outputs = _run(jaxpr, env, region)
+    for value in region.outputs:
+        value.returned = True
+    for position, op in enumerate(region.ops):
+        op.position = position
+    return region
+
+
+def sharded_part(closed: Any) -> Region:
+    """The inside of the one `shard_map` of a step: the loop over microbatches, one device's view of it.
+
+    Raises:
+      LookupError: there is none.
+    """
+    found = _find(getattr(closed, "jaxpr", closed), "shard_map")
+    if found is None:
+        raise LookupError("no shard_map in this program")
+    return region_of(found.params["jaxpr"])
+
+
+def walk(region: Region, times: int = 1):
+    """(op, how often it runs) of every operation that is no loop, inside loops too; all branches count."""
+    for op in region.ops:
+        if not op.regions:
+            yield op, times
+        for inner in op.regions:
+            yield from walk(inner, times * inner.length)
+
+
+def _run(jaxpr: Any, env: dict, region: Region) -> list[Value]:
+    """Adds the equations of a jaxpr to a region; the values of its outputs."""
+    for eqn in jaxpr.eqns:
+        inputs = [_read(env, var) for var in eqn.invars]
+        inner = None if eqn.primitive.name in _LOOPS else _inner(eqn)
+        if inner is not None:
+            opened = getattr(inner, "jaxpr", inner)
+            inside = {var: _value(var) for var in opened.constvars}
+            inside |= dict(zip(opened.invars, inputs[len(inputs) - len(opened.invars) :], strict=True))
+            results = _run(opened, inside, region)
+        else:
+            results = _add(eqn, inputs, region)
+        env.update(zip(eqn.outvars, results, strict=True))
+    return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _add(eqn: Any, inputs: list[Value], region: Region) -> list[Value]:
+    op = Op(eqn.primitive.name, inputs, [_value(var) for var in eqn.outvars], eqn.params, _regions(eqn))
+    for value in op.outputs:
+        value.maker = op
+    for value in inputs:
+        value.uses.append(op)
+    region.ops.append(op)
+    return op.outputs
+
+
+def _regions(eqn: Any) -> list[Region]:
+    name, params = eqn.primitive.name, eqn.params
+    if name == "scan":
+        return [region_of(params["jaxpr"], params["length"])]
+    if name == "while":
+        return [region_of(params["body_jaxpr"])]
+    if name == "cond":
+        return [region_of(branch) for branch in params["branches"]]
+    return []
+
+
+def _inner(eqn: Any) -> Any:
+    found = (eqn.params.get(name) for name in _INNER)
+    return next((one for one in found if hasattr(getattr(one, "jaxpr", one), "eqns")), None)
+
+
+def _find(jaxpr: Any, name: str) -> Any:
+    for eqn in jaxpr.eqns:
+        if eqn.primitive.name == name:
+            return eqn
+        inner = _inner(eqn)
+        found = _find(getattr(inner, "jaxpr", inner), name) if inner is not None else None
+        if found is not None:
+            return found
+    return None
+
+
+def _read(env: dict, var: Any) -> Value:
+    return _value(var) if isinstance(var, Literal) else env[var]
+
+
+def _value(var: Any) -> Value:
+    if isinstance(var, Literal):
+        return Value(0)
+    aval = var.aval
+    shape, dtype = getattr(aval, "shape", ()), getattr(aval, "dtype", None)
+    itemsize = getattr(dtype, "itemsize", 0)
+    return Value(math.prod(shape) * itemsize, tuple(shape), itemsize)

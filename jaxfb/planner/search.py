@@ -1,0 +1,124 @@
+"""`jaxfb plan --search`: the fastest layout that fits, by guess, then by estimate, then by the compiler."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+
+from jaxfb.config import Config
+from jaxfb.config.show import save_yaml
+from jaxfb.planner.candidates import candidates, guess, label
+from jaxfb.planner.compiled import TooLarge
+from jaxfb.planner.estimate import estimate
+from jaxfb.planner.job import model_sizes
+from jaxfb.planner.page import answer
+from jaxfb.planner.topology import Topology
+from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
+
+SLACK = 1.3  # a guess may be so far above the memory and is still traced
+
+
+@dataclass(frozen=True)
+class Found:
+    """A layout and what is known of it."""
+
+    config: Config
+    verdict: Verdict
+
+    @property
+    def rank(self) -> tuple[bool, float]:
+        """Those that fit first, by time."""
+        return not self.verdict.fits, self.verdict.step_seconds
+
+
+def search(
+    config: Config,
+    topology: Topology,
+    *,
+    traced: int = 24,
+    compiled: int = 3,
+    say: Callable[[str], None] = lambda text: None,
+) -> list[Found]:
+    """Layouts of `config` on all devices of `topology`, best first, the compiled ones before the estimated.
+
+    Args:
+      traced: how many of the best guesses are traced, a second or two each.
+      compiled: how many that fit are compiled; 0 leaves the compiler out.
+      say: hears of progress.
+    Raises:
+      ValueError: the topology has no chip to fit on, or no layout is legal.
+    """
+    if topology.chip is None:
+        raise ValueError(
+            f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
+        )
+    estimated = _estimated(config, topology, traced, say)
+    if not compiled or not topology.has_compiler:
+        return estimated
+    answered, fitting = [], 0
+    for number, found in enumerate(estimated[: 2 * compiled], start=1):
+        say(f"compiling candidate {number}: {label(found.config)}")
+        verdict = compiled_verdict(found.config, found.verdict, say)
+        say(f"  {answer(verdict)}")
+        answered.append(Found(found.config, verdict))
+        fitting += bool(verdict.fits)
+        if fitting == compiled:
+            break
+    return sorted(answered, key=lambda one: one.rank) + estimated[len(answered) :]
+
+
+def write(found: list[Found], directory: Path) -> list[Path]:
+    """plan.yaml (the best layout that fits), search.json and, where matplotlib is installed, memory.png."""
+    directory.mkdir(parents=True, exist_ok=True)
+    written = [directory / "search.json"]
+    rows = [{"layout": label(one.config), **one.verdict.to_dict()} for one in found]
+    written[0].write_text(json.dumps(rows, indent=1) + "\n")
+    if found[0].verdict.fits:
+        written.append(directory / "plan.yaml")
+        save_yaml(found[0].config, written[-1])
+    if find_spec("matplotlib"):
+        from jaxfb.planner.picture import memory_bars
+
+        written.append(directory / "memory.png")
+        memory_bars([(label(one.config), one.verdict) for one in found], written[-1])
+    return written
+
+
+def table(found: list[Found], most: int = 12) -> str:
+    """The best candidates, a line each."""
+    lines = [f"{'GB':>8} {'of':>7} {'s/step':>9} {'tokens/s':>10} {'MFU':>6} {'by':>9}  layout"]
+    for one in found[:most]:
+        verdict = one.verdict
+        by = "estimate" if verdict.compiled is None else "compiler"
+        size = "too large" if isinstance(verdict.compiled, TooLarge) else f"{verdict.needed / 1e9:.2f}"
+        lines.append(
+            f"{size:>8} {verdict.available / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
+            f"{verdict.tokens_per_second:>10,.0f} {verdict.mfu:>6.1%} {by:>9}  {label(one.config)}"
+        )
+    return "\n".join(lines)
+
+
+def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[str], None]) -> list[Found]:
+    sizes = model_sizes(config)
+    guesses = [(guess(one, sizes, topology), one) for one in candidates(config, sizes, topology.num_devices)]
+    if not guesses:
+        devices = topology.num_devices
+        raise ValueError(
+            f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
+            f"use batch.rows={devices * -(-config.batch.rows // devices)}"
+        )
+    limit = SLACK * topology.chip.memory
+    near = sorted((g for g in guesses if g[0].bytes < limit), key=lambda pair: pair[0].seconds)
+    tightest = sorted(guesses, key=lambda pair: pair[0].bytes)
+    chosen = (near or tightest)[:traced]
+    say(f"{len(guesses)} layouts, {len(near)} may fit; tracing {len(chosen)}")
+    found = []
+    for number, (_, one) in enumerate(chosen, start=1):
+        job, counted = estimate(one, topology)
+        found.append(Found(one, of_estimate(job, counted, topology)))
+        if number % 4 == 0 or number == len(chosen):
+            say(f"  traced {number}/{len(chosen)}")
+    return sorted(found, key=lambda one: one.rank)

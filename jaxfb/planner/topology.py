@@ -1,0 +1,98 @@
+"""The machine that a plan is for, read from a name: `v5p:4x4x8`, `cpu:8`, `gpu:h100x8`. Plain Python.
+
+Only the name and its arithmetic; `compiled.py` asks libtpu for the devices.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from dataclasses import dataclass
+
+from jaxfb.planner.chips import GPUS, TPUS, Chip
+
+EXAMPLES = "v5p:4x4x8, v5e:4x4, cpu:8 or gpu:h100x8"
+ALIASES = {"v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e", "v6": "v6e"}
+
+
+@dataclass(frozen=True)
+class Topology:
+    """text: as asked. platform: "tpu", "gpu" or "cpu". shape: of the torus, or (devices,).
+
+    chip: None for a simulated CPU, which has no peak to be measured against.
+    """
+
+    text: str
+    platform: str
+    shape: tuple[int, ...]
+    chip: Chip | None
+
+    @property
+    def num_devices(self) -> int:
+        return math.prod(self.shape) * (self.chip.devices if self.chip else 1)
+
+    @property
+    def has_compiler(self) -> bool:
+        """Whether its compiler runs on any machine; a GPU's needs the GPU."""
+        return self.platform != "gpu"
+
+    def __str__(self) -> str:
+        halves = f" ({self.chip.devices} devices a chip)" if self.chip and self.chip.devices > 1 else ""
+        return f"{self.text}: {math.prod(self.shape)} chips{halves}" if self.chip else f"{self.text}"
+
+
+def parse_topology(text: str) -> Topology:
+    """Reads a name.
+
+    Raises:
+      ValueError: an unknown generation, or a shape it does not come in, with the nearest that exists.
+    """
+    name, colon, shape = text.lower().partition(":")
+    name = ALIASES.get(name, name)
+    if not colon or not shape:
+        raise ValueError(f"[plan] cannot read the topology {text!r}; write one such as {EXAMPLES}")
+    if name == "cpu":
+        return Topology(text, "cpu", (_count(shape, text),), None)
+    if name == "gpu":
+        return _gpus(shape, text)
+    if name not in TPUS:
+        close = difflib.get_close_matches(name, [*TPUS, "cpu", "gpu"], n=1, cutoff=0.0)[0]
+        raise ValueError(
+            f"[plan] unknown topology {text!r}: no chip {name!r} among {', '.join(TPUS)}, cpu and gpu; "
+            f"did you mean {close}:{shape}?"
+        )
+    return Topology(f"{name}:{shape}", "tpu", _torus(TPUS[name], shape, text), TPUS[name])
+
+
+def _gpus(shape: str, text: str) -> Topology:
+    found = re.fullmatch(r"([a-z]+\d+)x(\d+)", shape)
+    if not found or found[1] not in GPUS:
+        raise ValueError(
+            f"[plan] cannot read the GPUs in {text!r}; write gpu:NAMExCOUNT with a name among "
+            f"{', '.join(GPUS)}, such as gpu:h100x8"
+        )
+    return Topology(text, "gpu", (_count(found[2], text),), GPUS[found[1]])
+
+
+def _count(number: str, text: str) -> int:
+    if not number.isdecimal() or int(number) < 1:
+        raise ValueError(f"[plan] {number!r} in the topology {text!r} is no number of devices; write cpu:8")
+    return int(number)
+
+
+def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
+    sizes = tuple(int(part) for part in shape.split("x") if part.isdecimal())
+    form = "x".join(["4"] * chip.torus)
+    if len(sizes) != len(shape.split("x")) or len(sizes) != chip.torus or min(sizes) < 1:
+        raise ValueError(
+            f"[plan] {chip.name} is a torus of {chip.torus} dimensions, {text!r} does not give them; "
+            f"write {chip.name}:{form}"
+        )
+    if sizes != (1,) * chip.torus and any(size % 2 for size in sizes[:2]):
+        nearest = "x".join(str(size + size % 2 if i < 2 else size) for i, size in enumerate(sizes))
+        raise ValueError(
+            f"[plan] a host holds 2x2 chips, so the first two sizes of {text!r} must be even; "
+            f"the nearest is {chip.name}:{nearest}"
+        )
+    return sizes

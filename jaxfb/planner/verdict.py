@@ -1,0 +1,163 @@
+"""A plan's answer: does the step fit, what does it do, how fast can it be. One value, for the page and for JSON."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from jaxfb.config import Config
+from jaxfb.models.config import flops_per_token, num_params
+from jaxfb.planner.chips import Chip
+from jaxfb.planner.compiled import Compiled, TooLarge, compile_for
+from jaxfb.planner.estimate import Estimate, estimate
+from jaxfb.planner.hlo_cost import Traffic
+from jaxfb.planner.job import Job
+from jaxfb.planner.topology import Topology
+
+MARGIN = 0.1  # of an estimate: what the table in tests/planner holds it to
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One config on one topology. Bytes, operations and seconds of one device, in one step.
+
+    needed:  bytes, the compiler's where it answered, else the estimate's.
+    fits:    None where there is no chip to fit on.
+    model_flops: by hand, without recomputation: what MFU counts.
+    bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
+    """
+
+    topology: Topology
+    mesh: dict[str, int]
+    num_params: int
+    rows: int
+    rows_per_microbatch: int
+    num_microbatches: int
+    tokens: int
+    schedule: str | None
+    bubble: float
+    model_flops: float
+    estimate: Estimate
+    compiled: Compiled | TooLarge | None
+
+    @property
+    def chip(self) -> Chip | None:
+        return self.topology.chip
+
+    @property
+    def needed(self) -> float:
+        if isinstance(self.compiled, Compiled):
+            return self.compiled.total
+        if isinstance(self.compiled, TooLarge):
+            return max(self.compiled.needed, self.compiled.available)
+        return self.estimate.total
+
+    @property
+    def available(self) -> float | None:
+        if isinstance(self.compiled, TooLarge):
+            return self.compiled.available
+        return self.chip.memory if self.chip else None
+
+    @property
+    def fits(self) -> bool | None:
+        if self.available is None:
+            return None
+        return not isinstance(self.compiled, TooLarge) and self.needed <= self.available
+
+    @property
+    def traffic(self) -> dict[tuple[str, str], Traffic]:
+        if not isinstance(self.compiled, Compiled):
+            return self.estimate.traffic
+        names = Traffic.__dataclass_fields__
+        return {
+            (row["axes"], row["kind"]): Traffic(**{name: row[name] for name in names})
+            for row in self.compiled.traffic
+        }
+
+    @property
+    def work_seconds(self) -> float:
+        answered = isinstance(self.compiled, Compiled)
+        return self.compiled.work_seconds if answered else self.estimate.work_seconds
+
+    @property
+    def exposed_seconds(self) -> float:
+        return sum(row.exposed_seconds for row in self.traffic.values())
+
+    @property
+    def step_seconds(self) -> float:
+        """Work and what it does not hide of the communication; the bubble is work that counts for nothing."""
+        return self.work_seconds + self.exposed_seconds
+
+    @property
+    def mfu(self) -> float | None:
+        return self.model_flops / (self.step_seconds * self.chip.flops) if self.chip else None
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Of one device."""
+        devices = self.topology.num_devices
+        return self.tokens / self.step_seconds / devices if self.chip and self.step_seconds else None
+
+    def to_dict(self) -> dict[str, Any]:
+        """Plain values, for JSON."""
+        skip = {"topology", "estimate", "compiled"}
+        plain = {name: value for name, value in vars(self).items() if name not in skip}
+        derived = ("needed", "available", "fits", "work_seconds", "exposed_seconds", "step_seconds")
+        return {
+            "topology": self.topology.text,
+            "devices": self.topology.num_devices,
+            **plain,
+            **{name: getattr(self, name) for name in (*derived, "mfu", "tokens_per_second")},
+            "traffic": [
+                {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in self.traffic.items()
+            ],
+            "estimate": {name: value for name, value in asdict(self.estimate).items() if name != "traffic"},
+            "compiled": asdict(self.compiled) if isinstance(self.compiled, Compiled) else None,
+            "refused": asdict(self.compiled) if isinstance(self.compiled, TooLarge) else None,
+        }
+
+
+def plan(
+    config: Config,
+    topology: Topology,
+    *,
+    compiles: bool = True,
+    say: Callable[[str], None] = lambda text: None,
+) -> Verdict:
+    """Estimates the training step of `config` on `topology` and, where it can, asks the compiler.
+
+    Args:
+      compiles: False leaves the compiler out.
+      say: hears of progress.
+    Raises:
+      ValueError: config, mesh and topology do not fit together, or the compiler is not installed.
+    """
+    job, counted = estimate(config, topology)
+    verdict = of_estimate(job, counted, topology)
+    return compiled_verdict(config, verdict, say) if compiles and topology.has_compiler else verdict
+
+
+def of_estimate(job: Job, counted: Estimate, topology: Topology) -> Verdict:
+    """The verdict before a compiler was asked."""
+    schedule = job.schedule
+    per_token = flops_per_token(job.sizes, job.config.data.sequence_length)
+    return Verdict(
+        topology=topology,
+        mesh=dict(job.mesh.shape),
+        num_params=num_params(job.sizes),
+        rows=job.plan.rows,
+        rows_per_microbatch=job.plan.rows_per_microbatch,
+        num_microbatches=job.plan.num_microbatches,
+        tokens=job.tokens,
+        schedule=schedule.name if schedule else None,
+        bubble=schedule.simulate().bubble_fraction if schedule else 0.0,
+        model_flops=per_token * job.tokens / topology.num_devices,
+        estimate=counted,
+        compiled=None,
+    )
+
+
+def compiled_verdict(config: Config, verdict: Verdict, say: Callable[[str], None]) -> Verdict:
+    """The same, with the compiler's answer."""
+    return replace(verdict, compiled=compile_for(config, verdict.topology, say))

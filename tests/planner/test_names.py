@@ -1,0 +1,37 @@
+"""A name of a machine is read, or refused in one sentence with the nearest that exists; nothing heavy is imported."""
+
+import pytest
+
+from jaxfb.planner.topology import parse_topology
+
+
+@pytest.mark.parametrize(
+    "text, devices, torus",
+    [("v5p:4x4x8", 128, 3), ("v5e:4x4", 16, 2), ("tpu7x:2x2x1", 8, 3), ("trillium:2x4", 8, 2)],
+)
+def test_a_tpu_is_a_torus_of_chips(text, devices, torus):
+    topology = parse_topology(text)
+    assert (topology.platform, topology.num_devices, len(topology.shape)) == ("tpu", devices, torus)
+
+
+def test_other_machines():
+    assert parse_topology("cpu:8").num_devices == 8
+    gpus = parse_topology("gpu:h100x64")
+    assert (gpus.num_devices, gpus.chip.name, gpus.has_compiler) == (64, "h100", False)
+
+
+@pytest.mark.parametrize(
+    "text, sentence",
+    [
+        ("v9:4x4", "unknown topology 'v9:4x4'.*did you mean v4:4x4"),
+        ("v5p:4x4", "torus of 3 dimensions.*v5p:4x4x4"),
+        ("v5e:3x4", "first two sizes.*nearest is v5e:4x4"),
+        ("v5e:4xfour", "torus of 2 dimensions"),
+        ("v5p", "write one such as v5p:4x4x8"),
+        ("gpu:foo", "gpu:NAMExCOUNT.*h100"),
+        ("cpu:0", "write cpu:8"),
+    ],
+)
+def test_names_that_do_not_exist_are_refused_with_the_nearest(text, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        parse_topology(text)
