@@ -59,6 +59,7 @@ def region_of(jaxpr: Any, length: int = 1) -> Region:
     region.outputs = _run(jaxpr, env, region)
     for value in region.outputs:
         value.returned = True
+    region.ops = _needed(region.ops)
     for position, op in enumerate(region.ops):
         op.position = position
     return region
@@ -99,6 +100,18 @@ def _run(jaxpr: Any, env: dict, region: Region) -> list[Value]:
             results = _add(eqn, inputs, region)
         env.update(zip(eqn.outvars, results, strict=True))
     return [_read(env, var) for var in jaxpr.outvars]
+
+
+def _needed(ops: list[Op]) -> list[Op]:
+    """Without those whose results nothing reads, as a compiler leaves them out."""
+    kept = []
+    for op in reversed(ops):
+        if any(value.returned or value.uses for value in op.outputs):
+            kept.append(op)
+        else:
+            for value in op.inputs:
+                value.uses = [use for use in value.uses if use is not op]
+    return kept[::-1]
 
 
 def _add(eqn: Any, inputs: list[Value], region: Region) -> list[Value]:
