@@ -283,7 +283,8 @@ def _plan(options) -> None:
     from jaxfb.config import load_config
     from jaxfb.planner.topology import parse_topology
 
-    config, topology = load_config(options.config, options.overrides), parse_topology(options.topology)
+    config = load_config(options.config, options.overrides, "train")
+    topology = parse_topology(options.topology)
     without_devices()
     from jaxfb.planner import command
 

@@ -182,6 +182,10 @@ class TrainStep:
         """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""
         return self._jitted.lower(state, batch, self.plan.real_rows, self.plan)
 
+    def trace(self, state: TrainState, batch: PyTree):
+        """The step traced for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
+        return self._jitted.trace(state, batch, self.plan.real_rows, self.plan)
+
     def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
         """A fresh state on the mesh.
 

@@ -80,7 +80,8 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
       ValueError: the mesh does not fit the topology, or the config what `jaxfb train` would refuse.
     """
     job = make_job(config, abstract_mesh(config, topology.num_devices))
-    region = sharded_part(_traced(_one_tensor_shard(job)))
+    local = _one_tensor_shard(job)
+    region = sharded_part(local.step.trace(local.state, local.batch).jaxpr)
     if topology.platform == "gpu":
         _without_scores(region, config.data.sequence_length)
     peak = liveness.temporaries(region)
@@ -117,11 +118,6 @@ def gradient_bytes(job: Job) -> int:
         return int(parameter * wide * (mesh.shape["fsdp"] if whole and cut else 1))
 
     return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, job.state.params)))
-
-
-def _traced(job: Job):
-    rows = job.plan.real_rows
-    return jax.make_jaxpr(lambda state, batch: job.step._update(state, batch, rows))(job.state, job.batch)
 
 
 def _one_tensor_shard(job: Job) -> Job:

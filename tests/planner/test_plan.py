@@ -1,0 +1,98 @@
+"""`jaxfb plan` from the shell: the answer first, JSON on request, refusals in a sentence, and the search's files."""
+
+import json
+import re
+from importlib.util import find_spec
+
+import pytest
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.planner import parse_topology
+from jaxfb.planner.candidates import candidates
+from jaxfb.planner.job import model_sizes
+from jaxfb.planner.verdict import plan
+
+ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=8".split()
+
+
+def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
+    command = ["plan", "configs/8b.yaml", "--topology", "v5e:4x4", "--no-compile"]
+    assert main(command) == 0
+    page = capsys.readouterr().out
+    assert "DOES NOT FIT: " in page and "of 16.91 GB a chip (estimated)" in page and "GB too much" in page
+    assert "optimizer state              4.02 GB" in page and "8.03B parameters, fsdp 16" in page
+    assert main([*command, "mesh.tp=8", "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert verdict["fits"] and verdict["mesh"]["tensor"] == 8 and 0 < verdict["mfu"] < 1
+    assert verdict["estimate"]["parameters"] * 16 == pytest.approx(4 * verdict["num_params"], rel=0.001)
+
+
+def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
+    verdict = plan(load_config("configs/mesh8.yaml", ONE_LAYER), parse_topology("cpu:2"))
+    assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.01)
+    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.01)
+    assert {row["axes"] for row in verdict.compiled.traffic} == {"data"}
+    assert verdict.fits is None and verdict.compiled.compile_seconds > 0
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["configs/8b.yaml", "--topology", "v9:4x4"], "did you mean v4:4x4"),
+        (
+            ["configs/8b.yaml", "--topology", "v5e:4x4", "mesh.fsdp=7"],
+            "16 devices cannot form fsdp 7 = 7; use fsdp=8",
+        ),
+        (
+            ["configs/8b.yaml", "--topology", "v5e:4x4", "model.vocab_size=null"],
+            "add model.vocab_size=128256",
+        ),
+        (["configs/mesh8.yaml", "--topology", "cpu:8", "--search"], "has neither; use v5e:4x4"),
+        (["configs/mesh8.yaml", "--topology", "v5e:2x2", "mesh.tp=1"], "pip install 'jaxfb\\[plan\\]'"),
+    ],
+)
+def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments, sentence, capsys, monkeypatch):
+    monkeypatch.setattr("jaxfb.planner.compiled.find_spec", lambda name: None)
+    assert main(["plan", *arguments]) == 2
+    assert re.search(sentence, capsys.readouterr().err)
+
+
+def test_candidates_divide_and_train_the_same():
+    config = load_config("configs/8b.yaml")
+    found = list(candidates(config, model_sizes(config), 64))
+    assert len(found) > 500
+    for one in found:
+        mesh = one.mesh
+        assert mesh.pipe * mesh.data * mesh.fsdp * mesh.tensor == 64
+        assert one.batch.rows == config.batch.rows and one.model == config.model
+        assert config.batch.rows % (mesh.data * mesh.fsdp * one.batch.rows_per_microbatch) == 0
+
+
+def test_search_writes_the_fastest_layout_that_fits(tmp_path, capsys):
+    command = [
+        "plan",
+        "configs/1b.yaml",
+        "--topology",
+        "v5e:2x2",
+        "--search",
+        "--no-compile",
+        "--traced",
+        "3",
+    ]
+    assert main([*command, "--out", str(tmp_path), "batch.rows=32", "model.num_layers=4"]) == 0
+    rows = json.loads((tmp_path / "search.json").read_text())
+    fitting = [row["step_seconds"] for row in rows if row["fits"]]
+    assert len(rows) == 3 and rows[0]["fits"] and fitting == sorted(fitting)
+    best = load_config(tmp_path / "plan.yaml")
+    assert vars(best.mesh) == rows[0]["mesh"] and best.batch.rows == 32
+    assert (tmp_path / "memory.png").exists() == (find_spec("matplotlib") is not None)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu here; pip install 'jaxfb[plan]'")
+def test_the_tpu_compiler_answers_without_a_tpu():
+    config = load_config("configs/mesh8.yaml", [*ONE_LAYER, "mesh.dp=4", "precision.compute_dtype=bfloat16"])
+    verdict = plan(config, parse_topology("v5e:2x2"))
+    assert verdict.fits and verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.05)
+    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
