@@ -83,6 +83,7 @@ class _Reader:
         }
         self._products: dict[str, float] = {}
         self._seconds: dict[str, float] = {}
+        self._chains: dict[str, float] = {}
 
     def seconds(self, name: str) -> float:
         """Work of one run of a computation, collectives apart."""
@@ -97,27 +98,40 @@ class _Reader:
                 self.add_up(cost, inner, times * length)
             cost.flops += times * self._products_of(instruction, name)
             cost.bytes += times * self._bytes_of(instruction, name)
-            clock += self._work(instruction, name)
-            one = self._collective(instruction, name)
-            if one is not None:
+            work = self._work(instruction, name)
+            clock += work
+            for one, chain in self._collectives(instruction, name):
                 seconds = self._wire_seconds(one)
-                started[instruction.name] = (clock, seconds, one)
-                waits = not instruction.opcode.endswith("-start")
-                self._record(cost, one, times, seconds, seconds if waits else 0.0, 0 if waits else one.bytes)
-            elif instruction.opcode.endswith("-done"):
-                began = started.get(_first_operand(instruction))
-                if began is not None:
-                    exposed = max(0.0, began[1] - (clock - began[0]))
-                    self._record(cost, began[2], 0, 0.0, times * exposed, 0)
+                if chain is not None:
+                    self._link(cost, one, chain, times, seconds, work)
+                elif instruction.opcode.endswith("-start"):
+                    started[instruction.name] = (clock, seconds, one)
+                    self._record(cost, one, times, seconds, 0.0, one.bytes)
+                else:
+                    self._record(cost, one, times, seconds, seconds, 0)
+            if instruction.opcode.endswith("-done") and (first := _first_operand(instruction)) in started:
+                began, seconds, one = started[first]
+                self._row(cost, one).exposed_seconds += times * max(0.0, seconds - (clock - began))
+
+    def _link(self, cost: Cost, one: Collective, chain: str, times: int, seconds: float, work: float) -> None:
+        """One fusion of a chain: the first brings the collective in, each hides some of it."""
+        if chain not in self._chains:
+            self._chains[chain] = seconds
+            self._record(cost, one, times, seconds, seconds, one.bytes)
+        hidden = min(work, self._chains[chain])
+        self._chains[chain] -= hidden
+        self._row(cost, one).exposed_seconds -= times * hidden
 
     def _record(self, cost, one: Collective, times: int, seconds: float, exposed: float, apart: int) -> None:
-        key = ("+".join(one.axes(self._mesh)) or "none", one.kind)
-        row = cost.traffic.setdefault(key, Traffic())
+        row = self._row(cost, one)
         row.count += times
         row.bytes += times * one.bytes
         row.seconds += times * seconds
-        row.exposed_seconds += exposed * (times or 1)
+        row.exposed_seconds += times * exposed
         row.asynchronous += times * apart
+
+    def _row(self, cost: Cost, one: Collective) -> Traffic:
+        return cost.traffic.setdefault(("+".join(one.axes(self._mesh)) or "none", one.kind), Traffic())
 
     def _wire_seconds(self, one: Collective) -> float:
         group = len(one.replica_groups[0]) if one.replica_groups else self._mesh.size
@@ -125,15 +139,18 @@ class _Reader:
             group = 2
         return wire_bytes(one.kind, one.bytes, group) / self._axis_bandwidth
 
-    def _collective(self, instruction: Instruction, name: str) -> Collective | None:
-        kind = hlo.collective_kind(instruction.opcode)
+    def _collectives(self, instruction: Instruction, name: str) -> list[tuple[Collective, str | None]]:
+        """(collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
+        kind = hlo.collective_kind(instruction.opcode, name)
         if kind is not None:
-            return hlo.collective(instruction, kind, self._computations[name], 1, name)
-        if instruction.opcode == "async-start":
-            for inner, _ in hlo.callees(instruction, self._computations):
-                found = [self._collective(i, inner) for i in self._computations[inner]]
-                return next((one for one in found if one is not None), None)
-        return None
+            one = hlo.collective(instruction, kind, self._computations[name], 1, name)
+            return [(one, hlo.chain_of(instruction))]
+        if instruction.opcode not in ("fusion", "async-start"):
+            return []
+        inner = [callee for callee, _ in hlo.callees(instruction, self._computations)]
+        return [
+            found for name in inner for i in self._computations[name] for found in self._collectives(i, name)
+        ]
 
     def _regions(self, instruction: Instruction) -> list[tuple[str, int]]:
         if instruction.opcode not in _REGIONS:
