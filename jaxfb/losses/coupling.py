@@ -7,6 +7,8 @@ gradient of three rows together must be those of the rows one by one.
 
 from __future__ import annotations
 
+import math
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
@@ -22,6 +24,8 @@ ROWS = 3
 GRADIENT = "the gradient"
 # Far above the rounding of float32 sums, far below what one row does to another through a mean or a top-k.
 _TOLERANCE = 1e-3
+# Numbers in a row of the largest leaf that is made up: three such rows are 200 MB in float32.
+_LARGEST = 2**24
 
 
 def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, num_parts: int) -> None:
@@ -37,6 +41,13 @@ def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, nu
     leaves, structure = jax.tree_util.tree_flatten_with_path(microbatch)
     names = [str(getattr(path[-1], "key", path[-1])) if path else "" for path, _ in leaves]
     shapes = [(tuple(leaf.shape[1:]), jnp.dtype(leaf.dtype).name) for _, leaf in leaves]
+    if (most := max(math.prod(dims) for dims, _ in shapes)) > _LARGEST:
+        warnings.warn(
+            f"the loss {getattr(loss, '__name__', loss)} was not asked whether it couples rows: {most:,} numbers a row "
+            "are too many to make up; ask losses.coupling.check_rows_uncoupled with a shorter microbatch",
+            stacklevel=2,
+        )
+        return
     found = coupled(loss, num_inputs, tuple(zip(names, shapes, strict=True)), structure)
     if found:
         raise ValueError(

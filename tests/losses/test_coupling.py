@@ -7,7 +7,7 @@ import pytest
 from jax import lax
 
 import jaxfb
-from jaxfb.losses.coupling import coupled
+from jaxfb.losses.coupling import check_rows_uncoupled, coupled
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.sequences import Sequences
@@ -99,3 +99,12 @@ def test_the_engine_asks_before_it_compiles(jit):
 def test_a_model_that_cannot_unembed_is_refused():
     with pytest.raises(ValueError, match="give the Pipelined `unembed="):
         policy_loss_fn(Pipelined(None, None, None), local_mean)
+
+
+def test_what_is_too_large_to_make_up_is_said_not_to_be_checked():
+    def loss(values, microbatch):
+        raise AssertionError("never asked")
+
+    huge = {"loss_mask": jax.ShapeDtypeStruct((ROWS, 4096, 32768), jnp.float32)}
+    with pytest.warns(UserWarning, match="134,217,728 numbers a row"):
+        check_rows_uncoupled(loss, 1, huge, 2)
