@@ -225,7 +225,7 @@ def _post_train(options) -> int:
 
 def _evaluate(options) -> int:
     overrides = [*options.overrides, *_hosts(options)]
-    run_dir = _run_dir(options.run_dir, overrides)
+    run_dir = _run_dir(options.run_dir, overrides, "train")
     from jaxfb import trainer
 
     try:
@@ -248,7 +248,7 @@ def _generate(options) -> None:
 def _check(options) -> int:
     from jaxfb.config import load_config
 
-    config = load_config(options.config, options.overrides)
+    config = load_config(options.config, options.overrides, "train")
 
     simulate_devices(vars(config.mesh))
     from jaxfb.training.check import check_config
@@ -302,11 +302,11 @@ def _config(options) -> None:
     print_table(options.config, table(load_config(options.config, options.overrides)))
 
 
-def _run_dir(path: str, overrides: Sequence[str] = ()) -> Path:
+def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:
     """The directory of a run, given itself or by the config that made it."""
     from jaxfb.config import load_config
 
-    config = load_config(path, overrides)
+    config = load_config(path, overrides, command)
     return Path(path) if Path(path).is_dir() else Path(config.run.dir)
 
 

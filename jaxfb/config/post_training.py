@@ -35,6 +35,9 @@ EstimatorName = Literal[
     "remax",
     "gae",
 ]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
 LogProbs = Literal["recompute", "sampler"]
 FROM_SAMPLER = "sampler"
 
@@ -248,15 +251,14 @@ class AdvantageConfig:
 class PolicyConfig:
     """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
 
+    aggregation:   null is the surrogate's own. scale: of "seq-mean-token-sum-norm".
     kl_coef:       of the KL to the reference as a term of the loss; 0: none. kl_estimator: k1, k2, k3, abs, ...
     entropy_coef:  of the entropy bonus.
     """
 
     surrogate: Literal["ppo", "gspo", "geo_mean", "cispo", "sapo", "reinforce", "gpg", "dppo", "dro"] = "ppo"
     options: dict[str, Number] = field(default_factory=dict)
-    aggregation: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+    aggregation: Aggregation | None = None
     scale: float | None = None
     kl_coef: float = 0.0
     kl_estimator: str = "k3"
@@ -315,12 +317,18 @@ class PostRunConfig:
 
 @dataclass(frozen=True)
 class PostEvalConfig:
-    """Evaluation every `every` updates and at the end (null: at the end only)."""
+    """Evaluation every `every` updates and at the end (null: at the end only).
+
+    tokens, temperature: of `jaxfb generate`.
+    """
 
     every: int | None = None
+    tokens: int = 64
+    temperature: float = 0.0
 
     def __post_init__(self):
-        positive("eval", every=self.every)
+        positive("eval", every=self.every, tokens=self.tokens)
+        at_least_zero("eval", temperature=self.temperature)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -70,7 +70,7 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
         accuracy.plot(*series, color=HELD_OUT, linewidth=1.8, marker="o", markersize=3, label=label)
         entropy.plot(*_series(records, "policy_entropy"), color=RATE, linewidth=1)
     accuracy.set(ylabel="share solved", ylim=(0, 1.02))
-    accuracy.legend(frameon=False, labelcolor=INK, loc="lower right")
+    accuracy.legend(frameon=False, labelcolor=INK, loc="upper left")
     entropy.set(ylabel="entropy (nats)", xlabel="update", ylim=(0, None))
     for axes in (accuracy, entropy):
         axes.spines[["top", "right"]].set_visible(False)

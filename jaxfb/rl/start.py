@@ -16,7 +16,6 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.checkpoint import CheckpointStore
-from jaxfb.config import load_config
 from jaxfb.config.post_training import CutConfig, PostTrainingConfig
 from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.tokenizer import ByteTokenizer
@@ -135,17 +134,10 @@ def make_base(config: PostTrainingConfig) -> Base:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     tokenizer = _tokenizer(config)
-    sizes = sizes_of(config, tokenizer.vocab_size)
+    sizes = model_sizes(config, tokenizer.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)
-
-
-def sizes_of(config: Any, vocab_size: int) -> TransformerConfig:
-    """The model's sizes: the config's own, or those of the run that it starts from."""
-    if config.model is not None:
-        return model_sizes(config, vocab_size)
-    return sizes_of(load_config(config.start.run), vocab_size)
 
 
 def row_multiple(mesh: Mesh) -> int:

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
-from jaxfb.config import Config
+from jaxfb.config import Config, load_config
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
@@ -160,9 +160,13 @@ def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> Ru
 def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
     """The transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
 
+    A post-training config without a model has that of the run it starts from.
+
     Raises:
       ValueError: the config's vocabulary is smaller than the tokenizer's.
     """
+    if config.model is None:
+        return model_sizes(load_config(config.start.run), vocab_size)
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
         raise ValueError(

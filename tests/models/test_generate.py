@@ -47,6 +47,14 @@ def test_sampling_is_keyed_by_row_and_top_k_cuts_the_tail(params):
     np.testing.assert_allclose(out.log_probs[0], expected[jnp.arange(8), out.tokens[0]], atol=1e-12)
 
 
+def test_log_probs_are_of_the_temperature_that_was_sampled_at(params):
+    prompts, how = jnp.array([[3, 1]]), {"temperature": 2.0, "key": jax.random.key(5)}
+    out = generate(CONFIG, params, prompts, 4, log_prob_temperature=2.0, **how)
+    whole = jnp.concatenate([prompts, out.tokens], axis=1)
+    expected = jax.nn.log_softmax(all_logits(CONFIG, params, {"tokens": whole}) / 2)[0, 1:-1]
+    np.testing.assert_allclose(out.log_probs[0], expected[jnp.arange(4), out.tokens[0]], atol=1e-12)
+
+
 def test_a_row_ends_at_its_stop_token(params):
     prompts = jnp.array([[3, 1], [9, 2]])
     free = generate(CONFIG, params, prompts, 8)

@@ -154,5 +154,7 @@ def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys
         np.testing.assert_array_equal(one, other)
     assert json.loads((tmp_path / "whole" / "run" / "summary.json").read_text())["updates"] == 6
     capsys.readouterr()
+    assert main(["generate", str(tmp_path / "whole" / "run"), "--prompt", "User: 1+1", "--tokens", "3"]) == 0
+    assert capsys.readouterr().out.startswith("User: 1+1")
     assert main(["sft", str(whole)]) == 2
     assert "is a config for `jaxfb dpo`, not for `jaxfb sft`" in capsys.readouterr().err

@@ -1,0 +1,29 @@
+"""Problems can be checked, train and held-out ones are apart; rewards sit on last tokens."""
+
+import numpy as np
+import pytest
+
+from jaxfb.rl.experience import on_last_token
+from jaxfb.rl.tasks import Arithmetic, Problem
+
+
+def test_arithmetic_is_right_and_held_out_problems_are_apart():
+    task = Arithmetic(digits=1, operations="+-*", num_held_out=50)
+    assert len(task.train) + len(task.held_out) == 300
+    assert not set(task.train) & set(task.held_out)
+    for problem in task.train:
+        assert str(eval(problem.prompt.removesuffix("="))) == problem.answer
+    assert task.train != Arithmetic(digits=1, operations="+-*", num_held_out=50, seed=1).train
+
+
+def test_only_the_exact_answer_is_rewarded():
+    task, problem = Arithmetic(), Problem("47+85=", "132")
+    assert [task.reward(problem, text) for text in ("132", "132 ", "13", "")] == [1, 0, 0, 0]
+    with pytest.raises(ValueError, match="leaves none of the 100 problems"):
+        _ = Arithmetic(digits=1, num_held_out=100).train
+
+
+def test_the_reward_of_a_row_is_on_its_last_counted_token():
+    mask = np.array([[0, 1, 1, 0], [1, 0, 0, 0], [0, 0, 0, 0]])
+    rewards = on_last_token(np.array([2.0, 3.0, 5.0]), mask)
+    np.testing.assert_array_equal(rewards, [[0, 0, 2, 0], [3, 0, 0, 0], [0, 0, 0, 0]])
