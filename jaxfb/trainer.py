@@ -71,7 +71,7 @@ def train(
     """
     with Hosts(config.hosts) as hosts:
         config = replace(config, hosts=HostsConfig())
-        hosts.agree("config or code", what_runs(config, resume=resume, fresh=fresh))
+        hosts.agree("config or code", lambda: what_runs(config, resume=resume, fresh=fresh))
         directory = RunDirectory.of(config)
         hosts.advise(lambda: _after_a_loss(directory))
         if summary := hosts.first(lambda: _what_lies_there(directory, config, resume, fresh)):
@@ -80,7 +80,7 @@ def train(
         setup = _agreed_setup(hosts, config)
         with Run(setup, directory, hosts.say) as run, Interrupt() as interrupt:
             resumed = resume and run.resume()
-            hosts.agree("what they resume from", {"update": run.done})
+            hosts.agree("what they resume from", lambda: {"update": run.done})
             if run.finished:
                 return _already_finished(hosts, directory, run.done, None)
             hosts.first(lambda: directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer))
@@ -101,12 +101,12 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
     config = load_config(run_dir, overrides)
     with Hosts(config.hosts) as hosts:
         config = replace(config, hosts=HostsConfig())
-        hosts.agree("config or code", what_runs(config))
+        hosts.agree("config or code", lambda: what_runs(config))
         use_compile_cache()
         setup = _agreed_setup(hosts, config)
         held_out = HeldOut(setup)
         params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
-        hosts.agree("the checkpoint", {"update": update})
+        hosts.agree("the checkpoint", lambda: {"update": update})
         metrics = held_out.evaluate(params)
         if not metrics:
             raise ValueError("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
@@ -232,15 +232,18 @@ def _what_lies_there(directory: RunDirectory, config: Config, resume: bool, fres
 def _agreed_setup(hosts: Hosts, config: Config) -> Setup:
     """The setup, its text read by process 0 before the others look for it, once all have the same."""
     setup = make_setup(config, hosts.say, lambda data: hosts.in_turn(lambda: prepare(data)))
-    hosts.agree("text, plan or devices", what_is_made(setup))
+    hosts.agree("text, plan or devices", lambda: what_is_made(setup))
     return setup
 
 
 def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
     """Every process writes its part of a checkpoint, so run.dir must be one directory for all."""
+    if hosts.count == 1:
+        return
     mark = hosts.first(directory.mark)
-    seen = {f"what process 0 wrote to run.dir={directory.path}": directory.shows(mark, SHARED_WITHIN_SECONDS)}
-    hosts.agree("the file system of run.dir, which must be shared", seen)
+    there = "there" if directory.shows(mark, SHARED_WITHIN_SECONDS) else "missing"
+    fact = {f"what process 0 wrote to {directory.path}": there}
+    hosts.agree("run.dir, which must be one directory for all", lambda: fact)
     hosts.first(directory.unmark)
 
 

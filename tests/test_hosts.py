@@ -7,10 +7,14 @@ import yaml
 from processes import finish, free_port, launch, logs, start
 from tiny import write_tiny
 
+import jaxfb
+from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.training.agreement import check_agreement, what_runs
+from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
 
 LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
@@ -104,6 +108,24 @@ def test_where_a_job_runs_is_no_difference(tmp_path):
     assert {"jax", "jaxfb's source", "model.num_layers"} <= what_runs(here).keys()
 
 
+@pytest.mark.parametrize(
+    ("mesh", "of_each"),
+    [
+        ({"data": 2, "fsdp": 4}, [[0, 1, 2, 3, 8, 9, 10, 11], [4, 5, 6, 7, 12, 13, 14, 15]]),
+        ({"data": 2, "context": 2, "tensor": 2}, [[0, 1, 4, 5, 8, 9, 12, 13], [2, 3, 6, 7, 10, 11, 14, 15]]),
+        ({"pipe": 2, "data": 4}, [list(range(16))] * 2),  # a stage each
+    ],
+    ids=str,
+)
+def test_a_process_reads_the_rows_of_its_replicas_and_no_others(mesh, of_each):
+    mesh = jaxfb.make_mesh(**mesh)
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    plan = BatchPlan(rows=16, rows_per_microbatch=1 if replicas == 8 else 2, data_parallel=replicas)
+    halves = tuple(mesh.devices.flat[:4]), tuple(mesh.devices.flat[4:])
+    assert [rows_here(plan, mesh, half).tolist() for half in halves] == of_each
+    assert sorted(rows_here(plan, mesh)) == list(range(16))
+
+
 @pytest.mark.parametrize("path", sorted(LAUNCH.glob("*.yaml")), ids=lambda path: path.stem)
 def test_a_jobset_says_the_same_number_of_hosts_everywhere(path):
     jobset = yaml.safe_load(path.read_text())
@@ -117,6 +139,17 @@ def test_a_jobset_says_the_same_number_of_hosts_everywhere(path):
         first = f"{jobset['metadata']['name']}-{job['name']}-0-0.{jobset['metadata']['name']}"
         environment = {**told, "JAX_PROCESS_ID": "1"}
         assert find_place(HostsConfig(), environment) == Place(f"{first}:8476", template["parallelism"], 1)
+
+
+def test_another_directory_of_the_same_name_is_noticed(tmp_path):
+    one, other = RunDirectory(tmp_path / "one"), RunDirectory(tmp_path / "other")
+    for directory in (one, other):
+        directory.path.mkdir()
+    stale = other.mark()
+    mark = one.mark()
+    assert one.shows(mark, 0) and not other.shows(mark, 0) and stale != mark
+    one.unmark()
+    assert not one.shows(mark, 0) and not list(one.path.iterdir())
 
 
 class Store:

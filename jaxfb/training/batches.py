@@ -64,25 +64,22 @@ class WindowReader:
 
 
 @lru_cache(maxsize=64)
-def rows_here(plan: BatchPlan, mesh: Mesh) -> np.ndarray:
-    """Which rows of the plan's padded batch the devices of this process compute, i64[rows], microbatch by microbatch.
+def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> np.ndarray:
+    """Which rows of the plan's padded batch those devices compute, i64[rows], microbatch by microbatch.
 
-    Processes that hold other stages, tensor or context shards of the same replica get the same rows.
+    devices: None is those of this process. Processes that hold other stages, tensor or context shards of the same
+    replica get the same rows.
     """
-    replicas = replicas_here(plan, mesh)
-    rows = [
-        plan.rows_of(microbatch, replica)
-        for microbatch in range(plan.num_microbatches)
-        for replica in replicas
-    ]
-    return np.concatenate(rows)
+    replicas = replicas_here(plan, mesh, devices)
+    cut = [(microbatch, replica) for microbatch in range(plan.num_microbatches) for replica in replicas]
+    return np.concatenate([plan.rows_of(*part) for part in cut])
 
 
-def replicas_here(plan: BatchPlan, mesh: Mesh) -> list[int]:
-    """The replicas that devices of this process belong to."""
-    sharding = NamedSharding(mesh, rows_spec(mesh))
-    shares = sharding.addressable_devices_indices_map((1, plan.data_parallel)).values()
-    return sorted({replica for _, share in shares for replica in range(plan.data_parallel)[share]})
+def replicas_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> list[int]:
+    """The replicas that those devices (None: of this process) belong to."""
+    shares = NamedSharding(mesh, rows_spec(mesh)).devices_indices_map((1, plan.data_parallel))
+    mine = [shares[device][1] for device in (mesh.local_devices if devices is None else devices)]
+    return sorted({replica for share in mine for replica in range(plan.data_parallel)[share]})
 
 
 def place(batch: HostBatch, plan: BatchPlan, mesh: Mesh) -> Microbatches:

@@ -116,8 +116,8 @@ class Hosts:
         if self.is_first:
             print(text, flush=True)
 
-    def agree(self, what: str, facts: Mapping[str, Any]) -> None:
-        """Refuses, on every process with the same sentence, where one of `facts` is not the same on all.
+    def agree(self, what: str, facts: Callable[[], Mapping[str, Any]]) -> None:
+        """Refuses, on every process with the same sentence, where one of its `facts()` is not the same on all.
 
         Raises:
           ValueError: says which processes have which value.
@@ -125,7 +125,7 @@ class Hosts:
         """
         if self.count == 1:
             return
-        told = self._tell(json.dumps([socket.gethostname(), facts], sort_keys=True, default=str))
+        told = self._tell(json.dumps([socket.gethostname(), facts()], sort_keys=True, default=str))
 
         def compare() -> None:
             names, everyone = zip(*map(json.loads, self._told(told)), strict=True)

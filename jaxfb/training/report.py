@@ -25,7 +25,8 @@ from jaxfb.training.setup import Setup, abstract_params
 
 def print_start(setup: Setup) -> None:
     """The whole resolved config, then what follows from it."""
-    print_table("config", ((name, _as_yaml(value)) for name, value in table(setup.config)))
+    keys = ((name, value) for name, value in table(setup.config) if not name.startswith("hosts."))
+    print_table("config", ((name, _as_yaml(value)) for name, value in keys))
     print_table("text", _text(setup))
     print_table("model", _model(setup))
     print_table("mesh", _mesh(setup))
