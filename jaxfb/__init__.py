@@ -17,6 +17,7 @@ _PUBLIC = {
     "make_mesh": "mesh",
     "BatchPlan": "batch_plan",
     "RunPlan": "batch_plan",
+    "RolloutPlan": "batch_plan",
     # forward and backward
     "get_forward_backward_func": "forward_backward",
     "Microbatches": "forward_backward",
@@ -45,6 +46,7 @@ _PUBLIC = {
     "Callback": "callbacks",
     "callback": "callbacks",
     "load_config": "config",
+    "post_train": "rl",
     "train": "trainer",
 }
 

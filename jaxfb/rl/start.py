@@ -5,6 +5,7 @@ Step one of a run, before anything is compiled; sizes and mesh are refused first
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -76,7 +77,7 @@ class Base:
             )
         budget = cut.max_tokens_per_microbatch is not None
         exact = purpose == "train" or budget
-        return BatchPlan(
+        plan = BatchPlan(
             purpose,
             rows=rows,
             data_parallel=data_parallel(self.mesh),
@@ -84,6 +85,18 @@ class Base:
             remainder="error" if exact else "pad",
             **vars(cut),
         )
+        self._warn_of_bubbles(plan)
+        return plan
+
+    def _warn_of_bubbles(self, plan: BatchPlan) -> None:
+        pipe = axis_size(self.mesh, "pipe")
+        if not plan.by_tokens and plan.num_microbatches < pipe:
+            idle = (pipe - 1) / (pipe - 1 + plan.num_microbatches)
+            warnings.warn(
+                f"[{plan.purpose}] {plan.num_microbatches} microbatches in a pipeline of {pipe} stages leave it idle "
+                f"{idle:.0%} of the time; use plans.{plan.purpose}.num_microbatches={pipe} or more",
+                stacklevel=3,
+            )
 
     def train_step(self, model: LossFn | Pipelined, plan: BatchPlan, run: RunPlan) -> TrainStep:
         """The compiled update of that model under the config's optimizer."""

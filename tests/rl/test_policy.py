@@ -187,3 +187,23 @@ def test_every_estimator_makes_advantages_that_differ_by_row(tmp_path, name):
     work._roll_out(0)
     assert np.ptp(work._rows["advantages"]) > 0
     assert (work._rows["advantages"][work._rows["loss_mask"] == 0] == 0).all()
+
+
+def test_a_mask_that_went_astray_is_found(tmp_path):
+    work = started(config(tmp_path, policy={"aggregation": "token-mean"}))
+    work._roll_out(0)
+    metrics, _ = work.step(work._state, {name: leaf[:8] for name, leaf in work._rows.items()}), None
+    rows = {name: leaf[:8].copy() for name, leaf in work._rows.items()}
+    work._check_weight(jax.device_get(metrics[1]), rows)
+    rows["loss_mask"][0] = 0
+    with pytest.raises(
+        RuntimeError, match='term "policy": Σ weight .* ≠ .* counted in the rows of this update'
+    ):
+        work._check_weight(jax.device_get(metrics[1]), rows)
+
+
+def test_a_pipeline_with_too_few_microbatches_is_warned_of(tmp_path):
+    with pytest.warns(
+        UserWarning, match=r"\[logprob_ref\] 1 microbatches in a pipeline of 2 stages leave it idle 50%"
+    ):
+        make_policy_work(config(tmp_path, {"mesh": {"pipe": 2}}))
