@@ -98,6 +98,7 @@ def _parser() -> argparse.ArgumentParser:
     train.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")
     train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     _add_hosts(train)
+    train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
     how = train.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
@@ -197,8 +198,13 @@ def _train(options) -> int:
     config = load_config(options.config, [*options.overrides, *_hosts(options)], "train")
     from jaxfb import trainer
 
+    watching = {}
+    if options.profile:
+        from jaxfb.training.profile import Profile
+
+        watching["callbacks"] = [Profile()]
     try:
-        result = trainer.train(config, resume=options.resume, fresh=options.fresh)
+        result = trainer.train(config, resume=options.resume, fresh=options.fresh, **watching)
     except trainer.NonFiniteAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return GAVE_UP

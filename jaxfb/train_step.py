@@ -13,6 +13,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -162,6 +163,7 @@ class TrainStep:
         self._loss_scale, self._dropout = loss_scale, dropout
         self._jitted = jax.jit(self._update, static_argnums=3, donate_argnums=0)
         self._shardings: dict = {}
+        self._numbers: dict[int, jax.Array] = {}
 
     def __call__(
         self, state: TrainState, batch: PyTree, rows: int | None = None
@@ -176,7 +178,18 @@ class TrainStep:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(self.place(state), batch, self.plan.real_rows if rows is None else rows, plan)
+        return self._jitted(
+            self.place(state), batch, self._rows(self.plan.real_rows if rows is None else rows), plan
+        )
+
+    def _rows(self, rows: int | jax.Array) -> jax.Array:
+        """A number of rows on the mesh, moved there once, so that no later call moves anything."""
+        if not isinstance(rows, int):
+            return rows
+        if rows not in self._numbers:
+            everywhere = NamedSharding(self.forward_backward.mesh, P())
+            self._numbers[rows] = jax.make_array_from_callback((), everywhere, lambda _: np.int32(rows))
+        return self._numbers[rows]
 
     def lower(self, state: TrainState, batch: PyTree):
         """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""

@@ -181,7 +181,8 @@ def _loop(run: Run, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> 
         if arrived is not None:
             step, metrics = arrived
             guard.check(step, metrics)
-            hooks.on_step_end(step, record_of(metrics, run.setup.plan.window(step - 1), run.rows_an_epoch))
+            record = record_of(metrics, run.setup.plan.window(step - 1), run.rows_an_epoch)
+            hooks.on_step_end(step, record | {"data_wait_seconds": run.waited(step)})
 
     for window in run.windows():
         step = window.update + 1

@@ -38,6 +38,7 @@ class Run:
         self._reader = WindowReader(setup.corpus.train, setup.plan, setup.config.data.seed, setup.mesh)
         self._steps: dict[BatchPlan, TrainStep] = {}
         self._compiled: set[BatchPlan] = set()
+        self._waits: dict[int, float] = {}
         self._saved: int | None = None
         self.held_out = HeldOut(setup)
         self.state: TrainState = None  # type: ignore[assignment]
@@ -88,8 +89,19 @@ class Run:
         return self.setup.plan.windows(self.done)
 
     def read(self, window: Window) -> HostBatch:
-        """The rows of a window that this process holds, on the host."""
-        return self._reader.read(window)
+        """The rows of a window, on the host; how long they were waited for is in `waited`."""
+        began = time.monotonic()
+        batch = self._reader.read(window)
+        self._waits[window.update + 1] = time.monotonic() - began
+        return batch
+
+    def waited(self, step: int) -> float:
+        """Seconds that an update's rows were waited for; asked once."""
+        return self._waits.pop(step, 0.0)
+
+    def sync(self) -> None:
+        """Waits for the devices; for a profile, and nothing in the loop."""
+        jax.block_until_ready(self.state)
 
     def update(self, window: Window, batch: HostBatch) -> StepMetrics:
         """Dispatches one update; its numbers are on the device and perhaps still to be computed."""

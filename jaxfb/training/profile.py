@@ -1,0 +1,50 @@
+"""`jaxfb train --profile`: a trace of a few updates, for TensorBoard or ui.perfetto.dev; beside the story.
+
+The phases carry names: forward, backward, accumulate, layers, head, optimizer; under a pipeline phase_F, F, B and W.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxfb.callbacks import Callback
+
+
+class Profile(Callback):
+    """Traces `steps` updates, after as many of this process have gone by that nothing compiles any more.
+
+    directory: None is `trace` in the run's.
+    """
+
+    def __init__(self, directory: str | Path | None = None, skip: int = 2, steps: int = 3):
+        self._directory, self._skip, self._steps = directory, skip, steps
+        self._first: int | None = None
+        self._run: Any = None
+
+    def on_train_start(self, run: Any) -> None:
+        self._run = run
+
+    def on_step_start(self, step: int) -> None:
+        if self._first is None:
+            self._first = step + self._skip
+        if step == self._first:
+            self._run.sync()
+            jax.profiler.start_trace(self._where)
+        elif step == self._first + self._steps:
+            self._stop()
+
+    def on_train_end(self, step: int, metrics: Any) -> None:
+        if self._first is not None and self._first <= step < self._first + self._steps:
+            self._stop()
+
+    @property
+    def _where(self) -> str:
+        return str(self._directory or self._run.directory.path / "trace")
+
+    def _stop(self) -> None:
+        self._run.sync()
+        jax.profiler.stop_trace()
+        self._run.say(f"traced updates {self._first} to {self._first + self._steps - 1} into {self._where}")
