@@ -219,8 +219,10 @@ def _post_train(options) -> int:
 
     config = load_config(options.config, options.overrides, options.command)
     from jaxfb import rl
+    from jaxfb.training.cluster import refuse_several
     from jaxfb.training.guard import NonFiniteAbort
 
+    refuse_several(options.command)
     try:
         result = rl.post_train(config, resume=options.resume, fresh=options.fresh)
     except NonFiniteAbort as error:
