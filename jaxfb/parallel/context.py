@@ -94,6 +94,7 @@ def later(x: jax.Array, distance: int) -> jax.Array:
 def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> list[jax.Array]:
     """What follows this device's pieces c and 2C-1-c: the heads of pieces c+1 and 2C-c (zeros behind the last)."""
     size, device = size_here(), lax.axis_index(AXIS)
+    # not two permutes: in a loop with little else, XLA:CPU's devices meet in the wrong turn and abort (jax 0.10.2)
     heads = lax.all_gather(jnp.stack([early[:, :distance], late[:, :distance]]), AXIS)
     in_order = jnp.concatenate([heads[:, 0], heads[::-1, 1], jnp.zeros_like(heads[:1, 0])])
     return [in_order[device + 1], in_order[2 * size - device]]

@@ -101,8 +101,20 @@ def test_layers_gather_their_tokens_and_hold_fewer():
     assert temp[True] < 0.95 * temp[False]
 
 
+@pytest.fixture
+def as_on_a_tpu():
+    """32-bit loop counters, whose trip counts the compiled text tells; no cache, which cannot hold its programs."""
+    settings = ("jax_enable_x64", "jax_enable_compilation_cache")
+    before = {name: getattr(jax.config, name) for name in settings}
+    for name in settings:
+        jax.config.update(name, False)
+    yield
+    for name, value in before.items():
+        jax.config.update(name, value)
+
+
 @pytest.mark.slow
-def test_the_tpu_compiler_makes_reduce_scatters(monkeypatch):
+def test_the_tpu_compiler_makes_reduce_scatters(monkeypatch, as_on_a_tpu):
     pytest.importorskip("libtpu", reason="the TPU compiler comes with libtpu, which is not installed")
     names = ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD")
     for name, value in {**dict.fromkeys(names, "1"), "TPU_WORKER_HOSTNAMES": "localhost"}.items():
