@@ -70,10 +70,8 @@ def get_forward_backward_func(
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.
-      optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1; of a
-        reduced gradient no device ever has more than its part). "gradients" cuts the sum over microbatches too
-        (ZeRO-2): each microbatch's gradients are reduce-scattered at once, which costs that many times the
-        bytes and saves the float32 accumulator but for its part; without a pipeline only.
+      optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1).
+        "gradients" cuts the sum over microbatches too, by a reduce-scatter in each (ZeRO-2); not in a pipeline.
       param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
       head_placement: where a pipeline computes head and loss: "vocabulary" (each stage its share, for models
         that offer it), "rows" (each stage its share of the microbatch's rows: for heads whose terms are sums
@@ -89,10 +87,7 @@ def get_forward_backward_func(
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
     _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
     if optimizer_sharding == "gradients" and axis_size(mesh, "pipe") > 1:
-        raise ValueError(
-            f'optimizer_sharding="gradients" scatters in every microbatch, which a pipeline (pipe='
-            f'{axis_size(mesh, "pipe")}) does not; use "data", or fsdp'
-        )
+        raise ValueError('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
     return ForwardBackward(
         mesh,
         schedule or ("1f1b" if num_chunks == 1 else "interleaved"),

@@ -76,6 +76,8 @@ def test_zero2_scatters_in_every_microbatch_and_keeps_its_part_of_the_sum():
     assert times == {"data": [1], "gradients": [4]}
     temp = {kind: program.memory_analysis().temp_size_in_bytes for kind, program in programs.items()}
     assert temp["data"] - temp["gradients"] >= 0.7 * bytes_of(weights)
+    with pytest.raises(ValueError, match='needs a mesh with pipe=1; in a pipeline use "data"'):
+        jaxfb.get_forward_backward_func(jaxfb.make_mesh(pipe=2), optimizer_sharding="gradients")
 
 
 def test_zero1_step_scatters_gradients_and_gathers_parameters_once():
