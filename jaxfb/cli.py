@@ -171,6 +171,12 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--traced", type=int, default=24, metavar="N", help="layouts to trace (default: 24)")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
+    bench = _verb(
+        verbs, "bench", _bench, "run a benchmark by name, or report: docs/performance.md from the results"
+    )
+    bench.add_argument("name", nargs="?", metavar="NAME", help="left out: lists them")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own, after its name")
+
     show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
     show.add_argument("action", choices=("show",))
     show.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
@@ -301,6 +307,12 @@ def _plan(options) -> None:
         command.search(options.config, config, topology, compiles, options.traced, options.out)
     else:
         command.plan(options.config, config, topology, compiles, options.json)
+
+
+def _bench(options) -> int:
+    from jaxfb import benchmark
+
+    return benchmark.run(options.name, options.arguments)
 
 
 def _config(options) -> None:

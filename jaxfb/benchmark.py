@@ -1,0 +1,52 @@
+"""`jaxfb bench`: runs what lies in benchmarks/ by name, and writes the page of what was found. Beside the story."""
+
+from __future__ import annotations
+
+import ast
+import difflib
+import subprocess
+import sys
+from pathlib import Path
+
+HELPERS = {"report", "overlap", "performance", "gpipe_by_autodiff", "torch_pipelining"}
+
+
+def directory() -> Path:
+    """benchmarks/ of this checkout.
+
+    Raises:
+      ValueError: jaxfb was installed without it.
+    """
+    found = Path(__file__).parent.parent / "benchmarks"
+    if not found.is_dir():
+        raise ValueError(
+            "[bench] benchmarks/ is not part of an installed jaxfb; use a checkout: pip install -e ."
+        )
+    return found
+
+
+def names() -> dict[str, str]:
+    """name -> first line of what it says of itself."""
+    scripts = (path for path in sorted(directory().glob("*.py")) if path.stem not in HELPERS)
+    return {
+        path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for path in scripts
+    }
+
+
+def run(name: str | None, arguments: list[str]) -> int:
+    """Runs one benchmark in a process of its own, "report" for the page; lists them all for None. Its exit code.
+
+    Raises:
+      ValueError: there is no such benchmark.
+    """
+    known = names()
+    if name is None:
+        for known_name, text in known.items():
+            print(f"{known_name:<24}{text}")
+        print(f"{'report':<24}docs/performance.md from benchmarks/results/*.json")
+        return 0
+    script = "performance" if name == "report" else name
+    if name not in (*known, "report"):
+        close = difflib.get_close_matches(name, [*known, "report"], n=1, cutoff=0.0)[0]
+        raise ValueError(f"[bench] no benchmark {name!r}; did you mean {close}? (jaxfb bench lists them)")
+    return subprocess.run([sys.executable, str(directory() / f"{script}.py"), *arguments]).returncode
