@@ -203,7 +203,7 @@ class RolloutConfig:
     max_new_tokens, temperature, top_k: of the sampler.
     shuffle:            the order of rows in a pass; it depends on seed, rollout and pass alone.
     log_probs:          of the sampling policy: "recompute" by a training forward, or as the "sampler" says.
-    importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap); null: not at all.
+    importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap), a cap above 1; null: not at all.
     """
 
     prompts: int
@@ -225,6 +225,8 @@ class RolloutConfig:
                 f"[rollout] importance_cap={self.importance_cap} compares the sampler with recomputed log-probs; "
                 "use log_probs=recompute, or no cap"
             )
+        if self.importance_cap is not None and self.importance_cap <= 1:
+            raise ValueError(f"[rollout] importance_cap={self.importance_cap} must be above 1, such as 2")
 
 
 @dataclass(frozen=True)

@@ -20,6 +20,7 @@ from jaxfb.batch_plan import BatchPlan, RolloutPlan, check_whole_groups
 from jaxfb.config.post_training import FROM_SAMPLER, RLConfig
 from jaxfb.data.token_rows import prompt_and_response, token_rows
 from jaxfb.losses.heads import log_prob_fn
+from jaxfb.losses.importance import rollout_weights
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.rl.advantage import advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
@@ -166,7 +167,10 @@ class Experience:
             gap = np.abs(scores["old_log_probs"] - sampled)[rows["loss_mask"] > 0]
             record["sampler_gap"] = float(gap.max(initial=0))
         if (cap := self._config.rollout.importance_cap) is not None:
-            scores["rollout_weights"] = np.minimum(np.exp(scores["old_log_probs"] - sampled), cap)
+            scores["rollout_weights"], said = rollout_weights(
+                scores["old_log_probs"], sampled, rows["loss_mask"], upper=cap
+            )
+            record |= {f"importance_{name}": value for name, value in said.items()}
         if self._config.uses_reference:
             scores["ref_log_probs"] = self._pass("logprob_ref", models.reference, rows)
         if models.critic is not None:

@@ -74,9 +74,11 @@ def same_bits(one, other):
 
 
 def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_path):
-    work = started(config(tmp_path, rollout={"temperature": 0.7}))
+    work = started(config(tmp_path, rollout={"temperature": 0.7, "importance_cap": 2.0}))
     metrics, record = work.update(0)
     assert record["sampler_gap"] < 1e-12
+    np.testing.assert_allclose(record["importance_weight_max"], 1, atol=1e-12)
+    np.testing.assert_allclose(metrics.metrics["rollout_weight"], 1, atol=1e-12)
     np.testing.assert_allclose(metrics.metrics["ratio"], 1, atol=1e-12)
     np.testing.assert_allclose(metrics.metrics["approx_kl"], 0, atol=1e-12)
     assert metrics.metrics["clip_fraction"] == 0 and metrics.metrics["ref_kl"] < 1e-12
