@@ -142,9 +142,11 @@ def _taken_over(dying: list[Value], made: list[Value]) -> set[Value]:
 def _carried(op: Op, region: Region) -> tuple[list[Value], list[Value]]:
     """(inputs that a loop hands from one turn to the next, slices that it takes of stacked operands)."""
     if op.name == "scan":
-        first = op.params["num_consts"]
-        last = first + op.params["num_carry"]
-        return region.inputs[first:last], region.inputs[last:]
+        # told by shapes, since the names of the counts differ between versions of JAX: stacks have one dim more
+        stacked = sum(a.shape != b.shape for a, b in zip(op.inputs, region.inputs, strict=True))
+        carried = sum(a.shape == b.shape for a, b in zip(op.outputs, region.outputs, strict=True))
+        last = len(region.inputs) - stacked
+        return region.inputs[last - carried : last], region.inputs[last:]
     if op.name == "while":
         return region.inputs[op.params["body_nconsts"] :], []
     return [], []
