@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.parallel import tensor
 from jaxfb.parallel.sharding import axes_of, dim_of
 
 PyTree = Any
@@ -31,7 +32,7 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree) -
         dim = dim_of(spec, "fsdp")
         if dim is None:
             return leaf.astype(dtype)
-        return _gather(leaf.astype(dtype), dim) if gather == "step" else leaf
+        return _gather(leaf.astype(dtype), spec) if gather == "step" else leaf
 
     return jax.tree.map(prepare, params, specs, dtypes)
 
@@ -40,25 +41,24 @@ def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
     """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each."""
 
     def bring(leaf, spec, dtype):
-        dim = dim_of(spec, "fsdp")
-        return leaf if dim is None else gather_shard(leaf, dim, dtype)
+        return leaf if dim_of(spec, "fsdp") is None else gather_shard(leaf, spec, dtype)
 
     return jax.tree.map(bring, shards, specs, dtypes)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def gather_shard(shard: jax.Array, dim: int, dtype: Any) -> jax.Array:
-    """One leaf gathered over fsdp along `dim`, in `dtype`; its gradient is summed in the shard's dtype."""
-    return _gather(shard.astype(dtype), dim)
+def gather_shard(shard: jax.Array, spec: P, dtype: Any) -> jax.Array:
+    """One leaf gathered over fsdp, in `dtype`; its gradient is summed in the shard's dtype."""
+    return _gather(shard.astype(dtype), spec)
 
 
-def _gather_forward(shard, dim, dtype):
+def _gather_forward(shard, spec, dtype):
     # not `gather_shard` again: a remat policy would see that name, not all_gather, and keep the whole weight
-    return _gather(shard.astype(dtype), dim), jnp.zeros((0,), shard.dtype)
+    return _gather(shard.astype(dtype), spec), jnp.zeros((0,), shard.dtype)
 
 
-def _gather_backward(dim, dtype, like, cotangent):
-    return (lax.psum_scatter(cotangent.astype(like.dtype), "fsdp", scatter_dimension=dim, tiled=True),)
+def _gather_backward(spec, dtype, like, cotangent):
+    return (_scatter(cotangent.astype(like.dtype), "fsdp", spec),)
 
 
 gather_shard.defvjp(_gather_forward, _gather_backward)
@@ -84,9 +84,8 @@ def reduce_gradients(
         summed = {"fsdp"} if gather == "layer" and dim_of(spec, "fsdp") is not None else set()
         summed |= {"data"} if scattered_over_data and dim_of(grad_spec, "data") is not None else set()
         for axis in ("fsdp", "data"):
-            dim = dim_of(grad_spec, axis)
-            if axis in axes and axis not in summed and dim is not None:
-                grad = lax.psum_scatter(grad, axis, scatter_dimension=dim, tiled=True)
+            if axis in axes and axis not in summed and dim_of(grad_spec, axis) is not None:
+                grad = _scatter(grad, axis, grad_spec)
                 summed.add(axis)
         summed |= {axis for entry in spec for axis in axes_of(entry) if axis in ("pipe", "expert")}
         rest = tuple(axis for axis in axes if axis not in summed)
@@ -103,8 +102,7 @@ def scatter_over_data(grad_specs: PyTree):
     """
 
     def scatter(grad: jax.Array, spec: P) -> jax.Array:
-        dim = dim_of(spec, "data")
-        return grad if dim is None else lax.psum_scatter(grad, "data", scatter_dimension=dim, tiled=True)
+        return grad if dim_of(spec, "data") is None else _scatter(grad, "data", spec)
 
     def scatter_all(grads: PyTree) -> PyTree:
         with jax.named_scope("scatter_gradients"):
@@ -113,5 +111,13 @@ def scatter_over_data(grad_specs: PyTree):
     return scatter_all
 
 
-def _gather(leaf: jax.Array, dim: int) -> jax.Array:
-    return lax.all_gather(leaf, "fsdp", axis=dim, tiled=True)
+def _gather(leaf: jax.Array, spec: P) -> jax.Array:
+    """Whole over fsdp; each tensor shard by itself."""
+    dim = dim_of(spec, "fsdp")
+    return tensor.on_shards(lambda shard: lax.all_gather(shard, "fsdp", axis=dim, tiled=True), leaf, spec)
+
+
+def _scatter(leaf: jax.Array, axis: str, spec: P) -> jax.Array:
+    """Summed over an axis and cut over it as `spec` says; each tensor shard by itself."""
+    scatter = partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim_of(spec, axis), tiled=True)
+    return tensor.on_shards(scatter, leaf, spec)

@@ -7,6 +7,7 @@ attention and one after the MLP (Megatron-LM, arXiv:1909.08053), or with sequenc
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -55,6 +56,24 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     others = any(_is_automatic(mesh, name) for name in mesh.axis_names if name != AXIS)
     free = P.UNCONSTRAINED if others else None
     return jax.lax.with_sharding_constraint(x, P(*(AXIS if name == AXIS else free for name in spec)))
+
+
+def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P) -> jax.Array:
+    """`function(x)` on every tensor shard of `x` by itself, where `spec` splits a dim over `tensor` alone.
+
+    For collectives over other axes: XLA's partitioner leaves a split operand of an all-reduce split, but makes that
+    of an all-gather or a reduce-scatter whole over `tensor` first: a gather more, and `tensor` times the bytes.
+
+    Args:
+      function: keeps the number of dims, and the size of the split one.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    size = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
+    split = [dim for dim, entry in enumerate(spec) if entry == AXIS]
+    if size == 1 or not _is_automatic(mesh, AXIS) or len(split) != 1 or x.shape[split[0]] % size:
+        return function(x)
+    only = P(*(AXIS if dim == split[0] else None for dim in range(x.ndim)))
+    return jax.shard_map(function, in_specs=only, out_specs=only, axis_names={AXIS}, check_vma=False)(x)
 
 
 def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:

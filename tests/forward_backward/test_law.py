@@ -312,11 +312,11 @@ def test_the_law_notices_a_mean_of_means(law_breaks):
 def test_the_law_notices_a_clip_per_microbatch(law_breaks):
     """Clipping before the sum: the bug of `optax.chain(clip, MultiSteps)` in the wrong order."""
 
-    def clipped(loss_fn, tree, microbatches, keys, seeds, dtypes):
+    def clipped(loss_fn, tree, microbatches, keys, seeds, *rest):
         each = []
         for index in range(MUTATED.num_microbatches):
             one = jax.tree.map(lambda leaf: leaf[index : index + 1], (microbatches, keys, seeds))  # noqa: B023
-            grads, out = ACCUMULATE(loss_fn, tree, *one, dtypes)
+            grads, out = ACCUMULATE(loss_fn, tree, *one, *rest)
             each.append(
                 (jaxfb.gradients.clip_by_global_norm(grads, jaxfb.gradients.global_norm(grads), 1e-3)[0], out)
             )

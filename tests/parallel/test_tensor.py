@@ -10,6 +10,8 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+import jaxfb
+from jaxfb.hlo import collectives
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import apply, init_params, transformer
 from jaxfb.parallel.tensor import check_tensor_divides, constrain, transformer_param_specs
@@ -144,3 +146,31 @@ def test_a_tensor_axis_that_does_not_divide_is_refused(field, message):
     check_tensor_divides(config, 2)
     with pytest.raises(ValueError, match=message):
         check_tensor_divides(config, 4)
+
+
+def gathers_and_scatters(mesh, gather):
+    """Those of one forward and backward of a narrow transformer, in the compiled program."""
+    narrow = TransformerConfig(vocab_size=512, num_layers=2, hidden_size=64, num_heads=4, mlp_size=256)
+    model, plan = transformer(narrow), jaxfb.BatchPlan(rows=8, rows_per_microbatch=2, data_parallel=2)
+    fb = jaxfb.get_forward_backward_func(mesh, fsdp_gather=gather)
+    params = jax.eval_shape(lambda: init_params(narrow, jax.random.key(0)))
+    params = jax.tree.map(
+        lambda leaf, spec: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec)),
+        params,
+        fb.param_specs(model, params),
+    )
+    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
+    batch = {name: jax.ShapeDtypeStruct((8, 16), dtype) for name, dtype in dtypes.items()}
+    compiled = jax.jit(lambda p, b: fb(model, p, b, plan)).lower(params, batch).compile()
+    return [one for one in collectives(compiled.as_text()) if one.kind in ("all-gather", "reduce-scatter")]
+
+
+@pytest.mark.parametrize("gather", ["layer", "step"])
+def test_fsdp_brings_together_what_tensor_leaves_a_device(gather):
+    """Half the bytes over fsdp at tensor=2, and no weight is ever whole over tensor."""
+    meshes = [jaxfb.make_mesh(fsdp=2, tensor=size, devices=jax.devices()[: 2 * size]) for size in (1, 2)]
+    found = [gathers_and_scatters(mesh, gather) for mesh in meshes]
+    assert all(one.axes(meshes[1]) == ("fsdp",) for one in found[1])
+    for kind in ("all-gather", "reduce-scatter"):
+        whole, halves = (sum(one.bytes * one.times for one in each if one.kind == kind) for each in found)
+        assert 0 < halves < 0.52 * whole, kind
