@@ -81,6 +81,7 @@ def test_schedule_imports_no_jax():
     assert not {"jax", "numpy", "yaml", "matplotlib"} & set(done.stdout.split())
 
 
+@pytest.mark.slow
 def test_check_compares_a_configs_model_on_its_mesh(tmp_path, capsys):
     config = str(write_tiny(tmp_path, mesh={"pipe": 2, "data": 2}, model={"dropout": 0.1}))
     assert main(["check", config, "schedule=zero_bubble"]) == 0

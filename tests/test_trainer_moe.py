@@ -4,6 +4,7 @@ import os
 import signal
 
 import numpy as np
+import pytest
 from test_trainer import assert_same_bits, losses, saved
 from tiny import write_tiny
 
@@ -36,6 +37,7 @@ def config(directory, **data):
     )
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_with_the_same_bits(tmp_path):
     for name in ("whole", "part"):
         (tmp_path / name).mkdir()

@@ -45,11 +45,9 @@ def one_device():
     return run(ROWS, {})
 
 
-FAST = [
-    (dict(expert=2, data=2), {}),
-    (dict(expert=2, pipe=2, tensor=2), dict(schedule="zero_bubble")),
-]
+FAST = [(dict(expert=2, data=2), {})]
 SLOW = [
+    (dict(expert=2, pipe=2, tensor=2), dict(schedule="zero_bubble")),
     (dict(expert=4, fsdp=2), dict(fsdp_gather="step")),
     (dict(expert=2, fsdp=2, tensor=2), dict(remat="selective")),
     (dict(context=2, expert=2, data=2), dict(optimizer_sharding="data")),

@@ -243,6 +243,7 @@ def _check(kind, mesh, rows_per_microbatch=None, **how):
         np.testing.assert_allclose(ours, theirs, rtol=0, atol=atol, err_msg=jax.tree_util.keystr(path))
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_its_vocabulary_cut_and_its_sequences_too():
     _check("policy", {"pipe": 2, "context": 2}, 4)
 

@@ -132,7 +132,10 @@ def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
     "changes",
     [
         {"mesh": {"data": 2}, "plans": {"train": {"max_tokens_per_microbatch": 24, "packing": True}}},
-        {"mesh": {"pipe": 2, "data": 2}, "plans": {"train": {"rows_per_microbatch": 2}}},
+        pytest.param(
+            {"mesh": {"pipe": 2, "data": 2}, "plans": {"train": {"rows_per_microbatch": 2}}},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["packed on 2 replicas", "pipeline"],
 )
@@ -144,7 +147,7 @@ def test_the_mesh_and_the_cut_change_nothing(tmp_path, changes):
         np.testing.assert_allclose(a.grad_norm, b.grad_norm, rtol=1e-10)
 
 
-@pytest.mark.parametrize("kind", [{}, PPO], ids=["grpo", "ppo"])
+@pytest.mark.parametrize("kind", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"])
 def test_stopped_in_the_middle_of_a_rollout_it_ends_in_the_same_bits(tmp_path, kind):
     from jaxfb.checkpoint import CheckpointStore
 

@@ -107,7 +107,9 @@ def updates(work, number=2):
 
 
 @pytest.mark.parametrize(
-    "kind, make", [(SFT, make_supervised_work), (DPO, make_preference_work)], ids=["sft", "dpo"]
+    "kind, make",
+    [(SFT, make_supervised_work), pytest.param(DPO, make_preference_work, marks=pytest.mark.slow)],
+    ids=["sft", "dpo"],
 )
 def test_packing_and_replicas_change_no_update(tmp_path, kind, make):
     plain = load_config(write(tmp_path / "plain", kind))
@@ -137,6 +139,7 @@ def bits(run):
     return [np.asarray(leaf) for leaf in jax.tree.leaves(state)], host
 
 
+@pytest.mark.slow
 def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys):
     sft = write(tmp_path / "sft", SFT)
     assert main(["sft", str(sft)]) == 0
