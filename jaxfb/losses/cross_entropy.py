@@ -25,16 +25,15 @@ from jax import lax
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
+    gradients_by_chunk,
     join_tokens,
     largest,
     project,
-    project_grads,
     sum_dtype,
     summed,
     token_ids,
     vocab_size,
 )
-from jaxfb.parallel.tensor import constrain
 
 
 class CrossEntropy(NamedTuple):
@@ -119,14 +118,6 @@ class _Scores(NamedTuple):
     mean_logit: jax.Array | None
 
 
-class _Tokens(NamedTuple):
-    """One chunk of tokens: hidden [T, D], targets [T], mask [T]; stacked: [chunks, T, ...]."""
-
-    hidden: jax.Array
-    targets: jax.Array
-    mask: jax.Array
-
-
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _cross_entropy(hidden, kernel, targets, mask, head: _Head):
     return _summed_up(hidden, kernel, targets, mask, head)
@@ -157,25 +148,25 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 def _summed_up(hidden, kernel, targets, mask, head):
     """(_Sums, correct [rows, seq], log_probs [rows, seq])."""
 
-    def step(tokens: _Tokens):
-        return _score(project(tokens.hidden, kernel, head.softcap), tokens.targets, head)
+    def step(tokens):
+        hidden, targets = tokens
+        return _score(project(hidden, kernel, head.softcap), targets, head)
 
-    return _collect(lax.map(step, _split(hidden, targets, mask, head.chunk)), mask)
+    return _collect(lax.map(step, cut_tokens(head.chunk, hidden, targets)), mask)
 
 
 def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
     """The same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
 
-    def step(kernel_grad, tokens: _Tokens):
-        logits = project(tokens.hidden, kernel, head.softcap)
-        scores = _score(logits, tokens.targets, head)
-        logits_grad = _logits_grad(logits, scores.normalizer, tokens, head, seeds)
-        hidden_grad, added = project_grads(tokens.hidden, tokens.mask != 0, kernel, logits_grad)
-        return constrain(kernel_grad + added, None, "tensor"), (scores, hidden_grad)
+    def logits_grad(hidden, targets, mask):
+        logits = project(hidden, kernel, head.softcap)
+        scores = _score(logits, targets, head)
+        return _logits_grad(logits, scores.normalizer, targets, mask, head, seeds), scores
 
-    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
-    kernel_grad, (scores, hidden_grad) = lax.scan(step, zeros, _split(hidden, targets, mask, head.chunk))
-    return _collect(scores, mask), (summed(join_tokens(hidden_grad, hidden.shape), head.axis), kernel_grad)
+    hidden_grad, kernel_grad, scores = gradients_by_chunk(
+        logits_grad, hidden, mask != 0, kernel, (targets, mask), chunk=head.chunk, axis=head.axis
+    )
+    return _collect(scores, mask), (hidden_grad, kernel_grad)
 
 
 def _score(logits, targets, head) -> _Scores:
@@ -195,21 +186,15 @@ def _score(logits, targets, head) -> _Scores:
     return _Scores(normalizer, target_logit, likeliest == targets, mean)
 
 
-def _logits_grad(logits, normalizer, tokens: _Tokens, head, seeds: _Sums):
+def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):
     """d(sum of seed * sum) / d(hidden @ kernel), float32[T, V]; for the loss, mask * (softmax - one_hot(target))."""
-    vocab = token_ids(logits, tokens.targets.dtype, head.axis)
-    softmax, target = jnp.exp(logits - normalizer[:, None]), vocab == tokens.targets[:, None]
+    vocab = token_ids(logits, targets.dtype, head.axis)
+    softmax, target = jnp.exp(logits - normalizer[:, None]), vocab == targets[:, None]
     grad = seeds.loss * (softmax - target)
     if head.regularizers:
         grad += seeds.smoothing * (target - 1 / vocab_size(logits, head.axis))
         grad += seeds.z * 2 * normalizer[:, None] * softmax
-    grad *= capped_slope(logits, head.softcap)
-    return jnp.where(tokens.mask[:, None] != 0, tokens.mask[:, None] * grad, 0)
-
-
-def _split(hidden, targets, mask, chunk: int) -> _Tokens:
-    """[rows, seq, ...] -> [chunks, T, ...]."""
-    return _Tokens(*cut_tokens(chunk, hidden, targets, mask))
+    return mask[:, None] * grad * capped_slope(logits, head.softcap)
 
 
 def _collect(scores: _Scores, mask):

@@ -15,10 +15,10 @@ from jax import lax
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
+    gradients_by_chunk,
     join_tokens,
     largest,
     project,
-    project_grads,
     sum_dtype,
     summed,
 )
@@ -79,8 +79,7 @@ def _backward(how, residuals, cotangent):
     scale = jnp.max(jnp.where(counted, jnp.abs(cotangent), 0))
     seeds = jnp.where(scale > 0, cotangent / jnp.where(scale > 0, scale, 1), 0)
 
-    def step(kernel_grad, tokens):
-        hidden, teacher, counted, seed = tokens
+    def logits_grad(hidden, teacher, seed):
         logits, log_p, p = _log_probs(hidden, kernel, how)
         teacher = _own(teacher, kernel, how)
         if how.reverse:
@@ -88,14 +87,11 @@ def _backward(how, residuals, cotangent):
         else:
             t = jnp.exp(teacher)
             grad = p * summed(t.sum(-1), how.axis)[:, None] - t
-        grad = seed[:, None] * grad * capped_slope(logits, how.softcap) / how.temperature
-        grad = jnp.where(counted[:, None], grad, 0)
-        hidden_grad, added = project_grads(hidden, counted, kernel, grad)
-        return constrain(kernel_grad + added, None, "tensor"), hidden_grad
+        return seed[:, None] * grad * capped_slope(logits, how.softcap) / how.temperature, None
 
-    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
-    kernel_grad, hidden_grad = lax.scan(step, zeros, cut_tokens(how.chunk, hidden, teacher, counted, seeds))
-    hidden_grad = summed(join_tokens(hidden_grad, hidden.shape), how.axis)
+    hidden_grad, kernel_grad, _ = gradients_by_chunk(
+        logits_grad, hidden, counted, kernel, (teacher, seeds), chunk=how.chunk, axis=how.axis
+    )
     return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
 
 

@@ -9,6 +9,7 @@ Dtypes: logits, softmax, sums and accumulated gradients are float32 (float64 for
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -52,6 +53,39 @@ def project_grads(
     hidden = jnp.where(counted[:, None], hidden, 0)
     matmul = partial(jnp.matmul, preferred_element_type=logits_grad.dtype)
     return matmul(grad, kernel.T) / scale, matmul(hidden.T, grad) / scale
+
+
+def gradients_by_chunk(
+    logits_grad: Callable[..., tuple[jax.Array, Any]],
+    hidden: jax.Array,
+    counted: jax.Array,
+    kernel: jax.Array,
+    others: tuple[jax.Array, ...],
+    *,
+    chunk: int,
+    axis: str | None,
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Gradients of both factors of hidden @ kernel, of which only one chunk's logits exist at a time.
+
+    Args:
+      logits_grad: (hidden [T, D], *others [T, ...]) -> (float32[T, V] before it is masked, anything to stack).
+      hidden: float[rows, seq, D]. counted: bool[rows, seq], where a gradient flows.
+      others: [rows, seq, ...] each.
+    Returns:
+      (float32[rows, seq, D] summed over `axis`, float32[D, V], what was stacked: [chunks, T, ...]).
+    """
+
+    def step(kernel_grad, tokens):
+        hidden, counted, *others = tokens
+        grad, kept = logits_grad(hidden, *others)
+        grad = jnp.where(counted[:, None], grad, 0)
+        hidden_grad, added = project_grads(hidden, counted, kernel, grad)
+        return constrain(kernel_grad + added, None, "tensor"), (hidden_grad, kept)
+
+    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
+    tokens = cut_tokens(chunk, hidden, counted, *others)
+    kernel_grad, (hidden_grad, kept) = lax.scan(step, zeros, tokens)
+    return summed(join_tokens(hidden_grad, hidden.shape), axis), kernel_grad, kept
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:

@@ -19,15 +19,14 @@ from jax import lax
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
+    gradients_by_chunk,
     join_tokens,
     largest,
     project,
-    project_grads,
     sum_dtype,
     summed,
     token_ids,
 )
-from jaxfb.parallel.tensor import constrain
 
 
 class TokenLogProbs(NamedTuple):
@@ -121,20 +120,16 @@ def _backward(scoring, residuals, cotangents):
     # in units of the largest, so that a half-precision product does not flush 1 / tokens to zero
     log_prob_seed, entropy_seed = (jnp.where(scale > 0, seed / scale, 0) for seed in cotangents)
 
-    def step(kernel_grad, tokens):
-        hidden, ids, counted, normalizer, entropy, log_prob_seed, entropy_seed = tokens
+    def logits_grad(hidden, ids, normalizer, entropy, log_prob_seed, entropy_seed):
         logits = project(hidden, kernel, scoring.softcap)
         log_p = logits / scoring.temperature - normalizer[:, None]
         grad = _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring)
-        grad = grad * capped_slope(logits, scoring.softcap) / scoring.temperature
-        grad = jnp.where(counted[:, None], grad, 0)
-        hidden_grad, added = project_grads(hidden, counted, kernel, grad)
-        return constrain(kernel_grad + added, None, "tensor"), hidden_grad
+        return grad * capped_slope(logits, scoring.softcap) / scoring.temperature, None
 
-    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
-    tokens = cut_tokens(scoring.chunk, hidden, ids, counted, normalizer, entropy, log_prob_seed, entropy_seed)
-    kernel_grad, hidden_grad = lax.scan(step, zeros, tokens)
-    hidden_grad = summed(join_tokens(hidden_grad, hidden.shape), scoring.axis)
+    others = (ids, normalizer, entropy, log_prob_seed, entropy_seed)
+    hidden_grad, kernel_grad, _ = gradients_by_chunk(
+        logits_grad, hidden, counted, kernel, others, chunk=scoring.chunk, axis=scoring.axis
+    )
     return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
 
 
