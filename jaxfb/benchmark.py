@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-HELPERS = {"report", "overlap", "performance", "gpipe_by_autodiff", "torch_pipelining"}
+HELPERS = {"abstract", "report", "overlap", "performance", "gpipe_by_autodiff", "torch_pipelining"}
 
 
 def directory() -> Path:

@@ -93,35 +93,37 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
+    for add in (
+        _add_training,
+        _add_uses_of_a_run,
+        _add_check,
+        _add_schedule,
+        _add_plan,
+        _add_bench,
+        _add_show,
+    ):
+        add(verbs)
+    return parser
 
+
+def _add_training(verbs) -> None:
     train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
-    train.add_argument("config", metavar="CONFIG", help="a YAML file such as configs/quickstart.yaml")
-    train.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    _add_config(train, "a YAML file such as configs/quickstart.yaml")
     _add_hosts(train)
     train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
-    how = train.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
-    how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
-
+    _add_where_to_begin(train)
     for name, text in POST_TRAINING.items():
         verb = _verb(verbs, name, _post_train, text)
-        verb.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
-        verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
         verb.set_defaults(command=name)
-        how = verb.add_mutually_exclusive_group()
-        how.add_argument(
-            "--resume", action="store_true", help="continue from the newest checkpoint in run.dir"
-        )
-        how.add_argument(
-            "--fresh", action="store_true", help="move a run that lies in run.dir aside, start over"
-        )
+        _add_config(verb)
+        _add_where_to_begin(verb)
 
+
+def _add_uses_of_a_run(verbs) -> None:
     evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
     evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-
     _add_hosts(evaluate)
-
     generate = _verb(verbs, "generate", _generate, "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=RUN)
     generate.add_argument("--prompt", required=True, help="the text to continue")
@@ -129,25 +131,26 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
 
-    check = _verb(
-        verbs, "check", _check, "gradients of a config's model on its mesh, or many, next to one device's"
-    )
-    check.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+def _add_check(verbs) -> None:
+    text = "gradients of a config's model on its mesh, or many, next to one device's"
+    check = _verb(verbs, "check", _check, text)
+    _add_config(check)
     check.add_argument("--tolerance", type=float, default=None, help="relative (default: 1e-10 in float64)")
 
-    schedule = _verb(
-        verbs, "schedule", _schedule, "print, price and draw a pipeline schedule, or compare all"
-    )
-    for name, text in SCHEDULE_SIZES.items():
-        schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=text)
+
+def _add_schedule(verbs) -> None:
+    text = "print, price and draw a pipeline schedule, or compare all"
+    schedule = _verb(verbs, "schedule", _schedule, text)
+    for name, size in SCHEDULE_SIZES.items():
+        schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
     schedule.add_argument("--kind", default=None, help="1f1b, interleaved, zero_bubble, v_shape or gpipe")
     schedule.add_argument(
         "--table", metavar="FILE", help="a schedule of one's own, in the form that this prints"
     )
-    for name, text in SCHEDULE_COSTS.items():
+    for name, what in SCHEDULE_COSTS.items():
         default = 0.0 if name == "head" else 1.0
-        help_ = f"cost of {text}, one microbatch on a device (default: {default:g})"
+        help_ = f"cost of {what}, one microbatch on a device (default: {default:g})"
         schedule.add_argument(f"--{name}", type=float, default=default, metavar="COST", help=help_)
     schedule.add_argument(
         "--compare", action="store_true", help="all kinds side by side, Megatron's beside them"
@@ -156,14 +159,11 @@ def _parser() -> argparse.ArgumentParser:
     schedule.add_argument("--svg", metavar="FILE", help="write a picture: .svg, .png or .pdf")
     schedule.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
 
-    plan = _verb(
-        verbs,
-        "plan",
-        _plan,
-        "whether a config fits a machine, and how fast it can be there, without the machine",
-    )
-    plan.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
-    plan.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+def _add_plan(verbs) -> None:
+    text = "whether a config fits a machine, and how fast it can be there, without the machine"
+    plan = _verb(verbs, "plan", _plan, text)
+    _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
     plan.add_argument("--no-compile", action="store_true", help="the estimate alone: seconds, no compiler")
     plan.add_argument("--json", action="store_true", help="everything as JSON")
@@ -171,17 +171,29 @@ def _parser() -> argparse.ArgumentParser:
     plan.add_argument("--traced", type=int, default=24, metavar="N", help="layouts to trace (default: 24)")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
-    bench = _verb(
-        verbs, "bench", _bench, "run a benchmark by name, or report: docs/performance.md from the results"
-    )
+
+def _add_bench(verbs) -> None:
+    text = "run a benchmark by name, or report: docs/performance.md from the results"
+    bench = _verb(verbs, "bench", _bench, text)
     bench.add_argument("name", nargs="?", metavar="NAME", help="left out: lists them")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own, after its name")
 
+
+def _add_show(verbs) -> None:
     show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
     show.add_argument("action", choices=("show",))
-    show.add_argument("config", metavar="CONFIG", help="a YAML file or a run's directory")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    return parser
+    _add_config(show)
+
+
+def _add_config(verb: argparse.ArgumentParser, text: str = "a YAML file or a run's directory") -> None:
+    verb.add_argument("config", metavar="CONFIG", help=text)
+    verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+
+
+def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
+    how = verb.add_mutually_exclusive_group()
+    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
 
 
 def _add_hosts(verb: argparse.ArgumentParser) -> None:

@@ -24,7 +24,7 @@ from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
-from jaxfb.parallel.sharding import adopt, shardings
+from jaxfb.parallel.sharding import abstract, adopt, shardings
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
 PyTree = Any
@@ -212,12 +212,21 @@ class TrainStep:
             # a copy, since the state is donated and `params` are the caller's
             return jax.device_put(state, self.state_shardings(state), may_alias=False)
 
+        create = self._creator(params)
+        return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+
+    def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
+        """What `init` would give for a function key -> parameters, as shapes, dtypes and shardings: nothing is made."""
+        shapes = jax.eval_shape(self._creator(params), jax.random.key(0))
+        return abstract(shapes, self.state_shardings(shapes))
+
+    def _creator(self, params: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], TrainState]:
         def create(key):
             return TrainState.create(
                 params(jax.random.fold_in(key, 0)), self.optimizer, key, self._loss_scale
             )
 
-        return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+        return create
 
     def place(self, state: TrainState) -> TrainState:
         """The state moved to where this step keeps it; nothing happens to what is there already."""

@@ -211,7 +211,7 @@ def _save(run: Run, hooks: Callback) -> None:
 def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
     """Parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
     step = setup.train_step(setup.plan.train)
-    return _restore(setup.config, directory, setup.abstract_state(step).params)
+    return _restore(setup.config, directory, step.abstract_state(setup.init_params).params)
 
 
 def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any, int]:

@@ -35,7 +35,7 @@ def bits(leaf):
 
 def digest(run):
     setup = make_setup(load_config(run), say=lambda text: None)
-    abstract = setup.abstract_state(setup.train_step(setup.plan.train))
+    abstract = setup.train_step(setup.plan.train).abstract_state(setup.init_params)
     state, _ = CheckpointStore(run + "/checkpoints").restore(abstract)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     return {jax.tree_util.keystr(path): hashlib.sha256(bits(leaf)).hexdigest() for path, leaf in leaves}

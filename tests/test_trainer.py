@@ -42,7 +42,7 @@ def losses(result, name="loss"):
 def saved(config, update=None):
     """Every leaf of a checkpoint on one device, and its host values."""
     setup = make_setup(config)
-    abstract = setup.abstract_state(setup.train_step(setup.plan.train))
+    abstract = setup.train_step(setup.plan.train).abstract_state(setup.init_params)
     state, host = CheckpointStore(RunDirectory.of(config).checkpoints).restore(abstract, update)
     leaves = jax.tree_util.tree_leaves_with_path(state)
     plain = [

@@ -59,6 +59,13 @@ def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
+def abstract(tree: PyTree, places: PyTree) -> PyTree:
+    """The tree as shapes, dtypes and shardings; `places`: a NamedSharding for every leaf."""
+    return jax.tree.map(
+        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places
+    )
+
+
 def adopt(tree: PyTree, targets: PyTree) -> PyTree:
     """Moves to `targets` (a NamedSharding, or a tree of them) what the caller committed to other devices."""
 

@@ -74,7 +74,7 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
     run = setup.run_plan(config, {"train": plan}, MANY_ROWS)
     made = setup.Setup(config, mesh, run, None, sizes, transformer(sizes), setup.optimizer(config, run))
     step = made.train_step(plan)
-    state = made.abstract_state(step)
+    state = step.abstract_state(made.init_params)
     step.forward_backward.check(step.model, state.params, plan)
     return Job(config, mesh, sizes, plan, step, state, _batch(config, plan, mesh))
 

@@ -19,7 +19,7 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
 from jaxfb.rl.start import Base
 from jaxfb.train_step import TrainState, make_train_step
-from jaxfb.training.setup import engine_options, param_dtype
+from jaxfb.training.setup import param_dtype, step_options
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -39,7 +39,7 @@ class Critic:
             plan,
             max_grad_norm=self._settings.max_grad_norm,
             dropout=base.sizes.dropout > 0,
-            **engine_options(config, train=False),
+            **step_options(config),
         )
         self.forward_model = value_fn(self._model)
         self.state: TrainState = None  # type: ignore[assignment]
@@ -62,7 +62,7 @@ class Critic:
 
     def abstract_state(self) -> TrainState:
         """As shapes, dtypes and shardings."""
-        return self._base.abstract_state(self.step, self._random)
+        return self.step.abstract_state(self._random)
 
     def _random(self, key: jax.Array) -> PyTree:
         return critic_params(init_params(self._sizes, key, param_dtype(self._base.config)))

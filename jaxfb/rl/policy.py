@@ -113,7 +113,7 @@ class PolicyWork:
 
     def abstract_state(self) -> PyTree:
         """Shapes and shardings, without a value being made."""
-        state = self.base.abstract_state(self.step)
+        state = self.step.abstract_state(self.base.init_params)
         arrays = {**flat(state), "rollout": self._rows_on_devices()}
         if self._config.uses_reference:
             arrays["reference"] = state.params

@@ -26,15 +26,15 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
-from jaxfb.train_step import TrainState, TrainStep, make_train_step
+from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.setup import (
     abstract_params,
     enable_float64,
     engine_options,
-    loss_scale,
     model_sizes,
     optimizer,
     param_dtype,
+    step_options,
 )
 from jaxfb.types import LossFn, Pipelined
 
@@ -107,33 +107,23 @@ class Base:
             plan,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             clip_convention=self.config.optimizer.clip,
-            loss_scale=loss_scale(self.config),
             dropout=self.sizes.dropout > 0,
-            **engine_options(self.config, train=False),
+            **step_options(self.config),
         )
 
     @cached_property
     def forward(self) -> ForwardBackward:
         """The engine of forward-only passes."""
-        return get_forward_backward_func(self.mesh, **engine_options(self.config, train=False))
+        return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
-    def abstract_state(
-        self, step: TrainStep, init: Callable[[jax.Array], PyTree] | None = None
-    ) -> TrainState:
-        """The train state of a step as shapes, dtypes and shardings; `init`: key -> params, the model's own if None."""
-        init = init or (lambda key: init_params(self.sizes, key, param_dtype(self.config)))
-        create = lambda key: TrainState.create(init(key), step.optimizer, key, loss_scale(self.config))  # noqa: E731
-        shapes = jax.eval_shape(create, jax.random.key(0))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            step.state_shardings(shapes),
-        )
+    def init_params(self, key: jax.Array) -> PyTree:
+        """Random parameters, in the dtype of the master copy."""
+        return init_params(self.sizes, key, param_dtype(self.config))
 
     def starting_params(self) -> PyTree | Callable[[jax.Array], PyTree]:
         """What `TrainStep.init` takes: those of `start.run`'s newest checkpoint, or a function that draws them."""
         if self.config.start.run is None:
-            return lambda key: init_params(self.sizes, key, param_dtype(self.config))
+            return self.init_params
         store = CheckpointStore(Path(self.config.start.run) / "checkpoints", keep_best=None)
         return store.restore({"params": abstract_params(self.config, self.sizes)}, partial=True)[0]["params"]
 

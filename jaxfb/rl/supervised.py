@@ -24,7 +24,7 @@ from jaxfb.rl.rows import Rows, Stream, count, cut, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import engine_options
+from jaxfb.training.setup import step_options
 
 PyTree = Any
 TERM = "cross_entropy"
@@ -85,7 +85,7 @@ class SupervisedWork:
         return flat(self._state), {}
 
     def abstract_state(self) -> PyTree:
-        return flat(self.base.abstract_state(self.step))
+        return flat(self.step.abstract_state(self.base.init_params))
 
     def restore(self, state: PyTree, host: dict[str, Any]) -> None:
         saved = host["plan"]
@@ -173,10 +173,8 @@ def fine_tuned(
     rate = lr_schedule(
         "constant", peak=settings.learning_rate, total=settings.updates, warmup=settings.updates // 20
     )
-    options = engine_options(base.config, train=False)
-    step = make_train_step(
-        base.model, make_optimizer("adamw", learning_rate=rate), base.mesh, plan, max_grad_norm=1.0, **options
-    )
+    optimizer, options = make_optimizer("adamw", learning_rate=rate), step_options(base.config)
+    step = make_train_step(base.model, optimizer, base.mesh, plan, max_grad_norm=1.0, **options)
     stream, state = Stream(rows, base.config.run.seed), step.init(params, base.config.run.seed)
     for window in run.windows():
         state, metrics = step(state, stream.read(window), window.rows)

@@ -76,7 +76,7 @@ class Run:
         if self.directory.newest_update() is None:
             return False
         setup = self.setup
-        abstract = setup.abstract_state(self._step(setup.plan.train))
+        abstract = self._step(setup.plan.train).abstract_state(setup.init_params)
         state, host = self._store.restore(abstract)
         self._check_same_rows(host)
         self._reader.restore(host["data"])

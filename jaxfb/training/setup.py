@@ -33,7 +33,7 @@ from jaxfb.optim import (
 )
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
-from jaxfb.train_step import TrainState, TrainStep, make_train_step
+from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -60,7 +60,7 @@ class Setup:
     @cached_property
     def eval_forward(self) -> ForwardBackward:
         """The engine as evaluation calls it, forward only."""
-        return get_forward_backward_func(self.mesh, **engine_options(self.config, train=False))
+        return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
     def train_step(self, plan: BatchPlan) -> TrainStep:
         """The compiled update for one plan; a run that ramps up its rows has one for each size."""
@@ -72,26 +72,14 @@ class Setup:
             plan,
             max_grad_norm=config.optimizer.max_grad_norm,
             clip_convention=config.optimizer.clip,
-            loss_scale=loss_scale(config),
             dropout=self.sizes.dropout > 0,
-            **engine_options(config, train=True),
+            normalize=config.batch.normalize,
+            **step_options(config),
         )
 
     def init_params(self, key: jax.Array) -> PyTree:
         """Random parameters, in the dtype of the master copy."""
         return init_params(self.sizes, key, param_dtype(self.config))
-
-    def abstract_state(self, step: TrainStep) -> TrainState:
-        """The train state as shapes, dtypes and shardings: where a checkpoint is restored to."""
-        create = lambda key: TrainState.create(  # noqa: E731
-            self.init_params(key), self.optimizer, key, loss_scale(self.config)
-        )
-        shapes = jax.eval_shape(create, jax.random.key(0))
-        return jax.tree.map(
-            lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
-            shapes,
-            step.state_shardings(shapes),
-        )
 
 
 def make_setup(
@@ -229,10 +217,15 @@ def enable_float64(config: Config) -> None:
         jax.config.update("jax_enable_x64", True)
 
 
-def engine_options(config: Config, train: bool) -> dict[str, Any]:
+def step_options(config: Config) -> dict[str, Any]:
+    """What `make_train_step` takes from the config whatever it updates: policy, critic or model."""
+    return {"loss_scale": loss_scale(config), **engine_options(config)}
+
+
+def engine_options(config: Config) -> dict[str, Any]:
+    """What `get_forward_backward_func` takes from the config."""
     dtype = config.precision.compute_dtype
     options = {
-        "normalize": config.batch.normalize if train else "global",
         "accum_dtype": config.precision.accum_dtype,
         "compute_dtype": None if dtype in ("float32", "float64") else dtype,
         "remat": config.parallel.remat,

@@ -212,3 +212,13 @@ def test_a_pipeline_with_too_few_microbatches_is_warned_of(tmp_path):
         UserWarning, match=r"\[logprob_ref\] 1 microbatches in a pipeline of 2 stages leave it idle 50%"
     ):
         make_policy_work(config(tmp_path, {"mesh": {"pipe": 2}}))
+
+
+def test_in_float16_policy_and_critic_scale_their_losses_and_are_saved_with_the_scale(tmp_path):
+    work = started(config(tmp_path, PPO, precision={"compute_dtype": "float16"}))
+    for state, abstract in (
+        (work.state()[0], work.abstract_state()),
+        (work.critic.state, work.critic.abstract_state()),
+    ):
+        assert jax.tree.structure(state) == jax.tree.structure(abstract)
+    assert work.critic.state.loss_scale is not None
