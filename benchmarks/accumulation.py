@@ -31,63 +31,86 @@ def main():
         num_heads=settings.hidden // 64,
         tied_embeddings=True,
     )
-    model, params = transformer(config), init_params(config, jax.random.key(0))
-    num = settings.num_microbatches
-    batch = tokens(settings)
-    plan = jaxfb.BatchPlan(rows=num * settings.rows, num_microbatches=num)
+    params = init_params(config, jax.random.key(0))
+    calls, steps = Calls(settings, transformer(config), params), Steps(settings, transformer(config), params)
+    seconds = interleaved(calls.runs | steps.runs, settings.rounds)
+    programs = calls.programs | steps.programs
+    numbers = {
+        "time_one_call_to_calls_of_value_and_grad": ratio(seconds, "one_call", "calls"),
+        "time_train_step_to_multi_steps": ratio(seconds, "train_step", "multi_steps"),
+        "peak_bytes": {name: peak_bytes(program) for name, program in programs.items()},
+        "temp_bytes": {name: temp_bytes(program) for name, program in programs.items()},
+        "optimizer_state_bytes": steps.optimizer_state_bytes,
+        "seconds": {name: [round(s, 5) for s in each] for name, each in seconds.items()},
+    }
+    parameters = sum(leaf.size for leaf in jax.tree.leaves(params))
+    write("accumulation", vars(settings) | {"parameters": parameters}, numbers)
 
-    fb = jaxfb.get_forward_backward_func(compute_dtype=settings.dtype)
-    whole = jax.jit(lambda params, batch: fb(model, params, batch, plan)).lower(params, batch).compile()
-    one_loss = loss_of_one(model, settings.dtype)
-    one = jax.jit(jax.value_and_grad(one_loss)).lower(params, part(batch, 0, settings)).compile()
-    parts = [part(batch, index, settings) for index in range(num)]
 
-    optimizer = optax.adamw(1e-3)
-    step = jaxfb.make_train_step(model, optimizer, None, plan, dropout=False, compute_dtype=settings.dtype)
-    state = step.init(params)
-    ours = step.lower(state, batch).compile()
-    multi, carry, theirs = multi_steps(optimizer, one_loss, params, parts[0], num)
-    hold = {"state": state, "carry": carry}
-    programs = {"one_call": whole, "value_and_grad": one, "train_step": ours, "multi_steps": theirs}
+class Calls:
+    """All microbatches in one call of ours, and one call of value_and_grad for each."""
 
-    def run_calls():
-        for each in parts:
-            last = one(params, each)
+    def __init__(self, settings, model, params):
+        batch = tokens(settings)
+        fb = jaxfb.get_forward_backward_func(compute_dtype=settings.dtype)
+        whole = jax.jit(lambda params, batch: fb(model, params, batch, plan_of(settings)))
+        self._whole = whole.lower(params, batch).compile()
+        self._params, self._batch, self._parts = params, batch, parts_of(batch, settings)
+        one = jax.jit(jax.value_and_grad(loss_of_one(model, settings.dtype)))
+        self._one = one.lower(params, self._parts[0]).compile()
+        self.programs = {"one_call": self._whole, "value_and_grad": self._one}
+        self.runs = {"one_call": self._one_call, "calls": self._calls}
+
+    def _one_call(self):
+        jax.block_until_ready(self._whole(self._params, self._batch))
+
+    def _calls(self):
+        for each in self._parts:
+            last = self._one(self._params, each)
         jax.block_until_ready(last)
 
-    def run_ours():
-        hold["state"], metrics = ours(hold["state"], batch, plan.rows)
-        jax.block_until_ready((hold["state"], metrics))
 
-    def run_theirs():
-        for each in parts:
-            hold["carry"], loss = theirs(hold["carry"], each)
-        jax.block_until_ready((hold["carry"], loss))
+class Steps:
+    """Our train step, and optax.MultiSteps around the same AdamW."""
 
-    seconds = interleaved(
-        {
-            "one_call": lambda: jax.block_until_ready(whole(params, batch)),
-            "calls": run_calls,
-            "train_step": run_ours,
-            "multi_steps": run_theirs,
-        },
-        settings.rounds,
-    )
-    write(
-        "accumulation",
-        vars(settings) | {"parameters": sum(leaf.size for leaf in jax.tree.leaves(params))},
-        {
-            "time_one_call_to_calls_of_value_and_grad": ratio(seconds, "one_call", "calls"),
-            "time_train_step_to_multi_steps": ratio(seconds, "train_step", "multi_steps"),
-            "peak_bytes": {name: peak_bytes(program) for name, program in programs.items()},
-            "temp_bytes": {name: temp_bytes(program) for name, program in programs.items()},
-            "optimizer_state_bytes": {
-                "train_step": size_of(state.opt_state),
-                "multi_steps": size_of(carry[1]),
-            },
-            "seconds": {name: [round(s, 5) for s in each] for name, each in seconds.items()},
-        },
-    )
+    def __init__(self, settings, model, params):
+        optimizer, plan = optax.adamw(1e-3), plan_of(settings)
+        self._batch, self._parts, self._rows = (
+            tokens(settings),
+            parts_of(tokens(settings), settings),
+            plan.rows,
+        )
+        step = jaxfb.make_train_step(
+            model, optimizer, None, plan, dropout=False, compute_dtype=settings.dtype
+        )
+        self._state = step.init(params)
+        self._ours = step.lower(self._state, self._batch).compile()
+        one_loss, num = loss_of_one(model, settings.dtype), settings.num_microbatches
+        _, self._carry, self._theirs = multi_steps(optimizer, one_loss, params, self._parts[0], num)
+        self.programs = {"train_step": self._ours, "multi_steps": self._theirs}
+        self.runs = {"train_step": self._train_step, "multi_steps": self._multi_steps}
+
+    @property
+    def optimizer_state_bytes(self) -> dict[str, int]:
+        return {"train_step": size_of(self._state.opt_state), "multi_steps": size_of(self._carry[1])}
+
+    def _train_step(self):
+        self._state, metrics = self._ours(self._state, self._batch, self._rows)
+        jax.block_until_ready((self._state, metrics))
+
+    def _multi_steps(self):
+        for each in self._parts:
+            self._carry, loss = self._theirs(self._carry, each)
+        jax.block_until_ready((self._carry, loss))
+
+
+def plan_of(settings) -> jaxfb.BatchPlan:
+    num = settings.num_microbatches
+    return jaxfb.BatchPlan(rows=num * settings.rows, num_microbatches=num)
+
+
+def parts_of(batch: dict, settings) -> list[dict]:
+    return [part(batch, index, settings) for index in range(settings.num_microbatches)]
 
 
 def arguments() -> argparse.Namespace:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import importlib.metadata
 import json
 
-import jax
 import jax.numpy as jnp
 import optax
+from abstract import abstract_batch
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -25,7 +25,6 @@ from report import RESULTS, machine
 import jaxfb
 from jaxfb.forward_backward import Microbatches
 from jaxfb.models.transformer import init_params, transformer
-from jaxfb.train_step import TrainState
 
 DATA, ROWS = 16, 8
 REMAT = ("full", "selective")
@@ -68,16 +67,10 @@ def abstract_step(mesh, remat: str, num_microbatches: int):
     step = jaxfb.make_train_step(
         transformer(CONFIG), optimizer, mesh, plan, dropout=False, remat=remat, compute_dtype=jnp.bfloat16
     )
-    state = jax.eval_shape(lambda: TrainState.create(init_params(CONFIG, jax.random.key(0)), optimizer, 0))
-    state = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        state,
-        step.state_shardings(state),
-    )
-    rows, shape = NamedSharding(mesh, P(None, "data")), (num_microbatches, DATA * size, SEQ)
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
-    leaves = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
-    return step, state, Microbatches(leaves)
+    state = step.abstract_state(lambda key: init_params(CONFIG, key))
+    rows = NamedSharding(mesh, P(None, "data"))
+    batch = abstract_batch(num_microbatches, DATA * size, SEQ, sharding=rows)
+    return step, state, Microbatches(batch)
 
 
 if __name__ == "__main__":

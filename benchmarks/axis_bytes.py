@@ -18,14 +18,14 @@ os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 from collections import Counter
 
 import jax
-import jax.numpy as jnp
+from abstract import abstract_batch, abstract_params
 from report import write
 
 import jaxfb
 from jaxfb.hlo import Collective, collectives
 from jaxfb.mesh import data_parallel
 from jaxfb.models.config import TransformerConfig, num_params
-from jaxfb.models.transformer import init_params, transformer
+from jaxfb.models.transformer import transformer
 from jaxfb.parallel.sharding import shardings
 
 K, M, ROWS, LENGTH = (
@@ -117,15 +117,8 @@ def sent_by_kind(sizes: dict, options: dict) -> Counter:
     mesh = jaxfb.make_mesh(**sizes)
     fb = jaxfb.get_forward_backward_func(mesh, **{k: v for k, v in options.items() if k not in of_model})
     model, plan = transformer(config), plan_of(mesh)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    params = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        shardings(fb.param_specs(model, shapes), mesh),
-    )
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct((plan.rows, LENGTH), dtype) for name, dtype in dtypes.items()}
-    out = shardings(fb.grad_specs(model, shapes), mesh)
+    params, batch = abstract_params(fb, config), abstract_batch(plan.rows, LENGTH)
+    out = shardings(fb.grad_specs(model, params), mesh)
     call = jax.jit(lambda params, batch: fb(model, params, batch, plan).grads, out_shardings=out)
     sent = Counter()
     for one in collectives(call.lower(params, batch).compile().as_text()):

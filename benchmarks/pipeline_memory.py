@@ -15,10 +15,9 @@ os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from abstract import abstract_batch, abstract_params
 from gpipe_by_autodiff import gpipe_by_autodiff
-from jax.sharding import NamedSharding
 from report import write
 
 import jaxfb
@@ -87,17 +86,8 @@ def program(model, mesh, name: str, remat: str, num_microbatches: int):
 
 
 def abstract(mesh, num_microbatches: int):
-    params = jax.eval_shape(lambda: init_params(CONFIG, jax.random.key(0)))
-    fb = jaxfb.get_forward_backward_func(mesh)
-    specs = fb.param_specs(transformer(CONFIG), params)
-
-    def place(leaf, spec):
-        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=NamedSharding(mesh, spec))
-
-    return jax.tree.map(place, params, specs), {
-        name: jax.ShapeDtypeStruct((num_microbatches, ROWS, SEQ), dtype)
-        for name, dtype in (("tokens", jnp.int32), ("targets", jnp.int32), ("loss_mask", jnp.float32))
-    }
+    params = abstract_params(jaxfb.get_forward_backward_func(mesh), CONFIG)
+    return params, abstract_batch(num_microbatches, ROWS, SEQ)
 
 
 def same_numbers(mesh) -> float:

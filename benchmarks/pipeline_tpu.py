@@ -25,6 +25,7 @@ os.environ["TPU_WORKER_HOSTNAMES"] = "localhost"
 import jax
 import jax.numpy as jnp
 import optax
+from abstract import abstract_batch
 from jax.experimental import topologies
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -36,7 +37,6 @@ from jaxfb.forward_backward import Microbatches
 from jaxfb.hlo import collectives
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
-from jaxfb.train_step import TrainState
 
 PIPE, DATA, SEQ = 4, 4, 512
 CONFIG = TransformerConfig(vocab_size=4096, num_layers=8, hidden_size=512, num_heads=8, mlp_size=2048)
@@ -95,17 +95,10 @@ def abstract_step(mesh, schedule: str, remat: str, num_microbatches: int):
         transformer(CONFIG), optimizer, mesh, plan, dropout=False, schedule=schedule, remat=remat,
         num_chunks=CHUNKS.get(schedule, 1), compute_dtype=jnp.bfloat16,
     )  # fmt: skip
-    state = jax.eval_shape(lambda: TrainState.create(init_params(CONFIG, jax.random.key(0)), optimizer, 0))
-    state = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        state,
-        step.state_shardings(state),
-    )
+    state = step.abstract_state(lambda key: init_params(CONFIG, key))
     rows = NamedSharding(mesh, P(None, "data"))
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
-    shape = (num_microbatches, DATA, SEQ)
-    leaves = {name: jax.ShapeDtypeStruct(shape, dtype, sharding=rows) for name, dtype in dtypes.items()}
-    return step, state, Microbatches(leaves)
+    batch = abstract_batch(num_microbatches, DATA, SEQ, sharding=rows)
+    return step, state, Microbatches(batch)
 
 
 def data_axis(text: str, mesh) -> list[dict]:

@@ -18,15 +18,14 @@ from collections import Counter
 from dataclasses import replace
 
 import jax
-import jax.numpy as jnp
+from abstract import abstract_batch, abstract_params
 from jax.experimental import topologies
 from report import RESULTS, machine, temp_bytes
 
 import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import init_params, transformer
-from jaxfb.parallel.sharding import shardings
+from jaxfb.models.transformer import transformer
 
 ROWS, LENGTH, M = 2, 1024, 4
 CONFIG = TransformerConfig(vocab_size=4096, num_layers=8, hidden_size=512, num_heads=8, mlp_size=2048)
@@ -69,14 +68,7 @@ def in_a_layer(mesh, program) -> dict[str, int]:
 def compiled(mesh, config: TransformerConfig, remat: str):
     fb = jaxfb.get_forward_backward_func(mesh, compute_dtype="bfloat16", remat=remat)
     model, plan = transformer(config), jaxfb.BatchPlan(rows=ROWS * M, rows_per_microbatch=ROWS)
-    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
-    params = jax.tree.map(
-        lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place),
-        shapes,
-        shardings(fb.param_specs(model, shapes), mesh),
-    )
-    dtypes = {"tokens": jnp.int32, "targets": jnp.int32, "loss_mask": jnp.float32}
-    batch = {name: jax.ShapeDtypeStruct((plan.rows, LENGTH), dtype) for name, dtype in dtypes.items()}
+    params, batch = abstract_params(fb, config), abstract_batch(plan.rows, LENGTH)
     return jax.jit(lambda params, batch: fb(model, params, batch, plan).grads).lower(params, batch).compile()
 
 
