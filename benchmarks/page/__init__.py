@@ -1,0 +1,1 @@
+"""docs/performance.md in parts: sections by topic, tables, pictures; `benchmarks/performance.py` joins them."""
