@@ -29,6 +29,7 @@ PIPE, ROWS, SEQ = 4, 2, 128
 CONFIG = TransformerConfig(vocab_size=512, num_layers=8, hidden_size=256, num_heads=4, mlp_size=1024)
 CHUNKS = {"interleaved": 2, "v_shape": 2}
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
+REMAT = ("none", "selective", "layer", "full")
 AUTODIFF = "gpipe by autodiff"
 
 
@@ -38,7 +39,8 @@ def main():
     difference = same_numbers(mesh)
     rows = {}
     for remat in asked.remat:
-        for name in (*SCHEDULES, AUTODIFF):
+        autodiff = (AUTODIFF,) if remat in ("none", "full") else ()
+        for name in (*SCHEDULES, *autodiff):
             for num_microbatches in asked.microbatches:
                 row = measured(mesh, name, remat, num_microbatches)
                 rows[f"{name}, {remat}, {num_microbatches}"] = row
@@ -126,7 +128,7 @@ def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--remat", nargs="+", default=("none", "full"), choices=("none", "selective", "full"))
+    parser.add_argument("--remat", nargs="+", default=REMAT, choices=REMAT)
     parser.add_argument("--microbatches", nargs="+", type=int, default=(8, 32, 64))
     return parser.parse_args()
 

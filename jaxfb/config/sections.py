@@ -216,13 +216,14 @@ class ParallelConfig:
     """How the work is laid out, never what is computed. The last two are a pipeline's.
 
     fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
-    remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "full" (a layer).
+    remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
+                 from its input), "full" (the same; in a pipeline a stage from its input: least memory, most time).
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: layers of each of the mesh.pipe * chunks stages, where they do not divide evenly.
     """
 
     fsdp_gather: Literal["layer", "step"] = "layer"
-    remat: Literal["none", "selective", "full"] = "none"
+    remat: Literal["none", "selective", "layer", "full"] = "none"
     head_placement: Literal["vocabulary", "rows", "last"] | None = None
     layers_per_stage: tuple[int, ...] | None = None
 

@@ -16,7 +16,7 @@ from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
-from jaxfb.forward_backward.remat import checkpoint_layer
+from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import layer_output, sequential
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.parallel import data, pipe, sharding
@@ -155,7 +155,7 @@ class Pipelining:
         def layer(shards, hidden, microbatch, rng):
             return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
 
-        keep = "input" if how.remat == "full" else "residuals"
+        keep = PIPELINE_KEEPS[how.remat]
         if keep == "residuals":
             layer = checkpoint_layer(layer, how.remat, keep_gathered=not how.gathers_in_loop)
         stage = Stage(layer, keep, padded=not self.layout.even)

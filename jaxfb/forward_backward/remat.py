@@ -6,7 +6,9 @@ from collections.abc import Callable
 
 import jax
 
-REMAT_POLICIES = ("none", "selective", "full")
+REMAT_POLICIES = ("none", "selective", "layer", "full")
+PIPELINE_KEEPS = {"none": "residuals", "selective": "residuals", "layer": "inputs", "full": "input"}
+"""What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 
 # shape-only primitives: saving one of these would keep a gathered weight under another name
 _VIEWS = {
@@ -24,7 +26,7 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
     """`layer` with the recomputation of that name.
 
     "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and
-    computes attention and elementwise work again; "full" keeps the layer's input only.
+    computes attention and elementwise work again; "layer" and "full" keep the layer's input only.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
@@ -32,6 +34,7 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
     policies = {
         "none": _all_but_gathered,
         "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "layer": jax.checkpoint_policies.nothing_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
     }
     return jax.checkpoint(layer, policy=policies[name], prevent_cse=False)

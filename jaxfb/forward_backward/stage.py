@@ -1,7 +1,7 @@
 """A stage: a run of layers forward, and backward either whole or as input gradients now, weight gradients later.
 
-What a slot of the pipeline holds between a forward and its backward is a `Residual` of every layer, or the stage's
-input alone.
+What a slot of the pipeline holds between a forward and its backward is a `Residual` of every layer, the input of
+every layer, or the stage's input alone.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ from jaxfb.forward_backward.split import SplitBackward
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
-KEEPS = ("residuals", "input")
 WRITTEN_OUT = 4
 """Backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks carries are moved
 out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit into VMEM
@@ -58,8 +57,9 @@ class Stage:
     """Forward, backward and split backward of a run of layers.
 
     layer: (params, hidden, microbatch, rng) -> (hidden, LossOutput of its terms and metrics).
-    keep: "residuals" keeps what each layer's backward reads; "input" keeps the stage's input alone and
-      computes the layers again in the backward.
+    keep: "residuals" keeps what each layer's backward reads; "inputs" keeps each layer's input and computes the
+      layer again in its backward; "input" keeps the stage's input alone, and computes its forward once more
+      in the backward for the inputs of the layers.
     padded: some of the layers may not be real; those leave hidden as it is.
     """
 
@@ -79,12 +79,12 @@ class Stage:
                 (after, totals), (weights, metrics) = self._plain(
                     layer.params, before, *_context(layer, given)
                 )
-                kept = None
+                kept = before if self._keep == "inputs" else None
             out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
             return self._if_real(layer, after, before), (self._masked(layer, out), kept)
 
         after, (out, kept) = lax.scan(one, hidden, tuple(layers))
-        return after, sum_of_layers(out), kept if self._keep == "residuals" else hidden
+        return after, sum_of_layers(out), hidden if self._keep == "input" else kept
 
     def backward(
         self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given, target: Target
@@ -177,7 +177,7 @@ class Stage:
 
     def _by_layer(self, layers: Layers, residual: PyTree, given: Given) -> PyTree:
         """What each layer's backward reads, leaves [l, ...]."""
-        if self._keep == "residuals":
+        if self._keep != "input":
             return residual
 
         def one(before, inputs):

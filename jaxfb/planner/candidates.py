@@ -14,10 +14,12 @@ from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.planner.topology import Topology
 
 SCHEDULES = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v_shape", 2))
-REMAT = ("none", "selective", "full")
+REMAT = ("none", "selective", "layer", "full")
+ONE_STAGE_REMAT = REMAT[:-1]
 ROWS = (1, 2, 4, 8)
 MOST_TENSOR, MOST_PIPE = 8, 16
-_RECOMPUTED = {"none": 0.0, "selective": 0.1, "full": 1 / 3}  # share of forward and backward that runs again
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "full": 2 / 3}
+"""Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ def candidates(config: Config, sizes: TransformerConfig, num_devices: int) -> It
     update, the model, the optimizer and mesh.context stay."""
     for mesh in _meshes(config, sizes, num_devices):
         replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        for (schedule, chunks), remat, rows in itertools.product(_schedules(mesh, sizes), REMAT, ROWS):
+        remats = REMAT if mesh["pipe"] > 1 else ONE_STAGE_REMAT
+        for (schedule, chunks), remat, rows in itertools.product(_schedules(mesh, sizes), remats, ROWS):
             if config.batch.rows % (replicas * rows):
                 continue
             for gather in ("layer", "step") if mesh["fsdp"] > 1 else ("layer",):
@@ -115,7 +118,7 @@ def _activation_bytes(config: Config, sizes: TransformerConfig) -> float:
     width = sizes.num_heads * sizes.head_size
     products = (2 * width + 2 * sizes.num_kv_heads * sizes.head_size + 3 * _mlp_width(sizes)) / mesh.tensor
     scores = 2 * sizes.num_heads * length / mesh.tensor
-    kept = {"full": 0.0, "selective": products, "none": products * 2 + scores}[config.parallel.remat]
+    kept = {"selective": products, "none": products * 2 + scores}.get(config.parallel.remat, 0.0)
     layers = sizes.num_layers / mesh.pipe
     if mesh.pipe == 1:
         in_flight, inputs = 1.0, layers

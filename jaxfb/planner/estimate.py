@@ -238,5 +238,5 @@ def _tensor_sums(job: Job) -> tuple[int, float]:
     width = jnp.dtype(config.precision.compute_dtype).itemsize
     tokens = plan.rows_per_microbatch * config.data.sequence_length // job.mesh.shape["context"]
     layers = -(-sizes.num_layers // job.mesh.shape["pipe"])
-    a_layer = 6 if config.parallel.remat == "full" else 4
+    a_layer = 6 if config.parallel.remat in ("layer", "full") else 4
     return plan.num_microbatches * (a_layer * layers + 1), tokens * sizes.hidden_size * width

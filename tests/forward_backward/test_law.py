@@ -177,7 +177,7 @@ PROGRAMS = [
     program({"fsdp": 2}, 8, plain=True, tied=False),
     program({"tensor": 4}, 4, normalize="none"),
     program({"tensor": 2}, 2, plain=True, tied=False),
-    program({"data": 2, "tensor": 2}, 3, remat="full"),
+    program({"data": 2, "tensor": 2}, 3, remat="layer"),
     program({"data": 2, "tensor": 4}, 8, dropout=True, plain=True),
     program({"data": 2, "fsdp": 2}, 4, optimizer_sharding="data", normalize="none"),
     program({"data": 2, "fsdp": 4}, 2, fsdp_gather="step", tied=False),
@@ -245,7 +245,7 @@ MESHES = [
 def programs(draw):
     options = {
         "normalize": draw(st.sampled_from(["global", "microbatch", "none"])),
-        "remat": draw(st.sampled_from(["none", "selective", "full"])),
+        "remat": draw(st.sampled_from(["none", "selective", "layer", "full"])),
         "fsdp_gather": draw(st.sampled_from(["layer", "step"])),
         "optimizer_sharding": draw(st.sampled_from(["none", "data"])),
     }

@@ -28,7 +28,7 @@ FACTORS = {
     "count": ("P", "2P+1", "1", "P-1", "2P"),
     "beside": ("data", "tensor", "fsdp layer", "fsdp step", "zero1", "nothing"),
     "tied": (True, False),
-    "remat": ("none", "selective", "full"),
+    "remat": ("none", "selective", "layer", "full"),
     "normalize": ("global", "microbatch", "none"),
     "dropout": (True, False),
     "head": ("last", "rows"),
@@ -247,7 +247,7 @@ UNEVEN = [
     Uneven("zero_bubble", 2, 2, "P", "fsdp layer", tied=False, lengths=(1, 2, 2, 1)),
     Uneven("1f1b", 4, 1, "P-1", "tensor", remat="full", lengths=(1, 3, 2, 1)),
     Uneven("v_shape", 2, 2, "2P", "zero1", remat="selective", head="rows", lengths=(1, 1, 2, 1)),
-    Uneven("interleaved", 2, 2, "2P+1", "data", dropout=False, lengths=(2, 2, 2, 2)),
+    Uneven("interleaved", 2, 2, "2P+1", "data", dropout=False, remat="layer", lengths=(2, 2, 2, 2)),
 ]
 
 

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxfb
 from jaxfb.forward_backward.sequential import layer_output
-from jaxfb.forward_backward.stage import Given, Layers, Stage
+from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 
@@ -50,6 +50,7 @@ def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
     [
         ("1f1b", 1, "none"),
         ("v_shape", 2, "full"),
+        pytest.param("1f1b", 1, "layer", marks=pytest.mark.slow),
         pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
         pytest.param("interleaved", 2, "none", marks=pytest.mark.slow),
         pytest.param("interleaved", 2, "full", marks=pytest.mark.slow),
@@ -124,6 +125,31 @@ def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
     )
 
 
+def products(jaxpr) -> int:
+    """Matrix products that run, those in a loop once for each turn."""
+    count = 0
+    for eqn in jaxpr.eqns:
+        inner = [value for value in eqn.params.values() if hasattr(value, "jaxpr") or hasattr(value, "eqns")]
+        turns = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
+        count += eqn.primitive.name == "dot_general"
+        count += turns * sum(products(getattr(value, "jaxpr", value)) for value in inner)
+    return count
+
+
+@pytest.mark.parametrize("keep, forwards", [("residuals", 3), ("inputs", 6), ("input", 8)])
+def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
+    """Beside the backward's two products a layer. "input" computes the inputs of all but the first layer again."""
+    stage = Stage(lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), keep)
+    layers = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool))
+    target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
+
+    def both(hidden):
+        residual = stage.forward(layers, hidden, Given({}, None))[2]
+        return stage.backward(layers, residual, hidden, {}, Given({}, None), target)
+
+    assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
+
+
 HIDDEN, KERNEL = (3, 5, 8), (8, 8)
 
 
@@ -161,7 +187,8 @@ def test_what_a_layer_of_the_toy_keeps():
     params, hidden = toy.params(layers=2)["layers"], jnp.zeros((3, toy.SEQ, toy.WIDTH))
     rng = jax.random.split(jax.random.key(0), 3)
     assert set(kept_of(toy.layer, params, hidden, rng=rng)) <= {hidden.shape, ()}
-    assert kept_of(toy.layer, params, hidden, rng=rng, keep="input") == [hidden.shape]
+    for keep in ("inputs", "input"):
+        assert kept_of(toy.layer, params, hidden, rng=rng, keep=keep) == [hidden.shape]
 
 
 def test_masks_made_of_the_microbatch_are_made_again():
