@@ -7,7 +7,7 @@ from page.plots import Panel, Picture
 from page.section import Claim, Result, Section, microbatches
 
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe", "gpipe by autodiff")
-REMAT = ("none", "selective", "full")
+REMAT = ("none", "selective", "layer", "full")
 AUTODIFF, FIRST = "gpipe by autodiff", "1f1b"
 
 
@@ -93,6 +93,8 @@ def tpu_facts(result: Result) -> dict:
         "ours_many": cells[many]["step_temp_mb"],
         "theirs_few": theirs[few],
         "theirs_many": theirs[many],
+        "arguments": cells[many]["argument_mb"],
+        "their_arguments": result["maxtext_argument_mb"],
         "reductions": sum(one["times"] for one in reductions),
         "reduced": cells[many]["data_axis"][0]["bytes"] / 1e6,
         "gradients": cells[many]["gradients_mb"],
@@ -105,6 +107,7 @@ def tpu_table(result: Result) -> list[Table]:
     counts = sorted({count for each in cells.values() for count in each})
     head = {"schedule": "", "remat": "", **{f"MB, {count} microbatches": ",.1f" for count in counts}}
     head |= {
+        "arguments MB": ",.1f",
         "permutes hidden in a tick": "",
         "exposed in all": "d",
         "compile CPU s": ".1f",
@@ -114,9 +117,11 @@ def tpu_table(result: Result) -> list[Table]:
     for key, each in cells.items():
         last = each[max(each)]
         temp = [each[count]["step_temp_mb"] if count in each else None for count in counts]
-        rows.append([*key, *temp, *hidden(last["permutes"]), last["compile_cpu_s"], last["hlo_kb"]])
+        inner = (*hidden(last["permutes"]), last["compile_cpu_s"], last["hlo_kb"])
+        rows.append([*key, *temp, last["argument_mb"], *inner])
     theirs = [result["maxtext_temp_mb"].get(str(count)) for count in counts]
-    return [Table(head, [*rows, ["MaxText", "full", *theirs, None, None, None, None]])]
+    arguments = result["maxtext_argument_mb"]
+    return [Table(head, [*rows, ["MaxText", "full", *theirs, arguments, None, None, None, None]])]
 
 
 def hidden(permutes: dict) -> tuple[str, int]:
@@ -130,11 +135,11 @@ def tpu_claims(result: Result) -> list[Claim]:
     f = tpu_facts(result)
     return [
         Claim(
-            f"temporaries of a {f['topology']} chip, pipe {f['pipe']} x data {f['data']}, "
+            f"state and temporaries of a {f['topology']} chip, pipe {f['pipe']} x data {f['data']}, "
             f"{FIRST}, {microbatches(count)}",
-            f"{f[f'ours_{which}']:.1f} MB",
-            f"MaxText: {f[f'theirs_{which}']:.1f} MB",
-            f[f"ours_{which}"] / f[f"theirs_{which}"],
+            f"{f['arguments'] + f[f'ours_{which}']:.1f} MB",
+            f"MaxText: {f['their_arguments'] + f[f'theirs_{which}']:.1f} MB",
+            (f["arguments"] + f[f"ours_{which}"]) / (f["their_arguments"] + f[f"theirs_{which}"]),
         )
         for which, count in (("few", f["few"]), ("many", f["many"]))
     ]  # fmt: skip
@@ -196,7 +201,9 @@ SECTIONS = (
         """The TPU's own compiler, without a TPU: a whole train step on {topology}, {pipe} stages x {data}
         replicas, next to what the same compiler said of MaxText's pipeline on the same shapes. Recomputing
         all, 1f1b needs {ours_few:.1f} MB of temporaries a chip with {few} microbatches (MaxText
-        {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**. Gradients are
+        {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**, beside
+        {arguments:.1f} MB of arguments (MaxText {their_arguments:.1f}, embedding and head whole on every
+        stage). Gradients are
         {gradients:.1f} MB a chip, whatever the number of microbatches; forward and backward need {inner:.1f}
         MB of temporaries beside them. Gradients cross the data axis in {reductions} collective of
         {reduced:.1f} MB, outside of all loops. A permute is hidden if matrix work runs between its start and
