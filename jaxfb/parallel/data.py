@@ -15,6 +15,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel import tensor
+from jaxfb.parallel.collectives import all_gather, reduce_scatter
 from jaxfb.parallel.sharding import axes_of, dim_of
 
 PyTree = Any
@@ -114,10 +115,10 @@ def scatter_over_data(grad_specs: PyTree):
 def _gather(leaf: jax.Array, spec: P) -> jax.Array:
     """Whole over fsdp; each tensor shard by itself."""
     dim = dim_of(spec, "fsdp")
-    return tensor.on_shards(lambda shard: lax.all_gather(shard, "fsdp", axis=dim, tiled=True), leaf, spec)
+    return tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
 
 
 def _scatter(leaf: jax.Array, axis: str, spec: P) -> jax.Array:
     """Summed over an axis and cut over it as `spec` says; each tensor shard by itself."""
-    scatter = partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim_of(spec, axis), tiled=True)
-    return tensor.on_shards(scatter, leaf, spec)
+    dim = dim_of(spec, axis)
+    return tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim), leaf, spec)

@@ -23,12 +23,13 @@ def param_specs(
 ) -> PyTree:
     """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
 
-    The fsdp dim is the largest that fsdp divides and tensor leaves free; a leaf without one is replicated.
+    The fsdp dim is the largest that fsdp divides and tensor leaves free, of those whose shards fill a TPU's tiles
+    if there are such; a leaf without any is replicated.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
       tensor_specs: tree like params of PartitionSpec that name "tensor" and "expert" alone, or None; an axis
-        that the mesh lacks cuts nothing.
+        that the mesh lacks, or has one of, cuts nothing.
       pipe_dims: tree like params of int, the dim that the stages of a pipeline share out (-1: none), or None.
       stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut over fsdp,
         since layers are gathered one at a time.
@@ -94,8 +95,8 @@ def dim_of(spec: P, axis: str) -> int | None:
 
 
 def _on_mesh(spec: P, mesh: Mesh) -> P:
-    """The spec without the axes that a mesh of the caller's own lacks."""
-    return _naming(spec, lambda axis: axis in mesh.axis_names)
+    """The spec without the axes that a mesh lacks or has one of: a dim that is not cut is free for fsdp."""
+    return _naming(spec, lambda axis: axis_size(mesh, axis) > 1)
 
 
 def _naming(spec: P, wanted: Callable[[str], bool]) -> P:
@@ -119,8 +120,17 @@ def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: 
         if entries[dim] is None and shape[dim] and shape[dim] % size == 0
     ]
     if size > 1 and free:
-        entries[max(free, key=lambda dim: (shape[dim], dim))] = axis
+        best = max(free, key=lambda dim: (_fills_tiles(shape, dim, shape[dim] // size), shape[dim], dim))
+        entries[best] = axis
     return _shortest(entries)
+
+
+def _fills_tiles(shape: tuple[int, ...], dim: int, share: int) -> bool:
+    """Whether shards of `share` along `dim` end where the tiles of a TPU end, which it otherwise pads.
+
+    A tile is 128 numbers of the last dim by 8 or, in bfloat16, 16 of the one before; dims before those have none.
+    """
+    return share % {len(shape) - 1: 128, len(shape) - 2: 16}.get(dim, 1) == 0
 
 
 def _shortest(entries: list) -> P:

@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType
+from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxfb import make_mesh
@@ -23,15 +23,35 @@ TREE = {
 }
 
 
+FSDP = AbstractMesh((4,), ("fsdp",))
+
+
 def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
-    specs = param_specs(TREE, make_mesh(fsdp=4))
+    specs = param_specs(TREE | {"layers": {"w": leaf(8, 16), "square": leaf(8, 8), "odd": leaf(4, 3)}}, FSDP)
     assert specs == {
         "embed": P("fsdp"),
-        "layers": {"w": P(None, None, "fsdp"), "square": P(None, None, "fsdp"), "odd": P("fsdp")},
+        "layers": {"w": P(None, "fsdp"), "square": P(None, "fsdp"), "odd": P("fsdp")},
         "gain": P(),
         "scalar": P(),
         "empty": P(),
     }
+
+
+@pytest.mark.parametrize(
+    "shape, fsdp, spec",
+    [
+        ((4096, 14336), 64, P("fsdp")),  # 224 columns end within a tile of 128, 64 rows at the end of one
+        ((4096, 14336), 8, P(None, "fsdp")),
+        ((4096, 4096), 64, P("fsdp")),
+        ((32, 4096, 14336), 64, P(None, "fsdp")),
+        ((128, 24, 40), 8, P("fsdp")),  # dims before the last two have no tiles
+        ((128256, 4096), 64, P("fsdp")),  # neither 2004 rows nor 64 columns: the largest
+        ((1024,), 4, P("fsdp")),
+    ],
+)
+def test_fsdp_prefers_a_dim_whose_shards_fill_tiles(shape, fsdp, spec):
+    mesh = AbstractMesh((fsdp,), ("fsdp",))
+    assert param_specs({"w": leaf(*shape)}, mesh)["w"] == spec
 
 
 def test_the_stacked_dim_of_layers_is_never_cut_over_fsdp():
@@ -46,6 +66,11 @@ def test_tensor_dims_are_left_to_the_model_and_fsdp_takes_another():
     assert specs == {"a": P("fsdp", "tensor"), "b": P("tensor")}
 
 
+def test_a_tensor_axis_of_one_leaves_its_dims_to_fsdp():
+    specs = param_specs({"embed": leaf(128, 16)}, make_mesh(fsdp=4), {"embed": P("tensor")})
+    assert specs == {"embed": P("fsdp")}
+
+
 def test_an_axis_that_a_callers_own_mesh_lacks_cuts_nothing():
     mesh = jax.make_mesh((2, 2), ("data", "tensor"), axis_types=(AxisType.Auto,) * 2)
     specs = param_specs({"gate": leaf(2, 4, 8, 16)}, mesh, {"gate": P(None, "expert", None, "tensor")})
@@ -57,7 +82,7 @@ def test_zero1_cuts_one_more_dim_over_data():
     specs = param_specs(TREE, mesh, stacked=True)
     cut = optimizer_specs(specs, TREE, mesh)
     assert cut["embed"] == P("fsdp", "data")
-    assert cut["layers"]["w"] == P(None, "data", "fsdp")
+    assert cut["layers"]["w"] == P("data", None, "fsdp")  # that dim has no tiles
     assert cut["layers"]["odd"] == P("data")  # the stacked dim is free for the optimizer
     assert cut["gain"] == cut["scalar"] == P()
 

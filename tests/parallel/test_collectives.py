@@ -1,0 +1,53 @@
+"""A collective in two steps is the collective: same shards, same order, and one that can be differentiated."""
+
+import jax
+import numpy as np
+import pytest
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxfb import make_mesh
+from jaxfb.parallel import collectives
+
+
+def test_groups_form_a_grid():
+    across, within = collectives.two_steps(8)
+    assert across == [[0, 2, 4, 6], [1, 3, 5, 7]] and within == [[0, 1], [2, 3], [4, 5], [6, 7]]
+    assert collectives.two_steps(6) == ([[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]])
+    assert [len(groups) for groups in collectives.two_steps(64)] == [16, 4]
+    assert collectives.two_steps(2) is collectives.two_steps(7) is None
+
+
+@pytest.mark.parametrize("fsdp", [4, 8])
+def test_two_steps_give_the_shards_of_one_in_order(fsdp, monkeypatch):
+    mesh, whole = make_mesh(fsdp=fsdp), np.random.default_rng(0).normal(size=(fsdp, 3, 16))
+    monkeypatch.setattr(collectives, "_falls_back", lambda *_: True)
+
+    def both(own):
+        ours = collectives.reduce_scatter(own[0], "fsdp", 1)
+        theirs = lax.psum_scatter(own[0], "fsdp", scatter_dimension=1, tiled=True)
+        return ours, theirs, collectives.all_gather(theirs, "fsdp", 1)
+
+    cut = P(None, "fsdp")
+    program = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=P("fsdp"), out_specs=(cut, cut, P()), check_vma=False)
+    )
+    assert len(program.lower(whole).compile().as_text().split(" reduce-scatter(")) == 4
+    ours, theirs, gathered = program(whole)
+    np.testing.assert_allclose(ours, whole.sum(0), rtol=1e-13)
+    np.testing.assert_array_equal(gathered, theirs)
+
+
+def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
+    class Mesh:
+        def __init__(self, kind, platform="tpu", **shape):
+            self.abstract_device = type("Device", (), {"platform": platform, "device_kind": kind})
+            self.shape, self.size = shape, int(np.prod(list(shape.values())))
+
+    def split(mesh):
+        return [collectives._falls_back("fsdp", kind, mesh) for kind in ("gather", "scatter")]
+
+    assert split(Mesh("TPU v5p", fsdp=64, data=1)) == [True, True]
+    assert split(Mesh("TPU v5 lite", fsdp=16)) == [False, True]
+    assert split(Mesh("TPU v5p", fsdp=32, data=2)) == [False, False]
+    assert split(Mesh("NVIDIA H100", "gpu", fsdp=64)) == [False, False]
