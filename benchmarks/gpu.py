@@ -1,28 +1,39 @@
 """A 1B Llama-like model on one GPU: tokens a second and the share of the matmul rate measured beside it.
 
-    jaxfb bench gpu              # all of it, on an accelerator; writes results/gpu_*.json
-    jaxfb bench gpu --tiny       # the same code at a size for a CPU; prints, writes nothing
+    jaxfb bench gpu                       # all parts, the most telling first; on an accelerator
+    jaxfb bench gpu --part rate,step      # some of them; see PARTS below
+    jaxfb bench gpu --minutes 9           # begins nothing new after nine minutes; run it again to go on
+    jaxfb bench gpu --tiny                # the same code at a size for a CPU; prints, keeps nothing
 
-bfloat16 compute, float32 master parameters and gradient sums, AdamW, gradients accumulated over microbatches. The rate
-is that of large bfloat16 products chained in one program on this device, in the same session. MFU counts the model's
-operations by hand (`flops_per_token`), none for recomputation. What does not fit is said to be so, and is a result.
+bfloat16 compute, float32 master parameters and gradient sums, AdamW, clipping, 65,536 tokens an update accumulated over
+microbatches. MFU counts the model's operations by hand (`flops_per_token`), none for recomputation, and is given of the
+rate that large bfloat16 products reach on this device in the same session. What does not fit is said so.
+
+Every number is written to results/gpu_*.json as soon as it is there, and a setting that is there is not measured again
+(but with --fresh), so a run that is cut off goes on where it was. Compiled programs are kept between runs.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
+import subprocess
+import sys
+import tempfile
 import time
-from statistics import median
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from report import write
+import report
+from gpu_profile import profile as profiled
+from gpu_step import Setting, matmul_rate, measure
+from gpu_trainer import trained
 
-import jaxfb
-from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
-from jaxfb.models.transformer import init_params, transformer
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.training.compile_cache import use_compile_cache
 
 LLAMA_1B = TransformerConfig(
     vocab_size=128256, num_layers=16, hidden_size=2048, num_heads=32, num_kv_heads=8, mlp_size=8192,
@@ -31,104 +42,257 @@ LLAMA_1B = TransformerConfig(
 TINY = TransformerConfig(
     vocab_size=256, num_layers=2, hidden_size=32, num_heads=2, mlp_size=64, tied_embeddings=True
 )
-ROWS = 16
+
+
+@dataclass(frozen=True)
+class Scale:
+    """What `--tiny` makes small. best: the setting that the others are variations of."""
+
+    sizes: TransformerConfig
+    best: Setting
+    steps: int
+    square: int
+    microbatches: tuple[int, ...]
+    contexts: tuple[int, ...]
+    flags: dict[str, str]
+
+
+FLAGS = {
+    "as it is, apart": "--xla_gpu_autotune_level=4",  # the default: what a process of its own measures
+    "latency hiding": "--xla_gpu_enable_latency_hiding_scheduler=true",
+    "no Triton products": "--xla_gpu_enable_triton_gemm=false",
+    "slices fused": "--xla_gpu_enable_dynamic_slice_fusion=true",
+    "no command buffers": "--xla_gpu_enable_command_buffer=",
+}
+FULL = Scale(LLAMA_1B, Setting(16, 4, 4096, "selective", 4096), 5, 8192, (1, 2, 4, 8), (8192, 32768), FLAGS)
+SMALL = Scale(
+    TINY, Setting(16, 4, 32, "selective", 64), 2, 128, (1, 4), (64,), {"apart": FLAGS["as it is, apart"]}
+)
+
+
+class Bench:
+    """Where numbers go as they come: {part: {name: {column: number}}} in one file, read back at the start."""
+
+    def __init__(
+        self, scale: Scale, path: Path, minutes: float = float("inf"), fresh: bool = False, hold: bool = True
+    ):
+        """hold: measure in this process; False leaves the device's memory to processes of their own."""
+        self.scale, self._path, self._hold = scale, path, hold
+        self._ends = time.monotonic() + 60 * minutes
+        about = {"model": vars(scale.sizes), "parameters": num_params(scale.sizes), "steps": scale.steps}
+        self._found = {"benchmark": "gpu", "settings": about, "machine": report.machine()}
+        if not fresh and path.exists() and (before := json.loads(path.read_text())).get("settings") == about:
+            self._found |= {part: rows for part, rows in before.items() if part not in self._found}
+
+    @property
+    def best(self) -> Setting:
+        return self.scale.best
+
+    @property
+    def found(self) -> dict:
+        return self._found
+
+    def once(self, part: str, name: str, make: Callable[[], dict]) -> dict | None:
+        """The numbers of one row: those on file, or what `make` gives, written at once; None if time is up."""
+        row = self._found.get(part, {}).get(name)
+        if row is not None and "failed" not in str(row.get("result")):
+            return row
+        if time.monotonic() > self._ends:
+            print(f"{part} {name}: left for the next run", file=sys.stderr)
+            return None
+        self._write(part, name, row := make())
+        print(f"{part} {name}: {json.dumps(row)}", file=sys.stderr, flush=True)
+        return row
+
+    def step(self, part: str, name: str, setting: Setting) -> dict | None:
+        """A row of `measure`; what another part measured of the same setting is taken over."""
+        if same := self._measured(setting):
+            self._write(part, name, same)
+            return same
+        how = {"steps": self.scale.steps, "rate": self.rate}
+        return self.once(part, name, lambda: self.run("measure", setting, **how))
+
+    def run(self, what: str, setting: Setting, **how) -> dict:
+        """One of WORK, in this process where nothing speaks against it."""
+        if self._hold and not setting.flags:
+            return WORK[what](self.scale.sizes, setting, **how)
+        return apart(what, self.scale.sizes, setting, **how)
+
+    @property
+    def rate(self) -> float:
+        """Operations a second of large products."""
+        return 1e12 * self.rate_of("square", 3 * (self.scale.square,)).get("tflops", float("nan"))
+
+    def rate_of(self, name: str, shape: tuple[int, int, int]) -> dict:
+        return self.once("rate", name, lambda: self.run("rate_of", self.best, shape=shape)) or {}
+
+    def _measured(self, setting: Setting) -> dict | None:
+        rows = [row for part in PARTS for row in self._found.get(part, {}).values()]
+        return next((row for row in rows if asdict(setting).items() <= row.items()), None)
+
+    def _write(self, part: str, name: str, row: dict) -> None:
+        self._found.setdefault(part, {})[name] = row
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        unfinished = self._path.with_suffix(".part")
+        unfinished.write_text(json.dumps(self._found, indent=2) + "\n")
+        unfinished.replace(self._path)
+
+
+def rate(bench: Bench) -> None:
+    """What large products reach, and those of this model's shapes."""
+    sizes, tokens = bench.scale.sizes, bench.best.size * bench.best.length
+    bench.rate  # noqa: B018  # measured now
+    for name, n in {"attention": sizes.hidden_size, "mlp": sizes.mlp_size, "head": sizes.vocab_size}.items():
+        bench.rate_of(name, (tokens, sizes.hidden_size, n))
+
+
+def step(bench: Bench) -> None:
+    """The update as it is meant to be run, with and without recomputation."""
+    for remat in ("selective", "none"):
+        bench.step("step", f"remat {remat}", replace(bench.best, remat=remat))
+
+
+def changes(bench: Bench) -> None:
+    """What each choice bought: the best setting with one thing undone."""
+    best = bench.best
+    bench.step("changes", "as it is", best)
+    bench.step("changes", "attention by XLA, not cuDNN", replace(best, attention="xla"))
+    bench.step("changes", "loss in chunks of 1024", replace(best, loss_chunk=1024))
+    bench.step("changes", "all logits at once", replace(best, loss_chunk=best.size * best.length))
+    bench.step("changes", "state not donated", replace(best, donated=False))
+    bench.step("changes", "packed documents", replace(best, segments=8))
+
+
+def microbatch(bench: Bench) -> None:
+    """Rows of a microbatch: how much work hides what each costs."""
+    for size in bench.scale.microbatches:
+        bench.step("microbatch", str(size), replace(bench.best, size=size))
+
+
+def remat(bench: Bench) -> None:
+    """Memory for time."""
+    for name in ("none", "selective", "full"):
+        bench.step("remat", name, replace(bench.best, remat=name))
+
+
+def context(bench: Bench) -> None:
+    """Longer rows, as many tokens an update."""
+    for length in bench.scale.contexts:
+        rows = max(1, bench.best.tokens // length)
+        bench.step("context", str(length), replace(bench.best, rows=rows, size=1, length=length))
+
+
+def flags(bench: Bench) -> None:
+    """XLA flags, each in a process of its own."""
+    for name, flag in bench.scale.flags.items():
+        bench.step("flags", name, replace(bench.best, flags=flag))
+
+
+def training(bench: Bench) -> None:
+    """`jaxfb train`, with its loader, log and checkpoint, and the bare update on rows packed as the loader's."""
+    packed = replace(bench.best, segments=2)
+    bench.step("training", "bare update", packed)
+    with tempfile.TemporaryDirectory() as directory:
+        how = {"updates": 4 * bench.scale.steps, "rate": bench.rate, "directory": directory}
+        bench.once("training", "jaxfb train", lambda: bench.run("trained", packed, **how))
+
+
+def profile(bench: Bench) -> None:
+    """Where the time goes; without command buffers, since a graph of kernels has one name. Trace: benchmarks/trace."""
+    setting = replace(bench.best, flags=FLAGS["no command buffers"] if jax.default_backend() == "gpu" else "")
+    with tempfile.TemporaryDirectory() as nowhere:
+        directory = nowhere if bench.scale is SMALL else str(report.RESULTS.parent / "trace")
+        how = {"steps": 3, "directory": directory}
+        bench.once("profile", "milliseconds", lambda: bench.run("profiled", setting, **how))
+
+
+PARTS: dict[str, Callable[[Bench], None]] = {
+    part.__name__: part
+    for part in (rate, step, profile, changes, training, microbatch, remat, context, flags)
+}  # the most telling first
+ALONE = {"profile", "training", "flags"}  # what these measure starts in processes of its own
+PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+
+
+def rate_of(sizes: TransformerConfig, setting: Setting, shape: tuple[int, int, int]) -> dict:
+    """Teraflops of products of this shape."""
+    return {"shape": "x".join(map(str, shape)), "tflops": round(matmul_rate(*shape) / 1e12, 4)}
+
+
+WORK = {"rate_of": rate_of, "measure": measure, "profiled": profiled, "trained": trained}
+
+
+def apart(what: str, sizes: TransformerConfig, setting: Setting, **how) -> dict:
+    """One of WORK in a process of its own, started with the setting's XLA flags."""
+    request = json.dumps({"what": what, "sizes": vars(sizes), "setting": asdict(setting), "how": how})
+    flags = f"{os.environ.get('XLA_FLAGS', '')} {setting.flags}"
+    environment = {name: value for name, value in os.environ.items() if name != PREALLOCATE}
+    command = [sys.executable, __file__, "--one", request]
+    done = subprocess.run(command, env=environment | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    if done.returncode:
+        return {"result": f"failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"}
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def answer(request: str) -> None:
+    """The other end of `apart`."""
+    asked = json.loads(request)
+    sizes, setting = TransformerConfig(**asked["sizes"]), Setting(**asked["setting"])
+    print(json.dumps(WORK[asked["what"]](sizes, setting, **asked["how"])))
 
 
 def main() -> None:
-    tiny = arguments().tiny
-    model, length = (TINY, 32) if tiny else (LLAMA_1B, 4096)
-    side, steps = (128, 2) if tiny else (8192, 8)
-    rate = matmul_rate(side)
-    numbers: dict = {"matmul_tflops": rate / 1e12, "microbatch_size": {}, "remat": {}, "context": {}}
-    for size in (1, 2) if tiny else (1, 2, 4, 8):
-        numbers["microbatch_size"][str(size)] = measured(model, length, ROWS, size, "selective", steps, rate)
-    for remat in ("none", "selective", "full"):
-        numbers["remat"][remat] = measured(model, length, ROWS, 1, remat, steps, rate)
-    for long in (64, 128) if tiny else (8192, 32768):
-        rows = max(1, ROWS * length // long)
-        numbers["context"][str(long)] = measured(model, long, rows, 1, "full", steps, rate)
-    settings = {
-        "model": vars(model),
-        "parameters": num_params(model),
-        "length": length,
-        "rows": ROWS,
-        "steps": steps,
-    }
-    if tiny:
-        print(json.dumps(numbers, indent=1))
-    else:
-        write("gpu", settings, numbers)
+    options = arguments()
+    if options.tiny:  # compiled quickly, not well
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_backend_optimization_level=0"
+    if options.one or options.tiny or len(options.part) == 1:
+        return run(options)
+    ends = time.monotonic() + 60 * options.minutes
+    for index, part in enumerate(options.part):  # each in a process of its own, with all the memory
+        left = str((ends - time.monotonic()) / 60)
+        results = ["--results", str(options.results)] if options.results else []
+        fresh = ["--fresh"] if options.fresh and index == 0 else []
+        command = [sys.executable, __file__, "--part", part, "--minutes", left, *results, *fresh]
+        subprocess.run(command, check=True)
 
 
-def measured(
-    model: TransformerConfig, length: int, rows: int, size: int, remat: str, steps: int, rate: float
-) -> dict[str, float | str]:
-    """One setting: seconds of a step (median), tokens a second, share of the matmul rate, loss after the steps."""
-    plan = jaxfb.BatchPlan(rows=rows, rows_per_microbatch=size)
-    step = jaxfb.make_train_step(
-        transformer(model), jaxfb.make_optimizer("adamw", learning_rate=1e-4, weight_decay=0.1),
-        jaxfb.make_mesh(devices=jax.devices()[:1]), plan, max_grad_norm=1.0, dropout=False,
-        compute_dtype="bfloat16", remat=remat,
-    )  # fmt: skip
-    try:
-        state = step.init(lambda key: init_params(model, key), 0)
-        batch = jax.device_put(random_batch(model, rows, length))
-        began = time.perf_counter()
-        state, metrics = step(state, batch)
-        loss = float(metrics.loss)
-        compiled_in, seconds = time.perf_counter() - began, []
-        for _ in range(steps):
-            began = time.perf_counter()
-            state, metrics = step(state, batch)
-            loss = float(metrics.loss)
-            seconds.append(time.perf_counter() - began)
-    except jax.errors.JaxRuntimeError as error:
-        if "RESOURCE_EXHAUSTED" not in str(error):
-            raise
-        return {"result": "does not fit"}
-    tokens = rows * length / median(seconds)
-    memory = (jax.devices()[0].memory_stats() or {}).get("peak_bytes_in_use")
-    found = {
-        "seconds_a_step": round(median(seconds), 4),
-        "tokens_per_second": round(tokens, 1),
-        "mfu_of_measured_rate": round(tokens * flops_per_token(model, length) / rate, 4),
-        "first_step_seconds": round(compiled_in, 1),
-        "loss": round(loss, 5),
-    }
-    return found | ({"peak_gb_so_far": round(memory / 1e9, 2)} if memory else {})
-
-
-def matmul_rate(side: int, count: int = 32) -> float:
-    """Operations a second of `count` chained bfloat16 products [side, side], the best of five."""
-
-    def chain(x, weight):
-        return jax.lax.fori_loop(0, count, lambda _, y: y @ weight, x)
-
-    weight = jax.random.normal(jax.random.key(0), (side, side), jnp.bfloat16) / side**0.5
-    run, seconds = jax.jit(chain), []
-    run(weight, weight).block_until_ready()
-    for _ in range(5):
-        began = time.perf_counter()
-        run(weight, weight).block_until_ready()
-        seconds.append(time.perf_counter() - began)
-    return 2 * side**3 * count / min(seconds)
-
-
-def random_batch(model: TransformerConfig, rows: int, length: int) -> dict[str, np.ndarray]:
-    tokens = np.random.default_rng(0).integers(0, model.vocab_size, (rows, length + 1), np.int32)
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "loss_mask": np.ones((rows, length), np.float32),
-    }
+def run(options) -> None:
+    """The parts that are asked for, in this process; or the one thing that `apart` asks for."""
+    hold = options.tiny or bool(options.one) or not set(options.part) & ALONE
+    if not hold:
+        os.environ[PREALLOCATE] = "false"
+    use_compile_cache()
+    if options.one:
+        return answer(options.one)
+    name = f"gpu_{jax.default_backend()}_jax{jax.__version__}.json"
+    with tempfile.TemporaryDirectory() as nowhere:
+        directory = options.results or (Path(nowhere) if options.tiny else report.RESULTS)
+        scale = SMALL if options.tiny else FULL
+        bench = Bench(scale, directory / name, options.minutes, options.fresh, hold)
+        for part in options.part:
+            PARTS[part](bench)
+        print(json.dumps(bench.found, indent=1))
 
 
 def arguments():
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--tiny", action="store_true", help="a size for a CPU; nothing is written")
+    names = ",".join(PARTS)
+    parser.add_argument("--part", type=parts, default=list(PARTS), help=f"some of {names}; all, by default")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin nothing new after so many")
+    parser.add_argument("--fresh", action="store_true", help="forget what is on file")
+    parser.add_argument("--results", type=Path, help="directory of the file (default: benchmarks/results)")
+    parser.add_argument("--tiny", action="store_true", help="a size for a CPU; nothing is kept")
+    parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
+
+
+def parts(names: str) -> list[str]:
+    asked = names.split(",")
+    if unknown := [name for name in asked if name not in PARTS]:
+        raise argparse.ArgumentTypeError(f"no part {unknown[0]!r}; use some of {', '.join(PARTS)}")
+    return asked
 
 
 if __name__ == "__main__":

@@ -8,7 +8,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-HELPERS = {"abstract", "report", "overlap", "performance", "gpipe_by_autodiff", "torch_pipelining"}
+HELPERS = {
+    "abstract",
+    "report",
+    "overlap",
+    "performance",
+    "gpipe_by_autodiff",
+    "gpu_step",
+    "torch_pipelining",
+}
 
 
 def directory() -> Path:

@@ -79,13 +79,34 @@ def test_a_picture_is_drawn_anew_only_if_it_shows_something_else(tmp_path):
     assert other.is_current(tmp_path / "p.svg") and not one.is_current(tmp_path / "p.svg")
 
 
+def bench_gpu(*arguments):
+    flags = "--xla_backend_optimization_level=0"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    command = [sys.executable, "-m", "jaxfb.cli", "bench", "gpu", "--tiny", *arguments]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
+
+
 @pytest.mark.processes
-def test_the_gpu_benchmark_runs_at_a_tiny_size():
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu"}
-    command = [sys.executable, "-m", "jaxfb.cli", "bench", "gpu", "--tiny"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr
-    found = json.loads(done.stdout)
-    assert found["matmul_tflops"] > 0 and set(found["context"]) == {"64", "128"}
-    losses = {row["loss"] for row in found["microbatch_size"].values()}
-    assert max(losses) - min(losses) < 0.02  # the same rows, cut otherwise, in bfloat16
+def test_the_gpu_benchmark_keeps_each_number_and_goes_on_where_it_was(tmp_path):
+    """All parts run with `jaxfb bench gpu --tiny`; here two, which reach everything but the processes apart."""
+    results = ["--results", str(tmp_path)]
+    first = bench_gpu("--part", "rate,microbatch", *results)
+    assert first.returncode == 0, first.stderr
+    (path,) = tmp_path.glob("gpu_cpu_*.json")
+    found = json.loads(path.read_text())
+    assert found == json.loads(first.stdout) and found["rate"]["square"]["tflops"] > 0
+    losses = {row["loss"] for row in found["microbatch"].values()}
+    assert (
+        len(found["microbatch"]) == 2 and max(losses) - min(losses) < 0.02
+    )  # the same rows, cut otherwise, in bfloat16
+
+    late = bench_gpu("--part", "rate,microbatch,step", "--minutes", "0", *results)
+    assert "left for the next run" in late.stderr
+    after = json.loads(late.stdout)
+    assert {part: after[part] for part in ("rate", "microbatch")} == {
+        part: found[part] for part in ("rate", "microbatch")
+    }
+    assert after["step"] == {
+        "remat selective": found["microbatch"]["4"]
+    }  # taken over from where it was measured
+    assert bench_gpu("--part", "speed").returncode == 2

@@ -10,6 +10,8 @@ REMAT_POLICIES = ("none", "selective", "layer", "full")
 PIPELINE_KEEPS = {"none": "residuals", "selective": "residuals", "layer": "inputs", "full": "input"}
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 
+# cuDNN's flash attention: its output and softmax sums take no more room than a product with a weight
+_FLASH = {"dot_product_attention_fwd_wrapper"}
 # shape-only primitives: saving one of these would keep a gathered weight under another name
 _VIEWS = {
     "reshape",
@@ -25,19 +27,26 @@ _VIEWS = {
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
     """`layer` with the recomputation of that name.
 
-    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and
-    computes attention and elementwise work again; "layer" and "full" keep the layer's input only.
+    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of cuDNN's
+    flash attention, and computes elementwise work and any other attention again; "layer" and "full" keep the
+    layer's input only.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
         return layer
     policies = {
         "none": _all_but_gathered,
-        "selective": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+        "selective": _products_with_weights_and_flash_attention,
         "layer": jax.checkpoint_policies.nothing_saveable,
         "full": jax.checkpoint_policies.nothing_saveable,
     }
     return jax.checkpoint(layer, policy=policies[name], prevent_cse=False)
+
+
+def _products_with_weights_and_flash_attention(primitive, *shapes, **params) -> bool:
+    if primitive.name in _FLASH:
+        return True
+    return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 
 
 def _all_but_gathered(primitive, *_, **__) -> bool:

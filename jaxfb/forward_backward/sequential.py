@@ -36,7 +36,8 @@ def sequential(
 
     def loss_fn(params, microbatch, rng) -> LossOutput:
         outer = bring_outer(outer_params(params))
-        hidden = model.embed(outer, microbatch, rng)
+        with jax.named_scope("embed"):
+            hidden = model.embed(outer, microbatch, rng)
 
         def step(hidden, inputs):
             index, shards = inputs
@@ -45,7 +46,8 @@ def sequential(
         _check_layer(step, hidden, params["layers"])
         with jax.named_scope("layers"):
             hidden, stacked = lax.scan(step, hidden, (jnp.arange(num_layers(params)), params["layers"]))
-        out = as_loss_output(model.head(outer, hidden, microbatch, rng))
+        with jax.named_scope("head"):
+            out = as_loss_output(model.head(outer, hidden, microbatch, rng))
         return with_layers(out, sum_of_layers(stacked))
 
     return loss_fn

@@ -71,10 +71,10 @@ def packed_attention(
     Returns:
       float[R, T, H, K].
     """
-    mask = None if segments is None else (segments[:, None, :, None] == segments[:, None, None, :])
-    if backend == "auto":
-        backend = "cudnn" if cudnn_supports(query, packed=segments is not None) else "xla"
-    return attention(query, key, value, mask=mask, is_causal=True, backend=backend)
+    packed = segments is not None
+    mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
+    chosen = choose_backend(backend, query, packed=packed)
+    return attention(query, key, value, mask=mask, is_causal=True, backend=chosen)
 
 
 def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -> jax.Array:
@@ -103,18 +103,37 @@ def _einsum_attention(query, key, value, mask, is_causal):
     return jnp.einsum("rgnts,rsgk->rtgnk", probs, value).reshape(query.shape)
 
 
-def cudnn_supports(query: jax.Array, *, packed: bool) -> bool:
-    """Whether cuDNN's flash attention can train here: a CUDA device, half precision, a legal head size.
+def choose_backend(backend: str, query: jax.Array, *, packed: bool) -> str:
+    """ "xla" or "cudnn" for what a config asks for: "auto" is cuDNN's flash attention wherever it can train.
 
-    Packed rows are legal but not free: cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T],
-    and that form wants an even T. (Its own packed layout has no public JAX name.)
+    That is on NVIDIA GPUs from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size that is a
+    multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not free:
+    cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T]; its own packed layout has no public JAX name.
+
+    Raises:
+      ValueError: "cudnn" was asked for where it cannot run.
     """
-    if jax.default_backend() != "gpu" or query.dtype not in (jnp.bfloat16, jnp.float16):
-        return False
-    capability = _compute_capability()
-    limit = 256 if capability >= 9 else 128
+    refusal = _cudnn_refusal(query, packed)
+    if backend == "auto":
+        on_gpu = jax.default_backend() == "gpu" and _compute_capability() >= 8
+        return "cudnn" if on_gpu and refusal is None else "xla"
+    if backend == "cudnn" and refusal is not None:
+        raise ValueError(f"[model] attention='cudnn' {refusal}, or attention='auto'")
+    return backend
+
+
+def _cudnn_refusal(query: jax.Array, packed: bool) -> str | None:
+    """What in these queries cuDNN cannot take, and what it could."""
+    limit = 256 if _compute_capability() >= 9 else 128
     _, length, _, size = query.shape
-    return capability >= 8 and size % 8 == 0 and size <= limit and not (packed and length % 2)
+    if query.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"takes bfloat16 and float16, not {query.dtype}; use compute_dtype='bfloat16'"
+    if size % 8 or size > limit:
+        nearest = min(limit, max(8, round(size / 8) * 8))
+        return f"takes head sizes that are multiples of 8 up to {limit}, not {size}; use head_size={nearest}"
+    if packed and length % 2:
+        return f"takes packed rows of even length, not {length}; use a sequence length of {length + 1}"
+    return None
 
 
 def _compute_capability() -> float:

@@ -73,14 +73,17 @@ class Block(nnx.Module):
         load_E: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, LossOutput]:
         """(hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where `counted_RT`)."""
-        mixed, kept = self.attention(whole(self.attention_norm(x_RTD)), positions_RT, attend)
-        x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
-        normed, out = whole(self.mlp_norm(x_RTD)), LossOutput({})
-        if self.has_experts:
-            answer, out = self.moe(normed, counted_RT, load_E)
-        else:
-            answer = self.mlp(normed)
-        x_RTD = x_RTD + dropout(answer, self.dropout, keys, site=1)
+        with jax.named_scope("attention"):
+            mixed, kept = self.attention(whole(self.attention_norm(x_RTD)), positions_RT, attend)
+            x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
+        out = LossOutput({})
+        with jax.named_scope("mlp"):
+            normed = whole(self.mlp_norm(x_RTD))
+            if self.has_experts:
+                answer, out = self.moe(normed, counted_RT, load_E)
+            else:
+                answer = self.mlp(normed)
+            x_RTD = x_RTD + dropout(answer, self.dropout, keys, site=1)
         return residual_stream(x_RTD, self.sequence_parallel), kept, out
 
 

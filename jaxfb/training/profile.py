@@ -1,6 +1,7 @@
 """`jaxfb train --profile`: a trace of a few updates, for TensorBoard or ui.perfetto.dev; beside the story.
 
-The phases carry names: forward, backward, accumulate, layers, head, optimizer; under a pipeline phase_F, F, B and W.
+The phases carry names: forward, backward, accumulate, embed, layers (attention, mlp), head, optimizer; under a
+pipeline phase_F, F, B and W.
 """
 
 from __future__ import annotations
