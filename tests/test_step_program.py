@@ -78,7 +78,7 @@ def test_products_are_of_bfloat16_and_sums_of_gradients_float32(program):
 
 
 def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(program):
-    """Per layer, recomputing selectively: the layer's input, the products of its seven kernels but the last; no float32."""
+    """Recomputing selectively: a layer's input and the products of its kernels but the last; no float32."""
     eqns, state = program
     layers = SIZES.num_layers
     forward = next(
