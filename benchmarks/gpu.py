@@ -259,6 +259,7 @@ def main() -> None:
 def run(options) -> None:
     """The parts that are asked for, in this process; or the one thing that `apart` asks for."""
     hold = options.tiny or bool(options.one) or not set(options.part) & ALONE
+    os.environ.setdefault("XLA_PYTHON_CLIENT_MEM_FRACTION", "0.92")
     if not hold:
         os.environ[PREALLOCATE] = "false"
     use_compile_cache()

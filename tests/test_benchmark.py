@@ -88,13 +88,14 @@ def bench_gpu(*arguments):
 
 @pytest.mark.processes
 def test_the_gpu_benchmark_keeps_each_number_and_goes_on_where_it_was(tmp_path):
-    """All parts run with `jaxfb bench gpu --tiny`; here two, which reach everything but the processes apart."""
+    """All parts run with `jaxfb bench gpu --tiny`; here those that reach everything but the trainer."""
     results = ["--results", str(tmp_path)]
-    first = bench_gpu("--part", "rate,microbatch", *results)
+    first = bench_gpu("--part", "rate,microbatch,profile", *results)
     assert first.returncode == 0, first.stderr
     (path,) = tmp_path.glob("gpu_cpu_*.json")
     found = json.loads(path.read_text())
     assert found == json.loads(first.stdout) and found["rate"]["square"]["tflops"] > 0
+    assert {"forward mlp: products", "backward head: elementwise"} <= set(found["profile"]["milliseconds"])
     losses = {row["loss"] for row in found["microbatch"].values()}
     assert (
         len(found["microbatch"]) == 2 and max(losses) - min(losses) < 0.02
