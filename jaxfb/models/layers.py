@@ -19,7 +19,19 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain, residual_stream
 
-Linear = partial(nnx.Linear, use_bias=False)
+
+def product_of_tokens(x: jax.Array, kernel: jax.Array, _, **how) -> jax.Array:
+    """`lax.dot_general` of x [..., D] and a kernel [D, F], over the tokens of all rows in one dim.
+
+    The kernel's gradient is then a product of two matrices as they lie. With rows and tokens in two dims XLA on CPU
+    transposes the output's gradient in memory first, fused into the elementwise work before it, which costs more than
+    the product (0.65 of the time of a whole small train step without that).
+    """
+    flat = jax.lax.dot_general(x.reshape(-1, x.shape[-1]), kernel, (((1,), (0,)), ((), ())), **how)
+    return flat.reshape(*x.shape[:-1], -1)
+
+
+Linear = partial(nnx.Linear, use_bias=False, dot_general=product_of_tokens)
 fan_in_init = nnx.initializers.lecun_normal()
 table_init = nnx.initializers.normal(0.02)
 
