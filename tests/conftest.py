@@ -10,7 +10,8 @@ os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 # threads to spare for eight devices that wait for each other in collectives (jaxfb/training/simulated.py)
 os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.3")
+# most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
 import json  # noqa: E402
 

@@ -45,8 +45,8 @@ def one_device():
     return run(ROWS, {})
 
 
-FAST = [(dict(expert=2, data=2), {})]
-SLOW = [
+CASES = [
+    (dict(expert=2, data=2), {}),
     (dict(expert=2, pipe=2, tensor=2), dict(schedule="zero_bubble")),
     (dict(expert=4, fsdp=2), dict(fsdp_gather="step")),
     (dict(expert=2, fsdp=2, tensor=2), dict(remat="selective")),
@@ -58,9 +58,8 @@ SLOW = [
 ]
 
 
-@pytest.mark.parametrize(
-    "sizes, options", FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW], ids=str
-)
+@pytest.mark.slow  # of the fast ones tests/models/test_moe.py has experts on a mesh of three axes
+@pytest.mark.parametrize("sizes, options", CASES, ids=str)
 def test_equals_one_device(sizes, options):
     found, wanted = run(1, sizes, **options), one_device()
     assert set(found.terms) == {"cross_entropy", "balance", "router_z", "z_loss"}

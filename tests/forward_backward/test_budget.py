@@ -81,6 +81,7 @@ def test_a_budget_changes_nothing(mesh, budget, params, batch, whole):
     assert len(got.per_microbatch["cross_entropy"].total) > 1
 
 
+@pytest.mark.slow
 def test_an_update_under_a_budget_is_the_update(params, batch):
     mesh, optimizer = jaxfb.make_mesh(devices=jax.devices()[:1]), optax.sgd(0.1)
     plans = [

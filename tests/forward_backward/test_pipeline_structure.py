@@ -49,7 +49,7 @@ def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
     "kind, chunks, remat",
     [
         ("1f1b", 1, "none"),
-        ("v_shape", 2, "full"),
+        pytest.param("v_shape", 2, "full", marks=pytest.mark.slow),
         pytest.param("1f1b", 1, "layer", marks=pytest.mark.slow),
         pytest.param("1f1b", 1, "full", marks=pytest.mark.slow),
         pytest.param("interleaved", 2, "none", marks=pytest.mark.slow),

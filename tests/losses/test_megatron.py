@@ -1,5 +1,7 @@
 """Megatron's loss forms: its own scaling numbers, and its own gradients of a small model."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,17 +24,11 @@ def test_scaling_of_every_loss_form(golden):
 def check_scaling(given, expected, name):
     num_microbatches, tokens, raw = given["num_microbatches"], given["num_tokens"], given["raw_loss"]
     per_token, scale = given["calculate_per_token_loss"], given["grad_scale"] or 1.0
-
-    def loss_func(params, microbatch, rng):
-        loss = params * jnp.where(microbatch["first"], raw, 0.0).sum()
-        if given["form"] == "two_tuple":
-            return loss, {"loss": loss}
-        return loss, jnp.where(microbatch["first"], tokens, 0).sum(), {"loss": (loss, tokens)}
-
+    first = np.arange(num_microbatches) == 0
     out = jaxfb.get_forward_backward_func()(
-        jaxfb.from_megatron(loss_func, per_token=per_token),
+        scaled_model(given["form"], per_token),
         jnp.float64(1),
-        {"first": np.arange(num_microbatches) == 0},
+        {"raw": np.where(first, raw, 0.0), "tokens": np.where(first, tokens or 0, 0)},
         jaxfb.BatchPlan(rows=num_microbatches, **PLAN),
         grad_scale=scale,
     )
@@ -43,6 +39,17 @@ def check_scaling(given, expected, name):
     np.testing.assert_allclose(out.loss, scaled, rtol=1e-12, err_msg=name)
     np.testing.assert_allclose(out.grads, scaled * scale, rtol=1e-12, err_msg=name)
     assert out.per_microbatch["loss"].total.shape == (num_microbatches,)
+
+
+@cache  # one program for all cases of a form
+def scaled_model(form, per_token):
+    def loss_func(params, microbatch, rng):
+        loss, tokens = params * microbatch["raw"].sum(), microbatch["tokens"].sum()
+        if form == "two_tuple":
+            return loss, {"loss": loss}
+        return loss, tokens, {"loss": (loss, tokens)}
+
+    return jaxfb.from_megatron(loss_func, per_token=per_token)
 
 
 def test_gradients_of_megatrons_own_runs(golden):
@@ -76,6 +83,7 @@ def golden_params(given):
     return {**outer, "layers": {leaf: stack(leaf) for leaf in ("w1", "b1", "w2", "b2")}}
 
 
+@cache
 def golden_model(form, per_token):
     def embed(outer, microbatch, rng):
         return outer["embed"][microbatch["tokens"]]

@@ -248,7 +248,9 @@ def test_a_pipeline_with_its_vocabulary_cut_and_its_sequences_too():
     _check("policy", {"pipe": 2, "context": 2}, 4)
 
 
-@pytest.mark.parametrize("kind", ["critic", "top", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "kind", ["critic", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("top", "full"))]
+)
 def test_other_heads_in_microbatches_of_two_replicas(kind):
     _check(kind, {"data": 2}, 2)
 

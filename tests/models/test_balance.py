@@ -87,11 +87,11 @@ def plain(layers):
 
 
 SPLITS = [
-    ({}, 4, "each", {}),
-    ({"data": 2, "expert": 2, "context": 2}, 2, "together", {}),
+    ({"data": 2, "expert": 2, "context": 2}, 2, "each", {}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
+            ({}, 4, "together", {}),
             ({"pipe": 2, "expert": 2}, 2, "each", {"schedule": "zero_bubble", "poison_bubbles": True}),
             ({}, 1, "each", {"remat": "full"}),
             ({"data": 4, "tensor": 2}, 2, "each", {}),

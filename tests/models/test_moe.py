@@ -91,8 +91,15 @@ def _swiglu(x, gate, up, down):
     return (jax.nn.silu(x @ gate) * (x @ up)) @ down
 
 
-@pytest.mark.parametrize("capacity", [None, 0.75], ids=["dropless", "capacity"])
-@pytest.mark.parametrize("config", [SOFTMAX, SIGMOID], ids=["softmax", "sigmoid"])
+@pytest.mark.parametrize(
+    "config, capacity",
+    [
+        pytest.param(SOFTMAX, None, id="softmax-dropless"),
+        pytest.param(SIGMOID, 0.75, id="sigmoid-capacity"),
+        pytest.param(SOFTMAX, 0.75, id="softmax-capacity", marks=pytest.mark.slow),
+        pytest.param(SIGMOID, None, id="sigmoid-dropless", marks=pytest.mark.slow),
+    ],
+)
 def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
     """Values and gradients; what padding holds, NaN here, reaches neither."""
     config = replace(config, expert_capacity=capacity)
@@ -167,6 +174,7 @@ def _router_logits(config, params, microbatch):
     return jnp.stack(found)
 
 
+@pytest.mark.slow
 def test_mixtral_is_theirs(golden):
     """Logits, losses and every gradient; router logits; all of it with their loss for the router, of all layers."""
     config, params = _mixtral()
@@ -248,10 +256,10 @@ def whole():
 
 SPLITS = [
     ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {}),
-    ({"data": 2, "tensor": 2}, 4, {}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
+            ({"data": 2, "tensor": 2}, 4, {}),
             ({}, 4, {"remat": "full"}),
             ({"tensor": 2}, 2, {}),
             ({"pipe": 2, "data": 2}, 4, {}),

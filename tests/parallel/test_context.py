@@ -27,7 +27,7 @@ def test_zigzag_gives_every_device_an_early_and_a_late_piece():
         context.zigzag(20, 4)
 
 
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.slow)])
 def test_every_method_equals_attention_on_one_device(size):
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (8, 4, 4, 8)
@@ -87,7 +87,7 @@ def run(cut, mesh, rows_per_microbatch=2, normalize="global", **options):
 @pytest.mark.parametrize(
     "mesh, options",
     [
-        (dict(context=2), {}),
+        pytest.param(dict(context=2), {}, marks=pytest.mark.slow),
         (dict(context=2, data=2), dict(normalize="microbatch", rows_per_microbatch=2)),
         pytest.param(dict(context=4), {}, marks=pytest.mark.slow),
         pytest.param(dict(context=2, pipe=2, tensor=2), dict(schedule="1f1b"), marks=pytest.mark.slow),
