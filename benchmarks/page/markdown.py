@@ -54,14 +54,15 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 def settings_line(settings: dict[str, Any]) -> str:
     """`pipe 4, seq 128; model num_layers 8`: a model's sizes, and its other fields where not at their default."""
-    own = {key: value for key, value in settings.items() if key != "model"}
-    words = [f"{key} {cell(value)}" for key, value in flat(own).items() if plain(value)]
-    model = settings.get("model")
-    if isinstance(model, dict):
-        words.append("model " + ", ".join(f"{key} {value}" for key, value in said(model).items()))
-    elif model is not None:
-        words.append(f"model {model}")
-    return "; ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 and model else [", ".join(words)])
+    models = {key: said(value) for key, value in settings.items() if is_model(value)}
+    own = flat({key: value for key, value in settings.items() if key not in models})
+    words = [", ".join(f"{key} {cell(value)}" for key, value in own.items() if plain(value))]
+    words += [f"{key} " + ", ".join(f"{k} {v}" for k, v in model.items()) for key, model in models.items()]
+    return "; ".join(filter(None, words))
+
+
+def is_model(value: Any) -> bool:
+    return isinstance(value, dict) and "num_layers" in value
 
 
 def said(model: dict[str, Any]) -> dict[str, Any]:

@@ -16,6 +16,9 @@ COLOURS = {
     "ring": "#2e6f95",
     "all_gather": "#e0a030",
     "all_to_all": "#8c6bb1",
+    "none": "#8a8a8a",
+    "selective": "#2e6f95",
+    "full": "#3a9d6b",
 }
 OTHERS = ("#d1495b", "#1b1b1b", "#9ec1e6", "#b07a4b")
 """Of what is not ours, dashed, in order of appearance."""
@@ -64,9 +67,9 @@ class Picture:
             raise ValueError("[bench] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none", "font.size": 9}):
-            figure = Figure(
-                figsize=(1.2 + 4.4 * len(self.panels), 3.1), layout="constrained", facecolor="white"
-            )
+            height = max(3.1, *(0.9 + 0.19 * len(panel.bars) for panel in self.panels))
+            size = (1.2 + 4.4 * len(self.panels), height)
+            figure = Figure(figsize=size, layout="constrained", facecolor="white")
             for axes, panel in zip(
                 figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels, strict=True
             ):
