@@ -4,6 +4,7 @@
     jaxfb bench gpu --part rate,step      # some of them; see PARTS below
     jaxfb bench gpu --minutes 9           # begins nothing new after nine minutes; run it again to go on
     jaxfb bench gpu --tiny                # the same code at a size for a CPU; prints, keeps nothing
+    jaxfb bench gpu --torch-python PATH   # with the part "accelerate": that python has torch_requirements.txt
 
 bfloat16 compute, float32 master parameters and gradient sums, AdamW, clipping, 65,536 tokens an update accumulated over
 microbatches. MFU counts the model's operations by hand (`flops_per_token`), none for recomputation, and is given of the
@@ -27,6 +28,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import jax
+import loops
 import report
 from gpu_profile import profile as profiled
 from gpu_step import Setting, matmul_rate, measure
@@ -74,10 +76,16 @@ class Bench:
     """Where numbers go as they come: {part: {name: {column: number}}} in one file, read back at the start."""
 
     def __init__(
-        self, scale: Scale, path: Path, minutes: float = float("inf"), fresh: bool = False, hold: bool = True
+        self,
+        scale: Scale,
+        path: Path,
+        minutes: float = float("inf"),
+        fresh: bool = False,
+        hold: bool = True,
+        torch_python: str | None = None,
     ):
         """hold: measure in this process; False leaves the device's memory to processes of their own."""
-        self.scale, self._path, self._hold = scale, path, hold
+        self.scale, self._path, self._hold, self.torch_python = scale, path, hold, torch_python
         self._ends = time.monotonic() + 60 * minutes
         about = {"model": vars(scale.sizes), "parameters": num_params(scale.sizes), "steps": scale.steps}
         self._found = {"benchmark": "gpu", "settings": about, "machine": report.machine()}
@@ -206,11 +214,26 @@ def profile(bench: Bench) -> None:
         bench.once("profile", "milliseconds", lambda: bench.run("profiled", setting, **how))
 
 
+def accelerate(bench: Bench) -> None:
+    """The same update by the plain Accelerate loop, eager and compiled, and ours, each with the device to itself."""
+    if bench.torch_python is None:
+        return print("accelerate: asks for --torch-python", file=sys.stderr)
+    best, device = bench.best, "cuda" if jax.default_backend() == "gpu" else "cpu"
+    sizes, model = (1, best.size), replace(bench.scale.sizes, loss_chunk=best.loss_chunk)
+    how = {"remat": best.remat, "device": device}
+    each = loops.on_accelerator(
+        bench.torch_python, model, best.length, best.rows, sizes, bench.scale.steps, **how
+    )
+    rows = {name: bench.once("accelerate", name, make) for name, make in each.items()}
+    if all(rows.values()):
+        bench.once("accelerate", "the best of each", lambda: loops.verdict(rows))
+
+
 PARTS: dict[str, Callable[[Bench], None]] = {
     part.__name__: part
-    for part in (rate, step, profile, changes, training, microbatch, remat, context, flags)
+    for part in (rate, step, accelerate, profile, changes, training, microbatch, remat, context, flags)
 }  # the most telling first
-ALONE = {"profile", "training", "flags"}  # what these measure starts in processes of its own
+ALONE = {"accelerate", "profile", "training", "flags"}  # what these measure starts in processes of its own
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
 
 
@@ -252,7 +275,8 @@ def main() -> None:
         left = str((ends - time.monotonic()) / 60)
         results = ["--results", str(options.results)] if options.results else []
         fresh = ["--fresh"] if options.fresh and index == 0 else []
-        command = [sys.executable, __file__, "--part", part, "--minutes", left, *results, *fresh]
+        torch = ["--torch-python", options.torch_python] if options.torch_python else []
+        command = [sys.executable, __file__, "--part", part, "--minutes", left, *results, *fresh, *torch]
         subprocess.run(command, check=True)
 
 
@@ -269,7 +293,7 @@ def run(options) -> None:
     with tempfile.TemporaryDirectory() as nowhere:
         directory = options.results or (Path(nowhere) if options.tiny else report.RESULTS)
         scale = SMALL if options.tiny else FULL
-        bench = Bench(scale, directory / name, options.minutes, options.fresh, hold)
+        bench = Bench(scale, directory / name, options.minutes, options.fresh, hold, options.torch_python)
         for part in options.part:
             PARTS[part](bench)
         print(json.dumps(bench.found, indent=1))
@@ -285,6 +309,7 @@ def arguments():
     parser.add_argument("--fresh", action="store_true", help="forget what is on file")
     parser.add_argument("--results", type=Path, help="directory of the file (default: benchmarks/results)")
     parser.add_argument("--tiny", action="store_true", help="a size for a CPU; nothing is kept")
+    parser.add_argument("--torch-python", help="a python with torch_requirements.txt installed")
     parser.add_argument("--one", help=argparse.SUPPRESS)
     return parser.parse_args()
 

@@ -15,6 +15,9 @@ HELPERS = {
     "performance",
     "gpipe_by_autodiff",
     "gpu_step",
+    "loops",
+    "loop_of_accelerate",
+    "loop_of_jaxfb",
     "torch_pipelining",
 }
 
