@@ -11,6 +11,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import product
@@ -60,7 +61,8 @@ class Job:
     def write(self, folder: Path) -> None:
         tokens, lengths = rows_of(self)
         np.savez(folder / "batches.npz", tokens=tokens, lengths=lengths)
-        np.savez(folder / "weights.npz", **weights_of(self.model))
+        if not (folder / "weights.npz").exists():  # gigabytes, and the same for every job of one model
+            np.savez(folder / "weights.npz", **weights_of(self.model))
         settings = {**vars(self), "model": vars(self.model), "optimizer": OPTIMIZER}
         (folder / "job.json").write_text(json.dumps(settings))
 
@@ -83,8 +85,9 @@ class Loop:
 
     def __call__(self) -> bool:
         """One update. False: there was no memory for it, and there will be none."""
-        self._process.stdin.write("update\n")
-        self._process.stdin.flush()
+        with suppress(BrokenPipeError):  # it has ended; the answer is then empty
+            self._process.stdin.write("update\n")
+            self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(f"{self._side} ended with {self._process.wait()}; what it said is above")
@@ -96,7 +99,8 @@ class Loop:
         return bool(found)
 
     def stop(self) -> None:
-        self._process.stdin.close()
+        with suppress(BrokenPipeError):
+            self._process.stdin.close()
         self._process.wait()
 
 
@@ -148,23 +152,29 @@ def on_accelerator(
 ) -> dict[str, Callable[[], dict[str, Any]]]:  # fmt: skip
     """What measures each row: bfloat16 updates of `rows` rows in microbatches of each of `sizes` rows, by each side.
 
-    Each in a process of its own that wants the whole memory: call them before this process touches the accelerator, or
-    with XLA_PYTHON_CLIENT_PREALLOCATE=false. Ratios and agreement of the rows: `verdict`.
+    Each in a process of its own that wants the whole memory: call them one after the other, before this process
+    touches the accelerator or with XLA_PYTHON_CLIENT_PREALLOCATE=false. Ratios and agreement of the rows: `verdict`.
     """
+    folder = tempfile.TemporaryDirectory()  # as long as one of these functions
     return {
-        f"{side}, {size} rows a microbatch": partial(alone, side, torch_python, job, steps)
+        f"{side}, {size} rows a microbatch": partial(alone, side, torch_python, job, steps, folder)
         for size in sizes
         for job in [Job(model, rows // size, size, length, dtype="bfloat16", device=device, remat=remat)]
         for side in ("jaxfb", "accelerate", "accelerate compiled")
     }
 
 
-def alone(side: str, torch_python: str, job: Job, steps: int) -> dict[str, Any]:
-    """The numbers of one side, or that it does not fit. The first update compiles and is not counted."""
-    with tempfile.TemporaryDirectory() as folder:
-        job.write(Path(folder))
-        loop = Loop(side, torch_python, Path(folder))
+def alone(
+    side: str, torch_python: str, job: Job, steps: int, folder: tempfile.TemporaryDirectory
+) -> dict[str, Any]:
+    """The numbers of one side, or that it does not fit or fails. The first update compiles and is not counted."""
+    job.write(Path(folder.name))
+    loop = Loop(side, torch_python, Path(folder.name))
+    try:
         fits = all(loop() for _ in range(1 + steps))
+    except RuntimeError as error:
+        return {"result": f"failed: {error}"}
+    finally:
         loop.stop()
     if not fits:
         return {"result": "does not fit"}
