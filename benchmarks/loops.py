@@ -7,6 +7,7 @@ update at a time. `on_accelerator` is what `jaxfb bench gpu --torch-python PATH`
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 import tempfile
@@ -30,6 +31,9 @@ OPTIMIZER = {
     "max_grad_norm": 1.0,
 }  # fmt: skip
 BATCHES = 2
+PREALLOCATE = (
+    "XLA_PYTHON_CLIENT_PREALLOCATE"  # a side has the device to itself, whatever its parent asked for
+)
 PACKAGES = ("torch", "transformers", "accelerate")
 AGREEMENT = {"float32": 1e-4, "bfloat16": 1e-2}
 """How much two losses of one update may differ, relatively."""
@@ -78,7 +82,10 @@ class Loop:
         python = torch_python if name == "accelerate" else sys.executable
         script = Path(__file__).with_name(f"loop_of_{name}.py")
         self._side, command = side, [python, str(script), str(folder), *how]
-        self._process = subprocess.Popen(command, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        environment = {key: value for key, value in os.environ.items() if key != PREALLOCATE}
+        self._process = subprocess.Popen(
+            command, env=environment, text=True, stdin=subprocess.PIPE, stdout=subprocess.PIPE
+        )
         self.losses: list[float] = []
         self.seconds: list[float] = []
         self.peak_bytes = 0
