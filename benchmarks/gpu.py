@@ -197,12 +197,11 @@ def flags(bench: Bench) -> None:
 
 
 def training(bench: Bench) -> None:
-    """`jaxfb train`, with its loader, log and checkpoint, and the bare update on rows packed as the loader's."""
-    packed = replace(bench.best, segments=2)
-    bench.step("training", "bare update", packed)
+    """`jaxfb train`, with its loader, log and checkpoint, beside the bare update."""
+    bench.step("training", "bare update", bench.best)
     with tempfile.TemporaryDirectory() as directory:
         how = {"updates": 4 * bench.scale.steps, "rate": bench.rate, "directory": directory}
-        bench.once("training", "jaxfb train", lambda: bench.run("trained", packed, **how))
+        bench.once("training", "jaxfb train", lambda: bench.run("trained", bench.best, **how))
 
 
 def profile(bench: Bench) -> None:

@@ -71,6 +71,7 @@ def config_of(sizes: TransformerConfig, setting: Setting, updates: int, director
             "source": "tokens",
             "path": str(directory / "tokens.npy"),
             "sequence_length": setting.length,
+            "packing": "concat" if setting.segments else "stream",
             "held_out_fraction": 0.0,
             "cache_dir": str(directory / "data"),
         },

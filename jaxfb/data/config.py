@@ -23,7 +23,8 @@ class DataConfig:
     tokenizer: "bpe" (trained on the train documents), "bytes", or the path of a tokenizer.json.
     vocab_size: of "bpe"; a small text may yield fewer.
     sequence_length: tokens in a row.
-    packing: "concat" (one stream cut into rows) or "best_fit" (documents whole where they fit, rest padded).
+    packing: "concat" (one stream cut into rows), "best_fit" (documents whole where they fit, rest padded) or
+      "stream" (the rows of "concat", whose tokens also see the documents before theirs: attention needs no mask).
     seed: of the row order, reshuffled each epoch.
     max_bytes: read no more text than this; None reads all.
     cache_dir: where shards are kept; None means $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else
@@ -38,7 +39,7 @@ class DataConfig:
     tokenizer: str = "bpe"
     vocab_size: int = 4096
     sequence_length: int = 256
-    packing: Literal["concat", "best_fit"] = "concat"
+    packing: Literal["concat", "best_fit", "stream"] = "concat"
     seed: int = 0
     max_bytes: int | None = None
     cache_dir: str | None = None

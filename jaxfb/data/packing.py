@@ -29,6 +29,7 @@ class PackedRows:
     Row k holds pieces row_start[k] .. row_start[k + 1]; piece p is length[p] slots from stream[offset[p]] on.
     row_start: i64[num_rows + 1]. offset: i64[num_pieces]. length: i32[num_pieces].
     fingerprint: of tokens, packing and sequence length; two equal ones hold the same rows.
+    joined: a row's tokens see all before them, whatever document they are of; its pieces are no segments.
     """
 
     stream: TokenStream
@@ -37,6 +38,7 @@ class PackedRows:
     length: np.ndarray
     sequence_length: int
     fingerprint: str
+    joined: bool = False
 
     def __len__(self) -> int:
         return len(self.row_start) - 1
@@ -58,7 +60,8 @@ class PackedRows:
         """Tokens, targets, loss_mask, segments and positions of `rows`, each [num_rows, sequence_length].
 
         rows: i64[num_rows]; -1 gives a row of zeros, which counts nothing. All i32, but loss_mask f32.
-        Segments count the pieces of a row from 1, 0 is padding; positions restart at each piece.
+        Segments count the pieces of a row from 1, 0 is padding; positions restart at each piece. Joined rows come
+        without segments, and their positions run from 0 to the end.
         """
         rows = np.asarray(rows, np.int64)
         piece, row_of_piece, segment = self._pieces(rows)
@@ -73,9 +76,11 @@ class PackedRows:
             "tokens": self.stream.take(source),
             "targets": self.stream.take(source + 1),
             "loss_mask": np.float32(1),
-            "segments": np.repeat(segment, length),
-            "positions": position,
         }
+        if self.joined:
+            filled["positions"] = slot % self.sequence_length
+        else:
+            filled |= {"segments": np.repeat(segment, length), "positions": position}
         return {name: self._spread(len(rows), slot, values) for name, values in filled.items()}
 
     def select(self, rows: np.ndarray) -> PackedRows:
@@ -128,7 +133,10 @@ def pack(documents: TokenDocuments, sequence_length: int, packing: str, cache: P
     build_once(directory, build)
     index = {name: np.load(directory / f"{name}.npy", mmap_mode="r") for name in INDEX_FILES}
     fingerprint = digest([FORMAT, documents.fingerprint, sequence_length, packing])
-    return PackedRows(documents.stream, **index, sequence_length=sequence_length, fingerprint=fingerprint)
+    joined = packing == "stream"
+    return PackedRows(
+        documents.stream, **index, sequence_length=sequence_length, fingerprint=fingerprint, joined=joined
+    )
 
 
 def pack_lengths(lengths: np.ndarray, sequence_length: int, packing: str) -> tuple[np.ndarray, ...]:
@@ -139,7 +147,7 @@ def pack_lengths(lengths: np.ndarray, sequence_length: int, packing: str) -> tup
     i64[num_rows + 1]: the first piece of each row.
     """
     slots = np.maximum(np.asarray(lengths, np.int64) - 1, 0)
-    whole = {"concat": _cut_stream, "best_fit": _cut_long_documents}[packing]
+    whole = {"concat": _cut_stream, "stream": _cut_stream, "best_fit": _cut_long_documents}[packing]
     document, skip, length, row = whole(slots, sequence_length)
     num_rows = int(row.max()) + 1 if len(row) else 0
     return document, skip, length, np.searchsorted(row, np.arange(num_rows + 1))

@@ -118,7 +118,8 @@ def _itemsize(dtype) -> int:
 
 def _batch(config: Config, plan: BatchPlan, mesh) -> Microbatches:
     shape = (plan.num_microbatches, plan.rows_per_global_microbatch, config.data.sequence_length)
-    leaves = {name: jax.ShapeDtypeStruct(shape, dtype) for name, dtype in LEAVES.items()}
+    absent = {"segments"} if config.data.packing == "stream" else set()
+    leaves = {name: jax.ShapeDtypeStruct(shape, LEAVES[name]) for name in LEAVES if name not in absent}
     places = shardings(specs_of(leaves, mesh), mesh)
     placed = {
         name: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places[name])

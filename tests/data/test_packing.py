@@ -100,6 +100,16 @@ def test_row_minus_one_is_all_zeros_and_select_renumbers(packed):
     assert len(rows.spread(3)) == 3 and rows.spread(99) is rows
 
 
+def test_a_stream_is_the_rows_of_concat_without_the_borders_between_documents(packed):
+    rows, apart = packed([4, 9, 3, 12], 4, "stream"), packed([4, 9, 3, 12], 4, "concat")
+    batch, same = (source.select(np.arange(2)).gather(np.array([0, 1, -1])) for source in (rows, apart))
+    for name in ("tokens", "targets", "loss_mask"):
+        np.testing.assert_array_equal(batch[name], same[name])
+    assert "segments" not in batch and rows.fingerprint != apart.fingerprint
+    np.testing.assert_array_equal(batch["positions"], [[0, 1, 2, 3], [0, 1, 2, 3], [0, 0, 0, 0]])
+    assert (same["positions"][:2] != batch["positions"][:2]).any()
+
+
 def test_the_index_is_built_once(tmp_path: Path):
     first = pack(documents_of([5, 9]), 4, "concat", tmp_path)
     stamp = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
