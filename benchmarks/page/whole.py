@@ -211,8 +211,8 @@ SECTIONS = (
         """Both train steps in one process on CPU, from the same parameters, tokens, AdamW and clipping; losses
         of all updates within {difference:.1g} of each other. jaxfb's step is the faster one in {faster} of
         {count} rows, at **{least:.2f} to {most:.2f}** times MaxText's time; its temporaries are no larger in
-        {smaller} of {count}, at {temp_least:.2f} to {temp_most:.2f} times. With {replicas} an update holds
-        {ours} reductions of gradients, MaxText's {theirs}. To compile takes {compile_least:.2f} to
+        {smaller} of {count}, at {temp_least:.2f} to {temp_most:.2f} times. Reductions of gradients in an
+        update, {replicas}: {ours}, in MaxText's: {theirs}. To compile takes {compile_least:.2f} to
         {compile_most:.2f} times the CPU time.""",
         maxtext_facts, maxtext_table, maxtext_claims, maxtext_picture,
     ),
