@@ -26,7 +26,7 @@ from report import interleaved, ratio, write
 import jaxfb
 from jaxfb.forward_backward import Microbatches
 from jaxfb.forward_backward.sequential import layer_output, outer_params
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Given, Layers, Slot, Stage, Target
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
@@ -88,9 +88,9 @@ def parts(model, params, mesh) -> dict:
     mine = jax.tree.map(lambda leaf: leaf[:length], params["layers"])
     layers = Layers(mine, jnp.arange(length), jnp.ones(length, bool))
     hidden = jax.random.normal(jax.random.key(1), (ROWS, SEQ, CONFIG.hidden_size))
-    _, _, kept = stage.forward(layers, hidden, given)
+    kept = slot(stage.residual(layers, hidden, given))
     sums = Target(jax.tree.map(lambda leaf: leaf[None], mine), jnp.int32(0), jnp.bool_(True))
-    saved, _ = stage.backward_input(layers, kept, hidden, {}, given)
+    saved = slot(stage.saved(layers, hidden, {}, given))
 
     def head(x):
         loss = lambda o, h: next(iter(model.head(o, h, given.microbatch, None).terms.values())).total  # noqa: E731
@@ -98,17 +98,22 @@ def parts(model, params, mesh) -> dict:
         return before, grads
 
     def weight(x):
-        not_constant = jax.tree.map(lambda leaf: leaf + x[0, 0, 0], saved)
+        not_constant = Slot(jax.tree.map(lambda leaf: leaf + x[0, 0, 0], saved.buffers), saved.index)
         return x, stage.backward_weight(layers, kept, not_constant, {}, given, sums)
 
     bodies = {
-        "F": lambda x: stage.forward(layers, x, given)[::2],
+        "F": lambda x: stage.forward(layers, x, given, kept)[::2],
         "B": lambda x: stage.backward(layers, kept, x, {}, given, sums)[::-1],
-        "B input": lambda x: stage.backward_input(layers, kept, x, {}, given)[::-1],
+        "B input": lambda x: stage.backward_input(layers, kept, x, {}, given, saved)[::-1],
         "W": weight,
         "head": head,
     }
     return {name: repeated(body, hidden, mesh) for name, body in bodies.items()}
+
+
+def slot(shapes) -> Slot:
+    """The only one, full of small numbers."""
+    return Slot(jax.tree.map(lambda leaf: jnp.full((1, *leaf.shape), 1e-3, leaf.dtype), shapes), jnp.int32(0))
 
 
 def repeated(body, hidden, mesh):

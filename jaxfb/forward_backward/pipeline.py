@@ -17,7 +17,7 @@ from jax import lax
 
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Given, Layers, Slot, Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput
@@ -127,12 +127,13 @@ class _Tick:
         hidden = self._poisoned(self._input(b, row, when_embed), row["f_valid"])
         with jax.named_scope("F"):
             layers = self._layers(row["f_chunk"])
-            hidden, out, residual = self._stage.forward(layers, hidden, given)
+            slot = self._slot(b.residual, row, "f_residual")
+            hidden, out, slot = self._stage.forward(layers, hidden, given, slot)
         out = _where(row["f_valid"] == 1, self._among_all(layers, out))
         records = _add(b.layer_records, row["f_microbatch"], out)
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
-        if self._program.num_residual_slots:
-            b = b._replace(residual=_put(b.residual, row["f_residual"], residual))
+        if slot is not None:
+            b = b._replace(residual=slot.buffers)
         return b._replace(layer_records=records, arriving=arriving), hidden
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
@@ -166,18 +167,14 @@ class _Tick:
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
-        chunk, given, residual = (
-            row["b_chunk"],
-            self._given(row["b_microbatch"]),
-            _get(b.residual, row["b_residual"]),
-        )
+        chunk, given = row["b_chunk"], self._given(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
         cotangent = self._poisoned(_get(b.gradient, row["b_gradient"]), row["b_valid"])
-        arguments = (self._layers(chunk), residual, cotangent, seeds, given)
+        arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
         with jax.named_scope("B"):
             if self._splits:
-                saved, before = self._stage.backward_input(*arguments)
-                b = b._replace(cotangent=_put(b.cotangent, row["b_cotangent"], saved))
+                saved, before = self._stage.backward_input(*arguments, Slot(b.cotangent, row["b_cotangent"]))
+                b = b._replace(cotangent=saved.buffers)
             else:
                 target = Target(b.grads.layers, chunk, row["b_valid"] == 1)
                 sums, before = self._stage.backward(*arguments, target)
@@ -196,12 +193,16 @@ class _Tick:
 
     def _weight(self, b: Buffers, row: dict) -> Buffers:
         chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
-        residual, saved = _get(b.residual, row["w_residual"]), _get(b.cotangent, row["w_cotangent"])
+        slots = Slot(b.residual, row["w_residual"]), Slot(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
         target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
         with jax.named_scope("W"):
-            sums = self._stage.backward_weight(self._layers(chunk), residual, saved, seeds, given, target)
+            sums = self._stage.backward_weight(self._layers(chunk), *slots, seeds, given, target)
         return b._replace(grads=b.grads._replace(layers=sums))
+
+    def _slot(self, buffers: PyTree, row: dict, name: str) -> Slot | None:
+        """None where the program keeps nothing for a backward."""
+        return Slot(buffers, row[name]) if self._program.num_residual_slots else None
 
     def _layers(self, chunk: jax.Array) -> Layers:
         return Layers(*_get((self._weights.layers, self._index, self._real), chunk))
@@ -232,7 +233,7 @@ class _Tick:
         program, zero = self._program, jnp.int32(0)
         given, layers = jax.eval_shape(lambda: (self._given(zero), self._layers(zero)))
         hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
-        _, out, residual = jax.eval_shape(self._stage.forward, layers, hidden, given)
+        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, given)
         records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
         saved, grads = None, None
@@ -242,9 +243,9 @@ class _Tick:
             )
         if self._splits:
             seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
-            saved, _ = jax.eval_shape(self._stage.backward_input, layers, residual, hidden, seeds, given)
+            saved = self._stage.saved(layers, hidden, seeds, given)
         return Buffers(
-            residual=_slots(residual, program.num_residual_slots),
+            residual=_slots(self._stage.residual(layers, hidden, given), program.num_residual_slots),
             activation=_slots(hidden, program.num_activation_slots),
             gradient=_slots(hidden, program.num_gradient_slots),
             cotangent=_slots(saved, program.num_cotangent_slots),

@@ -53,6 +53,38 @@ class Target(NamedTuple):
     valid: jax.Array
 
 
+class Slot(NamedTuple):
+    """Where a microbatch's values wait, written and read a layer at a time, so that no stage's worth is ever copied.
+
+    buffers: leaves [num_slots, l, ...].
+    index:   i32[], which of them.
+    """
+
+    buffers: PyTree
+    index: jax.Array
+
+    def put(self, values: PyTree, *place: jax.Array) -> Slot:
+        """values at buffers[index], or at buffers[index, place]."""
+
+        def put(leaf, value):
+            at = (self.index, *place, *(jnp.int32(0),) * value.ndim)
+            return lax.dynamic_update_slice(
+                leaf, value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape), at
+            )
+
+        return Slot(jax.tree.map(put, self.buffers, values), self.index)
+
+    def get(self, *place: jax.Array) -> PyTree:
+        """buffers[index], or buffers[index, place]."""
+
+        def get(leaf):
+            where = 1 + len(place)
+            at = (self.index, *place, *(jnp.int32(0),) * (leaf.ndim - where))
+            return lax.dynamic_slice(leaf, at, (1,) * where + leaf.shape[where:]).reshape(leaf.shape[where:])
+
+        return jax.tree.map(get, self.buffers)
+
+
 class Stage:
     """Forward, backward and split backward of a run of layers.
 
@@ -68,73 +100,105 @@ class Stage:
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
-    def forward(self, layers: Layers, hidden: PyTree, given: Given) -> tuple[PyTree, LossOutput, PyTree]:
-        """(hidden, terms summed over the layers and metrics [l, ...], residual for the backward)."""
+    def forward(
+        self, layers: Layers, hidden: PyTree, given: Given, slot: Slot | None = None
+    ) -> tuple[PyTree, LossOutput, Slot | None]:
+        """(hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads).
 
-        def one(before, inputs):
-            layer = Layers(*inputs)
-            if self._keep == "residuals":
-                (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, given)
-            else:
-                (after, totals), (weights, metrics) = self._plain(
-                    layer.params, before, *_context(layer, given)
-                )
-                kept = before if self._keep == "inputs" else None
-            out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
-            return self._if_real(layer, after, before), (self._masked(layer, out), kept)
+        slot: None keeps nothing.
+        """
+        by_layer = None if self._keep == "input" else slot
 
-        after, (out, kept) = lax.scan(one, hidden, tuple(layers))
-        return after, sum_of_layers(out), hidden if self._keep == "input" else kept
+        def one(carry, inputs):
+            (before, slot), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
+            after, out, kept = self._layer_forward(layer, before, given)
+            slot = None if slot is None else slot.put(kept, place)
+            return (self._if_real(layer, after, before), slot), self._masked(layer, out)
+
+        (after, by_layer), out = lax.scan(one, (hidden, by_layer), (_places(layers), tuple(layers)))
+        kept = slot.put(hidden) if slot is not None and self._keep == "input" else by_layer
+        return after, sum_of_layers(out), kept
 
     def backward(
-        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given, target: Target
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, target: Target
     ) -> tuple[PyTree, PyTree]:
         """(target.sums with the gradient of the parameters added, cotangent of the stage's input).
 
         seeds: name -> cotangent of the total of each of the layers' terms.
         """
+        kept = self._kept(layers, slot, given)
 
         def one(carry, inputs):
-            (cotangent, sums), (place, layer, kept) = carry, inputs
-            layer = Layers(*layer)
-            grads, before = self._layer_backward(layer, kept, cotangent, seeds, given)
+            (cotangent, sums), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
+            grads, before = self._layer_backward(layer, kept(place), cotangent, seeds, given)
             sums = self._add(sums, target, place, layer, grads)
             return (self._if_real(layer, before, cotangent), sums), None
 
-        inputs = (_places(layers), tuple(layers), self._by_layer(layers, residual, given))
-        (before, sums), _ = _backwards(one, (cotangent, target.sums), inputs)
+        (before, sums), _ = _backwards(one, (cotangent, target.sums), layers)
         return sums, before
 
     def backward_input(
-        self, layers: Layers, residual: PyTree, cotangent: PyTree, seeds: dict, given: Given
-    ) -> tuple[PyTree, PyTree]:
-        """(what `backward_weight` needs, leaves [l, ...]; cotangent of the stage's input)."""
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, saved: Slot
+    ) -> tuple[Slot, PyTree]:
+        """(saved with what `backward_weight` needs, cotangent of the stage's input)."""
+        kept = self._kept(layers, slot, given)
 
-        def one(cotangent, inputs):
-            layer, kept = Layers(*inputs[0]), inputs[1]
-            only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
-            self._split = self._split or SplitBackward(
-                self._split_form, only_now, always, len(jax.tree.leaves(cotangent))
-            )
-            saved, before = self._split.now(only_now, always)
-            return self._if_real(layer, before, cotangent), saved
+        def one(carry, inputs):
+            (cotangent, saved), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
+            now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, given)
+            return (self._if_real(layer, before, cotangent), saved.put(now, place)), None
 
-        before, saved = _backwards(one, cotangent, (tuple(layers), self._by_layer(layers, residual, given)))
+        (before, saved), _ = _backwards(one, (cotangent, saved), layers)
         return saved, before
 
     def backward_weight(
-        self, layers: Layers, residual: PyTree, saved: PyTree, seeds: dict, given: Given, target: Target
+        self, layers: Layers, slot: Slot, saved: Slot, seeds: dict, given: Given, target: Target
     ) -> PyTree:
         """target.sums with the gradient of the parameters added; `backward_input` of the microbatch came first."""
 
         def one(sums, inputs):
-            place, layer, kept, saved = inputs
-            layer = Layers(*layer)
+            place, layer = inputs[0], Layers(*inputs[1])
+            kept = slot.get(place) if self._keep == "residuals" else None
             _, always = self._arguments(layer, kept, None, seeds, given)
-            return self._add(sums, target, place, layer, self._split.later(saved, always)), None
+            return self._add(sums, target, place, layer, self._split.later(saved.get(place), always)), None
 
-        kept = residual if self._keep == "residuals" else None
-        return _backwards(one, target.sums, (_places(layers), tuple(layers), kept, saved))[0]
+        return _backwards(one, target.sums, layers)[0]
+
+    def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
+        """Shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
+        if self._keep == "input":
+            return hidden
+        one = jax.eval_shape(lambda: self._layer_forward(_first(layers), _zeros(hidden), given)[2])
+        return _stacked(one, layers)
+
+    def saved(self, layers: Layers, hidden: PyTree, seeds: dict, given: Given) -> PyTree:
+        """Shapes of what waits for `backward_weight`, [l, ...]."""
+
+        def one():
+            layer, before = _first(layers), _zeros(hidden)
+            kept = before if self._keep == "input" else self._layer_forward(layer, before, given)[2]
+            return self._layer_backward_input(layer, kept, before, _zeros(seeds), given)[0]
+
+        return _stacked(jax.eval_shape(one), layers)
+
+    def _layer_forward(
+        self, layer: Layers, before: PyTree, given: Given
+    ) -> tuple[PyTree, LossOutput, PyTree]:
+        """(hidden, terms and metrics, what is kept by layer)."""
+        if self._keep == "residuals":
+            (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, given)
+        else:
+            (after, totals), (weights, metrics) = self._plain(layer.params, before, *_context(layer, given))
+            kept = before
+        out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
+        return after, out, kept
+
+    def _layer_backward_input(self, layer: Layers, kept, cotangent, seeds: dict, given: Given):
+        """(what the weight gradient needs, cotangent of the layer's input)."""
+        only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
+        number = len(jax.tree.leaves(cotangent))
+        self._split = self._split or SplitBackward(self._split_form, only_now, always, number)
+        return self._split.now(only_now, always)
 
     def _plain(self, params, hidden, microbatch, rng):
         """One layer as (hidden and totals, what is not differentiated: weights and metrics)."""
@@ -175,10 +239,10 @@ class Stage:
         kept = kept if self._keep == "residuals" else only_now[1]
         return self._layer_backward(layer, kept, cotangent, seeds, given)
 
-    def _by_layer(self, layers: Layers, residual: PyTree, given: Given) -> PyTree:
-        """What each layer's backward reads, leaves [l, ...]."""
+    def _kept(self, layers: Layers, slot: Slot, given: Given) -> Callable[[jax.Array], PyTree]:
+        """place -> what the backward of that layer reads."""
         if self._keep != "input":
-            return residual
+            return slot.get
 
         def one(before, inputs):
             layer = Layers(*inputs)
@@ -186,8 +250,9 @@ class Stage:
             return self._if_real(layer, after, before), before
 
         earlier = jax.tree.map(lambda leaf: leaf[:-1], tuple(layers))
-        last, inputs = lax.scan(one, residual, earlier)
-        return jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
+        last, inputs = lax.scan(one, slot.get(), earlier)
+        inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
+        return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
@@ -213,14 +278,30 @@ class Stage:
         )
 
 
-def _backwards(one: Callable, carry: PyTree, inputs: PyTree) -> tuple[PyTree, PyTree]:
-    """A scan over the layers from the last to the first."""
-    count = jax.tree.leaves(inputs)[0].shape[0]
-    return lax.scan(one, carry, inputs, reverse=True, unroll=count <= WRITTEN_OUT)
+def _backwards(one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, PyTree]:
+    """A scan over (place, layer) from the last to the first."""
+    inputs = (_places(layers), tuple(layers))
+    return lax.scan(one, carry, inputs, reverse=True, unroll=layers.index.shape[0] <= WRITTEN_OUT)
 
 
 def _places(layers: Layers) -> jax.Array:
     return jnp.arange(layers.index.shape[0], dtype=jnp.int32)
+
+
+def _first(layers: Layers) -> Layers:
+    return Layers(
+        *(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), part) for part in layers)
+    )
+
+
+def _zeros(tree: PyTree) -> PyTree:
+    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+
+
+def _stacked(one: PyTree, layers: Layers) -> PyTree:
+    """Shapes of one layer -> those of all of them."""
+    number = layers.index.shape[0]
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 
 
 def _context(layer: Layers, given: Given) -> tuple[PyTree, jax.Array | None]:

@@ -9,7 +9,7 @@ from flax import nnx
 
 import jaxfb
 from jaxfb.forward_backward.sequential import layer_output
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Given, Layers, Slot, Stage, Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 
@@ -119,7 +119,7 @@ def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
     stage = Stage(lambda *given: layer_output(layer(*given)), **options)
     layers = Layers(params, jnp.arange(2), jnp.ones(2, bool))
     given = Given(microbatch or {}, rng)
-    residual = jax.eval_shape(stage.forward, layers, hidden, given)[2]
+    residual = stage.residual(layers, hidden, given)
     return sorted(
         leaf.shape if options.get("keep") == "input" else leaf.shape[1:] for leaf in jax.tree.leaves(residual)
     )
@@ -140,12 +140,13 @@ def products(jaxpr) -> int:
 def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
     """Beside the backward's two products a layer. "input" computes the inputs of all but the first layer again."""
     stage = Stage(lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), keep)
-    layers = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool))
+    layers, given = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool)), Given({}, None)
     target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
 
     def both(hidden):
-        residual = stage.forward(layers, hidden, Given({}, None))[2]
-        return stage.backward(layers, residual, hidden, {}, Given({}, None), target)
+        empty = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape)), stage.residual(layers, hidden, given))
+        slot = stage.forward(layers, hidden, given, Slot(empty, jnp.int32(0)))[2]
+        return stage.backward(layers, slot, hidden, {}, given, target)
 
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
 
