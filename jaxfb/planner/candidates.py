@@ -118,7 +118,10 @@ def _activation_bytes(config: Config, sizes: TransformerConfig) -> float:
     width = sizes.num_heads * sizes.head_size
     products = (2 * width + 2 * sizes.num_kv_heads * sizes.head_size + 3 * _mlp_width(sizes)) / mesh.tensor
     scores = 2 * sizes.num_heads * length / mesh.tensor
-    kept = {"selective": products, "none": products * 2 + scores}.get(config.parallel.remat, 0.0)
+    remat = config.parallel.remat
+    if config.schedule == "zero_bubble" and remat != "none":
+        remat = "selective"  # products wait for the pass that takes the weights' gradients
+    kept = {"selective": products, "none": products * 2 + 2.5 * scores}.get(remat, 0.0)
     layers = sizes.num_layers / mesh.pipe
     if mesh.pipe == 1:
         in_flight, inputs = 1.0, layers
@@ -149,4 +152,14 @@ def _seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> fl
     summed = (
         16 * own_tokens * sizes.hidden_size * sizes.num_layers / mesh.pipe * (mesh.tensor - 1) / mesh.tensor
     )
-    return work * idle / chip.flops + (gathered + reduced + summed) / chip.axis_bandwidth
+    compute = work / chip.flops + _score_bytes(config, sizes, topology) * tokens / chip.bandwidth
+    return compute * idle + (gathered + reduced + summed) / chip.axis_bandwidth
+
+
+def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Read and written for one token's attention where no flash kernel runs: passes over the scores of every layer,
+    as the traced step counts them; more where they are kept."""
+    if topology.platform == "gpu":
+        return 0.0
+    passes = 110 if config.parallel.remat == "none" else 55
+    return passes * sizes.num_heads * config.data.sequence_length * sizes.num_layers

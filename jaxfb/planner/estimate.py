@@ -18,6 +18,7 @@ from jaxfb.planner import liveness
 from jaxfb.planner.hlo_cost import Traffic, wire_bytes
 from jaxfb.planner.job import Job, abstract_mesh, bytes_per_device, make_job
 from jaxfb.planner.program import Op, Region, Value, sharded_part, walk
+from jaxfb.planner.roofline import flops, work_seconds
 from jaxfb.planner.topology import Topology
 
 PACKING = 1.06
@@ -98,8 +99,8 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
         gradients=gradients,
         activations=activations,
         working=temporaries - gradients - activations,
-        flops=sum(times * _flops(op) for op, times in walk(region)),
-        work_seconds=sum(times * _seconds(op, flops_rate, bandwidth) for op, times in walk(region)),
+        flops=sum(times * flops(op) for op, times in walk(region)),
+        work_seconds=work_seconds(region, flops_rate, bandwidth),
         traffic=_traffic(job, region, topology),
     )
     return job, counted
@@ -153,33 +154,6 @@ def _without_scores(region: Region, length: int) -> None:
             for value in inner.inputs:
                 value.bytes = 0 if value.shape[-2:] == (length, length) else value.bytes
             _without_scores(inner, length)
-
-
-def _flops(op: Op) -> float:
-    if op.name == "dot_general":
-        (contracted, _), _ = op.params["dimension_numbers"]
-        left = op.inputs[0].shape
-        return 2.0 * math.prod(op.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
-    if op.name in ("ragged_dot", "ragged_dot_general"):
-        return _ragged_flops(op)
-    return 0.0
-
-
-def _ragged_flops(op: Op) -> float:
-    """Each row meets one group's matrix: rows x contracted x columns."""
-    left, right = op.inputs[0].shape, op.inputs[1].shape
-    if len(right) == 3:
-        return 2.0 * math.prod(left) * right[-1]
-    return 2.0 * left[0] * left[1] * right[-1]
-
-
-def _seconds(op: Op, flops_rate: float, bandwidth: float) -> float:
-    """A product's roof; other work is taken to be fused into its neighbours, and copies to be free."""
-    flops = _flops(op)
-    if not flops:
-        return 0.0
-    moved = sum(value.bytes for value in [*op.inputs, *op.outputs])
-    return max(flops / flops_rate, moved / bandwidth)
 
 
 def _traffic(job: Job, region: Region, topology: Topology) -> dict[tuple[str, str], Traffic]:

@@ -38,6 +38,12 @@ def temporaries(region: Region) -> Peak:
     return _Walk(region, carried=[]).peak()
 
 
+def in_memory(region: Region) -> set[Value]:
+    """The results of a region's operations that exist in memory."""
+    walk = _Walk(region, carried=[])
+    return {value for op in region.ops for value in op.outputs if walk.real(value)}
+
+
 class _Walk:
     """One pass over a region.
 
@@ -59,7 +65,7 @@ class _Walk:
                 live[value] = value.bytes
                 total += value.bytes
             dying = [v for v in live if self._last_use.get(v, -1) <= op.position]
-            made = [v for v in op.outputs if self._real(v) and v.bytes]
+            made = [v for v in op.outputs if self.real(v) and v.bytes]
             reused = _taken_over(dying, made) if op.name in _IN_PLACE else set()
             for value in reused:
                 total -= live.pop(value)
@@ -90,7 +96,7 @@ class _Walk:
         """Whether a loop's slice of a stacked operand is made by itself before it is used."""
         return any(use.name not in _FUSED for use in value.uses)
 
-    def _real(self, value: Value) -> bool:
+    def real(self, value: Value) -> bool:
         """Whether a result exists in memory."""
         if value.maker is None or value.maker.name not in _FUSED:
             return True
@@ -105,7 +111,7 @@ class _Walk:
     def _roots(self, value: Value) -> frozenset[Value]:
         """What must be in memory for a value to be read."""
         if value not in self._ancestors:
-            if self._real(value):
+            if self.real(value):
                 self._ancestors[value] = frozenset([value])
             else:
                 parts = [self._roots(one) for one in value.maker.inputs]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from jaxfb.planner.compiled import Compiled
+from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.verdict import Verdict
 
 PARTS = ("parameters", "optimizer", "batch", "gradients", "activations", "working")
@@ -20,7 +20,7 @@ def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> 
     from matplotlib.figure import Figure
 
     rows = rows[:most]
-    figure = Figure(figsize=(11, 1.4 + 0.32 * len(rows)), layout="constrained")
+    figure = Figure(figsize=(11, 2 + 0.32 * len(rows)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for place, (_, verdict) in enumerate(rows):
@@ -29,19 +29,27 @@ def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> 
             size = getattr(verdict.estimate, part) / 1e9
             axes.barh(place, size, left=left, color=colour, label=part if place == 0 else None)
             left += size
-        if isinstance(verdict.compiled, Compiled):
+        if verdict.compiled is not None:
             name = "compiler's total" if place == 0 else None
             axes.plot(
                 [verdict.needed / 1e9] * 2, [place - 0.4, place + 0.4], color="black", lw=2.5, label=name
             )
-        speed = f" {verdict.step_seconds:.2f} s, MFU {verdict.mfu:.0%}"
-        axes.text(max(left, verdict.needed / 1e9), place, speed, va="center", fontsize=8)
+        axes.text(max(left, verdict.needed / 1e9), place, _beside(verdict), va="center", fontsize=8)
     limit = rows[0][1].available / 1e9
     axes.axvline(limit, color="#b00020", ls="--", label=f"HBM a program may use: {limit:.1f} GB")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
-    axes.invert_yaxis()
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.set_xlim(0, 1.35 * max([limit, *(max(v.needed, v.estimate.total) / 1e9 for _, v in rows)]))
     axes.set_xlabel("GB a device")
-    axes.margins(x=0.12)
-    axes.legend(fontsize=8, loc="lower right")
-    axes.set_title(f"{rows[0][1].topology.text}: memory of each layout, fastest that fits first")
+    figure.legend(fontsize=8, loc="outside lower center", ncols=4)
+    axes.set_title(
+        f"{rows[0][1].topology.text}: memory of each layout, compiled first, fastest that fits first"
+    )
     figure.savefig(path, dpi=140)
+
+
+def _beside(verdict: Verdict) -> str:
+    if isinstance(verdict.compiled, TooLarge):
+        return " the compiler refused"
+    by = "compiled" if isinstance(verdict.compiled, Compiled) else "estimated"
+    return f" {verdict.step_seconds:.2f} s, MFU {verdict.mfu:.0%}, {by}"

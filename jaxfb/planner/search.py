@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -19,6 +20,7 @@ from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
 
 SLACK = 1.3  # a guess may be so far above the memory and is still traced
+MOST_TRACED = 3  # times as many as are asked for, where the estimate finds that few fit
 
 
 @dataclass(frozen=True)
@@ -45,7 +47,7 @@ def search(
     """Layouts of `config` on all devices of `topology`, best first, the compiled ones before the estimated.
 
     Args:
-      traced: how many of the best guesses are traced, a second or two each.
+      traced: how many that fit are traced, best guesses first, a second or two each.
       compiled: how many that fit are compiled; 0 leaves the compiler out.
       say: hears of progress.
     Raises:
@@ -58,16 +60,17 @@ def search(
     estimated = _estimated(config, topology, traced, say)
     if not compiled or not topology.has_compiler:
         return estimated
-    answered, fitting = [], 0
-    for number, found in enumerate(estimated[: 2 * compiled], start=1):
-        say(f"compiling candidate {number}: {label(found.config)}")
+    answered: list[Found] = []
+    for found in _by_kind(estimated)[: 2 * compiled]:
+        say(f"compiling {len(answered) + 1}: {label(found.config)}")
         verdict = compiled_verdict(found.config, found.verdict, say)
-        say(f"  {answer(verdict)}")
+        say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
         answered.append(Found(found.config, verdict))
-        fitting += bool(verdict.fits)
-        if fitting == compiled:
+        if sum(one.verdict.fits for one in answered) == compiled:
             break
-    return sorted(answered, key=lambda one: one.rank) + estimated[len(answered) :]
+    asked = [one.config for one in answered]
+    rest = [one for one in estimated if one.config not in asked]
+    return sorted(answered, key=lambda one: one.rank) + rest
 
 
 def write(found: list[Found], directory: Path) -> list[Path]:
@@ -101,6 +104,17 @@ def table(found: list[Found], most: int = 12) -> str:
     return "\n".join(lines)
 
 
+def _by_kind(estimated: list[Found]) -> list[Found]:
+    """The best of each kind first, then the second of each: where an estimate is off, it is off for its kind."""
+    seen: Counter[tuple] = Counter()
+    turns = []
+    for place, found in enumerate(estimated):
+        kind = (found.config.mesh.pipe, found.config.mesh.tensor, found.config.parallel.remat)
+        turns.append((not found.verdict.fits, seen[kind], place))
+        seen[kind] += 1
+    return [estimated[place] for *_, place in sorted(turns)]
+
+
 def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[str], None]) -> list[Found]:
     sizes = model_sizes(config)
     guesses = [(guess(one, sizes, topology), one) for one in candidates(config, sizes, topology.num_devices)]
@@ -113,12 +127,14 @@ def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[s
     limit = SLACK * topology.chip.memory
     near = sorted((g for g in guesses if g[0].bytes < limit), key=lambda pair: pair[0].seconds)
     tightest = sorted(guesses, key=lambda pair: pair[0].bytes)
-    chosen = (near or tightest)[:traced]
-    say(f"{len(guesses)} layouts, {len(near)} may fit; tracing {len(chosen)}")
-    found = []
-    for number, (_, one) in enumerate(chosen, start=1):
+    say(f"{len(guesses)} layouts, {len(near)} may fit; tracing until {min(traced, len(near))} do")
+    found: list[Found] = []
+    for _, one in (near or tightest)[: MOST_TRACED * traced]:
         job, counted = estimate(one, topology)
         found.append(Found(one, of_estimate(job, counted, topology)))
-        if number % 4 == 0 or number == len(chosen):
-            say(f"  traced {number}/{len(chosen)}")
+        fitting = sum(bool(one.verdict.fits) for one in found)
+        if len(found) % 8 == 0 or fitting == traced:
+            say(f"  traced {len(found)}: {fitting} fit")
+        if fitting == traced:
+            break
     return sorted(found, key=lambda one: one.rank)
