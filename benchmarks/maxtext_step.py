@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,12 +37,38 @@ ALONE = {
 }
 
 
-class MaxTextStep:
-    """One configuration, from keys of its base.yml; `run()` is one update on the tokens it was given.
+class Step:
+    """A compiled train step and its state; `run()` is one update, on the same tokens every time.
 
-    learning_rate: count -> float[], its schedule.     params: the initial parameters, as `jaxfb_params` gives them.
-    compiled:      the executable, of `mesh`.          start_up: seconds of the CPU, to lower and to compile.
+    compiled:    the executable, of `mesh`; `state` is what it takes and gives.
+    start_up:    seconds of the CPU, to lower and to compile.
     losses, grad_norms: f32[] of every update so far; norms before clipping.
+    cpu_seconds: of all cores together, of every update.
+    """
+
+    def __init__(self, mesh: jax.sharding.Mesh, lower: Callable):
+        self.mesh = mesh
+        self.compiled, self.start_up = _compiled(lower)
+        self.losses, self.grad_norms, self.cpu_seconds = [], [], []
+
+    def run(self) -> None:
+        start = time.process_time()
+        loss, grad_norm = self.update()
+        jax.block_until_ready((self.state, loss, grad_norm))
+        self.cpu_seconds.append(time.process_time() - start)
+        self.losses.append(loss)
+        self.grad_norms.append(grad_norm)
+
+    def update(self) -> tuple[jax.Array, jax.Array]:
+        """Replaces the state; (loss, gradient norm) of the update."""
+        raise NotImplementedError
+
+
+class MaxTextStep(Step):
+    """One configuration, from keys of its base.yml.
+
+    learning_rate: count -> float[], its schedule.
+    params:        the initial parameters, as `jaxfb_params` gives them.
     """
 
     def __init__(self, options: dict[str, Any], devices: list, tokens: np.ndarray, num_layers: int):
@@ -50,24 +77,22 @@ class MaxTextStep:
             *_, shardings, _, self.mesh, self.learning_rate, _, _, _, _, state = train_utils.setup_train_loop(
                 config, None, devices
             )
-        graph, self._state = nnx.split(state)
-        self.params = jaxfb_params(nnx.to_pure_dict(self._state["model"]), num_layers)
+        graph, self.state = nnx.split(state)
+        self.params = jaxfb_params(nnx.to_pure_dict(self.state["model"]), num_layers)
         of_params, shardings = sharding.maybe_update_params_sharding_with_opt(config, shardings)
         step, _ = train_utils.jit_train_and_eval_step(
-            config, graph, self.mesh, self._state, shardings, train.train_step, params_shardings=of_params
+            config, graph, self.mesh, self.state, shardings, train.train_step, params_shardings=of_params
         )
         with jax.set_mesh(self.mesh), logical_axis_rules(config.logical_axis_rules):
             self._batch = jax.device_put(_batch(tokens), sharding.get_input_data_sharding(config, self.mesh))
-            self.compiled, self.start_up = compiled(lambda: step.lower(self._state, self._batch))
-        self.losses, self.grad_norms = [], []
+            super().__init__(self.mesh, lambda: step.lower(self.state, self._batch))
 
-    def run(self):
-        self._state, metrics = jax.block_until_ready(self.compiled(self._state, self._batch))
-        self.losses.append(metrics["scalar"]["learning/loss"])
-        self.grad_norms.append(metrics["scalar"]["learning/raw_grad_norm"])
+    def update(self):
+        self.state, metrics = self.compiled(self.state, self._batch)
+        return metrics["scalar"]["learning/loss"], metrics["scalar"]["learning/raw_grad_norm"]
 
 
-def compiled(lower) -> tuple[Any, dict[str, float]]:
+def _compiled(lower: Callable) -> tuple[Any, dict[str, float]]:
     """(executable, seconds of the CPU that its two parts took); `lower` traces and lowers."""
     start = time.process_time()
     lowered = lower()
