@@ -90,7 +90,7 @@ def _run(jaxpr: Any, env: dict, region: Region) -> list[Value]:
     """Adds the equations of a jaxpr to a region; the values of its outputs."""
     for eqn in jaxpr.eqns:
         inputs = [_read(env, var) for var in eqn.invars]
-        inner = None if eqn.primitive.name in _LOOPS else _inner(eqn)
+        inner = _branch_of_platform(eqn) or (None if eqn.primitive.name in _LOOPS else _inner(eqn))
         if inner is not None:
             opened = getattr(inner, "jaxpr", inner)
             inside = {var: _value(var) for var in opened.constvars}
@@ -133,6 +133,11 @@ def _regions(eqn: Any) -> list[Region]:
     if name == "cond":
         return [region_of(branch) for branch in params["branches"]]
     return []
+
+
+def _branch_of_platform(eqn: Any) -> Any:
+    """Of what `lax.platform_dependent` makes, the branch of any platform: branches differ in form, not in work."""
+    return eqn.params["branches"][-1] if eqn.params.get("branches_platforms") else None
 
 
 def _inner(eqn: Any) -> Any:
