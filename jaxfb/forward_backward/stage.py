@@ -168,18 +168,21 @@ class Stage:
         """Shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
         if self._keep == "input":
             return hidden
-        one = jax.eval_shape(lambda: self._layer_forward(_first(layers), _zeros(hidden), given)[2])
-        return _stacked(one, layers)
+
+        def one(layers, hidden, given):
+            return self._layer_forward(_first(layers), hidden, given)[2]
+
+        return _stacked(jax.eval_shape(one, layers, hidden, given), layers)
 
     def saved(self, layers: Layers, hidden: PyTree, seeds: dict, given: Given) -> PyTree:
         """Shapes of what waits for `backward_weight`, [l, ...]."""
 
-        def one():
-            layer, before = _first(layers), _zeros(hidden)
+        def one(layers, before, seeds, given):
+            layer = _first(layers)
             kept = before if self._keep == "input" else self._layer_forward(layer, before, given)[2]
-            return self._layer_backward_input(layer, kept, before, _zeros(seeds), given)[0]
+            return self._layer_backward_input(layer, kept, before, seeds, given)[0]
 
-        return _stacked(jax.eval_shape(one), layers)
+        return _stacked(jax.eval_shape(one, layers, hidden, seeds, given), layers)
 
     def _layer_forward(
         self, layer: Layers, before: PyTree, given: Given

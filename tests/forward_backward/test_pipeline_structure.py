@@ -118,7 +118,7 @@ def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
     """Shapes of what a slot keeps of a stage of two layers, the layer dim left out."""
     stage = Stage(lambda *given: layer_output(layer(*given)), **options)
     layers = Layers(params, jnp.arange(2), jnp.ones(2, bool))
-    given = Given(microbatch or {}, rng)
+    given = jax.eval_shape(lambda: Given(microbatch or {}, rng))  # as the executor has them: shapes alone
     residual = stage.residual(layers, hidden, given)
     return sorted(
         leaf.shape if options.get("keep") == "input" else leaf.shape[1:] for leaf in jax.tree.leaves(residual)
