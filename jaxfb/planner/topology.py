@@ -34,7 +34,7 @@ class Topology:
 
     @property
     def has_compiler(self) -> bool:
-        """Whether its compiler runs on any machine; a GPU's needs the GPU."""
+        """Whether its compiler is asked; that of GPUs is not."""
         return self.platform != "gpu"
 
     def __str__(self) -> str:
