@@ -33,6 +33,7 @@ from jaxfb.models.transformer import init_params, transformer
 PIPE, ROWS, SEQ, REPEATS = 2, 2, 64, 8
 CONFIG = TransformerConfig(vocab_size=256, num_layers=4, hidden_size=256, num_heads=4, mlp_size=1024)
 CHUNKS = {"interleaved": 2, "v_shape": 2}
+REMAT, REMAT_COUNT = ("none", "selective", "layer", "full"), 8
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
 
 
@@ -45,7 +46,8 @@ def main():
         for count in asked.microbatches
         for name in asked.schedules
     }
-    seconds = interleaved(steps | parts(model, params, mesh), asked.rounds)
+    remats = {f"remat {remat}": step(model, params, mesh, "1f1b", REMAT_COUNT, remat) for remat in REMAT}
+    seconds = interleaved(steps | remats | parts(model, params, mesh), asked.rounds)
     cost = {name: min(seconds[name]) / REPEATS for name in ("F", "B", "B input", "W", "head")}
     rows = {key: row(seconds, key, cost) for key in steps}
     settings = {
@@ -55,14 +57,24 @@ def main():
         "model": vars(CONFIG),
         "dtype": "float32",
     }
-    settings |= {"remat": "none", "threads_per_device": 1, "chunks": CHUNKS, "rounds": asked.rounds}
-    write("pipeline_time", settings, {"cost_of_a_stage_ms": milliseconds(cost), "rows": rows})
+    settings |= {
+        "remat": "none",
+        "remat_over_none_at": f"1f1b {REMAT_COUNT}",
+        "threads_per_device": 1,
+        "chunks": CHUNKS,
+        "rounds": asked.rounds,
+    }
+    over_none = {remat: ratio(seconds, f"remat {remat}", "remat none") for remat in REMAT}
+    numbers = {"cost_of_a_stage_ms": milliseconds(cost), "remat_over_none": over_none, "rows": rows}
+    write("pipeline_time", settings, numbers)
     print(table(rows, cost))
 
 
-def step(model, params, mesh, name: str, count: int):
+def step(model, params, mesh, name: str, count: int, remat: str = "none"):
     """Forward and backward of `count` microbatches, as a function that waits for its end."""
-    fb = jaxfb.get_forward_backward_func(mesh, name, num_chunks=CHUNKS.get(name, 1), head_placement="last")
+    fb = jaxfb.get_forward_backward_func(
+        mesh, name, num_chunks=CHUNKS.get(name, 1), head_placement="last", remat=remat
+    )
     plan = jaxfb.BatchPlan(rows=ROWS * count, rows_per_microbatch=ROWS)
     specs = fb.param_specs(model, params)
     place = lambda leaf, spec: jax.device_put(leaf, jax.NamedSharding(mesh, spec))  # noqa: E731

@@ -42,6 +42,8 @@ def time_facts(result: Result) -> dict:
     fastest = min(last, key=lambda name: median(last[name], OVER_FIRST))
     return {
         "pipe": result["settings"]["pipe"],
+        "layer": median(result["remat_over_none"], "layer"),
+        "full": median(result["remat_over_none"], "full"),
         "few": few,
         "most": most,
         "fastest": fastest,
@@ -59,9 +61,12 @@ def time_table(result: Result) -> list[Table]:
         over.append([name, *(f"{median(row, OVER_FIRST):.2f} ({row[SIMULATED]:.2f})" for row in rows)])
         off.append([name, *(row["measured_over_simulated"] for row in rows)])
     head = {f"{count} microbatches": ".2f" for count in counts(result)}
+    remats = {name: ratio["median_of_rounds"] for name, ratio in result["remat_over_none"].items()}
+    at = f"{result['settings']['remat_over_none_at']} microbatches"
     return [
         Table({"time over 1f1b's (of the bubble alone)": "", **head}, over),
         Table({"measured over simulated": "", **head}, off),
+        Table({f"remat, {at}": "", **dict.fromkeys(remats, ".2f")}, [["time over none", *remats.values()]]),
     ]
 
 
@@ -135,7 +140,8 @@ SECTIONS = (
         {predicted:.2f}. A measured step takes {few_least:.2f} to {few_most:.2f} times what
         `Schedule.simulate` makes of the measured costs of a stage with {few} microbatches, {most_least:.2f}
         to {most_most:.2f} times with {most}: the simulator knows the bubble, and not what a step and a tick
-        cost beside their work.""",
+        cost beside their work. Recomputing each layer from its input takes {layer:.2f} times as long as
+        recomputing nothing, each stage from its input {full:.2f} times.""",
         time_facts, time_table, pictures=time_picture,
     ),
     Section(
