@@ -8,18 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-HELPERS = {
-    "abstract",
-    "report",
-    "overlap",
-    "performance",
-    "gpipe_by_autodiff",
-    "gpu_step",
-    "loops",
-    "loop_of_accelerate",
-    "loop_of_jaxfb",
-    "torch_pipelining",
-}
+CHILDREN = {"performance", "loop_of_accelerate", "loop_of_jaxfb", "torch_pipelining"}
+"""Scripts that another one runs."""
 
 
 def directory() -> Path:
@@ -38,9 +28,11 @@ def directory() -> Path:
 
 def names() -> dict[str, str]:
     """name -> first line of what it says of itself."""
-    scripts = (path for path in sorted(directory().glob("*.py")) if path.stem not in HELPERS)
+    texts = {path.stem: path.read_text() for path in sorted(directory().glob("*.py"))}
     return {
-        path.stem: (ast.get_docstring(ast.parse(path.read_text())) or "").split("\n")[0] for path in scripts
+        name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]
+        for name, text in texts.items()
+        if '__name__ == "__main__"' in text and name not in CHILDREN
     }
 
 

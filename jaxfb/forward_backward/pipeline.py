@@ -17,7 +17,8 @@ from jax import lax
 
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.stage import Given, Layers, Slot, Stage, Target
+from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput
@@ -288,12 +289,11 @@ def _slots(tree: PyTree, number: int) -> PyTree:
 
 
 def _get(tree: PyTree, slot: jax.Array) -> PyTree:
-    return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, slot, keepdims=False), tree)
+    return Slot(tree, slot).get()
 
 
 def _put(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
-    put = lambda leaf, value: lax.dynamic_update_index_in_dim(leaf, value.astype(leaf.dtype), slot, 0)  # noqa: E731
-    return jax.tree.map(put, tree, values)
+    return Slot(tree, slot).put(values).buffers
 
 
 def _add(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:

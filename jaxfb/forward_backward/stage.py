@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
+from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.split import SplitBackward
 from jaxfb.types import LossOutput, Sum
 
@@ -51,38 +52,6 @@ class Target(NamedTuple):
     sums: PyTree
     chunk: jax.Array
     valid: jax.Array
-
-
-class Slot(NamedTuple):
-    """Where a microbatch's values wait, written and read a layer at a time, so that no stage's worth is ever copied.
-
-    buffers: leaves [num_slots, l, ...].
-    index:   i32[], which of them.
-    """
-
-    buffers: PyTree
-    index: jax.Array
-
-    def put(self, values: PyTree, *place: jax.Array) -> Slot:
-        """values at buffers[index], or at buffers[index, place]."""
-
-        def put(leaf, value):
-            at = (self.index, *place, *(jnp.int32(0),) * value.ndim)
-            return lax.dynamic_update_slice(
-                leaf, value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape), at
-            )
-
-        return Slot(jax.tree.map(put, self.buffers, values), self.index)
-
-    def get(self, *place: jax.Array) -> PyTree:
-        """buffers[index], or buffers[index, place]."""
-
-        def get(leaf):
-            where = 1 + len(place)
-            at = (self.index, *place, *(jnp.int32(0),) * (leaf.ndim - where))
-            return lax.dynamic_slice(leaf, at, (1,) * where + leaf.shape[where:]).reshape(leaf.shape[where:])
-
-        return jax.tree.map(get, self.buffers)
 
 
 class Stage:
@@ -170,7 +139,7 @@ class Stage:
             return hidden
 
         def one(layers, hidden, given):
-            return self._layer_forward(_first(layers), hidden, given)[2]
+            return self._layer_forward(_layer(layers, 0), hidden, given)[2]
 
         return _stacked(jax.eval_shape(one, layers, hidden, given), layers)
 
@@ -178,7 +147,7 @@ class Stage:
         """Shapes of what waits for `backward_weight`, [l, ...]."""
 
         def one(layers, before, seeds, given):
-            layer = _first(layers)
+            layer = _layer(layers, 0)
             kept = before if self._keep == "input" else self._layer_forward(layer, before, given)[2]
             return self._layer_backward_input(layer, kept, before, seeds, given)[0]
 
@@ -291,14 +260,8 @@ def _places(layers: Layers) -> jax.Array:
     return jnp.arange(layers.index.shape[0], dtype=jnp.int32)
 
 
-def _first(layers: Layers) -> Layers:
-    return Layers(
-        *(jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), part) for part in layers)
-    )
-
-
-def _zeros(tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
+def _layer(layers: Layers, place: int) -> Layers:
+    return jax.tree.map(lambda leaf: leaf[place], layers)
 
 
 def _stacked(one: PyTree, layers: Layers) -> PyTree:

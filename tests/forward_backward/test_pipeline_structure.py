@@ -9,7 +9,8 @@ from flax import nnx
 
 import jaxfb
 from jaxfb.forward_backward.sequential import layer_output
-from jaxfb.forward_backward.stage import Given, Layers, Slot, Stage, Target
+from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 
