@@ -72,6 +72,14 @@ def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(kind, ch
     assert len({len(make(kind, 4, count, chunks).phases) for count in (8, 32, 64)}) == 1
 
 
+def test_layers_kept_by_their_inputs_are_run_once_more_and_no_stage_as_a_whole():
+    """ "full" has a loop for the inputs of a stage's layers that "layer" reads from its slots."""
+    loops = {
+        remat: compiled("1f1b", 8, 1, remat=remat)[1].count("stablehlo.while") for remat in ("layer", "full")
+    }
+    assert loops["layer"] < loops["full"]
+
+
 def test_memory_is_the_slots_of_the_schedule():
     """GPipe holds every microbatch, 1f1b 2P - 1 of them; the difference is slots and nothing else."""
     sizes = {count: compiled("gpipe", count)[2].memory_analysis().temp_size_in_bytes for count in (8, 32)}
