@@ -172,18 +172,21 @@ def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
 def _score(logits, targets, head) -> _Scores:
     """[T, V], [T] -> _Scores; correct: is the target the first of the likeliest tokens.
 
-    Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split.
+    Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split; meets the
+    other devices twice, once for the maxima and once for the sums.
     """
-    axis = head.axis
-    vocab = token_ids(logits, targets.dtype, axis)
-    top = jnp.max(logits, axis=-1, keepdims=True)
-    top = largest(top, axis)
-    normalizer = top[:, 0] + jnp.log(summed(jnp.sum(jnp.exp(logits - top), axis=-1), axis))
-    target_logit = summed(jnp.sum(jnp.where(vocab == targets[:, None], logits, 0), axis=-1), axis)
-    likeliest = jnp.min(jnp.where(logits == top, vocab, jnp.iinfo(vocab.dtype).max), axis=-1)
-    likeliest = likeliest if axis is None else lax.pmin(likeliest, axis)
-    mean = summed(logits.sum(-1), axis) / vocab_size(logits, axis) if head.regularizers else None
-    return _Scores(normalizer, target_logit, likeliest == targets, mean)
+    ids = token_ids(logits, targets.dtype, head.axis)
+    target = targets[:, None]
+    here = jnp.where(ids == target, logits, -jnp.inf)
+    top, target_logit = largest(jnp.stack([jnp.max(logits, axis=-1), jnp.max(here, axis=-1)]), head.axis)
+    behind = (logits < target_logit[:, None]) | ((logits == target_logit[:, None]) & (ids >= target))
+    weights = jnp.exp(logits - top[:, None])
+    summands = [weights, jnp.where(behind, 0, 1)] + ([logits] if head.regularizers else [])
+    total, ahead, *all_logits = summed(
+        jnp.stack([jnp.sum(x, axis=-1).astype(top.dtype) for x in summands]), head.axis
+    )
+    mean = all_logits[0] / vocab_size(logits, head.axis) if all_logits else None
+    return _Scores(top + jnp.log(total), target_logit, ahead == 0, mean)
 
 
 def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):

@@ -16,8 +16,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate, statistics_dtype
+from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate
 from jaxfb.parallel.tensor import constrain, residual_stream
 
 # (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
@@ -79,28 +80,11 @@ def packed_attention(
 
 def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -> jax.Array:
     """softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
-    if not _jax_supports(query.dtype):
-        return _einsum_attention(query, key, value, mask, is_causal)
+    if backend == "xla":
+        return blocked_attention(query, key, value, mask=mask, is_causal=is_causal)
     return jax.nn.dot_product_attention(
         query, key, value, mask=mask, is_causal=is_causal, implementation=backend
     )
-
-
-def _jax_supports(dtype) -> bool:
-    """`jax.nn.dot_product_attention` takes its softmax in float32, and compiles float16 for GPUs only."""
-    return dtype != jnp.float64 and (dtype != jnp.float16 or jax.default_backend() == "gpu")
-
-
-def _einsum_attention(query, key, value, mask, is_causal):
-    """The same, written out: softmax in float64 for float64, so that equality can be proved to rounding."""
-    rows, length, heads, size = query.shape
-    grouped = query.reshape(rows, length, key.shape[2], -1, size)
-    wide = statistics_dtype(query.dtype)
-    scores = jnp.einsum("rtgnk,rsgk->rgnts", grouped, key, preferred_element_type=wide) / size**0.5
-    visible = jnp.ones((1, 1, length, key.shape[1]), bool) if mask is None else mask
-    visible = jnp.tril(visible) if is_causal else visible
-    probs = jax.nn.softmax(jnp.where(visible[:, :, None], scores, -jnp.inf), axis=-1).astype(value.dtype)
-    return jnp.einsum("rgnts,rsgk->rtgnk", probs, value).reshape(query.shape)
 
 
 def choose_backend(backend: str, query: jax.Array, *, packed: bool) -> str:

@@ -1,0 +1,96 @@
+"""Attention in blocks of queries equals attention over whole [T, S] scores, and does not make what nobody sees."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxfb.compat import inlined
+from jaxfb.models.blocked_attention import blocked_attention
+
+ROWS, SIZE = 2, 8
+
+
+def attention_over_whole_scores(query, key, value, mask, is_causal):
+    repeat = query.shape[2] // key.shape[2]
+    key, value = (jnp.repeat(x, repeat, axis=2) for x in (key, value))
+    scores = jnp.einsum("rthk,rshk->rhts", query, key) / SIZE**0.5
+    visible = jnp.ones(scores.shape[2:], bool) if mask is None else mask
+    visible = jnp.tril(visible) if is_causal else visible
+    probs = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
+    return jnp.einsum("rhts,rshk->rthk", probs, value)
+
+
+def arrays(num_queries, num_keys, heads, kv_heads, dtype=np.float64):
+    draw = np.random.default_rng(0).standard_normal
+    shapes = (num_queries, heads), (num_keys, kv_heads), (num_keys, kv_heads), (num_queries, heads)
+    return tuple(jnp.asarray(draw((ROWS, *shape, SIZE)), dtype) for shape in shapes)
+
+
+def documents(length):
+    """bool[R, 1, T, T]: tokens see those of their own document; one boundary inside a block, one on its edge."""
+    segments = np.searchsorted([64, 100], np.arange(length), side="right") + np.zeros((ROWS, 1), int)
+    return jnp.asarray(segments[:, None, :, None] == segments[:, None, None, :])
+
+
+@pytest.mark.parametrize("kv_heads", [4, 2, 1])
+@pytest.mark.parametrize(
+    "num_queries, num_keys, is_causal, masked",
+    [(200, 200, True, True), (64, 64, True, False), (600, 600, True, False), (3, 70, False, False)],
+)
+def test_equals_attention_over_whole_scores(num_queries, num_keys, is_causal, masked, kv_heads):
+    query, key, value, cotangent = arrays(num_queries, num_keys, 4, kv_heads)
+    mask = documents(num_queries) if masked else None
+
+    def both(attention):
+        out, vjp = jax.vjp(lambda *qkv: attention(*qkv, mask=mask, is_causal=is_causal), query, key, value)
+        return out, vjp(cotangent)
+
+    for ours, theirs in zip(
+        jax.tree.leaves(both(blocked_attention)),
+        jax.tree.leaves(both(attention_over_whole_scores)),
+        strict=True,
+    ):
+        np.testing.assert_allclose(ours, theirs, rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("dtype, apart", [(jnp.float32, 2e-6), (jnp.bfloat16, 0.03), (jnp.float16, 4e-3)])
+def test_keeps_the_dtype_and_sums_in_float32(dtype, apart):
+    query, key, value, _ = arrays(130, 130, 4, 2, dtype)
+    out = jax.jit(lambda *qkv: blocked_attention(*qkv, is_causal=True))(query, key, value)
+    assert out.dtype == dtype
+    wide = (x.astype(jnp.float64) for x in (query, key, value))
+    expected = attention_over_whole_scores(*wide, None, True)
+    np.testing.assert_allclose(out.astype(jnp.float64), expected, rtol=0, atol=apart)
+
+
+def test_a_query_that_may_look_nowhere_is_finite_with_finite_gradients():
+    query, key, value, cotangent = arrays(4, 4, 2, 2)
+    mask = jnp.zeros((ROWS, 1, 4, 4), bool)
+    out, vjp = jax.vjp(lambda *qkv: blocked_attention(*qkv, mask=mask), query, key, value)
+    assert all(np.isfinite(leaf).all() for leaf in (out, *vjp(cotangent)))
+
+
+@pytest.mark.parametrize("length", [512, 2048])
+def test_causal_queries_do_not_meet_the_keys_behind_their_block(length):
+    """Products over 9/16 of the scores, forward and backward, and no array of all of them."""
+    shape = jax.ShapeDtypeStruct((1, length, 1, SIZE), jnp.float32)
+
+    def gradients(query, key, value):
+        return jax.grad(lambda *qkv: blocked_attention(*qkv, is_causal=True).sum(), argnums=(0, 1, 2))(
+            query, key, value
+        )
+
+    eqns = inlined(jax.make_jaxpr(gradients)(shape, shape, shape)).eqns
+    largest = max(var.aval.size for eqn in eqns for var in eqn.outvars)
+    products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
+    scores = sum(_scores(eqn, length) for eqn in products)
+    assert largest <= length**2 // 8
+    assert scores == 6 * length**2 * 9 // 16
+
+
+def _scores(eqn, length):
+    """How many pairs of query and key a product runs over: its multiplications over K."""
+    lhs, out = eqn.invars[0].aval, eqn.outvars[0].aval
+    contracted = np.prod([lhs.shape[dim] for dim in eqn.params["dimension_numbers"][0][0]])
+    return int(out.size * contracted) // SIZE
