@@ -28,13 +28,13 @@ from jax import lax
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.logits import capped
 from jaxfb.models import mtp
-from jaxfb.models.attention import Attend, Attention, packed_attention
+from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.parallel.context import context_attention, size_here, token_index
-from jaxfb.parallel.tensor import residual_stream, transformer_param_specs, vocabulary_dims
+from jaxfb.parallel.tensor import on_head_shards, residual_stream, transformer_param_specs, vocabulary_dims
 from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel, outer_params
 
 whole = partial(residual_stream, sequence_parallel=False)
@@ -226,7 +226,14 @@ def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, LossOutput]:
 def _attend_packed(query, key, value, *, segments, backend, context):
     if size_here() > 1:
         return context_attention(query, key, value, segments=segments, method=context), None
-    return packed_attention(query, key, value, segments=segments, backend=backend), None
+    chosen = choose_backend(backend, query, packed=segments is not None)
+
+    def attend(query, key, value, segments):
+        return packed_attention(query, key, value, segments=segments, backend=chosen)
+
+    if chosen != "cudnn":
+        return attend(query, key, value, segments), None
+    return on_head_shards(attend, (query, key, value), segments), None
 
 
 def _positions(microbatch: Mapping) -> jax.Array:

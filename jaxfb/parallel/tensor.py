@@ -7,7 +7,7 @@ attention and one after the MLP (Megatron-LM, arXiv:1909.08053), or with sequenc
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -76,6 +76,26 @@ def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P)
     return jax.shard_map(function, in_specs=only, out_specs=only, axis_names={AXIS}, check_vma=False)(x)
 
 
+def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array], whole: Any) -> jax.Array:
+    """`function(*heads, whole)` on every tensor shard by itself: for kernels, which XLA's partitioner cannot cut.
+
+    With `tensor` of size 1 too: JAX hands cuDNN's attention to that partitioner beside any automatic axis, where a
+    program of several devices then does not compile (jax 0.10.2).
+
+    Args:
+      function: [R, T, heads, K] arrays and `whole` to another [R, T, heads, K].
+      heads: arrays [R, T, heads, K], cut by heads where `tensor` is the automatic axis, which must divide them all.
+      whole: a tree of arrays that every shard sees whole.
+    """
+    types = _axis_types(jax.sharding.get_abstract_mesh())
+    if [axis for axis, kind in types.items() if kind == AxisType.Auto] != [AXIS]:
+        return function(*heads, whole)
+    cut = P(None, None, AXIS)
+    specs = (*(cut for _ in heads), P())
+    run = jax.shard_map(function, in_specs=specs, out_specs=cut, axis_names={AXIS}, check_vma=False)
+    return run(*heads, whole)
+
+
 def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     """Annotates what is between the parts of a layer, [rows, tokens, width].
 
@@ -87,8 +107,11 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
 
 
 def _is_automatic(mesh: Any, axis: str) -> bool:
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return types[axis] == AxisType.Auto and mesh.shape[axis] > 1
+    return _axis_types(mesh)[axis] == AxisType.Auto and mesh.shape[axis] > 1
+
+
+def _axis_types(mesh: Any) -> dict[str, AxisType]:
+    return {} if mesh.empty else dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
 
 
 def transformer_param_specs(params: Any) -> Any:

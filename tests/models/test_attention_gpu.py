@@ -12,6 +12,10 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
 ROWS, LENGTH, HEADS, KV_HEADS, SIZE = 2, 32, 4, 2, 16
+MODEL = TransformerConfig(
+    vocab_size=32, num_layers=3, hidden_size=HEADS * SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS, mlp_size=32,
+    attention="cudnn",
+)  # fmt: skip
 FORWARD, BACKWARD = r"__cudnn\$fmha\w*Softmax\(", r"__cudnn\$fmha\w*SoftmaxBackward\("
 
 
@@ -81,13 +85,25 @@ def test_asking_for_cudnn_where_it_cannot_run_is_refused(dtype, length, size, pa
 
 @pytest.mark.parametrize("remat, forward", [("none", 1), ("selective", 1), ("full", 2)])
 def test_an_update_runs_flash_attention_forward_once_unless_layers_are_recomputed_whole(remat, forward):
-    sizes = TransformerConfig(
-        vocab_size=32, num_layers=3, hidden_size=HEADS * SIZE, num_heads=HEADS, num_kv_heads=KV_HEADS, mlp_size=32,
-        attention="cudnn",
-    )  # fmt: skip
     fb = jaxfb.get_forward_backward_func(compute_dtype="bfloat16", remat=remat)
     plan, tokens = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2), jnp.zeros((4, LENGTH), jnp.int32)
     batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}
-    params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
-    text = lowered_for_cuda(lambda p, b: fb(transformer(sizes), p, b, plan).grads, params, batch)
+    params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
+    text = lowered_for_cuda(lambda p, b: fb(transformer(MODEL), p, b, plan).grads, params, batch)
     assert calls(text) == (forward, 1)
+
+
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"data": 2, "tensor": 2}])
+@pytest.mark.parametrize("packed", [False, True])
+def test_on_a_mesh_a_device_runs_flash_attention_on_its_own_heads(sizes, packed):
+    """Left to XLA's partitioner beside an automatic axis, of size 1 too, it does not compile for several GPUs."""
+    mesh = jaxfb.make_mesh(**sizes)
+    fb = jaxfb.get_forward_backward_func(mesh, compute_dtype="bfloat16")
+    plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=1, data_parallel=4 // mesh.shape["tensor"])
+    tokens = jnp.zeros((4, LENGTH), jnp.int32)
+    batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}
+    batch |= {"segments": tokens + 1} if packed else {}
+    params = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0)))
+    text = lowered_for_cuda(lambda p, b: fb(transformer(MODEL), p, b, plan).grads, params, batch)
+    assert calls(text) == (1, 1) and "CustomSPMDPartitioning" not in text
+    assert f"tensor<1x{LENGTH}x{HEADS // mesh.shape['tensor']}x{SIZE}xbf16>" in text
