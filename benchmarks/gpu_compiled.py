@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import replace
-from pathlib import Path
 
 os.environ["JAX_PLATFORMS"] = "cpu"  # a topology is asked for by name; no CUDA device is looked for
 
@@ -19,11 +18,12 @@ import jax
 import report
 from gpu import FULL
 from gpu_step import Setting, random_batch, train_step
-from jax.experimental import topologies
 
 from jaxfb.models.transformer import init_params
+from jaxfb.planner import gpu
+from jaxfb.planner.chips import GPUS
 
-HBM_GB = 141
+CHIP = GPUS["h200"]
 
 
 def main() -> None:
@@ -43,7 +43,7 @@ def main() -> None:
         "packed documents": replace(best, segments=8),
     }
     numbers = {"memory": {name: compiled(setting) for name, setting in settings.items()}}
-    about = {"model": vars(FULL.sizes), "hbm_gb": HBM_GB, "best": vars(best)}
+    about = {"model": vars(FULL.sizes), "hbm_gb": round(CHIP.memory / 1e9), "best": vars(best)}
     result = {"benchmark": "gpu_compiled", "settings": about, "machine": machine(), **numbers}
     path = report.RESULTS / f"gpu_compiled_h200_jax{jax.__version__}.json"
     path.write_text(json.dumps(result, indent=2) + "\n")
@@ -51,14 +51,13 @@ def main() -> None:
 
 def compiled(setting: Setting) -> dict:
     """Gigabytes of one setting, and the calls of flash attention in its program."""
-    devices = topologies.get_topology_desc(platform="cuda", target_config=target(), topology="1x1x1").devices
-    step = train_step(FULL.sizes, setting, devices)
+    step = train_step(FULL.sizes, setting, gpu.devices(CHIP))
     batch = jax.eval_shape(lambda: random_batch(FULL.sizes, setting))
     program = step.lower(step.abstract_state(lambda key: init_params(FULL.sizes, key)), batch).compile()
     text, memory = program.as_text(), program.memory_analysis()
     row = {
         "peak_gb": round(report.peak_bytes(program) / 1e9, 2),
-        "fits": report.peak_bytes(program) < HBM_GB * 1e9,
+        "fits": report.peak_bytes(program) < CHIP.memory,
         "state_gb": round(memory.alias_size_in_bytes / 1e9, 2),
         "temp_gb": round(memory.temp_size_in_bytes / 1e9, 2),
         "flash_forward": text.count('custom_call_target="__cudnn$fmhaSoftmax"')
@@ -67,10 +66,6 @@ def compiled(setting: Setting) -> dict:
     }
     print(setting, row, flush=True)
     return row
-
-
-def target() -> str:
-    return Path(__file__).with_name("h200.txtpb").read_text()
 
 
 def machine() -> dict:

@@ -6,6 +6,8 @@ compiler, and a little below the size on the box. Bandwidths and rates are the m
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 GIB = 2**30
@@ -37,6 +39,18 @@ class Chip:
     devices: int = 1
     island: int | None = None
     outer_bandwidth: float | None = None
+
+    def group_bandwidth(self, group: Sequence[int]) -> float:
+        """Bytes a second that each device of a group sends: positions in the mesh, islands one after the other.
+
+        A ring over several islands leaves each by the network of all its members there, as NCCL's rings do.
+        """
+        if self.island is None:
+            return self.axis_bandwidth
+        members = Counter(position // self.island for position in group)
+        if len(members) == 1:
+            return self.axis_bandwidth
+        return min(self.axis_bandwidth, self.outer_bandwidth * min(members.values()))
 
 
 def _tpu(name, tflops, memory, bandwidth, both_ways, torus, page, devices=1) -> Chip:

@@ -14,8 +14,6 @@ from jaxfb.planner.verdict import plan as plan_of
 
 def plan(name: str, config: Config, topology: Topology, compiles: bool, as_json: bool) -> None:
     """Prints the verdict of one config on one topology."""
-    if compiles and not topology.has_compiler:
-        say(f"no compiler for {topology.text} without the GPU: an estimate")
     verdict = plan_of(config, topology, compiles=compiles, say=say)
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
 

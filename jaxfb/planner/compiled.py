@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfb.config import Config, config_from_dict, config_to_dict
+from jaxfb.planner import gpu
 from jaxfb.planner.topology import Topology
 
 TPU_ENVIRONMENT = {
@@ -72,13 +73,10 @@ def compile_for(
     """Compiles the step of `config` for `topology`; minutes for a large model. `say` hears how long it has been.
 
     Raises:
-      ValueError: libtpu is missing, or will not make that topology, or the mesh does not fit on it.
+      ValueError: the compiler is missing, or will not make that topology, or the mesh does not fit on it.
     """
-    if topology.platform == "tpu" and find_spec("libtpu") is None:
-        raise ValueError(
-            "[plan] the TPU compiler is not installed; pip install 'jaxfb[plan]' adds libtpu (no TPU is needed), "
-            "or add --no-compile for the estimate alone"
-        )
+    if (missing := missing_compiler(topology)) is not None:
+        raise ValueError(f"[plan] {missing}, or add --no-compile for the estimate alone")
     request = {"config": config_to_dict(config), "topology": topology.text}
     with tempfile.TemporaryDirectory() as directory:
         answer = _run_child(request, topology, Path(directory), say)
@@ -87,6 +85,23 @@ def compile_for(
     if "too_large" in answer:
         return TooLarge(**answer["too_large"])
     return Compiled(**answer["compiled"])
+
+
+def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
+    """Whether to ask the compiler; a plan for GPUs does without, and says what to install."""
+    missing = missing_compiler(topology) if topology.platform == "gpu" else None
+    if missing:
+        say(f"{missing}; without it an estimate")
+    return not missing
+
+
+def missing_compiler(topology: Topology) -> str | None:
+    """What to install for this topology; None where its compiler is there."""
+    if topology.platform == "tpu" and find_spec("libtpu") is None:
+        return "the TPU compiler is not installed; pip install 'jaxfb[plan]' adds libtpu (no TPU is needed)"
+    if topology.platform == "gpu" and not gpu.is_installed():
+        return f"XLA's compiler for GPUs is not installed; {gpu.INSTALL}"
+    return None
 
 
 def _run_child(request: dict, topology: Topology, directory: Path, say: Callable[[str], None]) -> dict:
@@ -120,6 +135,8 @@ def _environment(topology: Topology) -> dict[str, str]:
     if topology.platform == "cpu":
         environment["XLA_FLAGS"] = f"--xla_force_host_platform_device_count={topology.num_devices}"
         return environment
+    if topology.platform == "gpu":
+        return environment  # XLA_FLAGS are the user's, and what is planned
     environment.pop("XLA_FLAGS", None)  # a TPU's flags are not known to the CPU client, and the reverse
     return environment | TPU_ENVIRONMENT
 
@@ -143,6 +160,8 @@ def _answer(config: Config, topology: Topology) -> dict:
     from jaxfb.training.setup import enable_float64
 
     enable_float64(config)
+    if topology.platform == "gpu":
+        config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config) else "xla")
     job = make_job(config, _mesh(config, topology))
     began = time.monotonic()
     lowered = job.step.lower(job.state, job.batch)
@@ -178,6 +197,8 @@ def _devices(topology: Topology) -> list:
 
     if topology.platform == "cpu":
         return jax.devices()
+    if topology.platform == "gpu":
+        return gpu.devices(topology.chip, topology.num_devices)
     options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
     if max(topology.shape) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
@@ -194,9 +215,7 @@ def _read(program, mesh, topology: Topology, lower_seconds: float, compile_secon
     from jaxfb.planner.hlo_cost import cost_of
 
     memory = program.memory_analysis()
-    chip = topology.chip
-    rates = (chip.flops, chip.bandwidth, chip.axis_bandwidth) if chip else (float("inf"),) * 3
-    cost = cost_of(program.as_text(), mesh, *rates)
+    cost = cost_of(program.as_text(), mesh, topology.chip)
     traffic = [
         {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in sorted(cost.traffic.items())
     ]

@@ -12,9 +12,10 @@ from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfb.config import Config
-from jaxfb.planner import liveness
+from jaxfb.planner import gpu, liveness
 from jaxfb.planner.hlo_cost import Traffic, wire_bytes
 from jaxfb.planner.job import Job, abstract_mesh, bytes_per_device, make_job
 from jaxfb.planner.program import Op, Region, Value, sharded_part, walk
@@ -80,10 +81,13 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     Raises:
       ValueError: the mesh does not fit the topology, or the config what `jaxfb train` would refuse.
     """
+    flash = topology.platform == "gpu" and gpu.takes_flash(config)
+    if flash:
+        config = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
     job = make_job(config, abstract_mesh(config, topology.num_devices))
     local = _one_tensor_shard(job)
     region = sharded_part(local.step.trace(local.state, local.batch).jaxpr)
-    if topology.platform == "gpu":
+    if flash:
         _without_scores(region, config.data.sequence_length)
     peak = liveness.temporaries(region)
     temporaries = int(PACKING * peak.bytes)
@@ -175,21 +179,18 @@ def _add(rows, job: Job, topology: Topology, axes: tuple, kind: str, times: int,
     row = rows.setdefault(("+".join(axes), kind), Traffic())
     row.count += times
     row.bytes += times * size
-    seconds = times * wire_bytes(kind, size, group) / _rate(job, topology, axes)
+    chip = topology.chip
+    rate = chip.group_bandwidth(_group(job, axes)) if chip else math.inf
+    seconds = times * wire_bytes(kind, size, group) / rate
     row.seconds += seconds
     row.exposed_seconds += seconds
 
 
-def _rate(job: Job, topology: Topology, axes: tuple[str, ...]) -> float:
-    """Bytes a second along those axes: a group wider than an island of GPUs talks over the network."""
-    chip = topology.chip
-    if chip is None:
-        return math.inf
-    names = list(job.mesh.axis_names)
-    inner = math.prod(job.mesh.shape[axis] for axis in names[names.index(axes[0]) :])
-    if chip.island is None or inner <= chip.island:
-        return chip.axis_bandwidth
-    return chip.outer_bandwidth
+def _group(job: Job, axes: tuple[str, ...]) -> list[int]:
+    """Positions in the mesh of the first group along those axes."""
+    shape = job.mesh.shape
+    positions = np.arange(job.mesh.size).reshape(tuple(shape.values()))
+    return positions[tuple(slice(None) if axis in axes else 0 for axis in shape)].ravel().tolist()
 
 
 def _axes(op: Op) -> tuple[str, ...]:

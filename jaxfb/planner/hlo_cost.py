@@ -17,6 +17,8 @@ from jax.sharding import Mesh
 
 from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
+from jaxfb.planner import gpu_calls
+from jaxfb.planner.chips import Chip
 
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
@@ -64,10 +66,10 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
     return size * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-def cost_of(text: str, mesh: Mesh, flops: float, bandwidth: float, axis_bandwidth: float) -> Cost:
-    """Reads `compiled.as_text()`. Rates are a device's, in a second; a loop of unknown length counts once."""
+def cost_of(text: str, mesh: Mesh, chip: Chip | None = None) -> Cost:
+    """Reads `compiled.as_text()`; a loop of unknown length counts once. Without a chip nothing takes time."""
     computations, entry = hlo.parse(text)
-    reader = _Reader(computations, mesh, flops, bandwidth, axis_bandwidth)
+    reader = _Reader(computations, mesh, chip)
     cost = Cost()
     cost.work_seconds = reader.seconds(entry)
     reader.add_up(cost, entry, 1)
@@ -75,9 +77,8 @@ def cost_of(text: str, mesh: Mesh, flops: float, bandwidth: float, axis_bandwidt
 
 
 class _Reader:
-    def __init__(self, computations, mesh, flops, bandwidth, axis_bandwidth):
-        self._computations, self._mesh = computations, mesh
-        self._flops, self._bandwidth, self._axis_bandwidth = flops, bandwidth, axis_bandwidth
+    def __init__(self, computations, mesh: Mesh, chip: Chip | None):
+        self._computations, self._mesh, self._chip = computations, mesh, chip
         self._types = {
             name: {i.name: i.result for i in instructions} for name, instructions in computations.items()
         }
@@ -134,10 +135,11 @@ class _Reader:
         return cost.traffic.setdefault(("+".join(one.axes(self._mesh)) or "none", one.kind), Traffic())
 
     def _wire_seconds(self, one: Collective) -> float:
-        group = len(one.replica_groups[0]) if one.replica_groups else self._mesh.size
-        if one.kind == "collective-permute":
-            group = 2
-        return wire_bytes(one.kind, one.bytes, group) / self._axis_bandwidth
+        if self._chip is None:
+            return 0.0
+        groups = one.replica_groups or (tuple(range(self._mesh.size)),)
+        rate = min(map(self._chip.group_bandwidth, groups))
+        return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 
     def _collectives(self, instruction: Instruction, name: str) -> list[tuple[Collective, str | None]]:
         """(collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
@@ -163,8 +165,10 @@ class _Reader:
             return sum(length * self.seconds(inner) for inner, length in regions)
         if instruction.opcode.endswith("-start") or hlo.collective_kind(instruction.opcode):
             return 0.0  # prefetches run beside the work; collectives are counted apart
-        products = self._products_of(instruction, name) / self._flops
-        return max(products, self._bytes_of(instruction, name) / self._bandwidth)
+        if self._chip is None:
+            return 0.0
+        products = self._products_of(instruction, name) / self._chip.flops
+        return max(products, self._bytes_of(instruction, name) / self._chip.bandwidth)
 
     def _products_of(self, instruction: Instruction, name: str) -> float:
         if instruction.opcode in _REGIONS:
@@ -172,6 +176,8 @@ class _Reader:
         if instruction.opcode in ("dot", "convolution"):
             left, right = _operand_types(instruction, self._types[name])
             return _flops(instruction.opcode, instruction.result, left, right, instruction.rest)
+        if instruction.opcode == "custom-call":
+            return gpu_calls.flops(instruction, self._types[name].get(_first_operand(instruction), ""))
         return sum(self._products_inside(inner) for inner, _ in hlo.callees(instruction, self._computations))
 
     def _products_inside(self, name: str) -> float:
@@ -193,30 +199,37 @@ class _Reader:
         if instruction.opcode == "fusion":
             inner = hlo.callees(instruction, self._computations)[0][0]
             return self._fusion_bytes(instruction, inner, operands)
-        return _hbm_bytes(instruction.result) + sum(map(_hbm_bytes, operands))
+        result = gpu_calls.result(instruction)
+        return _hbm_bytes(result) + sum(map(_hbm_bytes, operands))
 
     def _fusion_bytes(self, instruction: Instruction, inner: str, operands: list[str]) -> float:
         """Operands of which only slices are read count as the slices; results updated in place, as the updates."""
         body = self._computations[inner]
-        readers: dict[str, list[Instruction]] = defaultdict(list)
-        for one in body:
-            for operand in _operand_names(one):
-                readers[operand].append(one)
+        places, readers = {_number(i): i.name for i in body if i.opcode == "parameter"}, _readers(body)
         total, in_place = 0.0, 0.0
         for index, operand in enumerate(operands):
-            parameter = next((i for i in body if i.opcode == "parameter" and _number(i) == index), None)
-            used = readers.get(parameter.name, []) if parameter else []
-            if used and all(i.opcode in ("dynamic-slice", "gather", "slice") for i in used):
-                total += sum(_hbm_bytes(i.result) for i in used) if _hbm_bytes(operand) else 0.0
-            elif used and all(
-                i.opcode == "dynamic-update-slice" and _first_operand(i) == parameter.name for i in used
-            ):
-                updates = [self._types[inner].get(_operand_names(i)[1], "") for i in used]
+            used = readers.get(places.get(index, ""), [])
+            if used and all(at == 0 and i.opcode in ("dynamic-slice", "gather", "slice") for i, at in used):
+                total += sum(_hbm_bytes(i.result) for i, _ in used) if _hbm_bytes(operand) else 0.0
+            elif used and all(at == 0 and i.opcode == "dynamic-update-slice" for i, at in used):
+                updates = [self._types[inner].get(_operand_names(i)[1], "") for i, _ in used]
                 written = sum(map(_any_bytes, updates)) if _hbm_bytes(operand) else 0.0
                 total, in_place = total + written, in_place + _hbm_bytes(operand)
             else:
                 total += _hbm_bytes(operand)
         return total + max(0.0, _hbm_bytes(instruction.result) - in_place)
+
+
+def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]]:
+    """Who reads each value of a fusion, and as which operand; a bitcast is what it casts."""
+    casts = {i.name: _first_operand(i) for i in body if i.opcode == "bitcast"}
+    readers: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+    for one in body:
+        for place, name in enumerate(_operand_names(one) if one.name not in casts else ()):
+            while name in casts:
+                name = casts[name]
+            readers[name].append((one, place))
+    return readers
 
 
 def _number(instruction: Instruction) -> int:

@@ -11,8 +11,9 @@ from pathlib import Path
 
 from jaxfb.config import Config
 from jaxfb.config.show import save_yaml
+from jaxfb.planner import gpu
 from jaxfb.planner.candidates import candidates, guess, label
-from jaxfb.planner.compiled import TooLarge
+from jaxfb.planner.compiled import TooLarge, compiles_here
 from jaxfb.planner.estimate import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.page import answer
@@ -58,7 +59,7 @@ def search(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
     estimated = _estimated(config, topology, traced, say)
-    if not compiled or not topology.has_compiler:
+    if not compiled or not compiles_here(topology, say):
         return estimated
     answered: list[Found] = []
     for found in _by_kind(estimated)[: 2 * compiled]:
@@ -115,9 +116,18 @@ def _by_kind(estimated: list[Found]) -> list[Found]:
     return [estimated[place] for *_, place in sorted(turns)]
 
 
+def _on_hosts(config: Config, topology: Topology) -> bool:
+    try:
+        gpu.check_hosts(config, topology)
+    except ValueError:
+        return False
+    return True
+
+
 def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[str], None]) -> list[Found]:
     sizes = model_sizes(config)
-    guesses = [(guess(one, sizes, topology), one) for one in candidates(config, sizes, topology.num_devices)]
+    legal = (one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology))
+    guesses = [(guess(one, sizes, topology), one) for one in legal]
     if not guesses:
         devices = topology.num_devices
         raise ValueError(

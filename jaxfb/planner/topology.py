@@ -1,6 +1,6 @@
 """The machine that a plan is for, read from a name: `v5p:4x4x8`, `cpu:8`, `gpu:h100x8`. Plain Python.
 
-Only the name and its arithmetic; `compiled.py` asks libtpu for the devices.
+Only the name and its arithmetic; `compiled.py` asks the compiler for the devices.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ class Topology:
     @property
     def num_devices(self) -> int:
         return math.prod(self.shape) * (self.chip.devices if self.chip else 1)
-
-    @property
-    def has_compiler(self) -> bool:
-        """Whether its compiler is asked; that of GPUs is not."""
-        return self.platform != "gpu"
 
     def __str__(self) -> str:
         halves = f" ({self.chip.devices} devices a chip)" if self.chip and self.chip.devices > 1 else ""
@@ -72,7 +67,14 @@ def _gpus(shape: str, text: str) -> Topology:
             f"[plan] cannot read the GPUs in {text!r}; write gpu:NAMExCOUNT with a name among "
             f"{', '.join(GPUS)}, such as gpu:h100x8"
         )
-    return Topology(text, "gpu", (_count(found[2], text),), GPUS[found[1]])
+    chip, count = GPUS[found[1]], _count(found[2], text)
+    if count > chip.island and count % chip.island:
+        nearest = chip.island * round(count / chip.island)
+        raise ValueError(
+            f"[plan] more than {chip.island} GPUs are hosts of {chip.island}, {text!r} does not fill them; "
+            f"the nearest is gpu:{chip.name}x{nearest}"
+        )
+    return Topology(text, "gpu", (count,), chip)
 
 
 def _count(number: str, text: str) -> int:

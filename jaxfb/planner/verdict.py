@@ -8,8 +8,9 @@ from typing import Any
 
 from jaxfb.config import Config
 from jaxfb.models.config import flops_per_token, num_params
+from jaxfb.planner import gpu
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.compiled import Compiled, TooLarge, compile_for
+from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
 from jaxfb.planner.estimate import Estimate, estimate
 from jaxfb.planner.hlo_cost import Traffic
 from jaxfb.planner.job import Job
@@ -131,11 +132,12 @@ def plan(
       compiles: False leaves the compiler out.
       say: hears of progress.
     Raises:
-      ValueError: config, mesh and topology do not fit together, or the compiler is not installed.
+      ValueError: config, mesh and topology do not fit together, or the TPU compiler is not installed.
     """
+    gpu.check_hosts(config, topology)
     job, counted = estimate(config, topology)
     verdict = of_estimate(job, counted, topology)
-    return compiled_verdict(config, verdict, say) if compiles and topology.has_compiler else verdict
+    return compiled_verdict(config, verdict, say) if compiles and compiles_here(topology, say) else verdict
 
 
 def of_estimate(job: Job, counted: Estimate, topology: Topology) -> Verdict:

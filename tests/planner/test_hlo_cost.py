@@ -6,6 +6,7 @@ import pytest
 from jax import lax
 
 import jaxfb
+from jaxfb.planner.chips import GPUS, Chip
 from jaxfb.planner.compiled import too_large
 from jaxfb.planner.hlo_cost import _flops, cost_of
 
@@ -22,19 +23,23 @@ ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
 """
 
 
+def chip(flops=1e30, bandwidth=1e30, axis_bandwidth=1e30) -> Chip:
+    return Chip("made up", flops, 1e9, bandwidth, axis_bandwidth, source="")
+
+
 def test_a_loop_of_products_costs_its_length():
     def chain(x, weights):
         return lax.scan(lambda y, w: (jnp.tanh(y @ w), None), x, weights)[0]
 
     text = jax.jit(chain).lower(jnp.ones((64, 128)), jnp.ones((7, 128, 128))).compile().as_text()
-    cost = cost_of(text, jaxfb.make_mesh(data=2), 1.0, 1e30, 1.0)
+    cost = cost_of(text, jaxfb.make_mesh(data=2), chip(flops=1.0))
     assert cost.flops == cost.work_seconds == 7 * 2 * 64 * 128 * 128
 
 
 def test_work_between_start_and_done_hides_the_wait():
     mesh = jaxfb.make_mesh(data=2)
     # the product takes 2 s, the permute 4 s, the sum 4 s
-    cost = cost_of(OVERLAPPED, mesh, flops=1e9, bandwidth=1e30, axis_bandwidth=1e6)
+    cost = cost_of(OVERLAPPED, mesh, chip(flops=1e9, axis_bandwidth=1e6))
     permute, total = cost.traffic["data", "collective-permute"], cost.traffic["data", "all-reduce"]
     assert (permute.seconds, permute.exposed_seconds, permute.asynchronous) == (4, 2, 4e6)
     assert (total.seconds, total.exposed_seconds, total.asynchronous) == (4, 4, 0)
@@ -77,3 +82,55 @@ def test_out_of_memory_is_read_with_its_numbers():
     assert too_large(early).needed == 192.17 * 2**30
     assert (too_large(late).needed, too_large(late).available) == (19.83 * 2**30, 15.75 * 2**30)
     assert too_large("INTERNAL: something else") is None
+
+
+# as XLA writes them for an H100: attention, a product by cuBLAS, a layer's slice and a layer's sum in their stacks
+OF_A_GPU = """HloModule m, is_scheduled=true
+%slice_of (i: s32[], stack: f32[32,64,128]) -> bf16[64,1,128] {
+  %stack = f32[32,64,128]{2,0,1} parameter(1)
+  %seen = f32[64,32,128]{2,1,0} bitcast(%stack)
+  %i = s32[] parameter(0)
+  %one = f32[64,1,128]{2,1,0} dynamic-slice(%seen, %i, %i, %i), dynamic_slice_sizes={64,1,128}
+  ROOT %cast = bf16[64,1,128]{2,1,0} convert(%one)
+}
+%put_into (i: s32[], update: f32[64,128], stack: f32[32,64,128]) -> f32[64,32,128] {
+  %stack = f32[32,64,128]{2,0,1} parameter(2)
+  %seen = f32[64,32,128]{2,1,0} bitcast(%stack)
+  %update = f32[64,128]{1,0} parameter(1)
+  %raised = f32[64,1,128]{2,1,0} bitcast(%update)
+  %i = s32[] parameter(0)
+  ROOT %put = f32[64,32,128]{2,1,0} dynamic-update-slice(%seen, %raised, %i, %i, %i)
+}
+ENTRY %main (q: bf16[1,64,8,16], k: bf16[1,64,2,16]) -> f32[64,128] {
+  %q = bf16[1,64,8,16]{3,2,1,0} parameter(0)
+  %k = bf16[1,64,2,16]{3,2,1,0} parameter(1)
+  %i = s32[] parameter(2)
+  %stack = f32[32,64,128]{2,0,1} parameter(3)
+  %x = bf16[64,128]{1,0} parameter(4)
+  %forward = (bf16[1,8,64,16]{3,1,2,0}, f32[1,8,64]{2,1,0}, u8[7000000]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmax", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["1","8","64","64"]},"mask_type":"CAUSAL"}}
+  %backward = (bf16[1,8,64,16]{3,1,2,0}, u8[0]{0}) custom-call(%q, %k, %k), custom_call_target="__cudnn$fmhaSoftmaxBackward", backend_config={"cudnn_fmha_backend_config":{"intermediate_tensor_shape":{"element_type":"BF16","dimensions":["1","8","64","64"]},"mask_type":"NO_MASK"}}
+  %layer = bf16[64,1,128]{2,1,0} fusion(%i, %stack), kind=kLoop, calls=%slice_of
+  %weight = bf16[64,128]{1,0} bitcast(%layer)
+  %product = (f32[128,128]{1,0}, s8[4194304]{0}) custom-call(%x, %weight), custom_call_target="__cublas$lt$matmul", backend_config={"gemm_backend_config":{"beta":0,"dot_dimension_numbers":{"lhs_contracting_dimensions":["0"],"rhs_contracting_dimensions":["0"]}}}
+  %sum = f32[64,128]{1,0} parameter(5)
+  ROOT %kept = f32[64,32,128]{2,1,0} fusion(%i, %sum, %stack), kind=kLoop, calls=%put_into
+}
+"""  # noqa: E501
+
+
+def test_a_gpus_library_calls_and_slices_behind_bitcasts_are_read():
+    cost = cost_of(OF_A_GPU, jaxfb.make_mesh(data=2))
+    scores, product = 8 * 64 * 64 * 16, 2 * 128 * 128 * 64
+    assert cost.flops == 2 * 2 * scores / 2 + 2 * 5 * scores + product
+    queries, keys, layer = 2 * 64 * 8 * 16, 2 * 64 * 2 * 16, 64 * 128
+    attention = 2 * (2 * queries + 2 * keys) + 4 * 8 * 64
+    cast, matmul = 4 * layer + 2 * layer, 2 * 2 * layer + 4 * 128 * 128
+    assert cost.bytes == pytest.approx(attention + cast + matmul + 2 * 4 * layer, abs=64)  # and six indices
+
+
+def test_a_group_over_several_hosts_goes_by_the_network_of_all_its_members():
+    h100 = GPUS["h100"]
+    assert h100.group_bandwidth(range(8)) == 450e9
+    assert h100.group_bandwidth([0, 8, 16, 24]) == 50e9
+    assert h100.group_bandwidth(range(0, 64, 2)) == 200e9
+    assert h100.group_bandwidth(range(64)) == 400e9

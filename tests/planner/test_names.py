@@ -17,7 +17,7 @@ def test_a_tpu_is_a_torus_of_chips(text, devices, torus):
 def test_other_machines():
     assert parse_topology("cpu:8").num_devices == 8
     gpus = parse_topology("gpu:h100x64")
-    assert (gpus.num_devices, gpus.chip.name, gpus.has_compiler) == (64, "h100", False)
+    assert (gpus.num_devices, gpus.chip.name, gpus.platform) == (64, "h100", "gpu")
 
 
 @pytest.mark.parametrize(
@@ -29,6 +29,7 @@ def test_other_machines():
         ("v5e:4xfour", "torus of 2 dimensions"),
         ("v5p", "write one such as v5p:4x4x8"),
         ("gpu:foo", "gpu:NAMExCOUNT.*h100"),
+        ("gpu:h100x12", "hosts of 8.*nearest is gpu:h100x16"),
         ("cpu:0", "write cpu:8"),
     ],
 )

@@ -1,0 +1,181 @@
+"""XLA's compiler for GPUs on a machine without one: is it installed, what is it told, which devices does it give.
+
+It comes with JAX's CUDA plugin. Instead of a device it takes a description (stream_executor.GpuTargetConfigProto), here
+made of `chips.py` and of what an architecture has; kernels that are chosen by trying them on the device are not tried.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+
+from jaxfb.config import Config
+from jaxfb.mesh import across_slices, mesh_sizes
+from jaxfb.planner.chips import Chip
+from jaxfb.planner.topology import Topology
+
+PLUGINS = ("xla_cuda13", "xla_cuda12")
+INSTALL = "pip install 'jaxfb[cuda]' adds it (no GPU is needed; Linux)"
+CUDA, CUDNN = "13.0.0", (9, 10, 0)
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """What the compiler asks beyond a chip's peaks.
+
+    capability: major of the compute capability. cores: streaming multiprocessors. float32_units: of each.
+    shared_memory: KiB of each core; a block may take one less. l2: MiB. clock: GHz, boosted.
+    """
+
+    name: str
+    capability: int
+    cores: int
+    float32_units: int
+    shared_memory: int
+    l2: float
+    clock: float
+
+
+# NVIDIA's whitepapers of each architecture; limits of a compute capability: CUDA programming guide, appendix
+_ARCHITECTURES = {
+    "a100": Architecture("NVIDIA A100-SXM4-80GB", 8, 108, 64, 164, 40, 1.41),
+    "h100": Architecture("NVIDIA H100 80GB HBM3", 9, 132, 128, 228, 50, 1.98),
+    "h200": Architecture("NVIDIA H200", 9, 132, 128, 228, 50, 1.98),
+    "b200": Architecture("NVIDIA B200", 10, 148, 128, 228, 126, 1.965),
+}
+
+
+def is_installed() -> bool:
+    """Whether JAX's CUDA plugin is; nothing is loaded."""
+    try:
+        return any(find_spec(f"jax_plugins.{name}") for name in PLUGINS)
+    except ModuleNotFoundError:
+        return False
+
+
+def target_config(chip: Chip) -> str:
+    """The chip as XLA wants it told, in protobuf's text format."""
+    made = _ARCHITECTURES[chip.name]
+    dnn = "major: {} minor: {} patch: {}".format(*CUDNN)
+    return f"""gpu_device_info {{
+  threads_per_block_limit: 1024
+  threads_per_warp: 32
+  threads_per_core_limit: 2048
+  shared_memory_per_block: {48 * 1024}
+  shared_memory_per_core: {made.shared_memory * 1024}
+  shared_memory_per_block_optin: {(made.shared_memory - 1) * 1024}
+  core_count: {made.cores}
+  fpus_per_core: {made.float32_units}
+  block_dim_limit_x: {2**31 - 1}
+  block_dim_limit_y: {2**16 - 1}
+  block_dim_limit_z: {2**16 - 1}
+  thread_dim_limit_x: 1024
+  thread_dim_limit_y: 1024
+  thread_dim_limit_z: 64
+  registers_per_core_limit: 65536
+  registers_per_block_limit: 65536
+  memory_bandwidth: {chip.bandwidth:.0f}
+  l2_cache_size: {made.l2 * 2**20:.0f}
+  clock_rate_ghz: {made.clock}
+  device_memory_size: {chip.memory:.0f}
+  cuda_compute_capability {{ major: {made.capability} }}
+  device_vendor: "NVIDIA Corporation"
+  device_address_bits: 64
+  name: "{made.name}"
+  driver_version: "{CUDA}"
+  runtime_version: "{CUDA}"
+  compile_time_toolkit_version: "{CUDA}"
+  dnn_version: "{".".join(map(str, CUDNN))}"
+}}
+platform_name: "CUDA"
+dnn_version_info {{ {dnn} }}
+device_description_str: "{made.name}"
+"""
+
+
+def devices(chip: Chip, count: int = 1) -> list:
+    """So many devices to compile for, island after island.
+
+    Raises:
+      ValueError: the plugin is missing, or JAX does not take the one that is installed.
+    """
+    from jax.experimental import topologies
+
+    if not is_installed():
+        raise ValueError(f"[plan] XLA's compiler for GPUs is not installed; {INSTALL}")
+    each = min(count, chip.island)
+    try:
+        described = topologies.get_topology_desc(
+            platform="cuda", target_config=target_config(chip), topology=f"1x{count // each}x{each}"
+        )
+    except Exception as error:
+        raise ValueError(_not_taken(error)) from error
+    return described.devices
+
+
+def check_hosts(config: Config, topology: Topology) -> None:
+    """Refuses a mesh whose tensor axis would go over the network between hosts, as `make_mesh` would there.
+
+    Raises:
+      ValueError: what to make larger or smaller.
+    """
+    if topology.platform != "gpu":
+        return
+    hosts = topology.num_devices // min(topology.num_devices, topology.chip.island)
+    if hosts > 1:
+        across_slices(mesh_sizes(vars(config.mesh), topology.num_devices, "gpu"), hosts)
+
+
+def takes_flash(config: Config) -> bool:
+    """Whether attention is cuDNN's there: `choose_backend`'s rule, which at run time asks the device at hand.
+
+    Raises:
+      ValueError: "cudnn" was asked for where it cannot run.
+    """
+    import jax
+    import jax.numpy as jnp
+
+    from jaxfb.models.attention import choose_backend
+    from jaxfb.planner.job import model_sizes
+
+    if config.model.attention == "xla" or config.mesh.context > 1:
+        return False
+    sizes, packed = model_sizes(config), config.data.packing != "stream"
+    shape = (1, config.data.sequence_length, sizes.num_heads, sizes.head_size)
+    query = jax.ShapeDtypeStruct(shape, jnp.dtype(config.precision.compute_dtype))
+    try:
+        return choose_backend("cudnn", query, packed=packed) == "cudnn"
+    except ValueError:
+        if config.model.attention == "cudnn":
+            raise
+        return False
+
+
+def with_attention(config: Config, attention: str) -> Config:
+    """The config with that attention in place of "auto", which would ask the device at hand."""
+    return replace(config, model=replace(config.model, attention=attention))
+
+
+def _not_taken(error: Exception) -> str:
+    import jax
+    import jaxlib
+
+    found = ", ".join(f"{name} {one}" for name in _packages() if (one := _version(name)))
+    cuda = "12" if found.startswith("jax-cuda12") else "13"
+    said = (str(error).splitlines() or [""])[0]
+    return (
+        f"[plan] jax {jax.__version__} (jaxlib {jaxlib.__version__}) does not compile for GPUs with {found}: {said}; "
+        f"pip install 'jax[cuda{cuda}]=={jax.__version__}' gives the plugin of the same version"
+    )
+
+
+def _packages() -> list[str]:
+    return [f"jax-{plugin.removeprefix('xla_')}-pjrt" for plugin in PLUGINS]
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,55 @@
+"""What XLA's compiler for GPUs leaves to a library: products by cuBLAS, attention by cuDNN, as the calls' text says."""
+
+from __future__ import annotations
+
+import math
+import re
+
+from jaxfb.hlo import Instruction
+
+_ARRAY = re.compile(r"\b[a-z]+[0-9a-z]*\[([\d,]*)\]")
+_WORKSPACE = re.compile(r"\b[su]8\[\d+\](?:\{[^}]*\})?")
+_ATTENTION, _PRODUCT = "__cudnn$fmha", "__cublas$"
+
+
+def flops(call: Instruction, left: str) -> float:
+    """Of a library's product or attention; 0 of any other call.
+
+    Attention (its scores are [rows, heads, T, S]) is two products of that size forward and five backward, and half of
+    each where it is causal: cuDNN leaves out the blocks that nobody sees.
+
+    Args:
+      left: the type of the first operand.
+    """
+    target = re.search(r'custom_call_target="([^"]*)"', call.rest)
+    if target and target[1].startswith(_PRODUCT):
+        return (
+            2.0 * math.prod(_shape(call.result)) * math.prod(_shape(left)[d] for d in _contracted(call.rest))
+        )
+    if target and target[1].startswith(_ATTENTION):
+        scores, size = _scores(call.rest), _shape(left)[-1]
+        products = 5 if "Backward" in target[1] else 2
+        return 2.0 * products * scores * size * (0.5 if "CAUSAL" in call.rest else 1.0)
+    return 0.0
+
+
+def result(instruction: Instruction) -> str:
+    """The types that it writes, a library's workspace left out."""
+    called = instruction.opcode == "custom-call" and instruction.result.startswith("(")
+    return _WORKSPACE.sub("", instruction.result) if called else instruction.result
+
+
+def _contracted(rest: str) -> list[int]:
+    found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', rest)
+    return [int(dim) for dim in re.findall(r"\d+", found[1])] if found else []
+
+
+def _scores(rest: str) -> int:
+    found = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', rest)
+    return math.prod(int(size) for size in re.findall(r"\d+", found[1])) if found else 0
+
+
+def _shape(types: str) -> tuple[int, ...]:
+    """Of the first array in a type."""
+    found = _ARRAY.search(types)
+    return tuple(int(size) for size in found[1].split(",") if size) if found else ()
