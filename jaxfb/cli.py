@@ -31,7 +31,7 @@ POST_TRAINING = {
     "dpo": "learn from pairs of answers, one preferred to the other",
     "rl": "sample, reward, update: GRPO, PPO and their kin",
 }
-TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or (estimated only) gpu:h100x8"
+TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h100x8"
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
