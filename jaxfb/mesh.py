@@ -80,6 +80,16 @@ def data_parallel(mesh: Mesh | None) -> int:
     return axis_size(mesh, *REPLICA_AXES)
 
 
+def platform_here() -> str:
+    """ "tpu", "gpu" or "cpu": what the function being traced will run on.
+
+    That of the mesh in context, whose devices need not be at hand (as where a laptop compiles for a TPU pod); outside
+    any mesh, of this process.
+    """
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
 def check_mesh(mesh: Mesh) -> Mesh:
     """Accepts any mesh with our axis names, such as one the caller made with `jax.make_mesh`.
 

@@ -6,11 +6,14 @@ from collections.abc import Callable
 
 import jax
 
+from jaxfb.models.splash import KEPT
+
 REMAT_POLICIES = ("none", "selective", "layer", "full")
 PIPELINE_KEEPS = {"none": "residuals", "selective": "residuals", "layer": "inputs", "full": "input"}
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 
-# cuDNN's flash attention: its output and softmax sums take no more room than a product with a weight
+# flash attention: its output and softmax sums take no more room than a product with a weight. cuDNN's is a primitive;
+# splash names the two, since what its kernel writes has the sums 128 times
 _FLASH = {"dot_product_attention_fwd_wrapper"}
 # shape-only primitives: saving one of these would keep a gathered weight under another name
 _VIEWS = {
@@ -27,9 +30,9 @@ _VIEWS = {
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
     """`layer` with the recomputation of that name.
 
-    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of cuDNN's
-    flash attention, and computes elementwise work and any other attention again; "layer" and "full" keep the
-    layer's input only.
+    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of flash
+    attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer" and
+    "full" keep the layer's input only.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
@@ -44,7 +47,7 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
 
 
 def _products_with_weights_and_flash_attention(primitive, *shapes, **params) -> bool:
-    if primitive.name in _FLASH:
+    if primitive.name in _FLASH or (primitive.name == "name" and params["name"] == KEPT):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 

@@ -15,7 +15,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.sharding import AxisType, Mesh
 
+from jaxfb.mesh import axis_size, manual_axes, platform_here
+from jaxfb.models import splash
 from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate
@@ -68,13 +71,15 @@ def packed_attention(
     Args:
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
       segments: i32[R, T] document ids, 0 for padding; None when each row is one document.
-      backend: "auto", "xla" or "cudnn".
+      backend: "auto", "xla", "cudnn" or "splash".
     Returns:
       float[R, T, H, K].
     """
     packed = segments is not None
+    chosen = choose_backend(backend, query, key, packed=packed)
+    if chosen == "splash":
+        return splash.splash_attention(query, key, value, segments)
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
-    chosen = choose_backend(backend, query, packed=packed)
     return attention(query, key, value, mask=mask, is_causal=True, backend=chosen)
 
 
@@ -87,26 +92,56 @@ def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -
     )
 
 
-def choose_backend(backend: str, query: jax.Array, *, packed: bool) -> str:
-    """ "xla" or "cudnn" for what a config asks for: "auto" is cuDNN's flash attention wherever it can train.
+def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
+    """ "xla", "cudnn" or "splash" for what a config asks for: "auto" is flash attention wherever it can train.
 
-    That is on NVIDIA GPUs from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size that is a
-    multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not free:
-    cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T]; its own packed layout has no public JAX name.
+    On NVIDIA GPUs that is cuDNN's, from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size
+    that is a multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not
+    free: cuDNN takes the segments as a bias in the compute dtype, [R, 1, T, T]; its own packed layout has no public
+    JAX name.
 
+    On TPUs it is splash, in bfloat16 or float32, where T is a multiple of 128, the head size at most 256, and `tensor`
+    divides the kv heads; inside `jax.shard_map`, as in the engine: elsewhere XLA might have to cut it, and cannot.
+
+    Args:
+      query: [R, T, H, K], or its shape and dtype.  key: likewise, [R, T, G, K].
     Raises:
-      ValueError: "cudnn" was asked for where it cannot run.
+      ValueError: "cudnn" or "splash" was asked for where it cannot run.
     """
-    refusal = _cudnn_refusal(query, packed)
     if backend == "auto":
-        on_gpu = jax.default_backend() == "gpu" and _compute_capability() >= 8
-        return "cudnn" if on_gpu and refusal is None else "xla"
-    if backend == "cudnn" and refusal is not None:
-        raise ValueError(f"[model] attention='cudnn' {refusal}, or attention='auto'")
+        return _best(query, key, packed)
+    refused = {"cudnn": lambda: _cudnn_refusal(query, packed), "splash": lambda: splash.refusal(query, key)}
+    if backend in refused and (refusal := refused[backend]()):
+        raise ValueError(f"[model] attention={backend!r} {refusal}, or attention='auto'")
     return backend
 
 
-def _cudnn_refusal(query: jax.Array, packed: bool) -> str | None:
+def _best(query: Any, key: Any, packed: bool) -> str:
+    platform, in_engine = platform_here(), not jax.sharding.get_abstract_mesh().empty
+    if platform == "gpu" and _compute_capability() >= 8 and _cudnn_refusal(query, packed) is None:
+        return "cudnn"
+    if platform == "tpu" and in_engine and splash.refusal(query, key) is None:
+        return "splash"
+    return "xla"
+
+
+def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int, *, packed: bool) -> None:
+    """Raises the ValueError of `choose_backend` that a layer of the engine would, before anything is traced.
+
+    A context axis has attention of its own, so there is nothing to refuse.
+    """
+    if axis_size(mesh, "context") > 1:
+        return
+    inside = mesh.abstract_mesh.update_axis_types({axis: AxisType.Manual for axis in manual_axes(mesh)})
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, config.head_size), dtype)
+        for heads in (config.num_heads, config.num_kv_heads)
+    )
+    with jax.sharding.use_abstract_mesh(inside):
+        choose_backend(config.attention, query, key, packed=packed)
+
+
+def _cudnn_refusal(query: Any, packed: bool) -> str | None:
     """What in these queries cuDNN cannot take, and what it could."""
     limit = 256 if _compute_capability() >= 9 else 128
     _, length, _, size = query.shape

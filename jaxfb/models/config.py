@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
-ATTENTION_BACKENDS = ("auto", "xla", "cudnn")
+ATTENTION_BACKENDS = ("auto", "xla", "cudnn", "splash")
 CONTEXT_ATTENTION = ("ring", "all_gather", "all_to_all")
 
 
@@ -24,7 +24,8 @@ class TransformerConfig:
     qkv_bias:        biases on the query, key and value projections (Qwen2).
     qk_norm:         RMSNorm over each query and key head (Qwen3).
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
-    attention:       "auto" (cuDNN flash where it is supported, else XLA), "xla" or "cudnn".
+    attention:       "auto": flash attention where it is supported, on GPUs "cudnn", on TPUs "splash"
+                     (`jaxfb.models.attention.choose_backend`), else "xla"; or one of these.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
                      "all_gather" or "all_to_all" (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor

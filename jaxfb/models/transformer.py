@@ -226,12 +226,12 @@ def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, LossOutput]:
 def _attend_packed(query, key, value, *, segments, backend, context):
     if size_here() > 1:
         return context_attention(query, key, value, segments=segments, method=context), None
-    chosen = choose_backend(backend, query, packed=segments is not None)
+    chosen = choose_backend(backend, query, key, packed=segments is not None)
 
     def attend(query, key, value, segments):
         return packed_attention(query, key, value, segments=segments, backend=chosen)
 
-    if chosen != "cudnn":
+    if chosen == "xla":
         return attend(query, key, value, segments), None
     return on_head_shards(attend, (query, key, value), segments), None
 

@@ -79,21 +79,26 @@ def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P)
 def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array], whole: Any) -> jax.Array:
     """`function(*heads, whole)` on every tensor shard by itself: for kernels, which XLA's partitioner cannot cut.
 
-    With `tensor` of size 1 too: JAX hands cuDNN's attention to that partitioner beside any automatic axis, where a
-    program of several devices then does not compile (jax 0.10.2).
+    With `tensor` of size 1 too: beside any automatic axis JAX hands cuDNN's attention to that partitioner, where a
+    program of several devices then does not compile (jax 0.10.2), and refuses a TPU's kernel.
 
     Args:
       function: [R, T, heads, K] arrays and `whole` to another [R, T, heads, K].
       heads: arrays [R, T, heads, K], cut by heads where `tensor` is the automatic axis, which must divide them all.
       whole: a tree of arrays that every shard sees whole.
     """
-    types = _axis_types(jax.sharding.get_abstract_mesh())
-    if [axis for axis, kind in types.items() if kind == AxisType.Auto] != [AXIS]:
+    if automatic_axes() != [AXIS]:
         return function(*heads, whole)
     cut = P(None, None, AXIS)
     specs = (*(cut for _ in heads), P())
     run = jax.shard_map(function, in_specs=specs, out_specs=cut, axis_names={AXIS}, check_vma=False)
     return run(*heads, whole)
+
+
+def automatic_axes() -> list[str]:
+    """The axes of the mesh in context that XLA partitions, those of size 1 among them."""
+    types = _axis_types(jax.sharding.get_abstract_mesh())
+    return [axis for axis, kind in types.items() if kind == AxisType.Auto]
 
 
 def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:

@@ -9,7 +9,10 @@ import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+import jax.numpy as jnp
+
 from jaxfb.config import Config
+from jaxfb.models import splash
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.planner.topology import Topology
 
@@ -56,7 +59,7 @@ def label(config: Config) -> str:
 
 def guess(config: Config, sizes: TransformerConfig, topology: Topology) -> Guess:
     """Parameters, moments, gradients and a layer's activations by hand; work, bubble and traffic likewise."""
-    return Guess(_bytes(config, sizes), _seconds(config, sizes, topology))
+    return Guess(_bytes(config, sizes, topology), _seconds(config, sizes, topology))
 
 
 def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[dict[str, int]]:
@@ -102,22 +105,22 @@ def _tensor_divides(sizes: TransformerConfig, tensor: int) -> bool:
     return all(size % tensor == 0 for size in cut)
 
 
-def _bytes(config: Config, sizes: TransformerConfig) -> float:
+def _bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     mesh, layer = config.mesh, config.parallel.fsdp_gather == "layer"
     held = num_params(sizes) / (mesh.pipe * mesh.tensor * (mesh.expert if sizes.num_experts else 1))
     moments = 8 * held / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1)
     weights = 4 * held / mesh.fsdp + (0 if layer else 2 * held)
     gradients = 4 * held / (mesh.fsdp if layer else 1)
-    return weights + moments + gradients + _activation_bytes(config, sizes)
+    return weights + moments + gradients + _activation_bytes(config, sizes, topology)
 
 
-def _activation_bytes(config: Config, sizes: TransformerConfig) -> float:
+def _activation_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """In two bytes a number: what the layers in flight keep."""
     mesh, length = config.mesh, config.data.sequence_length // config.mesh.context
     tokens = config.batch.rows_per_microbatch * length
     width = sizes.num_heads * sizes.head_size
     products = (2 * width + 2 * sizes.num_kv_heads * sizes.head_size + 3 * _mlp_width(sizes)) / mesh.tensor
-    scores = 2 * sizes.num_heads * length / mesh.tensor
+    scores = 0 if _flash(config, sizes, topology) else 2 * sizes.num_heads * length / mesh.tensor
     remat = config.parallel.remat
     if config.schedule == "zero_bubble" and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
@@ -159,7 +162,15 @@ def _seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> fl
 def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Read and written for one token's attention where no flash kernel runs: passes over the scores of every layer,
     as the traced step counts them; more where they are kept."""
-    if topology.platform == "gpu":
+    if _flash(config, sizes, topology):
         return 0.0
     passes = 110 if config.parallel.remat == "none" else 55
     return passes * sizes.num_heads * config.data.sequence_length * sizes.num_layers
+
+
+def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
+    """Whether attention never makes scores: GPUs are taken to run cuDNN's, a TPU runs splash where it can."""
+    if topology.platform != "tpu" or config.mesh.context > 1 or sizes.attention == "xla":
+        return topology.platform == "gpu"
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None

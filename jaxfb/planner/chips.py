@@ -25,6 +25,7 @@ class Chip:
     axis_bandwidth: bytes a second that a device sends along one mesh axis: a ring in both directions along one
                dimension of a TPU's torus; one direction of all NVLinks of a GPU.
     torus:     dimensions of the interconnect; 0 for GPUs.
+    kind:      a TPU's `device_kind`, by which programs know what they are traced for.
     devices:   JAX devices of a chip.
     island:    devices that the fast interconnect joins; beyond it `outer_bandwidth` bytes a second a device.
     """
@@ -36,6 +37,7 @@ class Chip:
     axis_bandwidth: float
     source: str
     torus: int = 0
+    kind: str = ""
     devices: int = 1
     island: int | None = None
     outer_bandwidth: float | None = None
@@ -53,7 +55,7 @@ class Chip:
         return min(self.axis_bandwidth, self.outer_bandwidth * min(members.values()))
 
 
-def _tpu(name, tflops, memory, bandwidth, both_ways, torus, page, devices=1) -> Chip:
+def _tpu(name, tflops, memory, bandwidth, both_ways, torus, kind, devices=1) -> Chip:
     """both_ways: bidirectional interconnect bandwidth of a chip, GB/s, shared by the dimensions of the torus."""
     return Chip(
         name=name,
@@ -61,8 +63,9 @@ def _tpu(name, tflops, memory, bandwidth, both_ways, torus, page, devices=1) -> 
         memory=memory * GIB,
         bandwidth=bandwidth * 1e9 / devices,
         axis_bandwidth=both_ways * 1e9 / (2 * torus) / devices,
-        source=f"{_TPU}{page}; {_AVAILABLE}",
+        source=f"{_TPU}{name}; {_AVAILABLE}",
         torus=torus,
+        kind=kind,
         devices=devices,
     )
 
@@ -84,11 +87,11 @@ def _gpu(name, tflops, memory, bandwidth, nvlink, page) -> Chip:
 TPUS = {
     chip.name: chip
     for chip in (
-        _tpu("v4", 275, 30.75, 1200, 600, 3, "v4"),
-        _tpu("v5e", 197, 15.75, 819, 400, 2, "v5e"),
-        _tpu("v5p", 459, 95.74, 2765, 1200, 3, "v5p"),
-        _tpu("v6e", 918, 31.25, 1638, 800, 2, "v6e"),
-        _tpu("tpu7x", 2307, 94.75, 7380, 1200, 3, "tpu7x", devices=2),
+        _tpu("v4", 275, 30.75, 1200, 600, 3, "TPU v4"),
+        _tpu("v5e", 197, 15.75, 819, 400, 2, "TPU v5 lite"),
+        _tpu("v5p", 459, 95.74, 2765, 1200, 3, "TPU v5"),
+        _tpu("v6e", 918, 31.25, 1638, 800, 2, "TPU v6 lite"),
+        _tpu("tpu7x", 2307, 94.75, 7380, 1200, 3, "TPU7x", devices=2),
     )
 }
 GPUS = {

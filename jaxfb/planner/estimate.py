@@ -17,7 +17,7 @@ import numpy as np
 from jaxfb.config import Config
 from jaxfb.planner import gpu, liveness
 from jaxfb.planner.hlo_cost import Traffic, wire_bytes
-from jaxfb.planner.job import Job, abstract_mesh, bytes_per_device, make_job
+from jaxfb.planner.job import Job, abstract_device, abstract_mesh, bytes_per_device, make_job
 from jaxfb.planner.program import Op, Region, Value, sharded_part, walk
 from jaxfb.planner.roofline import flops, work_seconds
 from jaxfb.planner.topology import Topology
@@ -84,7 +84,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     flash = topology.platform == "gpu" and gpu.takes_flash(config)
     if flash:
         config = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
-    job = make_job(config, abstract_mesh(config, topology.num_devices))
+    job = make_job(config, abstract_mesh(config, topology.num_devices, abstract_device(topology)))
     local = _one_tensor_shard(job)
     region = sharded_part(local.step.trace(local.state, local.batch).jaxpr)
     if flash:
@@ -140,7 +140,7 @@ def _one_tensor_shard(job: Job) -> Job:
     )
     sizes = replace(job.sizes, **{name: _share(getattr(job.sizes, name), tensor) for name in cut})
     config = replace(job.config, mesh=replace(job.config.mesh, tensor=1))
-    mesh = abstract_mesh(config, job.mesh.size // tensor)
+    mesh = abstract_mesh(config, job.mesh.size // tensor, job.mesh.abstract_device)
     return make_job(config, mesh, sizes)
 
 

@@ -142,10 +142,13 @@ def takes_flash(config: Config) -> bool:
     if config.model.attention == "xla" or config.mesh.context > 1:
         return False
     sizes, packed = model_sizes(config), config.data.packing != "stream"
-    shape = (1, config.data.sequence_length, sizes.num_heads, sizes.head_size)
-    query = jax.ShapeDtypeStruct(shape, jnp.dtype(config.precision.compute_dtype))
+    length, dtype = config.data.sequence_length, jnp.dtype(config.precision.compute_dtype)
+    query, key = (
+        jax.ShapeDtypeStruct((1, length, heads, sizes.head_size), dtype)
+        for heads in (sizes.num_heads, sizes.num_kv_heads)
+    )
     try:
-        return choose_backend("cudnn", query, packed=packed) == "cudnn"
+        return choose_backend("cudnn", query, key, packed=packed) == "cudnn"
     except ValueError:
         if config.model.attention == "cudnn":
             raise

@@ -19,6 +19,7 @@ from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
 from jaxfb.planner import gpu_calls
 from jaxfb.planner.chips import Chip
+from jaxfb.planner.kernels import kernel_flops
 
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
@@ -177,7 +178,9 @@ class _Reader:
             left, right = _operand_types(instruction, self._types[name])
             return _flops(instruction.opcode, instruction.result, left, right, instruction.rest)
         if instruction.opcode == "custom-call":
-            return gpu_calls.flops(instruction, self._types[name].get(_first_operand(instruction), ""))
+            operands = [self._types[name].get(one, "") for one in _operand_names(instruction)]
+            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands])
+            return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
         return sum(self._products_inside(inner) for inner, _ in hlo.callees(instruction, self._computations))
 
     def _products_inside(self, name: str) -> float:
@@ -263,7 +266,8 @@ def _any_bytes(types: str) -> float:
 
 
 def _shape(types: str) -> tuple[int, ...]:
-    return tuple(int(size) for size in _TYPED.search(types)[2].split(",") if size)
+    found = _TYPED.search(types)
+    return tuple(int(size) for size in found[2].split(",") if size) if found else ()
 
 
 @cache

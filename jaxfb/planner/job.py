@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import Config
@@ -21,6 +21,7 @@ from jaxfb.models.transformer import transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.sharding import axes_of, shardings
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.planner.topology import Topology
 from jaxfb.train_step import TrainState, TrainStep
 from jaxfb.training import setup
 
@@ -70,6 +71,7 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
     sizes = sizes or model_sizes(config)
     check_tensor_divides(sizes, mesh.shape["tensor"])
     check_expert_divides(sizes, mesh.shape["expert"])
+    setup.check_attention(config, sizes, mesh)
     plan = setup.train_plan(config, mesh)
     run = setup.run_plan(config, {"train": plan}, MANY_ROWS)
     made = setup.Setup(config, mesh, run, None, sizes, transformer(sizes), setup.optimizer(config, run))
@@ -90,14 +92,21 @@ def model_sizes(config: Config) -> TransformerConfig:
     return setup.model_sizes(config, known.get(config.data.tokenizer, config.model.vocab_size))
 
 
-def abstract_mesh(config: Config, num_devices: int) -> AbstractMesh:
-    """The config's mesh on so many devices that do not exist.
+def abstract_mesh(config: Config, num_devices: int, device: AbstractDevice | None) -> AbstractMesh:
+    """The config's mesh on so many devices that do not exist, of that kind.
 
     Raises:
       ValueError: the sizes do not form that number.
     """
     sizes = mesh_sizes(vars(config.mesh), num_devices, "none")
-    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    types = (AxisType.Auto,) * len(AXES)
+    return AbstractMesh(tuple(sizes.values()), AXES, axis_types=types, abstract_device=device)
+
+
+def abstract_device(topology: Topology) -> AbstractDevice:
+    """What a step traced for this topology takes itself to run on: attention, for one, depends on it."""
+    kind = topology.chip.kind if topology.chip else ""
+    return AbstractDevice(device_kind=kind or topology.platform, num_cores=None, platform=topology.platform)
 
 
 def bytes_per_device(tree: PyTree) -> int:

@@ -1,7 +1,7 @@
 """A traced step as a tree of operations on values: what the estimates of memory, work and traffic walk over.
 
-Calls (jit, remat, custom derivatives) are written out; loops and branches stay, as regions. Sizes are those that one
-device sees, because only the inside of `shard_map` is read.
+Calls (jit, remat, custom derivatives) are written out; loops and branches stay, as regions; a kernel is one operation.
+Sizes are those that one device sees, because only the inside of `shard_map` is read.
 """
 
 from __future__ import annotations
@@ -141,6 +141,9 @@ def _branch_of_platform(eqn: Any) -> Any:
 
 
 def _inner(eqn: Any) -> Any:
+    """The program of a call; None where there is none, or it is a kernel's, whose values are blocks on the chip."""
+    if eqn.primitive.name == "pallas_call":
+        return None
     found = (eqn.params.get(name) for name in _INNER)
     return next((one for one in found if hasattr(getattr(one, "jaxpr", one), "eqns")), None)
 

@@ -10,19 +10,22 @@ from __future__ import annotations
 import math
 
 from jaxfb.planner import liveness
+from jaxfb.planner.kernels import kernel_flops
 from jaxfb.planner.program import Op, Region, Value
 
 _SLICES = {"slice", "dynamic_slice", "gather"}
 
 
 def flops(op: Op) -> float:
-    """Of a matrix product; 0 of anything else."""
+    """Of a matrix product, or of those inside a kernel; 0 of anything else."""
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]
         left = op.inputs[0].shape
         return 2.0 * math.prod(op.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
     if op.name in ("ragged_dot", "ragged_dot_general"):
         return _ragged_flops(op)
+    if op.name == "pallas_call":
+        return kernel_flops(op.params["name"] or "", [value.shape for value in op.inputs])
     return 0.0
 
 

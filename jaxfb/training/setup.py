@@ -21,6 +21,7 @@ from jaxfb.config import Config, load_config
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.models.attention import check_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import (
@@ -98,10 +99,17 @@ def make_setup(
     sizes = model_sizes(config, corpus.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
+    check_attention(config, sizes, mesh)
     plan = run_plan(config, plans, len(corpus.train))
     setup = Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
     setup.eval_forward.check(setup.model, abstract_params(config, sizes), plans["train"])
     return setup
+
+
+def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
+    """Raises ValueError where `model.attention` cannot run on rows of this length, in this dtype, on this mesh."""
+    dtype, packed = jnp.dtype(config.precision.compute_dtype), config.data.packing != "stream"
+    check_backend(sizes, mesh, dtype, config.data.sequence_length, packed=packed)
 
 
 def train_plan(config: Config, mesh: Mesh) -> BatchPlan:

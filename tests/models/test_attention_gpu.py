@@ -79,8 +79,8 @@ def test_auto_without_a_gpu_is_xla():
 def test_asking_for_cudnn_where_it_cannot_run_is_refused(dtype, length, size, packed, nearest):
     query = jax.ShapeDtypeStruct((2, length, 4, size), dtype)
     with pytest.raises(ValueError, match=re.escape(nearest)):
-        choose_backend("cudnn", query, packed=packed)
-    assert choose_backend("auto", query, packed=packed) == "xla"
+        choose_backend("cudnn", query, query, packed=packed)
+    assert choose_backend("auto", query, query, packed=packed) == "xla"
 
 
 @pytest.mark.parametrize("remat, forward", [("none", 1), ("selective", 1), ("full", 2)])

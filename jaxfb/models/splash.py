@@ -1,0 +1,137 @@
+"""Splash attention, the flash attention of a TPU: a Pallas kernel that comes with JAX.
+
+What `attention.py` runs where `choose_backend` says "splash". Scores exist a block at a time, in the chip's own memory,
+and blocks above the diagonal are skipped; of the forward it keeps the output and a softmax normalizer a query.
+
+Shapes: R = rows, T = tokens of a row, H = heads, G = kv heads, K = head_size.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfb.mesh import platform_here
+from jaxfb.parallel.tensor import AXIS, automatic_axes
+
+KEPT = "splash_attention"
+"""The name under which what the backward needs of the forward is known to `jax.checkpoint`."""
+LANES = 128
+LARGEST_BLOCK = 512
+LARGEST_HEAD = 256
+
+
+def splash_attention(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    segments: jax.Array | None,
+    *,
+    interpret: bool = False,
+) -> jax.Array:
+    """Causal attention inside each segment of each row: `packed_attention` by the kernel.
+
+    A Pallas call is one device's, so over `tensor` each shard calls it with its own heads (`on_head_shards`).
+    Grouped-query heads are not repeated.
+
+    Args:
+      query: float[R, T, H, K].  key, value: float[R, T, G, K].
+      segments: i32[R, T], or None.
+      interpret: run the kernel step by step as plain JAX, on any platform: for tests.
+    Returns:
+      float[R, T, H, K].
+    """
+    kernel = _kernel(query.shape[2], query.shape[1], interpret)
+    heads_first = [x.swapaxes(1, 2) for x in (_scaled(query), key, value)]
+    one_row = lambda q, k, v, ids: kernel(q, k, v, _segment_ids(ids))  # noqa: E731
+    return jax.vmap(one_row)(*heads_first, segments).swapaxes(1, 2)
+
+
+def refusal(query: Any, key: Any) -> str | None:
+    """What the kernel cannot take of [R, T, H, K] and [R, T, G, K], or of where they are traced, and what it could."""
+    return _refused_here(key.shape[2]) or refused_sizes(query.dtype, query.shape[1], query.shape[3])
+
+
+def _refused_here(kv_heads: int) -> str | None:
+    platform, automatic = platform_here(), automatic_axes()
+    others = [axis for axis in automatic if axis != AXIS]
+    shards = jax.sharding.get_abstract_mesh().shape[AXIS] if AXIS in automatic else 1
+    if platform != "tpu":
+        return f"runs on TPUs, not on a {platform}; use attention='xla'"
+    if others:
+        return f"cannot be cut over automatic axes, here {', '.join(others)}; run it inside jax.shard_map over them"
+    if jax.config.jax_enable_x64:  # grouped heads mix int32 and int64 in it
+        return "needs jax_enable_x64 off; turn it off"
+    if kv_heads % shards:
+        nearest = kv_heads + shards - kv_heads % shards
+        return f"takes kv heads that tensor={shards} divides, not {kv_heads}; use num_kv_heads={nearest}"
+    return None
+
+
+def refused_sizes(dtype: Any, length: int, head_size: int) -> str | None:
+    """The same of a dtype and sizes alone. Every head size up to 256 is padded to whole vectors of 128 lanes, which
+    tokens must fill; on all TPUs from v4 to TPU7x such kernels have been compiled."""
+    if dtype not in (jnp.bfloat16, jnp.float32):
+        return f"takes bfloat16 and float32, not {dtype}; use compute_dtype='bfloat16'"
+    if length % LANES:
+        nearest = max(LANES, round(length / LANES) * LANES)
+        return (
+            f"takes lengths that are multiples of {LANES}, not {length}; use a sequence length of {nearest}"
+        )
+    if head_size > LARGEST_HEAD:
+        return f"takes head sizes up to {LARGEST_HEAD}, not {head_size}; use head_size={LARGEST_HEAD}"
+    return None
+
+
+def block_size(length: int) -> int:
+    """Queries, and keys, of one block: the largest multiple of 128 up to 512 that divides the length.
+
+    512 is what MaxText trains with: a block's scores are 1 MB of float32, so that all that the kernels hold at a time
+    fits the memory beside the matrix unit on every generation, and a product is large enough to keep that unit busy.
+    """
+    return next(size for size in range(LARGEST_BLOCK, 0, -LANES) if length % size == 0)
+
+
+def visible_pairs(length: int) -> int:
+    """(query, key) pairs of the blocks that are computed: those on the diagonal whole, those above it not at all."""
+    return length * (length + block_size(length)) // 2
+
+
+def _scaled(query: jax.Array) -> jax.Array:
+    """The kernel's scores are plain products. Scaled in float32, since 1 / sqrt(K) itself is no bfloat16 number."""
+    return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
+
+
+def _segment_ids(ids: jax.Array | None) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    return None if ids is None else splash.SegmentIds(q=ids, kv=ids)
+
+
+@lru_cache(maxsize=64)
+def _kernel(num_heads: int, length: int, interpret: bool) -> Any:
+    """(q [H, T, K], k, v [G, T, K], SegmentIds or None) -> [H, T, K], of one row.
+
+    The backward is two kernels, one for queries and one for keys and values. The library's fused one computes scores
+    once for both, but keeps a gradient of the queries for every block of keys: memory that grows with T * T, and sums
+    of numbers rounded to the compute dtype.
+    """
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+    from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
+
+    block = block_size(length)
+    names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
+    mask = MultiHeadMask([splash.CausalMask((length, length)) for _ in range(num_heads)])
+    with jax.ensure_compile_time_eval():
+        kernel = splash.make_splash_mha_single_device(
+            mask=mask,
+            block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+            residual_checkpoint_name=KEPT,
+            interpret=interpret,
+        )
+    # numbers of which blocks to visit: on the host, so that a program for other devices may hold them
+    return jax.tree.map(np.asarray, kernel)

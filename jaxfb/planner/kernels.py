@@ -1,0 +1,28 @@
+"""The work of Pallas kernels, which no compiler sees into: by the name of the kernel and the shapes it is given."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Sequence
+
+from jaxfb.models.splash import visible_pairs
+
+_SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
+# scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
+_PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
+
+
+def kernel_flops(name: str, operands: Sequence[tuple[int, ...]]) -> float:
+    """Of the matrix products of one call; 0 of a kernel that is not known.
+
+    Args:
+      name: the kernel's, or that of an instruction of a compiled program named after it.
+      operands: their shapes; splash's are the two tables of its mask, then queries [R, H, T, K], or of one row
+        [H, T, K].
+    """
+    found = _SPLASH.match(name)
+    if found is None:
+        return 0.0
+    *rows_and_heads, length, size = operands[2]
+    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * visible_pairs(length)

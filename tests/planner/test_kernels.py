@@ -1,0 +1,108 @@
+"""What the planner makes of a step whose attention is a kernel: its work counted, no scores in memory."""
+
+import math
+from dataclasses import replace
+from importlib.util import find_spec
+
+import jax
+import pytest
+
+from jaxfb.config import load_config
+from jaxfb.models.splash import visible_pairs
+from jaxfb.planner import hlo_cost
+from jaxfb.planner.candidates import guess
+from jaxfb.planner.chips import Chip
+from jaxfb.planner.estimate import estimate
+from jaxfb.planner.job import model_sizes
+from jaxfb.planner.topology import parse_topology
+from jaxfb.planner.verdict import plan
+
+LENGTH, HEADS, SIZE, LAYERS, ROWS = 1024, 4, 64, 2, 2
+CONFIG = load_config(
+    "configs/mesh8.yaml",
+    f"model.num_layers={LAYERS} model.hidden_size=256 model.num_heads={HEADS} model.num_kv_heads=2 "
+    f"data.sequence_length={LENGTH} data.tokenizer=bytes mesh.dp=2 mesh.fsdp=2 mesh.tp=1 batch.rows=8 "
+    f"precision.compute_dtype=bfloat16 batch.rows_per_microbatch={ROWS} parallel.remat=selective".split(),
+)
+TPU = parse_topology("v5e:2x2")
+
+
+@pytest.fixture(autouse=True)
+def integers_of_32_bits():
+    """As outside tests, where only float64 asks for more, and takes plain attention."""
+    with jax.enable_x64(False):
+        yield
+
+
+def by(attention: str):
+    """(config, sizes) with that attention."""
+    config = replace(CONFIG, model=replace(CONFIG.model, attention=attention))
+    return config, model_sizes(config)
+
+
+def test_the_estimate_counts_the_kernels_products_and_has_no_scores():
+    splash, xla = (estimate(by(attention)[0], TPU)[1] for attention in ("auto", "xla"))
+    kernels = (2 + 3 + 4) * 2 * ROWS * HEADS * SIZE * visible_pairs(LENGTH)
+    kernels += 2 * ROWS * HEADS * SIZE * LENGTH  # output . its gradient, before the backward
+    blocks = (
+        (2 + 2 + 4) * 2 * ROWS * HEADS * SIZE * LENGTH * (LENGTH + LENGTH // 8) // 2
+    )  # forward, again, backward
+    assert splash.flops - xla.flops == LAYERS * (kernels - blocks)
+    assert splash.temporaries < xla.temporaries - 4 * ROWS * HEADS * LENGTH**2 // 8  # scores of a block
+    assert splash.work_seconds < xla.work_seconds / 2
+    elsewhere = estimate(by("auto")[0], parse_topology("cpu:4"))[1]
+    assert elsewhere.flops == xla.flops
+
+
+def test_the_first_guess_knows_too():
+    splash, xla = (guess(*by(attention), TPU) for attention in ("auto", "xla"))
+    assert splash.seconds < xla.seconds and splash.bytes < xla.bytes
+    assert guess(*by("splash"), TPU) == splash
+
+
+def test_a_compiled_program_names_its_kernels():
+    query, keys = "bf16[2,4,1024,64]{3,2,1,0}", "bf16[2,2,1024,64]{3,2,1,0}"
+    text = f"""HloModule step
+ENTRY %main (t: s8[1,2,2], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> {query} {{
+  %t = s8[1,2,2]{{2,1,0}} parameter(0)
+  %q = {query} parameter(1)
+  %k = {keys} parameter(2)
+  ROOT %splash_mha_dq_segmented_no_residuals.3 = {query} custom-call(%t, %t, %q, %k, %k), metadata={{}}
+}}
+"""
+    cost = hlo_cost.cost_of(text, None, Chip("made up", 1.0, 1.0, math.inf, 1.0, source=""))
+    assert cost.flops == cost.work_seconds == 3 * 2 * 2 * HEADS * SIZE * visible_pairs(LENGTH)
+
+
+@pytest.mark.parametrize(
+    "change, sentence",
+    [
+        ("data.sequence_length=1000", "takes lengths that are multiples of 128, not 1000"),
+        ("precision.compute_dtype=float16", "takes bfloat16 and float32, not float16"),
+    ],
+)
+def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence, monkeypatch):
+    monkeypatch.setattr("jaxfb.planner.estimate.sharded_part", None)
+    name, value = change.split("=")
+    part, field = name.split(".")
+    section = getattr(CONFIG, part)
+    changed = replace(
+        by("splash")[0], **{part: replace(section, **{field: type(getattr(section, field))(value)})}
+    )
+    with pytest.raises(ValueError, match=sentence):
+        estimate(changed, TPU)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu here; pip install 'jaxfb[plan]'")
+@pytest.mark.parametrize(
+    "layout", ["mesh.dp=4", "mesh.dp=2 mesh.tp=2", "mesh.pp=2 mesh.tp=2 schedule=zero_bubble"]
+)
+def test_the_tpu_compiler_takes_the_kernels(layout):
+    base = (
+        "mesh.dp=1 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=16 precision.compute_dtype=bfloat16"
+    )
+    sizes = "data.sequence_length=1024 parallel.remat=selective"
+    config = load_config("configs/mesh8.yaml", [*base.split(), *sizes.split(), *layout.split()])
+    verdict = plan(config, TPU)
+    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
