@@ -166,15 +166,25 @@ def _traffic(job: Job, region: Region, topology: Topology) -> dict[tuple[str, st
         if kind := _COLLECTIVES.get(op.name):
             axes = tuple(axis for axis in _axes(op) if job.mesh.shape[axis] > 1)
             if axes:
-                _add(rows, job, topology, axes, kind, times, _moved(op))
+                groups = op.params.get("axis_index_groups")  # of one of two steps, see parallel.collectives
+                _add(rows, job, topology, axes, kind, times, _moved(op), len(groups[0]) if groups else None)
     tensor = job.mesh.shape["tensor"]
     if tensor > 1:
         _add(rows, job, topology, ("tensor",), "all-reduce", *_tensor_sums(job))
     return rows
 
 
-def _add(rows, job: Job, topology: Topology, axes: tuple, kind: str, times: int, size: float) -> None:
-    group = math.prod(job.mesh.shape[axis] for axis in axes)
+def _add(
+    rows,
+    job: Job,
+    topology: Topology,
+    axes: tuple,
+    kind: str,
+    times: int,
+    size: float,
+    group: int | None = None,
+) -> None:
+    group = group or math.prod(job.mesh.shape[axis] for axis in axes)
     group = 2 if kind == "collective-permute" else group
     row = rows.setdefault(("+".join(axes), kind), Traffic())
     row.count += times

@@ -129,7 +129,9 @@ def test_splash_is_for_tpus_and_never_for_the_partitioner():
         choose_backend("splash", query, query, packed=False)
     with jax.sharding.use_abstract_mesh(tpu_mesh(data=2)):  # all of it automatic
         assert choose_backend("auto", query, query, packed=False) == "xla"
-        with pytest.raises(ValueError, match="automatic axes, here pipe, data, .*; run it inside jax.shard_map"):
+        with pytest.raises(
+            ValueError, match="automatic axes, here pipe, data, .*; run it inside jax.shard_map"
+        ):
             choose_backend("splash", query, query, packed=False)
 
 

@@ -18,7 +18,7 @@ ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=b
 
 def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
     command = ["plan", "configs/8b.yaml", "--topology", "v5e:4x4", "--no-compile"]
-    assert main(command) == 0
+    assert main([*command, "batch.rows_per_microbatch=4"]) == 0
     page = capsys.readouterr().out
     assert "DOES NOT FIT: " in page and "of 16.91 GB a chip (estimated)" in page and "GB too much" in page
     assert "optimizer state              4.02 GB" in page and "8.03B parameters, fsdp 16" in page
