@@ -73,8 +73,8 @@ def _refused_here(kv_heads: int) -> str | None:
 
 
 def refused_sizes(dtype: Any, length: int, head_size: int) -> str | None:
-    """The same of a dtype and sizes alone. Every head size up to 256 is padded to whole vectors of 128 lanes, which
-    tokens must fill; on all TPUs from v4 to TPU7x such kernels have been compiled."""
+    """The same of a dtype and sizes alone. Tokens must fill the 128 lanes of a vector; heads are padded to them, and
+    sizes up to 256 have been compiled for every TPU from v4 to TPU7x."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, not {dtype}; use compute_dtype='bfloat16'"
     if length % LANES:
