@@ -14,11 +14,12 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.ends import PLACEMENTS
+from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import layer_output, sequential
-from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
 from jaxfb.types import LossFn, LossOutput, Pipelined, outer_params
@@ -75,6 +76,17 @@ class Execution:
         """`bring` for everything beside the layers."""
         return self.bring(outer_params(self.specs), outer_params(self.dtypes))
 
+    def stage(self, model: Pipelined, keep: str, **options) -> Stage:
+        """A run of the model's layers, which keeps that of its forward."""
+        bring = self.bring_layer()
+
+        def layer(shards, hidden, microbatch, rng):
+            return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
+
+        if keep == "residuals":
+            layer = checkpoint_layer(layer, self.remat, keep_gathered=not self.gathers_in_loop)
+        return Stage(layer, keep, **options)
+
 
 def _over_pipe(spec: P) -> bool:
     return any("pipe" in sharding.axes_of(entry) for entry in spec)
@@ -95,8 +107,14 @@ class Accumulation:
         return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.dtypes)
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
-        scatter = data.scatter_over_data(self.scattered) if self.scattered is not None else None
-        return accumulate.accumulate(self._loss_fn(), held, microbatches, keys, seeds, accum_dtypes, scatter)
+        arguments = held, microbatches, keys, seeds, accum_dtypes
+        if self.scattered is not None:
+            return accumulate.accumulate(self._loss_fn(), *arguments, data.scatter_over_data(self.scattered))
+        if isinstance(self.model, Pipelined):
+            in_place = InPlace(self.model, self._stage(), self.how.bring_outer())
+            if in_place.takes(held, microbatches, keys):
+                return in_place.run(*arguments)
+        return accumulate.accumulate(self._loss_fn(), *arguments)
 
     def forward(self, held, microbatches, keys):
         return accumulate.forward(self._loss_fn(), held, microbatches, keys)
@@ -104,6 +122,10 @@ class Accumulation:
     def reduce(self, grads, grad_specs, axes):
         gather, in_loop = self.how.fsdp_gather, self.scattered is not None
         return data.reduce_gradients(grads, self.how.specs, grad_specs, axes, gather, in_loop)
+
+    def _stage(self) -> Stage:
+        keep = PIPELINE_KEEPS[self.how.remat]
+        return self.how.stage(self.model, "inputs" if keep == "input" else keep)
 
     def _loss_fn(self) -> LossFn:
         how = self.how
@@ -149,17 +171,9 @@ class Pipelining:
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 
     def _executor(self, schedule: Schedule) -> Executor:
-        how, model = self.how, self.model
-        bring = how.bring_layer()
-
-        def layer(shards, hidden, microbatch, rng):
-            return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
-
+        how, model, program = self.how, self.model, schedule.program
         keep = PIPELINE_KEEPS[how.remat]
-        if keep == "residuals":
-            layer = checkpoint_layer(layer, how.remat, keep_gathered=not how.gathers_in_loop)
-        stage = Stage(layer, keep, padded=not self.layout.even)
-        program = schedule.program
+        stage = how.stage(model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
         cut = jax.tree.map(_over_pipe, outer_params(how.specs), is_leaf=lambda x: isinstance(x, P))
         ends = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         return Executor(program, stage, ends, self.layout, self.poison)

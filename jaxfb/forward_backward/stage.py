@@ -21,9 +21,9 @@ from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
 WRITTEN_OUT = 4
-"""Backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks carries are moved
-out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit into VMEM
-otherwise. More layers make the program larger for nothing: their sums do not fit."""
+"""In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
+carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit
+into VMEM otherwise. More layers make the program larger for nothing: their sums do not fit."""
 
 
 class Layers(NamedTuple):
@@ -62,10 +62,11 @@ class Stage:
       layer again in its backward; "input" keeps the stage's input alone, and computes its forward once more
       in the backward for the inputs of the layers.
     padded: some of the layers may not be real; those leave hidden as it is.
+    written_out: backwards of at most so many layers are written out, of more they are a loop.
     """
 
-    def __init__(self, layer: Callable, keep: str = "residuals", padded: bool = False):
-        self._layer, self._keep, self._padded = layer, keep, padded
+    def __init__(self, layer: Callable, keep: str = "residuals", padded: bool = False, written_out: int = 0):
+        self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
@@ -103,7 +104,7 @@ class Stage:
             sums = self._add(sums, target, place, layer, grads)
             return (self._if_real(layer, before, cotangent), sums), None
 
-        (before, sums), _ = _backwards(one, (cotangent, target.sums), layers)
+        (before, sums), _ = self._backwards(one, (cotangent, target.sums), layers)
         return sums, before
 
     def backward_input(
@@ -117,7 +118,7 @@ class Stage:
             now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, given)
             return (self._if_real(layer, before, cotangent), saved.put(now, place)), None
 
-        (before, saved), _ = _backwards(one, (cotangent, saved), layers)
+        (before, saved), _ = self._backwards(one, (cotangent, saved), layers)
         return saved, before
 
     def backward_weight(
@@ -131,7 +132,7 @@ class Stage:
             _, always = self._arguments(layer, kept, None, seeds, given)
             return self._add(sums, target, place, layer, self._split.later(saved.get(place), always)), None
 
-        return _backwards(one, target.sums, layers)[0]
+        return self._backwards(one, target.sums, layers)[0]
 
     def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
         """Shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
@@ -226,6 +227,11 @@ class Stage:
         inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
         return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
+    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, PyTree]:
+        """A scan over (place, layer) from the last to the first."""
+        inputs = (_places(layers), tuple(layers))
+        return lax.scan(one, carry, inputs, reverse=True, unroll=layers.index.shape[0] <= self._written_out)
+
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
@@ -248,12 +254,6 @@ class Stage:
             if self._padded
             else tree
         )
-
-
-def _backwards(one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, PyTree]:
-    """A scan over (place, layer) from the last to the first."""
-    inputs = (_places(layers), tuple(layers))
-    return lax.scan(one, carry, inputs, reverse=True, unroll=layers.index.shape[0] <= WRITTEN_OUT)
 
 
 def _places(layers: Layers) -> jax.Array:

@@ -7,6 +7,7 @@ through the coordinator's key-value store, so it works before the first collecti
 from __future__ import annotations
 
 import atexit
+import contextlib
 import itertools
 import json
 import socket
@@ -94,6 +95,7 @@ class Hosts:
             self._client.key_value_set(key, json.dumps(_outcome(function)))
         outcome = json.loads(self._wait(key, "process 0 to decide", None))
         if "refused" in outcome:
+            self._hear_together(f"{key}/heard")
             raise ValueError(outcome["refused"])
         return outcome["value"]
 
@@ -132,6 +134,15 @@ class Hosts:
             check_agreement(what, everyone, names)
 
         self.first(compare)
+
+    def _hear_together(self, key: str) -> None:
+        """Process 0 runs the store: it stays until the others have read that all of them end, or for one slice."""
+        self._client.key_value_set(f"{key}/{self.index}", "")
+        if self.is_first:
+            deadline = time.monotonic() + SLICE
+            with contextlib.suppress(LostProcess):
+                for other in range(self.count):
+                    self._wait(f"{key}/{other}", f"process {other} to hear", deadline)
 
     def _without_coordinator(self) -> str:
         here = f"process {self.index} of {self.count} ({socket.gethostname()})"

@@ -108,6 +108,23 @@ def test_an_integer_in_hidden_is_refused():
         fb(model, toy.params(layers=2), toy.batch(rows=4), plan)
 
 
+def test_without_a_pipeline_an_integer_in_hidden_is_carried_along():
+    def embed(outer, microbatch, rng):
+        return {"x": toy.embed(outer, microbatch, rng), "t": microbatch["tokens"]}
+
+    def layer(weights, hidden, microbatch, rng):
+        x, terms = toy.layer(weights, hidden["x"], microbatch, rng)
+        return {"x": x, "t": hidden["t"]}, terms
+
+    def head(outer, hidden, microbatch, rng):
+        return toy.head(outer, hidden["x"], {**microbatch, "tokens": hidden["t"]}, rng)
+
+    fb, plan = jaxfb.get_forward_backward_func(), jaxfb.BatchPlan(rows=8, rows_per_microbatch=2)
+    arguments = toy.params(), toy.batch(rows=8), plan, jax.random.key(1)
+    carrying, plain = fb(jaxfb.Pipelined(embed, layer, head), *arguments), fb(toy.model, *arguments)
+    close((carrying.grads, carrying.loss), (plain.grads, plain.loss))
+
+
 @pytest.mark.slow  # of the fast ones tests/models/test_moe.py has a transformer in a pipeline
 def test_the_built_in_transformer_with_packing_and_dropout():
     """pipe x data x tensor against one device: documents packed into rows, a mask drawn per row and layer."""

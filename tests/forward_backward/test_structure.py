@@ -125,6 +125,23 @@ def test_gathered_weights_are_not_kept_for_the_backward(remat):
     assert f"f64[{toy.LAYERS},{toy.WIDTH},{toy.WIDTH}]" not in text
 
 
+@pytest.mark.parametrize("remat", ["none", "selective", "layer", "full"])
+@pytest.mark.parametrize("num_microbatches", [1, 4])
+def test_the_layers_gradients_of_a_microbatch_never_exist_beside_their_sum(remat, num_microbatches):
+    """They are added a layer at a time; autodiff of the whole model would hold another array like the parameters."""
+    params = {"layers": {"w": jax.ShapeDtypeStruct((16, 128, 128), np.float32)}}
+    model = jaxfb.Pipelined(
+        embed=lambda outer, microbatch, rng: microbatch["x"],
+        layer=lambda weights, hidden, microbatch, rng: jnp.tanh(hidden @ weights["w"]),
+        head=lambda outer, hidden, microbatch, rng: jaxfb.Sum((hidden**2).sum(), 1.0 * hidden.shape[0]),
+    )
+    plan = jaxfb.BatchPlan(rows=4 * num_microbatches, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(remat=remat)
+    batch = {"x": jax.ShapeDtypeStruct((plan.rows, 128), np.float32)}
+    compiled = jax.jit(lambda p, b: fb(model, p, b, plan).grads).lower(params, batch).compile()
+    assert compiled.memory_analysis().temp_size_in_bytes < 0.3 * bytes_of(params)
+
+
 def wide_loss(params, microbatch, rng):
     hidden = microbatch["x"]
     for weights in params:

@@ -49,7 +49,7 @@ def test_the_estimate_counts_the_kernels_products_and_has_no_scores():
     )  # forward, again, backward
     assert splash.flops - xla.flops == LAYERS * (kernels - blocks)
     assert splash.temporaries < xla.temporaries - 4 * ROWS * HEADS * LENGTH**2 // 8  # scores of a block
-    assert splash.work_seconds < xla.work_seconds / 2
+    assert splash.work_seconds < 0.6 * xla.work_seconds
     elsewhere = estimate(by("auto")[0], parse_topology("cpu:4"))[1]
     assert elsewhere.flops == xla.flops
 
