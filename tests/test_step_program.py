@@ -85,7 +85,9 @@ def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(pro
         eqn for eqn, loops in eqns
         if eqn.primitive.name == "scan" and len(loops) == 1 and eqn.params["length"] == layers
     )  # fmt: skip
-    kept = [var.aval for var in forward.outvars if var.aval.shape[:2] == (1, layers)]  # one slot of all layers
+    kept = [
+        var.aval for var in forward.outvars if var.aval.shape[:2] == (1, layers)
+    ]  # one slot of all layers
     big = [aval for aval in kept if aval.ndim > 2]
     assert {str(aval.dtype) for aval in big} == {"bfloat16"}
     tokens = 2 * LENGTH

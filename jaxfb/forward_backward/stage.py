@@ -227,10 +227,19 @@ class Stage:
         inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
         return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
-    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, PyTree]:
-        """A scan over (place, layer) from the last to the first."""
-        inputs = (_places(layers), tuple(layers))
-        return lax.scan(one, carry, inputs, reverse=True, unroll=layers.index.shape[0] <= self._written_out)
+    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, None]:
+        """A scan over (place, layer) from the last to the first, of a function that adds to what it carries alone.
+
+        Written out by hand: what `lax.scan` unrolls becomes a function that is called, and the TPU's compiler ends the
+        process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
+        layers.
+        """
+        inputs, number = (_places(layers), tuple(layers)), layers.index.shape[0]
+        if number > self._written_out:
+            return lax.scan(one, carry, inputs, reverse=True)
+        for place in reversed(range(number)):
+            carry, _ = one(carry, jax.tree.map(lambda leaf, place=place: leaf[place], inputs))
+        return carry, None
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
