@@ -139,7 +139,7 @@ def takes_flash(config: Config) -> bool:
     from jaxfb.models.attention import choose_backend
     from jaxfb.planner.job import model_sizes
 
-    if config.model.attention == "xla" or config.mesh.context > 1:
+    if config.model.attention not in ("auto", "cudnn") or config.mesh.context > 1:
         return False
     sizes, packed = model_sizes(config), config.data.packing != "stream"
     length, dtype = config.data.sequence_length, jnp.dtype(config.precision.compute_dtype)

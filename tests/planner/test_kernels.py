@@ -93,6 +93,11 @@ def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence, 
         estimate(changed, TPU)
 
 
+def test_splash_is_refused_for_gpus():
+    with pytest.raises(ValueError, match="runs on TPUs, not on a gpu; use attention='xla'"):
+        estimate(by("splash")[0], parse_topology("gpu:h100x4"))
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu here; pip install 'jaxfb[plan]'")
 @pytest.mark.parametrize(
