@@ -1,20 +1,23 @@
 """Rows sorted by group, each group multiplied by a matrix of its own: what experts are made of.
 
-`jax.lax.ragged_dot`, and what it is on CPU, where XLA multiplies every row by every matrix: there, rows are laid out
-in tiles of one group each and a loop multiplies a tile at a time, so that the work is that of the rows there are.
+`jax.lax.ragged_dot`, and what stands for it where XLA multiplies every row by every matrix: on CPUs and GPUs, and on
+TPUs in the gradient of the matrices. There, each group's rows are cut in tiles and a loop multiplies a tile at a time,
+so that the work is that of the rows there are, and not of the groups, nor of the room for the worst case.
 
-Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles, B = rows of a tile.
+Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at most, B = rows of a tile.
 """
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-LARGEST_TILE = 128
+# at most so many rows; an accelerator's must cost more to multiply than it costs to read and write a matrix' gradient
+CPU_TILE, TILE = 128, 1024
 # of `ragged_dot_general`: [S, D] and [S, F] to [L, D, F], each group's rows summed
 _SUMMED_ROWS = lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
@@ -49,7 +52,11 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(rows, kernels, sizes):
-    return lax.platform_dependent(rows, kernels, sizes, cpu=_tiled_product, default=lax.ragged_dot)
+    on_gpu = partial(tiled_product, largest=TILE)
+    on_cpu = partial(tiled_product, largest=CPU_TILE)
+    return lax.platform_dependent(
+        rows, kernels, sizes, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=lax.ragged_dot
+    )
 
 
 def _outer_product(rows, cotangent, sizes):
@@ -58,64 +65,81 @@ def _outer_product(rows, cotangent, sizes):
     def ragged(rows, cotangent, sizes):
         return lax.ragged_dot_general(rows, cotangent, sizes, _SUMMED_ROWS)
 
-    return lax.platform_dependent(rows, cotangent, sizes, cpu=_tiled_outer_product, default=ragged)
+    on_chip = partial(tiled_outer_product, largest=TILE)
+    on_cpu = partial(tiled_outer_product, largest=CPU_TILE)
+    return lax.platform_dependent(
+        rows, cotangent, sizes, cpu=on_cpu, cuda=on_chip, rocm=on_chip, tpu=on_chip, default=ragged
+    )
 
 
-class _Tiles(NamedTuple):
-    """Rows laid out in tiles of one group.
+def tile_size(num_rows: int, num_groups: int, largest: int) -> int:
+    """B: the last tile of each group is part empty, so a group should have several."""
+    return min(largest, num_rows, max(8, num_rows // (2 * num_groups)))
 
-    group: i32[N]. row: i32[N, B], S where there is none.
-    used:  i32[], how many tiles have rows, the first ones.
+
+class Tiles(NamedTuple):
+    """Runs of at most B rows of one group, in the order of the rows.
+
+    group: i32[N]. start, end: i32[N], its rows; the next tile starts where it ends.
+    used: i32[], how many tiles have rows, the first ones.
     """
 
     group: jax.Array
-    row: jax.Array
+    start: jax.Array
+    end: jax.Array
     used: jax.Array
 
     @classmethod
-    def of(cls, sizes: jax.Array, num_rows: int) -> _Tiles:
-        """Room for all rows however they are spread; the last tile of each group may be part empty."""
+    def of(cls, sizes: jax.Array, num_rows: int, size: int) -> Tiles:
+        """Room for all rows however they are spread."""
         num_groups = sizes.shape[0]
-        size = min(LARGEST_TILE, max(8, num_rows // (2 * num_groups)))
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
         tiles_of = -(-sizes // size)
-        ends = jnp.cumsum(tiles_of)
-        group = (tile[:, None] >= ends).sum(1, dtype=jnp.int32)
-        in_group = (tile - _at(ends - tiles_of, group))[:, None] * size + jnp.arange(size, dtype=jnp.int32)
-        there = in_group < _at(sizes, group)[:, None]
-        row = jnp.where(there, _at(jnp.cumsum(sizes) - sizes, group)[:, None] + in_group, num_rows)
-        return cls(jnp.minimum(group, num_groups - 1), row, ends[-1])
-
-    def join(self, tiles: jax.Array, num_rows: int) -> jax.Array:
-        """[N, B, F] to [S, F], zero where no tile has the row."""
-        number = self.row.size
-        place = jnp.full(num_rows, number, jnp.int32)
-        place = place.at[self.row.reshape(-1)].set(jnp.arange(number, dtype=jnp.int32), mode="drop")
-        return _at(tiles.reshape(number, -1), place)
+        tile_ends, row_ends = jnp.cumsum(tiles_of), jnp.cumsum(sizes)
+        group = jnp.minimum((tile[:, None] >= tile_ends).sum(1, dtype=jnp.int32), num_groups - 1)
+        first = (row_ends - sizes)[group] + (tile - (tile_ends - tiles_of)[group]) * size
+        return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
 
 
-def _tiled_product(rows, kernels, sizes):
-    tiles = _Tiles.of(sizes, rows.shape[0])
+def tiled_product(rows, kernels, sizes, *, largest: int):
+    """`ragged_dot` in a loop over tiles of at most `largest` rows."""
+    number, size = rows.shape[0], tile_size(rows.shape[0], kernels.shape[0], largest)
+    tiles = Tiles.of(sizes, number, size)
 
-    def multiply(tile, products):
-        return products.at[tile].set(_at(rows, tiles.row[tile]) @ kernels[tiles.group[tile]])
+    def multiply(tile, out):
+        start, there = _place(tiles, tile, number, size)
+        kernel = lax.dynamic_index_in_dim(kernels, tiles.group[tile], keepdims=False)
+        product, before = _slice(rows, start, size) @ kernel, _slice(out, start, size)
+        return lax.dynamic_update_slice_in_dim(out, jnp.where(there, product, before), start, 0)
 
-    room = jnp.zeros((*tiles.row.shape, kernels.shape[2]), rows.dtype)
-    return tiles.join(lax.fori_loop(0, tiles.used, multiply, room), rows.shape[0])
+    return lax.fori_loop(0, tiles.used, multiply, jnp.zeros((number, kernels.shape[2]), rows.dtype))
 
 
-def _tiled_outer_product(rows, cotangent, sizes):
-    tiles = _Tiles.of(sizes, rows.shape[0])
-    wide = jnp.promote_types(rows.dtype, jnp.float32)
+def tiled_outer_product(rows, cotangent, sizes, *, largest: int):
+    """The gradient of the matrices in a loop over tiles of at most `largest` rows, summed in float32 at least."""
+    number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], largest)
+    tiles, wide = Tiles.of(sizes, number, size), jnp.promote_types(rows.dtype, jnp.float32)
 
     def add(tile, sums):
-        left, right = (_at(x, tiles.row[tile]) for x in (rows, cotangent))
+        start, there = _place(tiles, tile, number, size)
+        left, right = (
+            jnp.where(there, _slice(x, start, size), jnp.zeros((), x.dtype)) for x in (rows, cotangent)
+        )
         return sums.at[tiles.group[tile]].add(jnp.matmul(left.T, right, preferred_element_type=wide))
 
     zeros = jnp.zeros((sizes.shape[0], rows.shape[1], cotangent.shape[1]), wide)
     return lax.fori_loop(0, tiles.used, add, zeros).astype(rows.dtype)
 
 
-def _at(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], and zero where the index is len(x)."""
-    return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:
+    """(row at which a tile is read and written, bool[B, 1]: which of the rows from there are its own).
+
+    Where `size` rows do not follow its first, it is read from further ahead.
+    """
+    start = jnp.minimum(tiles.start[tile], number - size)
+    row = start + jnp.arange(size, dtype=jnp.int32)
+    return start, ((row >= tiles.start[tile]) & (row < tiles.end[tile]))[:, None]
+
+
+def _slice(x: jax.Array, start: jax.Array, size: int) -> jax.Array:
+    return lax.dynamic_slice_in_dim(x, start, size)

@@ -157,6 +157,8 @@ def _answer(config: Config, topology: Topology) -> dict:
     import jax
 
     from jaxfb.planner.job import make_job
+    from jaxfb.planner.program import sharded_part
+    from jaxfb.planner.routing import routed
     from jaxfb.training.setup import enable_float64
 
     enable_float64(config)
@@ -164,7 +166,8 @@ def _answer(config: Config, topology: Topology) -> dict:
         config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config) else "xla")
     job = make_job(config, _mesh(config, topology))
     began = time.monotonic()
-    lowered = job.step.lower(job.state, job.batch)
+    traced = job.step.trace(job.state, job.batch)
+    lowered = traced.lower()
     lowered_at = time.monotonic()
     try:
         program = lowered.compile()
@@ -173,7 +176,8 @@ def _answer(config: Config, topology: Topology) -> dict:
             raise
         return {"too_large": asdict(refusal)}
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
-    return {"compiled": asdict(_read(program, job.mesh, topology, *seconds))}
+    work = routed(job, sharded_part(traced.jaxpr), topology.platform)
+    return {"compiled": asdict(_read(program, job.mesh, topology, work, *seconds))}
 
 
 def _mesh(config: Config, topology: Topology):
@@ -211,11 +215,11 @@ def _devices(topology: Topology) -> list:
         ) from None
 
 
-def _read(program, mesh, topology: Topology, lower_seconds: float, compile_seconds: float) -> Compiled:
+def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
     from jaxfb.planner.hlo_cost import cost_of
 
     memory = program.memory_analysis()
-    cost = cost_of(program.as_text(), mesh, topology.chip)
+    cost = cost_of(program.as_text(), mesh, topology.chip, work)
     traffic = [
         {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in sorted(cost.traffic.items())
     ]

@@ -20,6 +20,7 @@ from jaxfb.planner.hlo_cost import Traffic, wire_bytes
 from jaxfb.planner.job import Job, abstract_device, abstract_mesh, bytes_per_device, make_job
 from jaxfb.planner.program import Op, Region, Value, sharded_part, walk
 from jaxfb.planner.roofline import flops, work_seconds
+from jaxfb.planner.routing import routed
 from jaxfb.planner.topology import Topology
 
 PACKING = 1.06
@@ -94,6 +95,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     gradients = min(gradient_bytes(job), temporaries)
     held = sum(size for size, made_by, _ in peak.live if made_by in _HELD)
     activations = min(max(0, held - gradients), temporaries - gradients)
+    rows = routed(local, region, topology.platform).rows
     chip = topology.chip
     flops_rate, bandwidth = (chip.flops, chip.bandwidth) if chip else (math.inf, math.inf)
     counted = Estimate(
@@ -103,8 +105,8 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
         gradients=gradients,
         activations=activations,
         working=temporaries - gradients - activations,
-        flops=sum(times * flops(op) for op, times in walk(region)),
-        work_seconds=work_seconds(region, flops_rate, bandwidth),
+        flops=sum(times * flops(op, rows) for op, times in walk(region)),
+        work_seconds=work_seconds(region, flops_rate, bandwidth, rows),
         traffic=_traffic(job, region, topology),
     )
     return job, counted

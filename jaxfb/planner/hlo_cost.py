@@ -20,12 +20,14 @@ from jaxfb.hlo import Collective, Instruction
 from jaxfb.planner import gpu_calls
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.kernels import kernel_flops
+from jaxfb.planner.routing import Routed
 
 _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
     "opt-barrier async-done async-update domain".split()
 )
 _TYPED = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?")
+_PARTIAL = {"dynamic-slice", "gather", "slice", "dynamic-update-slice"}
 _REGIONS = {"while", "conditional", "call"}
 
 
@@ -67,10 +69,13 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
     return size * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-def cost_of(text: str, mesh: Mesh, chip: Chip | None = None) -> Cost:
-    """Reads `compiled.as_text()`; a loop of unknown length counts once. Without a chip nothing takes time."""
+def cost_of(text: str, mesh: Mesh, chip: Chip | None = None, routed: Routed | None = None) -> Cost:
+    """Reads `compiled.as_text()`. Without a chip nothing takes time.
+
+    routed: what a loop of unknown length and a kernel for experts work through; without it, one turn and all rows.
+    """
     computations, entry = hlo.parse(text)
-    reader = _Reader(computations, mesh, chip)
+    reader = _Reader(computations, mesh, chip, routed or Routed())
     cost = Cost()
     cost.work_seconds = reader.seconds(entry)
     reader.add_up(cost, entry, 1)
@@ -78,8 +83,9 @@ def cost_of(text: str, mesh: Mesh, chip: Chip | None = None) -> Cost:
 
 
 class _Reader:
-    def __init__(self, computations, mesh: Mesh, chip: Chip | None):
+    def __init__(self, computations, mesh: Mesh, chip: Chip | None, routed: Routed):
         self._computations, self._mesh, self._chip = computations, mesh, chip
+        self._routed = routed
         self._types = {
             name: {i.name: i.result for i in instructions} for name, instructions in computations.items()
         }
@@ -158,7 +164,8 @@ class _Reader:
     def _regions(self, instruction: Instruction) -> list[tuple[str, int]]:
         if instruction.opcode not in _REGIONS:
             return []
-        return [(name, length or 1) for name, length in hlo.callees(instruction, self._computations)]
+        called = hlo.callees(instruction, self._computations)
+        return [(name, self._routed.turns if length is None else length) for name, length in called]
 
     def _work(self, instruction: Instruction, name: str) -> float:
         regions = self._regions(instruction)
@@ -179,7 +186,7 @@ class _Reader:
             return _flops(instruction.opcode, instruction.result, left, right, instruction.rest)
         if instruction.opcode == "custom-call":
             operands = [self._types[name].get(one, "") for one in _operand_names(instruction)]
-            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands])
+            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands], self._routed.rows)
             return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
         return sum(self._products_inside(inner) for inner, _ in hlo.callees(instruction, self._computations))
 
@@ -212,14 +219,14 @@ class _Reader:
         total, in_place = 0.0, 0.0
         for index, operand in enumerate(operands):
             used = readers.get(places.get(index, ""), [])
-            if used and all(at == 0 and i.opcode in ("dynamic-slice", "gather", "slice") for i, at in used):
-                total += sum(_hbm_bytes(i.result) for i, _ in used) if _hbm_bytes(operand) else 0.0
-            elif used and all(at == 0 and i.opcode == "dynamic-update-slice" for i, at in used):
-                updates = [self._types[inner].get(_operand_names(i)[1], "") for i, _ in used]
-                written = sum(map(_any_bytes, updates)) if _hbm_bytes(operand) else 0.0
-                total, in_place = total + written, in_place + _hbm_bytes(operand)
-            else:
+            if not used or not all(at == 0 and i.opcode in _PARTIAL for i, at in used):
                 total += _hbm_bytes(operand)
+            elif _hbm_bytes(operand):
+                updating = [i for i, _ in used if i.opcode == "dynamic-update-slice"]
+                updates = [self._types[inner].get(_operand_names(i)[1], "") for i in updating]
+                total += sum(_hbm_bytes(i.result) for i, _ in used if i not in updating)
+                total += sum(map(_any_bytes, updates))
+                in_place += _hbm_bytes(operand) if updating else 0.0
         return total + max(0.0, _hbm_bytes(instruction.result) - in_place)
 
 

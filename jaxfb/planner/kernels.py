@@ -8,21 +8,31 @@ from collections.abc import Sequence
 
 from jaxfb.models.splash import visible_pairs
 
+_RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 # scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
-def kernel_flops(name: str, operands: Sequence[tuple[int, ...]]) -> float:
+def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = math.inf) -> float:
     """Of the matrix products of one call; 0 of a kernel that is not known.
 
     Args:
       name: the kernel's, or that of an instruction of a compiled program named after it.
       operands: their shapes; splash's are the two tables of its mask, then queries [R, H, T, K], or of one row
-        [H, T, K].
+        [H, T, K]. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
+      rows: of a ragged product, those that there are.
     """
+    if name.startswith(_RAGGED):
+        return _ragged_flops(operands, rows)
     found = _SPLASH.match(name)
     if found is None:
         return 0.0
     *rows_and_heads, length, size = operands[2]
     return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * visible_pairs(length)
+
+
+def _ragged_flops(operands: Sequence[tuple[int, ...]], rows: float) -> float:
+    room = next((shape[0] for shape in operands if len(shape) == 2), 0)
+    matrices = next((shape for shape in operands if len(shape) == 3), (0, 0, 0))
+    return 2.0 * min(room, rows) * matrices[1] * matrices[2]

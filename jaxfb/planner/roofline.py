@@ -13,30 +13,34 @@ from jaxfb.planner import liveness
 from jaxfb.planner.kernels import kernel_flops
 from jaxfb.planner.program import Op, Region, Value
 
+RAGGED = ("ragged_dot", "ragged_dot_general")
 _SLICES = {"slice", "dynamic_slice", "gather"}
 
 
-def flops(op: Op) -> float:
-    """Of a matrix product, or of those inside a kernel; 0 of anything else."""
+def flops(op: Op, rows: float = math.inf) -> float:
+    """Of a matrix product, or of those inside a kernel; 0 of anything else.
+
+    rows: of a ragged product, those that there are.
+    """
     if op.name == "dot_general":
         (contracted, _), _ = op.params["dimension_numbers"]
         left = op.inputs[0].shape
         return 2.0 * math.prod(op.outputs[0].shape) * math.prod(left[dim] for dim in contracted)
-    if op.name in ("ragged_dot", "ragged_dot_general"):
-        return _ragged_flops(op)
+    if op.name in RAGGED:
+        return _ragged_flops(op, rows)
     if op.name == "pallas_call":
         return kernel_flops(op.params["name"] or "", [value.shape for value in op.inputs])
     return 0.0
 
 
-def work_seconds(region: Region, rate: float, bandwidth: float) -> float:
-    """Of a region, loops counted; collectives apart."""
+def work_seconds(region: Region, rate: float, bandwidth: float, rows: float = math.inf) -> float:
+    """Of a region, loops counted; collectives apart. rows: as of `flops`."""
     in_memory, total = liveness.in_memory(region), 0.0
     for op in region.ops:
         if op.regions:
-            total += sum(inner.length * work_seconds(inner, rate, bandwidth) for inner in op.regions)
+            total += sum(inner.length * work_seconds(inner, rate, bandwidth, rows) for inner in op.regions)
         else:
-            total += max(flops(op) / rate, _moved(op, in_memory) / bandwidth)
+            total += max(flops(op, rows) / rate, _moved(op, in_memory) / bandwidth)
     return total
 
 
@@ -64,9 +68,7 @@ def _read(value: Value, in_memory: set[Value], read: dict[Value, int]) -> None:
         _read(one, in_memory, read)
 
 
-def _ragged_flops(op: Op) -> float:
-    """Each row meets one group's matrix: rows x contracted x columns."""
+def _ragged_flops(op: Op, rows: float) -> float:
+    """Each row meets one group's matrix, or makes a part of its gradient: rows x columns before x after."""
     left, right = op.inputs[0].shape, op.inputs[1].shape
-    if len(right) == 3:
-        return 2.0 * math.prod(left) * right[-1]
-    return 2.0 * left[0] * left[1] * right[-1]
+    return 2.0 * min(left[0], rows) * left[1] * right[-1]

@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfb.models import grouped_matmul as module
-from jaxfb.models.grouped_matmul import grouped_matmul
+from jaxfb.models.grouped_matmul import Tiles, grouped_matmul
 
 ROWS, GROUPS, BEFORE, AFTER = 40, 3, 4, 6
 SIZES = {
@@ -30,10 +29,12 @@ def plain(rows, kernels, cotangent, sizes):
     return out, of_rows, of_kernels
 
 
-@pytest.mark.parametrize("platform", ["cpu", "others"])
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu", "default"])
 def test_equals_a_loop_over_rows(platform, monkeypatch):
-    if platform == "others":
-        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
+    def choose(*args, **ways):
+        return ways.get(platform, ways["default"])(*args)
+
+    monkeypatch.setattr(lax, "platform_dependent", choose)
     draw = np.random.default_rng(0)
     rows, kernels, cotangent = (
         draw.normal(size=shape) for shape in ((ROWS, BEFORE), (GROUPS, BEFORE, AFTER), (ROWS, AFTER))
@@ -50,10 +51,28 @@ def test_equals_a_loop_over_rows(platform, monkeypatch):
             np.testing.assert_allclose(a, b, atol=1e-12, err_msg=name)
 
 
-def test_the_work_on_cpu_is_that_of_the_rows():
+def test_the_work_is_that_of_the_rows():
     """There is room for the worst case; what the loops run over are the tiles that have rows."""
-    tiles = jax.jit(lambda sizes: module._Tiles.of(sizes, 4096))(jnp.array([100, 0, 300, 129], jnp.int32))
-    assert tiles.row.shape == (4096 // 128 + 4, 128) and tiles.used == 1 + 3 + 2
+    tiles = jax.jit(lambda sizes: Tiles.of(sizes, 4096, 128))(jnp.array([100, 0, 300, 129], jnp.int32))
+    assert tiles.group.shape == (4096 // 128 + 4,) and tiles.used == 1 + 3 + 2
+    assert tiles.group[:6].tolist() == [0, 2, 2, 2, 3, 3]
+    assert tiles.start[:6].tolist() == [0, 100, 228, 356, 400, 528]
+    assert tiles.end[:6].tolist() == [100, 228, 356, 400, 528, 529]
+
+
+@pytest.mark.parametrize("cut", [slice(5, 20), slice(30, None)])
+def test_rows_of_another_group_or_of_none_reach_nothing(cut):
+    """NaN in rows that are not a group's is inert for it, in products and in gradients."""
+    rows, kernels = np.ones((ROWS, BEFORE)), np.ones((GROUPS, BEFORE, AFTER))
+    rows[cut] = np.nan
+    sizes = jnp.array([5, 15, 10], jnp.int32)
+    out, vjp = jax.vjp(lambda r, k: grouped_matmul(r, k, sizes), rows, kernels)
+    of_rows, of_kernels = vjp(jnp.ones_like(out))
+    bad = np.zeros(ROWS, bool)
+    bad[cut] = True
+    np.testing.assert_array_equal(np.isnan(out).all(1), bad & (np.arange(ROWS) < 30))
+    assert not np.isnan(of_rows).any()
+    assert np.isnan(of_kernels).any(axis=(1, 2)).tolist() == [False, cut.start == 5, False]
 
 
 def test_gradients_in_bfloat16_are_summed_in_float32():
