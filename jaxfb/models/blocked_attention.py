@@ -62,12 +62,15 @@ class _Block(NamedTuple):
         return seen if mask is None else seen & mask[..., self.first : self.end, : self.seen]
 
 
-def _blocks(num_queries: int, num_keys: int, is_causal: bool) -> list[_Block]:
-    if not is_causal:
-        return [_Block(0, num_queries, num_keys)]
-    size = max(_SMALLEST_BLOCK, -(-num_queries // _MOST_BLOCKS))
-    ends = [min(first + size, num_queries) for first in range(0, num_queries, size)]
+def causal_blocks(length: int) -> list[_Block]:
+    """The blocks of so many causal queries."""
+    size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
+    ends = [min(first + size, length) for first in range(0, length, size)]
     return [_Block(first, end, end) for first, end in zip([0, *ends], ends, strict=False)]
+
+
+def _blocks(num_queries: int, num_keys: int, is_causal: bool) -> list[_Block]:
+    return causal_blocks(num_queries) if is_causal else [_Block(0, num_queries, num_keys)]
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))

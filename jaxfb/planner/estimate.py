@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.config import Config
+from jaxfb.models.blocked_attention import causal_blocks
 from jaxfb.planner import gpu, liveness
 from jaxfb.planner.hlo_cost import Traffic, wire_bytes
 from jaxfb.planner.job import Job, abstract_device, abstract_mesh, bytes_per_device, make_job
@@ -89,7 +90,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     local = _one_tensor_shard(job)
     region = sharded_part(local.step.trace(local.state, local.batch).jaxpr)
     if flash:
-        _without_scores(region, config.data.sequence_length)
+        _without_scores(region, _score_shapes(local))
     peak = liveness.temporaries(region)
     temporaries = int(PACKING * peak.bytes)
     gradients = min(gradient_bytes(job), temporaries)
@@ -150,16 +151,27 @@ def _share(size: int, tensor: int) -> int:
     return -(-size // tensor)
 
 
-def _without_scores(region: Region, length: int) -> None:
-    """Attention as a flash kernel: no array [.., length, length] is ever made."""
-    for op in region.ops:
-        for value in op.outputs:
-            if value.shape[-2:] == (length, length):
+def _score_shapes(job: Job) -> set[tuple[int, int]]:
+    """The last two dims of what plain attention makes of a block of queries and the keys they see."""
+    length, sizes = job.config.data.sequence_length, job.sizes
+    shared = sizes.num_heads // sizes.num_kv_heads
+    blocks = [block for block in causal_blocks(length) if block.seen > sizes.head_size]
+    return {(heads * (block.end - block.first), block.seen) for block in blocks for heads in (1, shared)}
+
+
+def _without_scores(region: Region, shapes: set[tuple[int, int]]) -> None:
+    """Attention as a flash kernel: no array of queries by keys is ever made."""
+
+    def leave_out(values: list[Value]) -> None:
+        for value in values:
+            if len(value.shape) >= 4 and value.shape[-2:] in shapes:
                 value.bytes = 0
+
+    for op in region.ops:
+        leave_out(op.outputs)
         for inner in op.regions:
-            for value in inner.inputs:
-                value.bytes = 0 if value.shape[-2:] == (length, length) else value.bytes
-            _without_scores(inner, length)
+            leave_out(inner.inputs)
+            _without_scores(inner, shapes)
 
 
 def _traffic(job: Job, region: Region, topology: Topology) -> dict[tuple[str, str], Traffic]:
