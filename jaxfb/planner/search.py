@@ -12,9 +12,10 @@ from pathlib import Path
 from jaxfb.config import Config
 from jaxfb.config.show import save_yaml
 from jaxfb.planner import gpu
-from jaxfb.planner.candidates import candidates, guess, label
+from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
 from jaxfb.planner.estimate import estimate
+from jaxfb.planner.guess import guess
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.page import answer
 from jaxfb.planner.topology import Topology

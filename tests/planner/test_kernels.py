@@ -10,9 +10,9 @@ import pytest
 from jaxfb.config import load_config
 from jaxfb.models.splash import visible_pairs
 from jaxfb.planner import hlo_cost
-from jaxfb.planner.candidates import guess
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.estimate import estimate
+from jaxfb.planner.guess import guess
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.topology import parse_topology
 from jaxfb.planner.verdict import plan
