@@ -86,10 +86,10 @@ def test_the_compiler_for_gpus_answers_without_a_gpu(topology, layout):
     )
     compiled, counted = verdict.compiled, verdict.estimate
     assert verdict.fits and compiled.arguments == pytest.approx(counted.arguments, rel=0.01)
-    # cuDNN leaves out half of the scores, the traced step does not
-    assert 0.85 * counted.flops < compiled.flops < counted.flops
+    # cuDNN leaves out half of the scores, blocks of queries a little less
+    assert compiled.flops == pytest.approx(counted.flops, rel=0.05)
     assert verdict.model_flops < compiled.flops
-    assert 0.6 < counted.total / verdict.needed < 1.5
+    assert 0.7 < counted.total / verdict.needed < 1.3
     large = {
         key: row.bytes for key, row in counted.traffic.items() if row.bytes > 1e8 and "tensor" not in key[0]
     }
