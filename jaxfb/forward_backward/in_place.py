@@ -36,7 +36,9 @@ class InPlace:
     bring_outer: Callable[[PyTree], PyTree]
 
     def takes(self, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> bool:
-        """Whether all of hidden has a cotangent; integers in it have none that a loop could carry."""
+        """Whether there is something to add up, and all of hidden has a cotangent: integers have none to carry."""
+        if jax.tree.leaves(microbatches)[0].shape[0] == 1:
+            return False
         hidden = jax.eval_shape(self._embed, params, *_first(microbatches, keys))
         return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(hidden))
 

@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxfb.config import Config
 from jaxfb.models.blocked_attention import causal_blocks
+from jaxfb.parallel.sharding import abstract, shardings
 from jaxfb.planner import gpu, liveness
 from jaxfb.planner.hlo_cost import Traffic, wire_bytes
 from jaxfb.planner.job import Job, abstract_device, abstract_mesh, bytes_per_device, make_job
@@ -93,6 +94,8 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
         _without_scores(region, _score_shapes(local))
     peak = liveness.temporaries(region)
     temporaries = int(PACKING * peak.bytes)
+    if topology.platform == "cpu":
+        temporaries = max(temporaries, 3 * _updated_bytes(job))
     gradients = min(gradient_bytes(job), temporaries)
     held = sum(size for size, made_by, _ in peak.live if made_by in _HELD)
     activations = min(max(0, held - gradients), temporaries - gradients)
@@ -111,6 +114,16 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
         traffic=_traffic(job, region, topology),
     )
     return job, counted
+
+
+def _updated_bytes(job: Job) -> int:
+    """The gradients of one device as the optimizer reads them.
+
+    XLA for CPU gives a fusion one output, so between the last reduction and the new parameters there are three arrays
+    of that size: the gradients, what the moments make of them, and the updates.
+    """
+    fb, params = job.step.forward_backward, job.state.params
+    return bytes_per_device(abstract(params, shardings(fb.grad_specs(job.step.model, params), job.mesh)))
 
 
 def gradient_bytes(job: Job) -> int:

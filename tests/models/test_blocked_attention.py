@@ -73,7 +73,7 @@ def test_a_query_that_may_look_nowhere_is_finite_with_finite_gradients():
 
 @pytest.mark.parametrize("length", [512, 2048])
 def test_causal_queries_do_not_meet_the_keys_behind_their_block(length):
-    """Products over 9/16 of the scores, forward and backward, and no array of all of them."""
+    """Products over 5/8 of the scores, forward and backward, and no array of all of them."""
     shape = jax.ShapeDtypeStruct((1, length, 1, SIZE), jnp.float32)
 
     def gradients(query, key, value):
@@ -85,8 +85,8 @@ def test_causal_queries_do_not_meet_the_keys_behind_their_block(length):
     largest = max(var.aval.size for eqn in eqns for var in eqn.outvars)
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     scores = sum(_scores(eqn, length) for eqn in products)
-    assert largest <= length**2 // 8
-    assert scores == 6 * length**2 * 9 // 16
+    assert largest <= length**2 // 4
+    assert scores == 6 * length**2 * 5 // 8
 
 
 def _scores(eqn, length):
