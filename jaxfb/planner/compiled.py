@@ -37,6 +37,7 @@ class Compiled:
 
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
+    peak: in use at one time, as the compiler reports it; on a TPU less than the sum of the others, 0 if unknown.
     flops, hbm_bytes, work_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
     own_flops: the compiler's own count, in which a loop counts once.
     """
@@ -52,6 +53,7 @@ class Compiled:
     hbm_bytes: float
     work_seconds: float
     traffic: list[dict[str, Any]] = field(default_factory=list)
+    peak: int = 0
 
     @property
     def total(self) -> int:
@@ -228,6 +230,7 @@ def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
+        peak=getattr(memory, "peak_memory_in_bytes", 0),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
         flops=cost.flops,

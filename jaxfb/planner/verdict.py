@@ -24,7 +24,7 @@ class Verdict:
     """One config on one topology. Bytes, operations and seconds of one device, in one step.
 
     needed:  bytes, the compiler's where it answered, else the estimate's.
-    fits:    None where there is no chip to fit on.
+    fits:    None where there is no chip to fit on. A TPU's compiler refuses what does not fit, so what it took does.
     model_flops: by hand, without recomputation: what MFU counts.
     bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
     """
@@ -64,7 +64,10 @@ class Verdict:
     def fits(self) -> bool | None:
         if self.available is None:
             return None
-        return not isinstance(self.compiled, TooLarge) and self.needed <= self.available
+        if isinstance(self.compiled, TooLarge):
+            return False
+        taken = isinstance(self.compiled, Compiled) and self.topology.platform == "tpu"
+        return taken or self.needed <= self.available
 
     @property
     def traffic(self) -> dict[tuple[str, str], Traffic]:

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -10,7 +11,9 @@ from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import candidates
+from jaxfb.planner.compiled import Compiled
 from jaxfb.planner.job import model_sizes
+from jaxfb.planner.page import answer
 from jaxfb.planner.verdict import plan
 
 ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=8".split()
@@ -96,3 +99,20 @@ def test_the_tpu_compiler_answers_without_a_tpu():
     verdict = plan(config, parse_topology("v5e:2x2"))
     assert verdict.fits and verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.05)
     assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
+
+
+def test_what_a_tpus_compiler_took_fits_whatever_its_parts_add_up_to():
+    """libtpu refuses what does not fit; its parts are not all there at one time."""
+    sizes = {"arguments": 7 * 10**9, "temporaries": 15 * 10**9, "outputs": 0, "code": 0, "peak": 15 * 10**9}
+    took = Compiled(
+        **sizes, lower_seconds=1, compile_seconds=1, flops=1, own_flops=1, hbm_bytes=1, work_seconds=1
+    )
+    config = load_config("configs/mesh8.yaml")
+    on_tpu, on_gpu = (
+        replace(plan(config, parse_topology(name), compiles=False), compiled=took)
+        for name in ("v5e:4x2", "gpu:h100x8")
+    )
+    assert on_tpu.fits and "took it; its parts add up to 22.00 GB of 16.91 GB" in answer(on_tpu)
+    assert "15.00 GB of them at one time" in answer(on_tpu)
+    large = replace(on_gpu, compiled=replace(took, temporaries=90 * 10**9))
+    assert on_gpu.fits and not large.fits and answer(large).startswith("DOES NOT FIT: 97.00 GB")
