@@ -40,9 +40,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
 PIPE, DATA, SEQ = 4, 4, 512
-CONFIG = TransformerConfig(
-    vocab_size=4096, num_layers=8, hidden_size=512, num_heads=8, mlp_size=2048, attention="xla"  # as MaxText's run
-)
+CONFIG = TransformerConfig(vocab_size=4096, num_layers=8, hidden_size=512, num_heads=8, mlp_size=2048)
 CHUNKS = {"interleaved": 2, "v_shape": 2}
 SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
 REMAT = ("full", "layer", "selective", "none")
