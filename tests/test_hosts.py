@@ -1,7 +1,11 @@
 """Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
 
+import itertools
+import threading
+import time
 from pathlib import Path
 
+import jax
 import pytest
 import yaml
 from processes import finish, free_port, launch, logs, start
@@ -14,6 +18,7 @@ from jaxfb.config.sections import HostsConfig
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place, refuse_several
+from jaxfb.training.hosts import Hosts
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
 
@@ -167,6 +172,14 @@ class Store:
     def key_value_set(self, key, text, allow_overwrite=False):
         self.values[key] = text
 
+    def blocking_key_value_get(self, key, milliseconds):
+        deadline = time.monotonic() + milliseconds / 1000
+        while key not in self.values:
+            if time.monotonic() > deadline:
+                raise jax.errors.JaxRuntimeError("DEADLINE_EXCEEDED")
+            time.sleep(0.01)
+        return self.values[key]
+
     def key_value_dir_get(self, prefix):
         return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
 
@@ -176,6 +189,36 @@ def watch(store, index, **config):
     made = Watch(store, "job", index, names, HostsConfig(**config))
     made.start()
     return made
+
+
+def test_process_0_leaves_with_a_refusal_only_after_the_others_have_read_it():
+    """It runs the store: gone before, the others would end with another sentence than the reason."""
+
+    def refuse():
+        raise ValueError("no")
+
+    def run(hosts):
+        with pytest.raises(ValueError, match="no"):
+            hosts.first(refuse)
+        left.append(hosts.index)
+
+    store, left = Store(), []
+    first, second = (of_two(store, index) for index in (0, 1))
+    thread = threading.Thread(target=run, args=[first])
+    thread.start()
+    thread.join(0.3)
+    assert left == []
+    run(second)
+    thread.join(5)
+    assert left == [1, 0]
+
+
+def of_two(store, index):
+    """One of two processes that share a store, without `jax.distributed`."""
+    hosts = Hosts.__new__(Hosts)
+    hosts._client, hosts.index, hosts.count, hosts.config = store, index, 2, HostsConfig()
+    hosts._prefix, hosts._calls = "job", itertools.count()
+    return hosts
 
 
 def test_a_process_without_a_sign_of_life_is_named():

@@ -48,7 +48,7 @@ def accumulate(
         microbatch, row_keys, seed = inputs
         with jax.named_scope("forward"):
             totals, vjp, out = jax.vjp(
-                lambda p: _split_totals(loss_fn(p, microbatch, row_keys)), params, has_aux=True
+                lambda p: split_totals(loss_fn(p, microbatch, row_keys)), params, has_aux=True
             )
         with jax.named_scope("backward"):
             (partial,) = vjp({name: seed[name].astype(total.dtype) for name, total in totals.items()})
@@ -73,5 +73,11 @@ def forward(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Arr
     return lax.scan(step, None, (microbatches, keys))[1]
 
 
-def _split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
+def split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
+    """What is differentiated of an answer, by term, and the answer: the two that `jax.vjp(..., has_aux=True)` wants."""
     return {name: term.total for name, term in out.terms.items()}, out
+
+
+def added(sums: PyTree, values: PyTree) -> PyTree:
+    """sums + values, in the sums' dtypes."""
+    return jax.tree.map(lambda leaf, value: leaf + value.astype(leaf.dtype), sums, values)

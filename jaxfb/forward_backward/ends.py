@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.stage import Given
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
@@ -45,8 +46,7 @@ class Ends(ABC):
         hidden, given = self._spread(hidden, given)
 
         def totals(outer, hidden):
-            out = self._head(outer, hidden, given)
-            return {name: term.total for name, term in out.terms.items()}, out
+            return split_totals(self._head(outer, hidden, given))
 
         terms, vjp, out = jax.vjp(totals, outer, hidden, has_aux=True)
         grads, cotangent = vjp({name: seeds[name].astype(total.dtype) for name, total in terms.items()})

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.forward_backward.accumulate import added, split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -39,7 +40,7 @@ class InPlace:
         """Whether there is something to add up, and all of hidden has a cotangent: integers have none to carry."""
         if jax.tree.leaves(microbatches)[0].shape[0] == 1:
             return False
-        hidden = jax.eval_shape(self._embed, params, *_first(microbatches, keys))
+        hidden = self._hidden(params, _first(microbatches, keys))
         return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(hidden))
 
     def run(
@@ -57,51 +58,47 @@ class InPlace:
             return self._microbatch(params, grads, kept, Given(microbatch, row_keys), seed)
 
         zeros = jax.tree.map(lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), params, accum_dtypes)
-        kept = self._empty(params, *_first(microbatches, keys))
+        kept = self._empty(params, _first(microbatches, keys))
         (grads, _), out = lax.scan(step, (zeros, kept), (microbatches, keys, seeds))
         return grads, out
 
     def _microbatch(self, params, grads, kept, given: Given, seeds: dict):
+        """((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
         outer, to_shards = jax.vjp(self.bring_outer, outer_params(params))
         with jax.named_scope("forward"):
-            with jax.named_scope("embed"):
-                hidden, embed_vjp = jax.vjp(lambda o: self.model.embed(o, *given), outer)
+            embedded, embed_vjp = jax.vjp(lambda o: self._embed(o, given), outer)
             with jax.named_scope("layers"):
-                hidden, of_layers, slot = self.stage.forward(layers, hidden, given, slot)
-            with jax.named_scope("head"):
-                totals, head_vjp, out = jax.vjp(lambda *a: self._head(*a, given), outer, hidden, has_aux=True)
+                hidden, of_layers, slot = self.stage.forward(layers, embedded, given, slot)
+            totals, head_vjp, out = jax.vjp(lambda *a: self._head(*a, given), outer, hidden, has_aux=True)
         with jax.named_scope("backward"):
-            with jax.named_scope("head"):
-                outer_grads, cotangent = head_vjp(_seeded(totals, seeds))
+            of_head, cotangent = head_vjp(_seeded(totals, seeds))
+            of_terms, target = _seeded(split_totals(of_layers)[0], seeds), _only_chunk(grads["layers"])
             with jax.named_scope("layers"):
-                totals = {name: term.total for name, term in of_layers.terms.items()}
-                target = Target(
-                    jax.tree.map(lambda leaf: leaf[None], grads["layers"]), jnp.int32(0), jnp.bool_(True)
-                )
-                sums, cotangent = self.stage.backward(
-                    layers, slot, cotangent, _seeded(totals, seeds), given, target
-                )
-            with jax.named_scope("embed"):
-                outer_grads = jax.tree.map(jnp.add, outer_grads, *embed_vjp(cotangent))
-            (outer_grads,) = to_shards(outer_grads)
+                sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, given, target)
+            (of_embed,) = embed_vjp(cotangent)
+            (of_outer,) = to_shards(jax.tree.map(jnp.add, of_head, of_embed))
         with jax.named_scope("accumulate"):
-            outer_sums = jax.tree.map(_add, outer_params(grads), outer_grads)
-        grads = outer_sums | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
+            grads = added(outer_params(grads), of_outer) | {
+                "layers": jax.tree.map(lambda leaf: leaf[0], sums)
+            }
         return (grads, slot.buffers), with_layers(out, of_layers)
 
-    def _embed(self, params, microbatch, keys):
-        return self.model.embed(self.bring_outer(outer_params(params)), microbatch, keys)
+    def _embed(self, outer, given: Given) -> PyTree:
+        with jax.named_scope("embed"):
+            return self.model.embed(outer, *given)
 
     def _head(self, outer, hidden, given: Given) -> tuple[dict, LossOutput]:
-        out = as_loss_output(self.model.head(outer, hidden, *given))
-        return {name: term.total for name, term in out.terms.items()}, out
+        with jax.named_scope("head"):
+            return split_totals(as_loss_output(self.model.head(outer, hidden, *given)))
 
-    def _empty(self, params, microbatch, keys) -> PyTree:
+    def _hidden(self, params, given: Given) -> PyTree:
+        """Shapes of what the layers are given."""
+        return jax.eval_shape(lambda p, g: self._embed(self.bring_outer(outer_params(p)), g), params, given)
+
+    def _empty(self, params, given: Given) -> PyTree:
         """Zeros for what the layers keep of one microbatch, [1, l, ...]."""
-        hidden = jax.eval_shape(self._embed, params, microbatch, keys)
-        layers = jax.eval_shape(_layers_of, params)
-        shapes = self.stage.residual(layers, hidden, Given(microbatch, keys))
+        shapes = self.stage.residual(jax.eval_shape(_layers_of, params), self._hidden(params, given), given)
         return jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), shapes)
 
 
@@ -110,14 +107,15 @@ def _layers_of(params: PyTree) -> Layers:
     return Layers(params["layers"], jnp.arange(number), jnp.ones(number, bool))
 
 
-def _first(microbatches: PyTree, keys: jax.Array | None) -> tuple[PyTree, jax.Array | None]:
+def _only_chunk(sums: PyTree) -> Target:
+    return Target(jax.tree.map(lambda leaf: leaf[None], sums), jnp.int32(0), jnp.bool_(True))
+
+
+def _first(microbatches: PyTree, keys: jax.Array | None) -> Given:
     """Shapes of one microbatch and its keys."""
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), (microbatches, keys))
+    one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
+    return jax.tree.map(one, Given(microbatches, keys))
 
 
 def _seeded(totals: dict, seeds: dict) -> dict:
     return {name: seeds[name].astype(total.dtype) for name, total in totals.items()}
-
-
-def _add(sum_: jax.Array, grad: jax.Array) -> jax.Array:
-    return sum_ + grad.astype(sum_.dtype)

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfb.forward_backward.accumulate import added
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -162,7 +163,7 @@ class _Tick:
             seeds = self._seed(microbatch, records.terms)
             out, grads, cotangent = self._ends.loss_backward(self._weights.outer, hidden, given, seeds)
             gradient = _put(gradient, row["loss_gradient"], cotangent)
-            return _put(records, microbatch, out), gradient, _sum(outer, grads)
+            return _put(records, microbatch, out), gradient, added(outer, grads)
 
         carried = _if(when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
@@ -186,7 +187,7 @@ class _Tick:
         given, mine = self._given(row["embed_gradient_microbatch"]), row["b_embed"] == 1
 
         def scatter(outer: PyTree) -> PyTree:
-            return _sum(outer, self._ends.embed_backward(self._weights.outer, given, before, mine))
+            return added(outer, self._ends.embed_backward(self._weights.outer, given, before, mine))
 
         return b._replace(
             grads=b.grads._replace(outer=_if(when, row["embed_gradient_valid"], scatter, b.grads.outer))
@@ -298,10 +299,6 @@ def _put(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
 
 def _add(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, value: leaf.at[slot].add(value.astype(leaf.dtype)), tree, values)
-
-
-def _sum(tree: PyTree, values: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf, value: leaf + value.astype(leaf.dtype), tree, values)
 
 
 def _where(valid: jax.Array, tree: PyTree) -> PyTree:

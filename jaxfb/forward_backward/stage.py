@@ -104,7 +104,7 @@ class Stage:
             sums = self._add(sums, target, place, layer, grads)
             return (self._if_real(layer, before, cotangent), sums), None
 
-        (before, sums), _ = self._backwards(one, (cotangent, target.sums), layers)
+        before, sums = self._backwards(one, (cotangent, target.sums), layers)
         return sums, before
 
     def backward_input(
@@ -118,7 +118,7 @@ class Stage:
             now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, given)
             return (self._if_real(layer, before, cotangent), saved.put(now, place)), None
 
-        (before, saved), _ = self._backwards(one, (cotangent, saved), layers)
+        before, saved = self._backwards(one, (cotangent, saved), layers)
         return saved, before
 
     def backward_weight(
@@ -132,7 +132,7 @@ class Stage:
             _, always = self._arguments(layer, kept, None, seeds, given)
             return self._add(sums, target, place, layer, self._split.later(saved.get(place), always)), None
 
-        return self._backwards(one, target.sums, layers)[0]
+        return self._backwards(one, target.sums, layers)
 
     def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
         """Shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
@@ -227,8 +227,8 @@ class Stage:
         inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
         return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
-    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> tuple[PyTree, None]:
-        """A scan over (place, layer) from the last to the first, of a function that adds to what it carries alone.
+    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> PyTree:
+        """What `one` carries through (place, layer) from the last to the first; it stacks nothing.
 
         Written out by hand: what `lax.scan` unrolls becomes a function that is called, and the TPU's compiler ends the
         process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
@@ -236,10 +236,10 @@ class Stage:
         """
         inputs, number = (_places(layers), tuple(layers)), layers.index.shape[0]
         if number > self._written_out:
-            return lax.scan(one, carry, inputs, reverse=True)
+            return lax.scan(one, carry, inputs, reverse=True)[0]
         for place in reversed(range(number)):
             carry, _ = one(carry, jax.tree.map(lambda leaf, place=place: leaf[place], inputs))
-        return carry, None
+        return carry
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes

@@ -1,5 +1,7 @@
 """Label smoothing, z-loss and soft-capped logits equal the plain formulas, wherever the vocabulary is cut."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -7,6 +9,7 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
 
 ROWS, SEQ, WIDTH, VOCAB = 2, 5, 8, 28
@@ -82,6 +85,21 @@ def test_a_vocabulary_cut_over_two_axes_changes_nothing():
     )
     kernel = jax.device_put(kernel, jax.NamedSharding(mesh, P(None, ("pipe", "tensor"))))
     _same(jax.jit(cut)(hidden, kernel, microbatch), _seeded(_chunked)(hidden, np.asarray(kernel), microbatch))
+
+
+@pytest.mark.parametrize("regularizers", [False, True])
+def test_a_cut_vocabulary_brings_devices_together_for_maxima_and_for_sums_only(regularizers):
+    hidden, kernel, microbatch = _inputs()
+    score = jax.shard_map(
+        lambda h, k, t, m: chunked_cross_entropy(h, k, t, m, axis="pipe", regularizers=regularizers).loss_sum,
+        mesh=jax.make_mesh((2,), ("pipe",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,)),
+        in_specs=(P(), P(None, "pipe"), P(), P()),
+        out_specs=P(),
+        check_vma=False,
+    )
+    traced = jax.make_jaxpr(score)(hidden, kernel, microbatch["targets"], microbatch["loss_mask"])
+    found = re.findall(r"\b(pmax|pmin|psum|all_gather)\w*\[", str(traced))
+    assert sorted(found) == ["pmax", "psum"]
 
 
 @pytest.mark.parametrize(
