@@ -121,7 +121,8 @@ def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
 
     def attend(query, key, value):
         room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
-        context = packed_attention(query, key, value, segments=None, backend=config.attention)
+        # the backend that training names may refuse a prompt: its length and dtype are other ones
+        context = packed_attention(query, key, value, segments=None, backend="auto")
         return context, (jnp.pad(key, room), jnp.pad(value, room))
 
     block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))

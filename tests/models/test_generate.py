@@ -1,5 +1,7 @@
 """A sampled token is the one the training forward would have predicted, with the same log-probability."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -63,6 +65,13 @@ def test_a_row_ends_at_its_stop_token(params):
     out = generate(CONFIG, params, prompts, 8, stop_token=stop)
     np.testing.assert_array_equal(out.tokens[0, : first + 1], free.tokens[0, : first + 1])
     assert (out.tokens[0, first:] == stop).all() and (out.log_probs[0, first + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("attention", ["cudnn", "splash"])
+def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention):
+    prompts = jnp.array([[3, 1], [9, 2]])
+    out = generate(dataclasses.replace(CONFIG, attention=attention), params, prompts, 2)
+    np.testing.assert_array_equal(out.tokens, generate(CONFIG, params, prompts, 2).tokens)
 
 
 @pytest.mark.parametrize(
