@@ -48,6 +48,15 @@ def _lasting(effects) -> set:
 _OBSERVERS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
 
 
+def primitives(program) -> set[str]:
+    """Names of all operations of a traced function, of those inside its loops, branches and calls too."""
+    if type(program) in (tuple, list):
+        return set().union(*map(primitives, program))
+    eqns = getattr(getattr(program, "jaxpr", program), "eqns", ())
+    inner = (primitives(value) for eqn in eqns for value in eqn.params.values())
+    return {eqn.primitive.name for eqn in eqns}.union(*inner)
+
+
 def is_traced(tree) -> bool:
     """Whether any leaf is an abstract value of a function being traced."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))

@@ -2,7 +2,7 @@
 
 A schedule's table becomes rows of integers (`jaxfb/schedules/program.py` has the format); each of its phases is one
 `lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. What an invalid entry
-computes goes to a spare slot and is masked out of every sum.
+gives goes to a spare slot and is masked out of every sum.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import added
+from jaxfb.forward_backward.bubbles import Bubbles
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -46,6 +47,15 @@ class Buffers(NamedTuple):
     grads: Weights | None
     records: LossOutput
     layer_records: LossOutput
+
+
+class Shapes(NamedTuple):
+    """What a stage's forward is given, and the terms and metrics it gives."""
+
+    given: Given
+    layers: Layers
+    hidden: PyTree
+    out: LossOutput
 
 
 @dataclass(frozen=True)
@@ -100,12 +110,22 @@ class _Tick:
         self, executor: Executor, weights: Weights, microbatches: PyTree, keys: Any, seeds: dict | None
     ):
         self._program, self._stage, self._ends = executor.program, executor.stage, executor.ends
-        self._poison, self._layout = executor.poison, executor.layout
+        self._layout = executor.layout
         self._weights, self._microbatches, self._keys, self._seeds = weights, microbatches, keys, seeds
         me = lax.axis_index("pipe")
         self._index, self._real = (
             jnp.asarray(table)[me] for table in (self._layout.index, self._layout.real)
         )
+        self._shapes, stage = self._traced()
+        self._bubbles = Bubbles.around(stage, executor.poison)
+
+    def _traced(self) -> tuple[Shapes, Any]:
+        """What a stage reads and writes, in shapes, and the jaxpr of its forward."""
+        given, layers = jax.eval_shape(lambda: (self._given(jnp.int32(0)), self._layers(jnp.int32(0))))
+        hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
+        trace = jax.make_jaxpr(self._stage.forward, return_shape=True)
+        stage, (_, out, _) = trace(layers, hidden, given)
+        return Shapes(given, layers, hidden, out), stage
 
     def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
         gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}
@@ -126,11 +146,15 @@ class _Tick:
 
     def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
         given = self._given(row["f_microbatch"])
-        hidden = self._poisoned(self._input(b, row, when_embed), row["f_valid"])
+        before = self._bubbles.fill(row["f_valid"], self._input(b, row, when_embed))
         with jax.named_scope("F"):
             layers = self._layers(row["f_chunk"])
             slot = self._slot(b.residual, row, "f_residual")
-            hidden, out, slot = self._stage.forward(layers, hidden, given, slot)
+            hidden, out, slot = self._bubbles.unless_idle(
+                row["f_valid"],
+                lambda: self._stage.forward(layers, before, given, slot),
+                lambda: (before, _zeros(self._shapes.out), slot),
+            )
         out = _where(row["f_valid"] == 1, self._among_all(layers, out))
         records = _add(b.layer_records, row["f_microbatch"], out)
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
@@ -171,15 +195,24 @@ class _Tick:
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
         chunk, given = row["b_chunk"], self._given(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
-        cotangent = self._poisoned(_get(b.gradient, row["b_gradient"]), row["b_valid"])
+        cotangent = self._bubbles.fill(row["b_valid"], _get(b.gradient, row["b_gradient"]))
         arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
         with jax.named_scope("B"):
             if self._splits:
-                saved, before = self._stage.backward_input(*arguments, Slot(b.cotangent, row["b_cotangent"]))
+                saved = Slot(b.cotangent, row["b_cotangent"])
+                saved, before = self._bubbles.unless_idle(
+                    row["b_valid"],
+                    lambda: self._stage.backward_input(*arguments, saved),
+                    lambda: (saved, cotangent),
+                )
                 b = b._replace(cotangent=saved.buffers)
             else:
                 target = Target(b.grads.layers, chunk, row["b_valid"] == 1)
-                sums, before = self._stage.backward(*arguments, target)
+                sums, before = self._bubbles.unless_idle(
+                    row["b_valid"],
+                    lambda: self._stage.backward(*arguments, target),
+                    lambda: (target.sums, cotangent),
+                )
                 b = b._replace(grads=b.grads._replace(layers=sums))
         return self._embed_backward(b._replace(leaving=before), row, before, when)
 
@@ -198,8 +231,11 @@ class _Tick:
         slots = Slot(b.residual, row["w_residual"]), Slot(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
         target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
+        arguments = (self._layers(chunk), *slots, seeds, given, target)
         with jax.named_scope("W"):
-            sums = self._stage.backward_weight(self._layers(chunk), *slots, seeds, given, target)
+            sums = self._bubbles.unless_idle(
+                row["w_valid"], lambda: self._stage.backward_weight(*arguments), lambda: target.sums
+            )
         return b._replace(grads=b.grads._replace(layers=sums))
 
     def _slot(self, buffers: PyTree, row: dict, name: str) -> Slot | None:
@@ -225,17 +261,9 @@ class _Tick:
     def _splits(self) -> bool:
         return self._program.num_cotangent_slots > 0
 
-    def _poisoned(self, tree: PyTree, valid: jax.Array) -> PyTree:
-        if not self._poison:
-            return tree
-        return jax.tree.map(lambda leaf: jnp.where(valid == 1, leaf, jnp.full_like(leaf, jnp.nan)), tree)
-
     def empty_buffers(self, accum_dtypes: Weights | None) -> Buffers:
         """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
-        program, zero = self._program, jnp.int32(0)
-        given, layers = jax.eval_shape(lambda: (self._given(zero), self._layers(zero)))
-        hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
-        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, given)
+        program, (given, layers, hidden, out) = self._program, self._shapes
         records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
         saved, grads = None, None

@@ -1,0 +1,60 @@
+"""What a device of a pipeline does in a tick that has nothing for it.
+
+All devices walk the same ticks, so a device with nothing to do waits for the others whatever it does. On GPUs and TPUs
+it computes what nobody reads: a branch would keep the compiler from hiding transfers behind the stage. Simulated
+devices share the cores of one CPU, so there it leaves them to the others.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import AxisType
+
+from jaxfb.compat import primitives
+from jaxfb.mesh import platform_here
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Bubbles:
+    """poison: what is computed in them is made of NaN, to show that nothing reads it.  skipped: nothing is computed."""
+
+    poison: bool
+    skipped: bool
+
+    @classmethod
+    def around(cls, stage: Any, poison: bool) -> Bubbles:
+        """Those of a stage, given as the jaxpr of its forward."""
+        return cls(poison, skipped=not poison and platform_here() == "cpu" and not _meets_everybody(stage))
+
+    def fill(self, valid: jax.Array, tree: PyTree) -> PyTree:
+        """The input of a stage."""
+        if not self.poison:
+            return tree
+        return jax.tree.map(lambda leaf: jnp.where(valid == 1, leaf, jnp.full_like(leaf, jnp.nan)), tree)
+
+    def unless_idle(self, valid: jax.Array, do: Callable[[], PyTree], idle: Callable[[], PyTree]) -> PyTree:
+        """`do()` in a tick that is `valid`; in a bubble that too, or `idle()`, something of the same shapes."""
+        return lax.cond(valid == 1, do, idle) if self.skipped else do()
+
+
+def _meets_everybody(stage: Any) -> bool:
+    """Whether devices of several stages meet inside of it, so that none of them may stay away.
+
+    XLA's permutes on CPU wait for all devices of the mesh, other collectives for those of their group, which are of
+    one stage. Which ones XLA adds for an automatic axis is not known yet.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    automatic = any(
+        mesh.shape[axis] > 1
+        for axis, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
+        if kind != AxisType.Manual
+    )
+    return automatic or "ppermute" in primitives(stage)
