@@ -14,20 +14,14 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
-from importlib.util import find_spec
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from jaxfb.config import Config, config_from_dict, config_to_dict
-from jaxfb.planner import gpu
+from jaxfb.planner import gpu, tpu
 from jaxfb.planner.topology import Topology
 
-TPU_ENVIRONMENT = {
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
@@ -37,7 +31,6 @@ class Compiled:
 
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
-    peak: in use at one time, as the compiler reports it; on a TPU less than the sum of the others, 0 if unknown.
     flops, hbm_bytes, work_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
     own_flops: the compiler's own count, in which a loop counts once.
     """
@@ -53,7 +46,6 @@ class Compiled:
     hbm_bytes: float
     work_seconds: float
     traffic: list[dict[str, Any]] = field(default_factory=list)
-    peak: int = 0
 
     @property
     def total(self) -> int:
@@ -99,8 +91,8 @@ def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
 
 def missing_compiler(topology: Topology) -> str | None:
     """What to install for this topology; None where its compiler is there."""
-    if topology.platform == "tpu" and find_spec("libtpu") is None:
-        return "the TPU compiler is not installed; pip install 'jaxfb[plan]' adds libtpu (no TPU is needed)"
+    if topology.platform == "tpu" and not tpu.is_installed():
+        return f"the TPU compiler is not installed; {tpu.INSTALL}"
     if topology.platform == "gpu" and not gpu.is_installed():
         return f"XLA's compiler for GPUs is not installed; {gpu.INSTALL}"
     return None
@@ -140,7 +132,7 @@ def _environment(topology: Topology) -> dict[str, str]:
     if topology.platform == "gpu":
         return environment  # XLA_FLAGS are the user's, and what is planned
     environment.pop("XLA_FLAGS", None)  # a TPU's flags are not known to the CPU client, and the reverse
-    return environment | TPU_ENVIRONMENT
+    return environment | tpu.ENVIRONMENT
 
 
 def main(arguments: list[str]) -> None:
@@ -149,13 +141,14 @@ def main(arguments: list[str]) -> None:
 
     request = json.loads(Path(arguments[0]).read_text())
     try:
-        answer = _answer(config_from_dict(request["config"]), parse_topology(request["topology"]))
+        config, topology = config_from_dict(request["config"]), parse_topology(request["topology"])
+        answer = _answer(config, topology, Path(arguments[1]).parent)
     except ValueError as error:
         answer = {"refused": str(error)}
     Path(arguments[1]).write_text(json.dumps(answer))
 
 
-def _answer(config: Config, topology: Topology) -> dict:
+def _answer(config: Config, topology: Topology, directory: Path) -> dict:
     import jax
 
     from jaxfb.planner.job import make_job
@@ -172,14 +165,18 @@ def _answer(config: Config, topology: Topology) -> dict:
     lowered = traced.lower()
     lowered_at = time.monotonic()
     try:
-        program = lowered.compile()
+        program = lowered.compile(tpu.report_into(directory) if topology.platform == "tpu" else None)
     except jax.errors.JaxRuntimeError as error:
         if (refusal := too_large(str(error))) is None:
             raise
         return {"too_large": asdict(refusal)}
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
     work = routed(job, sharded_part(traced.jaxpr), topology.platform)
-    return {"compiled": asdict(_read(program, job.mesh, topology, work, *seconds))}
+    compiled = _read(program, job.mesh, topology, work, *seconds)
+    if topology.platform == "tpu":
+        in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes
+        compiled = replace(compiled, temporaries=in_hbm - compiled.arguments - compiled.outputs)
+    return {"compiled": asdict(compiled)}
 
 
 def _mesh(config: Config, topology: Topology):
@@ -199,22 +196,12 @@ def _mesh(config: Config, topology: Topology):
 
 def _devices(topology: Topology) -> list:
     import jax
-    from jax.experimental import topologies
 
     if topology.platform == "cpu":
         return jax.devices()
     if topology.platform == "gpu":
         return gpu.devices(topology.chip, topology.num_devices)
-    options = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
-    if max(topology.shape) == 1:
-        options["chips_per_host_bounds"] = (1, 1, 1)
-    try:
-        return topologies.get_topology_desc(topology.text, platform="tpu", **options).devices
-    except Exception as error:
-        first = str(error).splitlines()[0]
-        raise ValueError(
-            f"[plan] libtpu does not make {topology.text}: {first}; use a shape such as 4x4x4"
-        ) from None
+    return tpu.devices(topology)
 
 
 def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
@@ -230,7 +217,6 @@ def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile
         temporaries=memory.temp_size_in_bytes,
         outputs=memory.output_size_in_bytes - memory.alias_size_in_bytes,
         code=memory.generated_code_size_in_bytes,
-        peak=getattr(memory, "peak_memory_in_bytes", 0),
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
         flops=cost.flops,

@@ -6,6 +6,7 @@ Step of the story: all of it up to the one update, before there is a device or a
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -109,16 +110,23 @@ def abstract_device(topology: Topology) -> AbstractDevice:
     return AbstractDevice(device_kind=kind or topology.platform, num_cores=None, platform=topology.platform)
 
 
-def bytes_per_device(tree: PyTree) -> int:
-    """Of a tree of ShapeDtypeStructs with NamedShardings, on the device that holds most."""
-    return sum(_shard_bytes(leaf) for leaf in jax.tree.leaves(tree))
+def dense_bytes(shape: Sequence[int], itemsize: int) -> int:
+    """Of an array without padding."""
+    return math.prod(shape) * itemsize
 
 
-def _shard_bytes(leaf: jax.ShapeDtypeStruct) -> int:
+def bytes_per_device(tree: PyTree, bytes_of: Callable[[Sequence[int], int], int] = dense_bytes) -> int:
+    """Of a tree of ShapeDtypeStructs with NamedShardings, on the device that holds most.
+
+    bytes_of: of an array of a shape and of items of a size, as the device holds it.
+    """
+    return sum(bytes_of(_shard_shape(leaf), _itemsize(leaf.dtype)) for leaf in jax.tree.leaves(tree))
+
+
+def _shard_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
     spec, mesh = leaf.sharding.spec, leaf.sharding.mesh
     parts = [math.prod(mesh.shape[axis] for axis in axes_of(entry)) for entry in spec]
-    sizes = [-(-size // part) for size, part in zip(leaf.shape, parts + [1] * leaf.ndim, strict=False)]
-    return math.prod(sizes) * _itemsize(leaf.dtype)
+    return tuple(-(-size // part) for size, part in zip(leaf.shape, parts + [1] * leaf.ndim, strict=False))
 
 
 def _itemsize(dtype) -> int:

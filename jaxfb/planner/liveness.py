@@ -27,7 +27,8 @@ _IN_PLACE = {"scan", "while", "dynamic_update_slice", "scatter-add", "scatter", 
 
 @dataclass
 class Peak:
-    """bytes: most that is live at once. live: the values then, each with what made it."""
+    """bytes: most that is live at once. live: the values then, each with what made it, but for those that lie where
+    the loop around them keeps what it carries."""
 
     bytes: int = 0
     live: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
@@ -59,22 +60,23 @@ class _Walk:
 
     def peak(self) -> Peak:
         live = {value: value.bytes for value in self._carried if value.bytes}
-        total, best = sum(live.values()), Peak()
+        total, best, given = sum(live.values()), Peak(), set(live)
         for op in self._region.ops:
             for value in self._sliced.intersection(op.inputs) - live.keys():
                 live[value] = value.bytes
                 total += value.bytes
             dying = [v for v in live if self._last_use.get(v, -1) <= op.position]
             made = [v for v in op.outputs if self.real(v) and v.bytes]
-            reused = _taken_over(dying, made) if op.name in _IN_PLACE else set()
-            for value in reused:
-                total -= live.pop(value)
+            for value, old in _taken_over(dying, made) if op.name in _IN_PLACE else ():
+                total -= live.pop(old)
+                if old in given:
+                    given.add(value)
             for value in made:
                 live[value] = value.bytes
                 total += value.bytes
             inner = self._inside(op)
             if total + inner.bytes > best.bytes:
-                best = Peak(total + inner.bytes, [_named(v) for v in live] + inner.live)
+                best = Peak(total + inner.bytes, [_named(v) for v in live if v not in given] + inner.live)
             for value in dying:
                 if value in live:
                     total -= live.pop(value)
@@ -84,12 +86,11 @@ class _Walk:
         """What a loop or branch needs beside its operands and results."""
         best = Peak()
         for region in op.regions:
-            carried, sliced = _carried(op, region)
+            carried, sliced = carried_of(op, region)
             inner = _Walk(region, carried, sliced).peak()
             extra = inner.bytes - sum(value.bytes for value in carried)
             if extra > best.bytes:
-                names = {_named(value) for value in carried}
-                best = Peak(extra, [one for one in inner.live if one not in names])
+                best = Peak(extra, inner.live)
         return best
 
     def _copied(self, value: Value) -> bool:
@@ -134,18 +135,18 @@ _VIEWS = set(
 )
 
 
-def _taken_over(dying: list[Value], made: list[Value]) -> set[Value]:
-    """Of what dies, the buffers that results of the same size take."""
-    left, taken = list(dying), set()
+def _taken_over(dying: list[Value], made: list[Value]) -> list[tuple[Value, Value]]:
+    """(result, what dies and leaves it its buffer, of the same size)."""
+    left, taken = list(dying), []
     for value in made:
         same = next((one for one in left if one.bytes == value.bytes), None)
         if same is not None:
             left.remove(same)
-            taken.add(same)
+            taken.append((value, same))
     return taken
 
 
-def _carried(op: Op, region: Region) -> tuple[list[Value], list[Value]]:
+def carried_of(op: Op, region: Region) -> tuple[list[Value], list[Value]]:
     """(inputs that a loop hands from one turn to the next, slices that it takes of stacked operands)."""
     if op.name == "scan":
         # told by shapes, since the names of the counts differ between versions of JAX: stacks have one dim more

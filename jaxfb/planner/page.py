@@ -23,9 +23,6 @@ def answer(verdict: Verdict) -> str:
     between = f"{_gb(verdict.needed)} of {_gb(verdict.available)} a {device} ({who})"
     if verdict.fits:
         left = verdict.available - verdict.needed
-        if left < 0:
-            peak = f", {_gb(verdict.compiled.peak)} of them at one time" if verdict.compiled.peak else ""
-            return f"FITS: the compiler took it; its parts add up to {between}{peak}"
         close = verdict.compiled is None and left < MARGIN * verdict.available
         warning = ", closer than the estimate can tell" if close else ""
         return f"FITS: {between}, {_gb(left)} to spare{warning}"

@@ -24,7 +24,7 @@ class Verdict:
     """One config on one topology. Bytes, operations and seconds of one device, in one step.
 
     needed:  bytes, the compiler's where it answered, else the estimate's.
-    fits:    None where there is no chip to fit on. A TPU's compiler refuses what does not fit, so what it took does.
+    fits:    None where there is no chip to fit on.
     model_flops: by hand, without recomputation: what MFU counts.
     bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
     """
@@ -66,8 +66,7 @@ class Verdict:
             return None
         if isinstance(self.compiled, TooLarge):
             return False
-        taken = isinstance(self.compiled, Compiled) and self.topology.platform == "tpu"
-        return taken or self.needed <= self.available
+        return self.needed <= self.available
 
     @property
     def traffic(self) -> dict[tuple[str, str], Traffic]:

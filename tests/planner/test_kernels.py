@@ -2,14 +2,13 @@
 
 import math
 from dataclasses import replace
-from importlib.util import find_spec
 
 import jax
 import pytest
 
 from jaxfb.config import load_config
 from jaxfb.models.splash import visible_pairs
-from jaxfb.planner import hlo_cost
+from jaxfb.planner import hlo_cost, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.estimate import estimate
 from jaxfb.planner.guess import guess
@@ -82,7 +81,7 @@ ENTRY %main (t: s8[1,2,2], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> {query
     ],
 )
 def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence, monkeypatch):
-    monkeypatch.setattr("jaxfb.planner.estimate.sharded_part", None)
+    monkeypatch.setattr("jaxfb.planner.estimate.traced_shard", None)
     name, value = change.split("=")
     part, field = name.split(".")
     section = getattr(CONFIG, part)
@@ -99,7 +98,7 @@ def test_splash_is_refused_for_gpus():
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu here; pip install 'jaxfb[plan]'")
+@pytest.mark.skipif(not tpu.is_installed(), reason="no libtpu here; pip install 'jaxfb[plan]'")
 @pytest.mark.parametrize(
     "layout", ["mesh.dp=4", "mesh.dp=2 mesh.tp=2", "mesh.pp=2 mesh.tp=2 schedule=zero_bubble"]
 )

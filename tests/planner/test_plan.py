@@ -2,7 +2,6 @@
 
 import json
 import re
-from dataclasses import replace
 from importlib.util import find_spec
 
 import pytest
@@ -11,9 +10,7 @@ from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import candidates
-from jaxfb.planner.compiled import Compiled
 from jaxfb.planner.job import model_sizes
-from jaxfb.planner.page import answer
 from jaxfb.planner.verdict import plan
 
 ONE_LAYER = "model.num_layers=2 mesh.dp=2 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=8".split()
@@ -56,7 +53,7 @@ def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
     ],
 )
 def test_what_cannot_be_planned_is_refused_with_the_way_out(arguments, sentence, capsys, monkeypatch):
-    monkeypatch.setattr("jaxfb.planner.compiled.find_spec", lambda name: None)
+    monkeypatch.setattr("jaxfb.planner.tpu.is_installed", lambda: False)
     assert main(["plan", *arguments]) == 2
     assert re.search(sentence, capsys.readouterr().err)
 
@@ -90,29 +87,3 @@ def test_search_writes_the_fastest_layout_that_fits(tmp_path, capsys):
     best = load_config(tmp_path / "plan.yaml")
     assert vars(best.mesh) == rows[0]["mesh"] and best.batch.rows == 32
     assert (tmp_path / "memory.png").exists() == (find_spec("matplotlib") is not None)
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(find_spec("libtpu") is None, reason="no libtpu here; pip install 'jaxfb[plan]'")
-def test_the_tpu_compiler_answers_without_a_tpu():
-    config = load_config("configs/mesh8.yaml", [*ONE_LAYER, "mesh.dp=4", "precision.compute_dtype=bfloat16"])
-    verdict = plan(config, parse_topology("v5e:2x2"))
-    assert verdict.fits and verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.05)
-    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
-
-
-def test_what_a_tpus_compiler_took_fits_whatever_its_parts_add_up_to():
-    """libtpu refuses what does not fit; its parts are not all there at one time."""
-    sizes = {"arguments": 7 * 10**9, "temporaries": 15 * 10**9, "outputs": 0, "code": 0, "peak": 15 * 10**9}
-    took = Compiled(
-        **sizes, lower_seconds=1, compile_seconds=1, flops=1, own_flops=1, hbm_bytes=1, work_seconds=1
-    )
-    config = load_config("configs/mesh8.yaml")
-    on_tpu, on_gpu = (
-        replace(plan(config, parse_topology(name), compiles=False), compiled=took)
-        for name in ("v5e:4x2", "gpu:h100x8")
-    )
-    assert on_tpu.fits and "took it; its parts add up to 22.00 GB of 16.91 GB" in answer(on_tpu)
-    assert "15.00 GB of them at one time" in answer(on_tpu)
-    large = replace(on_gpu, compiled=replace(took, temporaries=90 * 10**9))
-    assert on_gpu.fits and not large.fits and answer(large).startswith("DOES NOT FIT: 97.00 GB")

@@ -1,0 +1,71 @@
+"""What is asked of the TPU compiler beyond JAX, and its answer where libtpu is installed."""
+
+import pytest
+
+from jaxfb.config import load_config
+from jaxfb.planner import parse_topology, tpu
+from jaxfb.planner.verdict import plan
+
+REPORT = """Memory Space: default (color=0)
+Total bytes: 9973785664 (9.29GiB)
+  cumulative_size;       size;       offset; used_by_n_values; shapes_list
+    1.96GiB( 13%);    1.96GiB;   6360596480;                3; f32[1024,128256]
+
+Memory Space: vmem (color=1)
+Total bytes: 117440512 (112.00MiB)
+"""
+compiler = pytest.mark.skipif(not tpu.is_installed(), reason="no libtpu here; pip install 'jaxfb[plan]'")
+
+
+@pytest.mark.parametrize(
+    "shape, itemsize, tiled",
+    [
+        ((32, 64, 4096), 4, 32 * 64 * 4096 * 4),
+        ((2, 8, 16), 4, 2 * 8 * 128 * 4),
+        ((384, 32), 4, 384 * 32 * 4),  # the longer dim goes along a tile's rows
+        ((2, 32, 16), 4, 2 * 16 * 128 * 4),
+        ((2, 200), 4, 2 * 256 * 4),
+        ((200,), 4, 256 * 4),
+        ((), 4, 512),
+    ],
+)
+def test_an_array_fills_tiles(shape, itemsize, tiled):
+    assert tpu.tiled_bytes(shape, itemsize) == tiled
+
+
+def test_the_memory_of_a_program_is_read_from_its_report(tmp_path):
+    assert tpu.reported_bytes(tmp_path) is None
+    (tmp_path / "module_0000.jit_step.memory-usage-report.txt").write_text(REPORT)
+    (tmp_path / "module_0001.small.memory-usage-report.txt").write_text(REPORT.replace("9973785664", "512"))
+    assert tpu.reported_bytes(tmp_path) == 9973785664
+
+
+@compiler
+@pytest.mark.slow
+def test_the_compiler_answers_without_a_tpu():
+    sizes = "model.num_layers=2 mesh.dp=4 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=8"
+    config = load_config("configs/mesh8.yaml", [*sizes.split(), "precision.compute_dtype=bfloat16"])
+    verdict = plan(config, parse_topology("v5e:2x2"))
+    assert verdict.fits and verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.01)
+    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
+
+
+LAYERS = (
+    "model.num_layers=4 model.vocab_size=32768 data.sequence_length=2048 batch.rows=64 batch.rows_per_microbatch=4 "
+    "mesh.dp=1 mesh.fsdp=1"
+).split()
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "layout",
+    [
+        "mesh.fsdp=4 parallel.fsdp_gather=step parallel.remat=selective",
+        "mesh.dp=4 optimizer.sharding=data parallel.remat=selective",
+        "mesh.pp=4 schedule=1f1b parallel.remat=full",
+    ],
+)
+def test_memory_within_ten_percent_of_the_compiler(layout):
+    verdict = plan(load_config("configs/1b.yaml", [*LAYERS, *layout.split()]), parse_topology("v5e:2x2"))
+    assert verdict.estimate.total == pytest.approx(verdict.compiled.total - verdict.compiled.code, rel=0.1)
