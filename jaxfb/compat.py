@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -85,8 +86,18 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     )
 
 
-def evaluate(eqns: list, env: dict, constants: dict, outvars: list, inline: bool = False) -> list:
-    """Runs equations on an environment Var -> value and returns the values of `outvars`."""
+def evaluate(
+    eqns: list,
+    env: dict,
+    constants: dict,
+    outvars: list,
+    inline: bool = False,
+    seen: Callable[[Any, Any], Any] = lambda var, value: value,
+) -> list:
+    """Runs equations on an environment Var -> value and returns the values of `outvars`.
+
+    seen: (var, what an equation made of it) -> what is read of it from then on.
+    """
     env = {**constants, **env}
     read = lambda var: var.val if isinstance(var, Literal) else env[var]  # noqa: E731
     for eqn in eqns:
@@ -102,9 +113,10 @@ def evaluate(eqns: list, env: dict, constants: dict, outvars: list, inline: bool
                 True,
             )
         else:
-            out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+            with eqn.ctx.manager:
+                out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
             out = out if eqn.primitive.multiple_results else [out]
-        env.update(zip(eqn.outvars, out, strict=True))
+        env.update((var, seen(var, value)) for var, value in zip(eqn.outvars, out, strict=True))
     return [read(var) for var in outvars]
 
 

@@ -24,6 +24,7 @@ from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
+from jaxfb.optim.overwrite import overwrite
 from jaxfb.parallel.sharding import abstract, adopt, shardings
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
@@ -266,10 +267,12 @@ class TrainStep:
         clipped, coefficient = gradients.clip_by_global_norm(
             grads, norm, self._max_grad_norm, self._clip_convention
         )
-        updated, updates = self._apply(state, clipped, out.metrics)
-        new = _advance(state, updated, finite, counted, rows, self._loss_scale)
-        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         applied = finite & counted
+        params, opt_state, updates, said = self._apply(state, clipped, out.metrics, applied)
+        read, param_norm, update_norm = _read_once_more(applied, state.params, updates)
+        params = jax.tree.map(lambda a, b: jnp.where(read, a, b), params, state.params)
+        new = _advance(state, params, opt_state, finite, counted, rows, self._loss_scale)
+        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         return new, StepMetrics(
             step=state.step,
             loss=out.loss,
@@ -279,11 +282,9 @@ class TrainStep:
             grad_norm=norm,
             clipped_grad_norm=norm * coefficient,
             clip_coefficient=coefficient,
-            param_norm=gradients.global_norm(state.params),
-            update_norm=jnp.where(applied, gradients.global_norm(updates), 0),
-            learning_rate=learning_rate_of(
-                self.optimizer, state.opt_state, state.samples, updated=updated.opt_state
-            ),
+            param_norm=param_norm,
+            update_norm=jnp.where(applied, update_norm, 0),
+            learning_rate=learning_rate_of(self.optimizer, state.opt_state, state.samples, updated=said),
             loss_scale=scale,
             skipped=~applied,
             nonfinite=gradients.nonfinite_leaves(grads),
@@ -291,12 +292,16 @@ class TrainStep:
             zero_weight_updates=new.zero_weight_updates,
         )
 
-    def _apply(self, state: TrainState, grads: PyTree, metrics: dict) -> tuple[TrainState, PyTree]:
-        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted."""
+    def _apply(self, state: TrainState, grads: PyTree, metrics: dict, applied: jax.Array) -> tuple:
+        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted.
+
+        (parameters if it applies, optimizer state, updates, what the optimizer says of it).
+        """
         with jax.named_scope("optimizer"):
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-            optimizer = optax.with_extra_args_support(self.optimizer)
-            updates, opt_state = optimizer.update(grads, state.opt_state, state.params, samples=state.samples)
+            updates, opt_state, said = overwrite(
+                self.optimizer, grads, state.opt_state, state.params, applied, samples=state.samples
+            )
             counted = self.model.counted if isinstance(self.model, Pipelined) else None
             if counted is not None:
                 leaves = counted.leaves(state.params)
@@ -304,19 +309,31 @@ class TrainStep:
             params = optax.apply_updates(state.params, updates)
         if counted is not None and counted.after is not None:
             params = counted.after(params, metrics)
-        return replace(state, params=params, opt_state=opt_state), updates
+        return params, opt_state, updates, said
 
 
-def _advance(state, new, finite, counted, rows, loss_scale) -> TrainState:
-    """`new` where the update applies, else `state`, bit for bit but for the counters of what was skipped."""
-    applied = finite & counted
-    kept = jax.tree.map(
-        lambda a, b: jnp.where(applied, a, b), (new.params, new.opt_state), (state.params, state.opt_state)
+def _read_once_more(applied: jax.Array, params: PyTree, updates: PyTree) -> tuple:
+    """(applied, global norms of params and of updates): with that `applied`, params are overwritten where they are.
+
+    Unless it waits for the last that reads them, a compiler copies them. A GPU's takes the norm of the updates in the
+    pass that writes parameters; the one for CPU gives that a pass of its own, which has to come first.
+    """
+    norms = gradients.global_norm(params), gradients.global_norm(updates)
+    wait = jax.lax.optimization_barrier
+    return jax.lax.platform_dependent(
+        applied,
+        *norms,
+        cpu=lambda *values: wait(values),
+        default=lambda applied, of_params, of_updates: (*wait((applied, of_params)), of_updates),
     )
+
+
+def _advance(state, params, opt_state, finite, counted, rows, loss_scale) -> TrainState:
+    applied = finite & counted
     return replace(
         state,
-        params=kept[0],
-        opt_state=kept[1],
+        params=params,
+        opt_state=opt_state,
         step=state.step + applied,
         samples=state.samples + jnp.where(applied, rows, 0),
         nonfinite_updates=state.nonfinite_updates + ~finite,

@@ -7,6 +7,7 @@ import optax
 import pytest
 
 import jaxfb
+from jaxfb.hlo import parse
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
@@ -20,7 +21,7 @@ def traced(remat="selective"):
     """(step, its abstract state and batch) in bfloat16, two rows a microbatch."""
     plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)
     options = {"dropout": False, "compute_dtype": "bfloat16", "remat": remat}
-    step = jaxfb.make_train_step(transformer(SIZES), optax.adam(1e-3), None, plan, **options)
+    step = jaxfb.make_train_step(transformer(SIZES), optax.adamw(1e-3), None, plan, **options)
     state = step.abstract_state(lambda key: init_params(SIZES, key))
     tokens = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32)
     mask = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.float32)
@@ -98,7 +99,15 @@ def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(pro
 
 def test_the_state_is_updated_where_it_is():
     step, state, batch = traced()
-    memory = step.lower(state, batch).compile().memory_analysis()
+    compiled = step.lower(state, batch).compile()
+    computations, entry = parse(compiled.as_text())
+    given = {one.name for one in computations[entry] if one.opcode == "parameter" and "," in one.result}
+    copied = [
+        one for one in computations[entry] if one.opcode == "copy" and one.rest[1:].split(")")[0] in given
+    ]
+    # XLA for CPU heeds a barrier since jax 0.11; before, it copies parameters, but no moments
+    assert len(copied) <= (0 if jax.__version_info__ >= (0, 11) else len(jax.tree.leaves(state.params)))
+    memory = compiled.memory_analysis()
     numbers = [leaf for leaf in jax.tree.leaves(state) if not jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)]
     size = sum(leaf.size * leaf.dtype.itemsize for leaf in numbers)
     assert size <= memory.alias_size_in_bytes <= size + 64  # and the key

@@ -102,7 +102,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     peak = liveness.temporaries(region)
     temporaries = int(PACKING[topology.platform] * (peak.bytes + moved_bytes(region, topology.platform)))
     if topology.platform == "cpu":
-        temporaries = max(temporaries, 3 * _updated_bytes(job))
+        temporaries = max(temporaries, 2 * _updated_bytes(job))
     gradients = min(gradient_bytes(job), temporaries)
     held = sum(size for size, made_by, _ in peak.live if made_by in _HELD)
     activations = min(max(0, held - gradients), temporaries - gradients)
@@ -127,8 +127,8 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
 def _updated_bytes(job: Job) -> int:
     """The gradients of one device as the optimizer reads them.
 
-    XLA for CPU gives a fusion one output, so between the last reduction and the new parameters there are three arrays
-    of that size: the gradients, what the moments make of them, and the updates.
+    XLA for CPU gives a fusion one output, so between the last reduction and the new parameters there are two arrays
+    of that size: the gradients, and what the moments make of them.
     """
     fb, params = job.step.forward_backward, job.state.params
     return bytes_per_device(abstract(params, shardings(fb.grad_specs(job.step.model, params), job.mesh)))
