@@ -2,7 +2,7 @@
 
 A schedule's table becomes rows of integers (`jaxfb/schedules/program.py` has the format); each of its phases is one
 `lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. What an invalid entry
-gives goes to a spare slot and is masked out of every sum.
+gives goes to a slot that nobody reads and is masked out of every sum.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What a device carries from tick to tick. Slots are the leading dim; the last is the spare one."""
+    """What a device carries from tick to tick. Slots are the leading dim."""
 
     residual: PyTree
     activation: PyTree
@@ -275,15 +275,15 @@ class _Tick:
             seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
             saved = self._stage.saved(layers, hidden, seeds, given)
         return Buffers(
-            residual=_slots(self._stage.residual(layers, hidden, given), program.num_residual_slots),
-            activation=_slots(hidden, program.num_activation_slots),
-            gradient=_slots(hidden, program.num_gradient_slots),
-            cotangent=_slots(saved, program.num_cotangent_slots),
+            residual=_slots(self._stage.residual(layers, hidden, given), program.allocated("residual")),
+            activation=_slots(hidden, program.allocated("activation")),
+            gradient=_slots(hidden, program.allocated("gradient")),
+            cotangent=_slots(saved, program.allocated("cotangent")),
             arriving={channel: _zeros(hidden) for channel in program.forward_channels},
             leaving=_zeros(hidden),
             grads=grads,
-            records=_slots(records, count),
-            layer_records=_slots(jax.eval_shape(self._among_all, layers, out), count),
+            records=_slots(records, count + 1),
+            layer_records=_slots(jax.eval_shape(self._among_all, layers, out), count + 1),
         )
 
 
@@ -314,7 +314,7 @@ def _zeros(tree: PyTree) -> PyTree:
 
 
 def _slots(tree: PyTree, number: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros((number + 1, *leaf.shape), leaf.dtype), tree)
+    return jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), tree)
 
 
 def _get(tree: PyTree, slot: jax.Array) -> PyTree:

@@ -3,9 +3,10 @@
 THE FORMAT. `program.rows` maps a name to a nested list of ints. A name marked [t] has one int a tick, the
 same for all devices; a name marked [t][d] has one int a tick and device. A phase is the slice
 rows[name][phase.start:phase.stop]; its body runs just the kinds in `phase.kinds`. An entry that is not valid
-has microbatch 0, chunk 0 and points at the spare slot, number `program.num_<buffer>_slots`; so allocate one
-slot more than that number. There are four buffers (`slots.py` says what is in them): residual, activation,
-gradient, cotangent.
+has microbatch 0 and chunk 0. There are four buffers (`slots.py` says what is in them): residual, activation,
+gradient, cotangent. `program.num_<buffer>_slots` are needed of each; of activation and gradient one more, the
+spare slot with that number, at which entries that are not valid point. Those of residual and cotangent point at
+a slot that nothing occupies in that tick.
 
 One tick, on device d, in this order (`replay.py` is the same in Python):
 
@@ -23,7 +24,7 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       f_valid, f_microbatch, f_chunk  [t][d]
       f_embed     [t][d]  1: stage 0, the input is embed(microbatch), not a slot
       f_input     [t][d]  activation slot to read (spare if f_embed)
-      f_residual  [t][d]  residual slot to write (spare if the schedule has no backward)
+      f_residual  [t][d]  residual slot to write (none if the schedule has no backward)
       f_last      [t][d]  1: last stage, the output goes to the loss of step 3 and travels nowhere
       f_send      [t][d]  0 next, 1 prev, 2 stay, 3 nowhere. Information: sending on every channel is right as
                           well, since the receiver's row sends what it does not expect to its spare slot
@@ -38,7 +39,7 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       b_gradient   [t][d]  gradient slot to read, on the last stage too (step 3 put it there)
       b_last       [t][d]  1: last stage, that is, b_gradient came from the loss
       b_embed      [t][d]  1: stage 0, the input gradient is that of embed(microbatch) and travels nowhere
-      b_cotangent  [t][d]  cotangent slot to write for W (spare if there is no W: B is all of it then)
+      b_cotangent  [t][d]  cotangent slot to write for W (none if there is no W: B is all of it then)
       b_send       [t][d]  as f_send
       embed_gradient_valid, embed_gradient_microbatch  [t]  the microbatch whose stage 0 ran B in this tick
  5. W, if the phase has W:
@@ -54,7 +55,7 @@ from dataclasses import dataclass
 
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.placement import MIRROR, channel_of
-from jaxfb.schedules.slots import BUFFERS, Slots
+from jaxfb.schedules.slots import BUFFERS, WRITTEN_BY, Slots
 
 CHANNELS = ("next", "prev", "stay")
 NOWHERE = 3
@@ -101,8 +102,12 @@ class Program:
     rows: dict[str, list]
 
     def spare(self, buffer: str) -> int:
-        """The slot that takes what nobody reads: one past the last real one."""
+        """The slot of activations or gradients that takes what nobody reads: one past the last real one."""
         return getattr(self, f"num_{buffer}_slots")
+
+    def allocated(self, buffer: str) -> int:
+        """Slots to allocate, the spare one included."""
+        return getattr(self, f"num_{buffer}_slots") + (buffer not in WRITTEN_BY)
 
     def phase_rows(self, phase: Phase) -> dict[str, list]:
         """The rows of one phase, to be handed to its scan."""
@@ -155,9 +160,13 @@ def program_of(schedule) -> Program:
 def _blank(schedule, slots: Slots) -> dict[str, list]:
     ticks, devices = range(schedule.num_ticks), schedule.num_stages
     initial = dict.fromkeys(ZERO_ROWS, 0) | {"f_send": NOWHERE, "b_send": NOWHERE}
-    initial |= {name: slots.most(buffer) for name, buffer in SLOT_ROWS.items()}
+    initial |= {name: 0 if buffer in WRITTEN_BY else slots.most(buffer) for name, buffer in SLOT_ROWS.items()}
     rows: dict[str, list] = {name: [0 for _ in ticks] for name in TICK_ROWS}
-    return rows | {name: [[value] * devices for _ in ticks] for name, value in initial.items()}
+    rows |= {name: [[value] * devices for _ in ticks] for name, value in initial.items()}
+    for buffer, kind in WRITTEN_BY.items():
+        for (tick, device), slot in slots.idle.get(buffer, {}).items():
+            rows[f"{kind.lower()}_{buffer}"][tick][device] = slot
+    return rows
 
 
 def _forward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:

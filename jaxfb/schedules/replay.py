@@ -14,9 +14,10 @@ Label = tuple
 def replay(program: Program, placement) -> list[tuple[str, int, int]]:
     """(kind, microbatch, stage) as executed; ValueError at the first read that finds the wrong value."""
     devices = range(program.num_devices)
-    buffers = [{b: [None] * (program.spare(b) + 1) for b in BUFFERS} for _ in devices]
+    buffers = [{b: [None] * program.allocated(b) for b in BUFFERS} for _ in devices]
     sent = {"activation": [None] * len(devices), "gradient": [None] * len(devices)}
     executed: list[tuple[str, int, int]] = []
+    kinds = [phase.kinds for phase in program.phases for _ in range(phase.num_ticks)]
     for tick in range(program.num_ticks):
         cells = [
             {
@@ -27,12 +28,13 @@ def replay(program: Program, placement) -> list[tuple[str, int, int]]:
         ]
         for d in devices:
             _store_arrivals(buffers[d], cells[d], d, sent, program)
-        outputs = [_forward(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        where = [(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        outputs = [_forward(*one) if "F" in kinds[tick] else None for one in where]
         if cells[0]["loss_valid"]:
             _loss(buffers, cells, outputs, program.loss_device)
-        gradients = [_backward(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
-        for d in devices:
-            _weight(buffers[d], cells[d], placement[d], tick, d, executed)
+        gradients = [_backward(*one) if "B" in kinds[tick] else None for one in where]
+        for one in where:
+            _weight(*one)
         sent = {"activation": outputs, "gradient": gradients}
     return executed
 
@@ -55,12 +57,12 @@ def _store_arrivals(buffers, cell, device, sent, program) -> None:
 
 def _forward(buffers, cell, stages, tick, device, executed) -> Label:
     if not cell["f_valid"]:
-        buffers["residual"][cell["f_residual"]] = None
+        _keep(buffers["residual"], cell["f_residual"], None)
         return None
     m, stage = cell["f_microbatch"], stages[cell["f_chunk"]]
     if not cell["f_embed"]:
         _expect(buffers["activation"][cell["f_input"]], ("input", m, stage), "F", tick, device)
-    buffers["residual"][cell["f_residual"]] = ("residual", m, stage)
+    _keep(buffers["residual"], cell["f_residual"], ("residual", m, stage))
     executed.append(("F", m, stage))
     return ("input", m, stage + 1)
 
@@ -77,12 +79,12 @@ def _loss(buffers, cells, outputs, device) -> None:
 
 def _backward(buffers, cell, stages, tick, device, executed) -> Label:
     if not cell["b_valid"]:
-        buffers["cotangent"][cell["b_cotangent"]] = None
+        _keep(buffers["cotangent"], cell["b_cotangent"], None)
         return None
     m, stage = cell["b_microbatch"], stages[cell["b_chunk"]]
     _expect(buffers["residual"][cell["b_residual"]], ("residual", m, stage), "B", tick, device)
     _expect(buffers["gradient"][cell["b_gradient"]], ("gradient", m, stage), "B", tick, device)
-    buffers["cotangent"][cell["b_cotangent"]] = ("cotangent", m, stage)
+    _keep(buffers["cotangent"], cell["b_cotangent"], ("cotangent", m, stage))
     executed.append(("B", m, stage))
     return ("gradient", m, stage - 1)
 
@@ -93,6 +95,12 @@ def _weight(buffers, cell, stages, tick, device, executed) -> None:
         _expect(buffers["residual"][cell["w_residual"]], ("residual", m, stage), "W", tick, device)
         _expect(buffers["cotangent"][cell["w_cotangent"]], ("cotangent", m, stage), "W", tick, device)
         executed.append(("W", m, stage))
+
+
+def _keep(slots: list, slot: int, label: Label) -> None:
+    """Without slots there is nobody to keep it for: no backward, or no W."""
+    if slots:
+        slots[slot] = label
 
 
 def _expect(found: Label, wanted: Label, kind: str, tick: int, device: int) -> None:

@@ -11,7 +11,8 @@ of its last reader, both included (a tick writes before it reads):
               B, read by W
 
 Intervals are coloured greedily by start, lowest free slot first, which is optimal: the number of slots is the
-largest number of intervals that overlap.
+largest number of intervals that overlap. What F and B write in a bubble goes to a slot that nothing occupies in that
+tick; as a rule there is one, since it is another tick that needs all of them.
 """
 
 import heapq
@@ -19,6 +20,8 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 BUFFERS = ("residual", "activation", "gradient", "cotangent")
+WRITTEN_BY = {"residual": "F", "cotangent": "B"}
+"""The kinds that write to a buffer on every device, valid or not, and never as an arrival."""
 
 Item = tuple[int, int]
 """(microbatch, stage)."""
@@ -32,10 +35,14 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses."""
+    """num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses.
+
+    idle[buffer][tick, device] is the one that a bubble may write to.
+    """
 
     num: dict[str, tuple[int, ...]]
     number: dict[str, dict[Item, int]]
+    idle: dict[str, dict[tuple[int, int], int]]
     waiting: frozenset[str]
 
     def waits(self, buffer: str) -> bool:
@@ -43,20 +50,23 @@ class Slots:
         return buffer in self.waiting
 
     def most(self, buffer: str) -> int:
-        """Slots that every device allocates, buffers having one shape on all of them."""
-        return max(self.num[buffer])
+        """Slots that a device needs at most, for buffers have one shape on all of them; bubbles included."""
+        idle = self.idle.get(buffer, {}).values()
+        return max([*self.num[buffer], *(1 + slot for slot in idle)])
 
 
 def slots_of(schedule) -> Slots:
     """Colours the intervals of a valid schedule, buffer by buffer and device by device."""
-    num, number, waiting = {}, {}, set()
+    num, number, idle, waiting = {}, {}, {}, set()
     for buffer, by_device in intervals(schedule).items():
         coloured = [colour(found) for found in by_device]
         num[buffer] = tuple(count for count, _ in coloured)
         if any(start < stop for found in by_device for start, stop, _ in found):
             waiting.add(buffer)
         number[buffer] = {item: slot for _, slots in coloured for item, slot in slots.items()}
-    return Slots(num, number, frozenset(waiting))
+        if buffer in WRITTEN_BY and number[buffer]:
+            idle[buffer] = unoccupied(schedule, by_device, number[buffer], WRITTEN_BY[buffer])
+    return Slots(num, number, idle, frozenset(waiting))
 
 
 def intervals(schedule) -> dict[str, list[list[Interval]]]:
@@ -80,6 +90,26 @@ def intervals(schedule) -> dict[str, list[list[Interval]]]:
         if kind == "W":
             add("cotangent", stage, ticks["B", m, stage], tick, m)
     return found
+
+
+def unoccupied(
+    schedule, by_device: list[list[Interval]], number: dict[Item, int], kind: str
+) -> dict[tuple[int, int], int]:
+    """(tick, device) of every bubble of that kind -> the lowest slot that no interval occupies then."""
+    taken: dict[tuple[int, int], set[int]] = {}
+    for device, found in enumerate(by_device):
+        for start, stop, item in found:
+            for tick in range(start, stop + 1):
+                taken.setdefault((tick, device), set()).add(number[item])
+    valid = {
+        (tick, schedule.device_chunk_of(s)[0]) for (k, _, s), tick in schedule.ticks.items() if k == kind
+    }
+    ticks = [
+        tick for phase in schedule.phases if kind in phase.kinds for tick in range(phase.start, phase.stop)
+    ]
+    bubbles = [(tick, device) for tick in ticks for device in range(schedule.num_stages)]
+    lowest = lambda slots: next(slot for slot in range(len(slots) + 1) if slot not in slots)  # noqa: E731
+    return {where: lowest(taken.get(where, ())) for where in bubbles if where not in valid}
 
 
 def colour(found: list[Interval]) -> tuple[int, dict[Item, int]]:

@@ -140,9 +140,12 @@ def test_interleaved_follows_its_formulas(num_stages, num_chunks):
 def test_buffers_are_flat_in_the_number_of_microbatches(name, num_chunks):
     if name == "v_shape":
         num_chunks = 2
-    slots = [make(name, 4, m, num_chunks).slots.num for m in (8, 32, 64)]
+    schedules = [make(name, 4, m, num_chunks) for m in (8, 32, 64)]
+    slots = [schedule.slots.num for schedule in schedules]
     assert slots[0] == slots[1] == slots[2]
     assert max(slots[0]["activation"]) == max(slots[0]["gradient"]) == 1
+    for buffer in ("residual", "cotangent"):  # what a bubble writes needs no slot of its own
+        assert schedules[1].program.allocated(buffer) == max(slots[1][buffer])
 
 
 def test_zero_bubble_needs_no_more_residual_slots_than_1f1b():

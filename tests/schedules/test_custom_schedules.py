@@ -32,7 +32,7 @@ def test_own_table_has_phases_slots_and_costs_like_a_built_in_one():
     assert schedule.table[1] == ((Action("F", 1, 0),), (Action("F", 0, 0), Action("B", 0, 0)))
     assert [tuple(phase) for phase in schedule.phases] == [(0, 1, "F"), (1, 3, "FB"), (3, 5, "B")]
     assert schedule.simulate().time == 1 + 2 * 3 + 2 * 2
-    assert schedule.program.num_residual_slots == 2
+    assert max(schedule.slots.num["residual"]) == 2
 
 
 @pytest.mark.parametrize(
