@@ -99,7 +99,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     local, region = traced_shard(job)
     if flash:
         _without_scores(region, _score_shapes(local))
-    peak = liveness.temporaries(region)
+    peak = liveness.temporaries(region, topology.platform)
     temporaries = int(PACKING[topology.platform] * (peak.bytes + moved_bytes(region, topology.platform)))
     if topology.platform == "cpu":
         temporaries = max(temporaries, 2 * _updated_bytes(job))
@@ -149,20 +149,22 @@ def gradient_bytes(job: Job) -> int:
     return sum(jax.tree.leaves(jax.tree_util.tree_map_with_path(one, job.state.params)))
 
 
-def _score_shapes(job: Job) -> set[tuple[int, int]]:
-    """The last two dims of what plain attention makes of a block of queries and the keys they see."""
-    length, sizes = job.config.data.sequence_length, job.sizes
-    shared = sizes.num_heads // sizes.num_kv_heads
-    blocks = [block for block in causal_blocks(length) if block.seen > sizes.head_size]
-    return {(heads * (block.end - block.first), block.seen) for block in blocks for heads in (1, shared)}
+def _score_shapes(job: Job) -> set[tuple[int, ...]]:
+    """What plain attention makes of a block of queries and the keys they see, heads that share keys apart or not."""
+    length, sizes, rows = job.config.data.sequence_length, job.sizes, job.plan.rows_per_microbatch
+    heads, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
+    blocks = [(block.end - block.first, block.seen) for block in causal_blocks(length)]
+    blocks = [(queries, seen) for queries, seen in blocks if seen > sizes.head_size]
+    apart = {(rows, heads, shared, queries, seen) for queries, seen in blocks}
+    return apart | {(rows, heads, shared * queries, seen) for queries, seen in blocks}
 
 
-def _without_scores(region: Region, shapes: set[tuple[int, int]]) -> None:
+def _without_scores(region: Region, shapes: set[tuple[int, ...]]) -> None:
     """Attention as a flash kernel: no array of queries by keys is ever made."""
 
     def leave_out(values: list[Value]) -> None:
         for value in values:
-            if len(value.shape) >= 4 and value.shape[-2:] in shapes:
+            if value.shape[-4:] in shapes or value.shape[-5:] in shapes:
                 value.bytes = 0
 
     for op in region.ops:

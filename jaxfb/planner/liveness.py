@@ -2,12 +2,13 @@
 
 Walks a region in order and keeps account of what is live. Three rules stand for what XLA does: elementwise work, casts,
 views and reductions are fused into what reads them, so their results exist only where something must find them in
-memory; what is expensive and read twice is not computed twice; and a result takes over the buffer of an operand of its
-size that dies with it, as loops do with what they carry.
+memory; what is expensive and read twice is not computed twice, but by a TPU, whose products compute it from what they
+read; and a result takes over the buffer of an operand of its size that dies with it, as loops do with what they carry.
 """
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import dataclass, field
 
 from jaxfb.planner.program import Op, Region, Value
@@ -20,7 +21,7 @@ _FUSED = set(
     "shift_right_logical shift_right_arithmetic reduce_sum reduce_max reduce_min reduce_and reduce_or "
     "optimization_barrier axis_index split empty2 stack reshard gather".split()
 )
-_EXPENSIVE = set("exp exp2 log log1p expm1 div rem pow sqrt rsqrt tanh logistic erf sin cos".split())
+_EXPENSIVE = frozenset("exp exp2 log log1p expm1 div rem pow sqrt rsqrt tanh logistic erf sin cos".split())
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
 _IN_PLACE = {"scan", "while", "dynamic_update_slice", "scatter-add", "scatter", "psum", *_FUSED}
 
@@ -34,14 +35,14 @@ class Peak:
     live: list[tuple[int, str, tuple[int, ...]]] = field(default_factory=list)
 
 
-def temporaries(region: Region) -> Peak:
+def temporaries(region: Region, platform: str) -> Peak:
     """Of a region whose inputs live elsewhere, results included."""
-    return _Walk(region, carried=[]).peak()
+    return _Walk(region, [], [], frozenset() if platform == "tpu" else _EXPENSIVE).peak()
 
 
 def in_memory(region: Region) -> set[Value]:
     """The results of a region's operations that exist in memory."""
-    walk = _Walk(region, carried=[])
+    walk = _Walk(region, [], [], _EXPENSIVE)
     return {value for op in region.ops for value in op.outputs if walk.real(value)}
 
 
@@ -50,10 +51,11 @@ class _Walk:
 
     carried: inputs that are counted from the start, since results may take their place.
     sliced:  inputs that are counted from their first use on, where something must find them in memory.
+    kept:    elementwise operations that are not computed twice.
     """
 
-    def __init__(self, region: Region, carried: list[Value], sliced: list[Value] = ()):
-        self._region, self._carried = region, carried
+    def __init__(self, region: Region, carried: list[Value], sliced: list[Value], kept: Set[str]):
+        self._region, self._carried, self._kept = region, carried, kept
         self._sliced = {value for value in sliced if self._copied(value)}
         self._ancestors: dict[Value, frozenset[Value]] = {}
         self._last_use = self._last_uses()
@@ -87,7 +89,7 @@ class _Walk:
         best = Peak()
         for region in op.regions:
             carried, sliced = carried_of(op, region)
-            inner = _Walk(region, carried, sliced).peak()
+            inner = _Walk(region, carried, sliced, self._kept).peak()
             extra = inner.bytes - sum(value.bytes for value in carried)
             if extra > best.bytes:
                 best = Peak(extra, inner.live)
@@ -101,7 +103,7 @@ class _Walk:
         """Whether a result exists in memory."""
         if value.maker is None or value.maker.name not in _FUSED:
             return True
-        if value.returned or (value.maker.name in _EXPENSIVE and len(value.uses) > 1):
+        if value.returned or (value.maker.name in self._kept and len(value.uses) > 1):
             return True
         return any(use.name not in _FUSED and not self._fused_into(value, use) for use in value.uses)
 
