@@ -158,7 +158,7 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
 
     enable_float64(config)
     if topology.platform == "gpu":
-        config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config) else "xla")
+        config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config, topology) else "xla")
     job = make_job(config, _mesh(config, topology))
     began = time.monotonic()
     traced = job.step.trace(job.state, job.batch)

@@ -92,7 +92,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
     Raises:
       ValueError: the mesh does not fit the topology, or the config what `jaxfb train` would refuse.
     """
-    flash = topology.platform == "gpu" and gpu.takes_flash(config)
+    flash = topology.platform == "gpu" and gpu.takes_flash(config, topology)
     if flash:
         config = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
     job = make_job(config, abstract_mesh(config, topology.num_devices, abstract_device(topology)))

@@ -127,32 +127,26 @@ def check_hosts(config: Config, topology: Topology) -> None:
         across_slices(mesh_sizes(vars(config.mesh), topology.num_devices, "gpu"), hosts)
 
 
-def takes_flash(config: Config) -> bool:
-    """Whether attention is cuDNN's there: `choose_backend`'s rule, which at run time asks the device at hand.
+def takes_flash(config: Config, topology: Topology) -> bool:
+    """Whether attention is cuDNN's there, by the trainer's own check, which at run time asks the device at hand.
 
     Raises:
       ValueError: "cudnn" was asked for where it cannot run.
     """
-    import jax
-    import jax.numpy as jnp
-
-    from jaxfb.models.attention import choose_backend
-    from jaxfb.planner.job import model_sizes
+    from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
+    from jaxfb.training.setup import check_attention
 
     if config.model.attention not in ("auto", "cudnn") or config.mesh.context > 1:
         return False
-    sizes, packed = model_sizes(config), config.data.packing != "stream"
-    length, dtype = config.data.sequence_length, jnp.dtype(config.precision.compute_dtype)
-    query, key = (
-        jax.ShapeDtypeStruct((1, length, heads, sizes.head_size), dtype)
-        for heads in (sizes.num_heads, sizes.num_kv_heads)
-    )
+    asked = with_attention(config, "cudnn")
+    mesh = abstract_mesh(config, topology.num_devices, abstract_device(topology))
     try:
-        return choose_backend("cudnn", query, key, packed=packed) == "cudnn"
+        check_attention(asked, model_sizes(asked), mesh)
     except ValueError:
         if config.model.attention == "cudnn":
             raise
         return False
+    return True
 
 
 def with_attention(config: Config, attention: str) -> Config:

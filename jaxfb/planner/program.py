@@ -7,7 +7,9 @@ Sizes are those that one device sees, because only the inside of `shard_map` is 
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, field
+from itertools import chain
 from typing import Any
 
 from jax.extend.core import Literal
@@ -66,15 +68,20 @@ def region_of(jaxpr: Any, length: int = 1) -> Region:
 
 
 def sharded_part(closed: Any) -> Region:
-    """The inside of the one `shard_map` of a step: the loop over microbatches, one device's view of it.
+    """What one device does inside the step's `shard_map`s, one after the other: the loop over microbatches and, where
+    the loss depends on what all of them count first, the pass that counts.
 
     Raises:
       LookupError: there is none.
     """
-    found = _find(getattr(closed, "jaxpr", closed), "shard_map")
-    if found is None:
+    passes = [region_of(eqn.params["jaxpr"]) for eqn in _find(getattr(closed, "jaxpr", closed), "shard_map")]
+    if not passes:
         raise LookupError("no shard_map in this program")
-    return region_of(found.params["jaxpr"])
+    parts = zip(*((one.inputs, one.ops, one.outputs) for one in passes), strict=True)
+    joined = Region(*(list(chain.from_iterable(part)) for part in parts))
+    for position, op in enumerate(joined.ops):
+        op.position = position
+    return joined
 
 
 def walk(region: Region, times: int = 1):
@@ -148,15 +155,14 @@ def _inner(eqn: Any) -> Any:
     return next((one for one in found if hasattr(getattr(one, "jaxpr", one), "eqns")), None)
 
 
-def _find(jaxpr: Any, name: str) -> Any:
+def _find(jaxpr: Any, name: str) -> Iterator[Any]:
+    """Equations of that primitive, those inside them apart."""
     for eqn in jaxpr.eqns:
-        if eqn.primitive.name == name:
-            return eqn
         inner = _inner(eqn)
-        found = _find(getattr(inner, "jaxpr", inner), name) if inner is not None else None
-        if found is not None:
-            return found
-    return None
+        if eqn.primitive.name == name:
+            yield eqn
+        elif inner is not None:
+            yield from _find(getattr(inner, "jaxpr", inner), name)
 
 
 def _read(env: dict, var: Any) -> Value:

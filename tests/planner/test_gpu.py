@@ -53,12 +53,13 @@ def test_a_plugin_of_another_version_is_refused_with_the_one_to_install(monkeypa
 
 def test_flash_attention_where_it_will_run():
     config = load_config("configs/8b.yaml", LAYERS)
-    assert gpu.takes_flash(config)
+    machine = parse_topology("gpu:h100x8")
+    assert gpu.takes_flash(config, machine)
     for change in ("model.attention=xla", "precision.compute_dtype=float32", "mesh.context=2"):
-        assert not gpu.takes_flash(load_config("configs/8b.yaml", [*LAYERS, change]))
+        assert not gpu.takes_flash(load_config("configs/8b.yaml", [*LAYERS, change]), machine)
     asked = ["model.attention=cudnn", "precision.compute_dtype=float32"]
     with pytest.raises(ValueError, match="not float32; use compute_dtype='bfloat16'"):
-        plan(load_config("configs/8b.yaml", [*LAYERS, *asked]), parse_topology("gpu:h100x8"), compiles=False)
+        plan(load_config("configs/8b.yaml", [*LAYERS, *asked]), machine, compiles=False)
 
 
 def test_flash_attention_leaves_out_scores_and_nothing_else():

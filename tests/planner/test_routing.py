@@ -23,6 +23,14 @@ def test_experts_cost_their_rows_traced_and_compiled(experts):
     assert 0.99 < verdict.compiled.flops / verdict.estimate.flops < 1.2
 
 
+def test_the_pass_that_counts_is_counted():
+    """A loss of the whole update's balance needs a forward pass over it before the first backward."""
+    asked = [*SIZES, "mesh.ep=4", "model.batch_balance_coefficient=0.01"]
+    verdict = plan(load_config("configs/moe.yaml", asked), parse_topology("cpu:4"))
+    assert 1.35 < verdict.estimate.flops / verdict.model_flops
+    assert 0.99 < verdict.compiled.flops / verdict.estimate.flops < 1.2
+
+
 def test_a_tpus_kernel_for_experts_counts_the_rows_there_are():
     shapes = [(1,), (4,), (64, 16), (2, 16, 32)]
     assert kernel_flops("ragged-dot-none.1", shapes, 10) == 2 * 10 * 16 * 32

@@ -43,9 +43,9 @@ def test_the_memory_of_a_program_is_read_from_its_report(tmp_path):
 @compiler
 @pytest.mark.slow
 def test_the_compiler_answers_without_a_tpu():
-    sizes = "model.num_layers=2 model.hidden_size=256 mesh.dp=4 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=16"
-    config = load_config("configs/mesh8.yaml", [*sizes.split(), "precision.compute_dtype=bfloat16"])
-    verdict = plan(config, parse_topology("v5e:2x2"))
+    sizes = "model.num_layers=2 model.hidden_size=256 data.tokenizer=bytes batch.rows=16 mesh.dp=4"
+    asked = [*sizes.split(), "mesh.fsdp=1", "mesh.tp=1", "precision.compute_dtype=bfloat16"]
+    verdict = plan(load_config("configs/mesh8.yaml", asked), parse_topology("v5e:2x2"))
     assert verdict.fits and verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.01)
     assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
 
