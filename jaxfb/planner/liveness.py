@@ -23,7 +23,7 @@ _FUSED = set(
 )
 _EXPENSIVE = frozenset("exp exp2 log log1p expm1 div rem pow sqrt rsqrt tanh logistic erf sin cos".split())
 _PRODUCTS = {"dot_general", "ragged_dot", "ragged_dot_general", "conv_general_dilated"}
-_IN_PLACE = {"scan", "while", "dynamic_update_slice", "scatter-add", "scatter", "psum", *_FUSED}
+_IN_PLACE = {"scan", "while", "cond", "dynamic_update_slice", "scatter-add", "scatter", "psum", *_FUSED}
 
 
 @dataclass
@@ -69,14 +69,16 @@ class _Walk:
                 total += value.bytes
             dying = [v for v in live if self._last_use.get(v, -1) <= op.position]
             made = [v for v in op.outputs if self.real(v) and v.bytes]
+            over = set(dying)
             for value, old in _taken_over(dying, made) if op.name in _IN_PLACE else ():
                 total -= live.pop(old)
+                over.remove(old)
                 if old in given:
                     given.add(value)
             for value in made:
                 live[value] = value.bytes
                 total += value.bytes
-            inner = self._inside(op)
+            inner = self._branches(op, dying, over) if op.name == "cond" else self._inside(op)
             if total + inner.bytes > best.bytes:
                 best = Peak(total + inner.bytes, [_named(v) for v in live if v not in given] + inner.live)
             for value in dying:
@@ -85,7 +87,7 @@ class _Walk:
         return best
 
     def _inside(self, op: Op) -> Peak:
-        """What a loop or branch needs beside its operands and results."""
+        """What a loop needs beside its operands and results."""
         best = Peak()
         for region in op.regions:
             carried, sliced = carried_of(op, region)
@@ -93,6 +95,22 @@ class _Walk:
             extra = inner.bytes - sum(value.bytes for value in carried)
             if extra > best.bytes:
                 best = Peak(extra, inner.live)
+        return best
+
+    def _branches(self, op: Op, dying: list[Value], left: set[Value]) -> Peak:
+        """What a branch needs beside its results, which may lie where operands do that nothing else reads.
+
+        left: of what dies, what no result has taken over.
+        """
+        best = Peak()
+        for region in op.regions:
+            operands = list(zip(op.inputs[len(op.inputs) - len(region.inputs) :], region.inputs, strict=True))
+            carried = [seen for given, seen in operands if given in dying]
+            counted = sum(value.bytes for value in {given for given, _ in operands} & left)
+            counted += sum(value.bytes for value in op.outputs)
+            inner = _Walk(region, carried, [], self._kept).peak()
+            if inner.bytes - counted > best.bytes:
+                best = Peak(inner.bytes - counted, inner.live)
         return best
 
     def _copied(self, value: Value) -> bool:
