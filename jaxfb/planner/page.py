@@ -35,7 +35,9 @@ def answer(verdict: Verdict) -> str:
 def _head(name: str, verdict: Verdict) -> Iterator[str]:
     axes = " x ".join(f"{axis} {size}" for axis, size in verdict.mesh.items() if size > 1) or "one device"
     yield f"{name} on {verdict.topology}"
-    yield f"  {verdict.num_params / 1e9:.2f}B parameters, {axes}"
+    params = verdict.num_params
+    shown = f"{params / 1e9:.2f}B" if params >= 1e8 else f"{params / 1e6:.2f}M"
+    yield f"  {shown} parameters, {axes}"
     yield (
         f"  {verdict.rows} rows = {verdict.num_microbatches} microbatches of {verdict.rows_per_microbatch} "
         f"a replica, {verdict.tokens:,} tokens"
@@ -70,10 +72,10 @@ def _memory(verdict: Verdict) -> Iterator[str]:
 def _work(verdict: Verdict) -> Iterator[str]:
     counted, compiled = verdict.estimate, verdict.compiled
     yield f"work a step, a {_device(verdict)}"
-    yield f"  {'model, by hand':<34}{verdict.model_flops / 1e12:>12,.2f} Tflop (no recomputation, no bubble)"
-    yield f"  {'traced step':<34}{counted.flops / 1e12:>12,.2f} Tflop"
+    yield f"  {'model, by hand':<34}{_flops(verdict.model_flops)} (no recomputation, no bubble)"
+    yield f"  {'traced step':<34}{_flops(counted.flops)}"
     if isinstance(compiled, Compiled):
-        yield f"  {'compiled step, loops counted':<34}{compiled.flops / 1e12:>12,.2f} Tflop"
+        yield f"  {'compiled step, loops counted':<34}{_flops(compiled.flops)}"
         yield f"  {'HBM read and written':<34}{compiled.hbm_bytes / 1e9:>12,.1f} GB"
 
 
@@ -111,7 +113,13 @@ def _speed(verdict: Verdict) -> Iterator[str]:
 
 def _device(verdict: Verdict) -> str:
     halves = verdict.chip and verdict.chip.devices > 1
-    return "device (half a chip)" if halves else "chip" if verdict.chip else "device"
+    if halves:
+        return "device (half a chip)"
+    return {"tpu": "chip", "gpu": "GPU"}.get(verdict.topology.platform, "device")
+
+
+def _flops(count: float) -> str:
+    return f"{count / 1e12:>12,.2f} Tflop" if count >= 1e10 else f"{count / 1e9:>12,.2f} Gflop"
 
 
 def _gb(size: float) -> str:

@@ -34,7 +34,8 @@ class Topology:
 
     def __str__(self) -> str:
         halves = f" ({self.chip.devices} devices a chip)" if self.chip and self.chip.devices > 1 else ""
-        return f"{self.text}: {math.prod(self.shape)} chips{halves}" if self.chip else f"{self.text}"
+        what = "GPUs" if self.platform == "gpu" else "chips"
+        return f"{self.text}: {math.prod(self.shape)} {what}{halves}" if self.chip else f"{self.text}"
 
 
 def parse_topology(text: str) -> Topology:
