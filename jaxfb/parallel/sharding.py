@@ -24,7 +24,7 @@ def param_specs(
     """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
 
     The fsdp dim is the largest that fsdp divides and tensor leaves free, of those whose shards fill a TPU's tiles
-    if there are such; a leaf without any is replicated.
+    if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
@@ -42,7 +42,10 @@ def param_specs(
 
     def spec(path, leaf, tensor_spec, pipe_dim):
         own = _cut_over_pipe(leaf.shape, _on_mesh(tensor_spec, mesh), pipe_dim)
-        return _add_axis(leaf.shape, own, "fsdp", size, first_dim=int(stacked and _in_layers(path)))
+        first_dim = int(stacked and _in_layers(path))
+        if len(leaf.shape) - first_dim < 2:  # a gather of a norm's scale is all latency, its share no memory
+            return _shortest(list(own))
+        return _add_axis(leaf.shape, own, "fsdp", size, first_dim)
 
     return jax.tree_util.tree_map_with_path(spec, params, tensor_specs, pipe_dims)
 

@@ -46,7 +46,7 @@ def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
         ((32, 4096, 14336), 64, P(None, "fsdp")),
         ((128, 24, 40), 8, P("fsdp")),  # dims before the last two have no tiles
         ((128256, 4096), 64, P("fsdp")),  # neither 2004 rows nor 64 columns: the largest
-        ((1024,), 4, P("fsdp")),
+        ((1024,), 4, P()),  # vectors stay whole
     ],
 )
 def test_fsdp_prefers_a_dim_whose_shards_fill_tiles(shape, fsdp, spec):
