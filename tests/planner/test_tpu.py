@@ -1,5 +1,6 @@
 """What is asked of the TPU compiler beyond JAX, and its answer where libtpu is installed."""
 
+import jax
 import pytest
 
 from jaxfb.config import load_config
@@ -61,11 +62,12 @@ LAYERS = (
 @pytest.mark.parametrize(
     "layout",
     [
-        "mesh.fsdp=4 parallel.fsdp_gather=step parallel.remat=selective",
+        "mesh.fsdp=4 parallel.fsdp_gather=layer parallel.remat=full",
         "mesh.dp=4 optimizer.sharding=data parallel.remat=selective",
         "mesh.pp=4 schedule=1f1b parallel.remat=full",
     ],
 )
 def test_memory_within_ten_percent_of_the_compiler(layout):
-    verdict = plan(load_config("configs/1b.yaml", [*LAYERS, *layout.split()]), parse_topology("v5e:2x2"))
+    with jax.enable_x64(False):  # as outside tests: otherwise attention is the plain one
+        verdict = plan(load_config("configs/1b.yaml", [*LAYERS, *layout.split()]), parse_topology("v5e:2x2"))
     assert verdict.estimate.total == pytest.approx(verdict.compiled.total - verdict.compiled.code, rel=0.1)
