@@ -79,15 +79,18 @@ def tpu_facts(result: Result) -> dict:
 
 
 def tpu_table(result: Result) -> list[Table]:
-    head = {"": "", "remat": "", "microbatches": "d", "temporaries MB": ".1f", "arguments MB": ".1f"}
-    head |= {"reductions of gradients": "d", "MB reduced": ".1f"}
+    head = {"": "", "remat": "", "microbatches": "d", "temporaries MB": ".1f", "HBM MB": ".1f"}
+    head |= {"arguments MB": ".1f", "reductions of gradients": "d", "MB reduced": ".1f"}
     rows = []
     for key, row in result["rows"].items():
         remat, count = key.split(", ")
-        numbers = [row[name] for name in ("temp_mb", "argument_mb", "gradient_reductions", "reduced_mb")]
+        numbers = [
+            row[name] for name in ("temp_mb", "hbm_mb", "argument_mb", "gradient_reductions", "reduced_mb")
+        ]
         rows.append(["jaxfb", remat, int(count.split()[0]), *numbers])
     for key, temp in result["maxtext_temp_mb"].items():
-        rows.append(["MaxText", "full", int(key.split()[0]), temp, None, None, None])
+        hbm = result["maxtext_hbm_mb"][key]
+        rows.append(["MaxText", "full", int(key.split()[0]), temp, hbm, None, None, None])
     return [Table(head, sorted(rows, key=lambda row: (row[0] != "jaxfb", row[1], row[2])))]
 
 

@@ -1,0 +1,112 @@
+"""What the TPU compiler says of MaxText's train step, without a TPU: the other side of the two `*_tpu.py` beside it.
+
+    python3.12 -m venv maxtext_env && maxtext_env/bin/pip install -r benchmarks/maxtext_requirements.txt
+    maxtext_env/bin/pip install --no-deps maxtext==0.2.5 && maxtext_env/bin/pip install libtpu==0.0.48
+    maxtext_env/bin/python benchmarks/maxtext_tpu.py       # ten minutes; after accumulation_tpu.py and pipeline_tpu.py
+
+Puts MaxText's numbers into the results of those two. `train_compile` is MaxText's own; what it compiles is handed the
+option that has the compiler write its report of HBM, nothing else is changed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import tempfile
+from pathlib import Path
+from unittest import mock
+
+os.environ |= {
+    "JAX_PLATFORMS": "cpu",
+    "DECOUPLE_GCLOUD": "TRUE",
+    "TPU_SKIP_MDS_QUERY": "1",
+    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    "TPU_WORKER_HOSTNAMES": "localhost",
+}
+
+import jax
+from abstract import compiled_for_tpu
+from accumulation_tpu import PATH as ACCUMULATION
+from accumulation_tpu import ROWS
+from maxtext.trainers.pre_train import train_compile
+from maxtext_step import ALONE, BASE
+from pipeline_tpu import CONFIG, DATA, PIPE, SEQ, megabytes
+from pipeline_tpu import PATH as PIPELINE
+
+CHIPS = PIPE * DATA
+MODEL = {
+    "decoder_block": "llama2",
+    "base_num_decoder_layers": CONFIG.num_layers,
+    "base_emb_dim": CONFIG.hidden_size,
+    "base_num_query_heads": CONFIG.num_heads,
+    "base_num_kv_heads": CONFIG.num_kv_heads,
+    "base_mlp_dim": CONFIG.mlp_size,
+    "head_dim": CONFIG.head_size,
+    "vocab_size": CONFIG.vocab_size,
+    "max_target_length": SEQ,
+    "remat_policy": "full",
+    "ici_fsdp_parallelism": 1,
+}
+TARGET = {"compile_topology": f"v5e-{CHIPS}", "compile_topology_num_slices": 1, "steps": 6}
+
+
+def accumulated(num_microbatches: int) -> dict:
+    return {
+        "ici_data_parallelism": CHIPS,
+        "gradient_accumulation_steps": num_microbatches,
+        "per_device_batch_size": ROWS // num_microbatches,
+    }
+
+
+def pipelined(num_microbatches: int) -> dict:
+    """One row of a replica in a microbatch."""
+    return {
+        "ici_pipeline_parallelism": PIPE,
+        "ici_data_parallelism": DATA,
+        "num_pipeline_microbatches": num_microbatches,
+        "num_layers_per_pipeline_stage": CONFIG.num_layers // PIPE,
+        "scan_layers": False,
+        "per_device_batch_size": num_microbatches * DATA / CHIPS,
+    }
+
+
+def main():
+    put(ACCUMULATION, {f"{count} microbatch{'es' * (count > 1)}": accumulated(count) for count in (1, 8)})
+    put(PIPELINE, {str(count): pipelined(count) for count in (8, 32, 64)})
+
+
+def put(path: Path, rows: dict[str, dict]) -> None:
+    """MaxText's numbers of these rows into one of our results."""
+    found = {name: measured(options) for name, options in rows.items()}
+    result = json.loads(path.read_text())
+    for number in ("temp", "argument", "hbm"):
+        result[f"maxtext_{number}_mb"] = {name: row[number] for name, row in found.items()}
+    path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def measured(options: dict) -> dict[str, float]:
+    """MB of a chip: temporaries and arguments by `memory_analysis`, HBM by the compiler's report."""
+    found, plain = {}, jax.stages.Lowered.compile
+
+    def reporting(lowered, *_, **__):
+        with mock.patch.object(jax.stages.Lowered, "compile", plain):
+            program, found["hbm"] = compiled_for_tpu(lowered)
+        memory = program.memory_analysis()
+        found["temp"], found["argument"] = map(
+            megabytes, (memory.temp_size_in_bytes, memory.argument_size_in_bytes)
+        )
+        return program
+
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        mock.patch.object(jax.stages.Lowered, "compile", reporting),
+    ):
+        keys = ALONE | MODEL | TARGET | options | {"hardware": "tpu", "base_output_directory": folder}
+        train_compile.main([sys.argv[0], str(BASE), *(f"{name}={value}" for name, value in keys.items())])
+    print(options, found, flush=True)
+    return found
+
+
+if __name__ == "__main__":
+    main()
