@@ -52,8 +52,17 @@ def wait_for(path, jobs):
     """Returns once the path is there and all processes still run."""
     deadline = time.monotonic() + PATIENCE
     while not path.exists():
-        assert all(job.poll() is None for job in jobs) and time.monotonic() < deadline, path
+        assert all(job.poll() is None for job in jobs) and time.monotonic() < deadline, _said(path, jobs)
         time.sleep(0.02)
+
+
+def _said(path, jobs):
+    """Why there is no such path yet, in the words of those who did not write it."""
+    ends = [
+        f"exit {job.poll()}: {log[-1500:]}"
+        for job, log in zip(jobs, logs(path.parents[2], len(jobs)), strict=True)
+    ]
+    return "\n".join([f"{path} is not there", *ends])
 
 
 def free_port():
