@@ -211,8 +211,10 @@ SECTIONS = (
         """Both train steps in one process on CPU, from the same parameters, tokens, AdamW and clipping; losses
         of all updates within {difference:.1g} of each other. jaxfb's step is the faster one in {faster} of
         {count} rows, at **{least:.2f} to {most:.2f}** times MaxText's time; its temporaries are no larger in
-        {smaller} of {count}, at {temp_least:.2f} to {temp_most:.2f} times. Reductions of gradients in an
-        update, {replicas}: {ours}, in MaxText's: {theirs}. To compile takes {compile_least:.2f} to
+        {smaller} of {count}, at {temp_least:.2f} to {temp_most:.2f} times. MaxText has one schedule for a
+        mesh: it stands beside each of ours, also beside `zero_bubble`, which holds for `W` what `B` read.
+        Devices that share cores leave them to each other in a bubble; MaxText's compute in it. Reductions of
+        gradients in an update, {replicas}: {ours}, in MaxText's: {theirs}. To compile takes {compile_least:.2f} to
         {compile_most:.2f} times the CPU time.""",
         maxtext_facts, maxtext_table, maxtext_claims, maxtext_picture,
     ),
