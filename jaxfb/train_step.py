@@ -269,8 +269,7 @@ class TrainStep:
         )
         applied = finite & counted
         params, opt_state, updates, said = self._apply(state, clipped, out.metrics, applied)
-        read, param_norm, update_norm = _read_once_more(applied, state.params, updates)
-        params = jax.tree.map(lambda a, b: jnp.where(read, a, b), params, state.params)
+        params, param_norm, update_norm = _overwritten(applied, params, state.params, updates)
         new = _advance(state, params, opt_state, finite, counted, rows, self._loss_scale)
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         return new, StepMetrics(
@@ -312,23 +311,25 @@ class TrainStep:
         return params, opt_state, updates, said
 
 
-def _read_once_more(applied: jax.Array, params: PyTree, updates: PyTree) -> tuple:
-    """(applied, global norms of params and of updates): with that `applied`, params are overwritten where they are.
+def _overwritten(applied: jax.Array, new: PyTree, old: PyTree, updates: PyTree) -> tuple:
+    """(`new` where applied, else `old`; global norms of old and of updates), written where `old` is.
 
-    Unless it waits for the last that reads them, a compiler copies them. A GPU's takes the norm of the updates in the
-    pass that writes parameters; the one for CPU gives that a pass of its own, which has to come first.
+    A compiler copies `old` unless the choice waits for the last that reads it. A GPU's takes the norm of the updates in
+    the pass that writes parameters; the one for CPU gives that a pass of its own, which has to come first.
     """
-    norms = gradients.global_norm(params), gradients.global_norm(updates)
+    norms = gradients.global_norm(old), gradients.global_norm(updates)
     wait = jax.lax.optimization_barrier
-    return jax.lax.platform_dependent(
+    chosen, of_old, of_updates = jax.lax.platform_dependent(
         applied,
         *norms,
         cpu=lambda *values: wait(values),
-        default=lambda applied, of_params, of_updates: (*wait((applied, of_params)), of_updates),
+        default=lambda applied, of_old, of_updates: (*wait((applied, of_old)), of_updates),
     )
+    return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old), of_old, of_updates
 
 
 def _advance(state, params, opt_state, finite, counted, rows, loss_scale) -> TrainState:
+    """The state after this attempt: what is kept of parameters and moments, and the counters."""
     applied = finite & counted
     return replace(
         state,
