@@ -1,6 +1,7 @@
 """The tree tells the story: a room imports only from rooms above it, and schedules need no jax."""
 
 import ast
+import importlib
 from pathlib import Path
 
 import pytest
@@ -46,6 +47,17 @@ def test_a_room_imports_only_from_rooms_above_it(name):
 
 def test_every_room_has_its_place_in_the_story():
     assert {parts[0] for parts in FILES} - {"__init__"} <= set(ORDER)
+
+
+def test_no_public_name_is_also_the_name_of_a_submodule():
+    """`from package import name` would give one or the other, by what was imported before."""
+    for parts in FILES:
+        if parts[-1] == "__init__" and (package := parts[:-1]):
+            modules = {other[-1] for other in FILES if other[:-1] == package}
+            modules |= {other[-2] for other in FILES if other[:-2] == package and other[-1] == "__init__"}
+            name = ".".join(("jaxfb", *package))
+            exported = {*getattr(importlib.import_module(name), "__all__", ())}
+            assert not modules & exported, f"{name} exports {sorted(modules & exported)}, its submodules"
 
 
 def test_schedules_import_no_jax():

@@ -8,7 +8,7 @@ at construction (`PlanError`, with the nearest legal choices). No size is stored
 """
 
 from jaxfb.batch_plan.agreement import check_same_on_all_hosts, explain_difference
-from jaxfb.batch_plan.arrange import Arrangement, arrange
+from jaxfb.batch_plan.arrangement import Arrangement, arrange
 from jaxfb.batch_plan.balance import karmarkar_karp
 from jaxfb.batch_plan.plan import PURPOSES, BatchPlan, data_parallel_size
 from jaxfb.batch_plan.ramp_up import RampUp

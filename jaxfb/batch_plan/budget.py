@@ -1,6 +1,6 @@
 """The settings of a plan that is cut by tokens: which widths and shapes may occur, and what is refused.
 
-Part of the batch-plan step; `BatchPlan` calls it at construction, `arrange.py` applies it to lengths.
+Part of the batch-plan step; `BatchPlan` calls it at construction, `arrangement.py` applies it to lengths.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ import jax
 from jax.extend.core import ClosedJaxpr, Literal
 
 from jaxfb.compat import evaluate, inlined
-from jaxfb.forward_backward.split import needed
+from jaxfb.forward_backward.split_backward import needed
 
 PyTree = Any
 

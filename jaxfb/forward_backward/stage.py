@@ -16,7 +16,7 @@ from jax import lax
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.split import SplitBackward
+from jaxfb.forward_backward.split_backward import SplitBackward
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any

@@ -14,8 +14,8 @@ _PUBLIC = {
     "Estimate": "estimate",
     "Verdict": "verdict",
     "plan": "verdict",
-    "answer": "page",
-    "page": "page",
+    "answer": "text",
+    "page": "text",
 }
 
 __all__ = [*_PUBLIC]

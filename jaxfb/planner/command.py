@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 
 from jaxfb.config import Config
-from jaxfb.planner.page import page
+from jaxfb.planner.text import page
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import plan as plan_of
 

@@ -17,7 +17,7 @@ from jaxfb.planner.compiled import TooLarge, compiles_here
 from jaxfb.planner.estimate import estimate
 from jaxfb.planner.guess import guess
 from jaxfb.planner.job import model_sizes
-from jaxfb.planner.page import answer
+from jaxfb.planner.text import answer
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
 

@@ -5,9 +5,9 @@ printed and drawn without a device, and whose `.program` is what the pipeline ex
 """
 
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.by_name import NAMES, check_name, make
 from jaxfb.schedules.compare import ComparisonRow, comparison, comparison_table
 from jaxfb.schedules.draw import chrome_trace, timeline_figure
-from jaxfb.schedules.make import NAMES, check_name, make
 from jaxfb.schedules.megatron import MegatronRank, megatron_order, megatron_time
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.program import Program

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from jaxfb.schedules.by_name import check_name, make
 from jaxfb.schedules.compare import comparison, comparison_table
 from jaxfb.schedules.draw import chrome_trace, timeline_figure
-from jaxfb.schedules.make import check_name, make
 from jaxfb.schedules.table import Schedule
 
 EXAMPLE = "--pipe 4 --microbatches 8"

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from jaxfb.schedules.make import make
+from jaxfb.schedules.by_name import make
 from jaxfb.schedules.megatron import megatron_order, megatron_time
 
 
