@@ -1,62 +1,21 @@
 """jaxfb: the forward-backward engine for training transformers with JAX, and a trainer around it.
 
-The public names, in the order of the story; each is loaded when it is first used.
+`__init__.pyi` lists the public names; each is loaded when it is first used, so `import jaxfb` is immediate.
 """
 
 from importlib import import_module
 
-_PUBLIC = {
-    # contracts, axes, arithmetic
-    "Sum": "types",
-    "Max": "types",
-    "Min": "types",
-    "Last": "types",
-    "LossOutput": "types",
-    "Pipelined": "types",
-    "ForwardBackwardOutput": "types",
-    "make_mesh": "mesh",
-    "BatchPlan": "batch_plan",
-    "RunPlan": "batch_plan",
-    "RolloutPlan": "batch_plan",
-    # forward and backward
-    "get_forward_backward_func": "forward_backward",
-    "Microbatches": "forward_backward",
-    "check_equivalence": "forward_backward.equivalence",
-    "from_megatron": "losses.megatron",
-    # post-training
-    "policy_loss_fn": "losses.heads",
-    "log_prob_fn": "losses.heads",
-    "PolicyLoss": "losses.policy",
-    "value_loss_fn": "losses.value",
-    "value_fn": "losses.value",
-    "ValueLoss": "losses.value",
-    "PreferenceLoss": "losses.preference",
-    "SFTLoss": "losses.sft",
-    "distillation_loss_fn": "losses.distillation",
-    "DistillationLoss": "losses.distillation",
-    # one update
-    "make_optimizer": "optim",
-    "lr_schedule": "optim",
-    "DynamicLossScale": "optim",
-    "StaticLossScale": "optim",
-    "make_train_step": "train_step",
-    "TrainState": "train_step",
-    "StepMetrics": "train_step",
-    # a whole run
-    "Callback": "callbacks",
-    "callback": "callbacks",
-    "load_config": "config",
-    "post_train": "rl",
-    "train": "trainer",
-}
+import lazy_loader
 
 __version__ = "0.1.0"
-__all__ = [*_PUBLIC]
+_load, _, _names = lazy_loader.attach_stub(__name__, __file__)
+__all__ = [*_names]
 
 
 def __getattr__(name: str):
-    if name in _PUBLIC:
-        return getattr(import_module(f"jaxfb.{_PUBLIC[name]}"), name)
+    """Loads a public name, or a submodule such as `jaxfb.losses`."""
+    if name in _names:
+        return _load(name)
     try:
         return import_module(f"jaxfb.{name}")
     except ModuleNotFoundError as error:

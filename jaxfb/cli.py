@@ -12,8 +12,11 @@ import argparse
 import os
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
 
 from jaxfb import __version__
 from jaxfb.training.simulated import simulate_devices, spare_threads, without_devices
@@ -94,6 +97,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
     for add in (
+        _add_init,
         _add_training,
         _add_uses_of_a_run,
         _add_check,
@@ -106,9 +110,15 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_init(verbs) -> None:
+    init = _verb(verbs, "init", _init, "write a starter config to edit; without a name, list them")
+    init.add_argument("name", nargs="?", metavar="NAME", help="of a starter config, such as quickstart")
+    init.add_argument("--out", default=".", metavar="DIR", help="where to write it (default: here)")
+
+
 def _add_training(verbs) -> None:
     train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
-    _add_config(train, "a YAML file such as configs/quickstart.yaml")
+    _add_config(train, "a YAML file, or the name of a starter config such as quickstart")
     _add_hosts(train)
     train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
     _add_where_to_begin(train)
@@ -194,6 +204,11 @@ def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
     how = verb.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
     how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
+    how.add_argument(
+        "--smoke",
+        action="store_true",
+        help="run a few updates without warm-up, in a directory that is then removed",
+    )
 
 
 def _add_hosts(verb: argparse.ArgumentParser) -> None:
@@ -210,10 +225,40 @@ def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
     return verb
 
 
-def _train(options) -> int:
-    from jaxfb.config import load_config
+def _init(options) -> None:
+    from jaxfb.config import starter_names, write_starter
 
-    config = load_config(options.config, [*options.overrides, *_hosts(options)], "train")
+    if options.name is None:
+        print("starter configs: " + ", ".join(starter_names()))
+        return
+    written = write_starter(options.name, Path(options.out))
+    print("\n".join(f"wrote {path}" for path in written))
+    print(written[0].read_text().partition("\n")[0].removeprefix("# ").replace("configs/", f"{options.out}/"))
+
+
+@contextmanager
+def _configured(options, command: str) -> Iterator[Any]:
+    """Yields the config of a training command; with --smoke, that of a few updates in a temporary directory."""
+    from jaxfb.config import kind_of_command, load_config, smoke_overrides
+
+    hosts = _hosts(options) if hasattr(options, "coordinator") else []
+    if not options.smoke:
+        yield load_config(options.config, [*options.overrides, *hosts], command)
+        return
+    with TemporaryDirectory(prefix="jaxfb-smoke-") as directory:
+        first = smoke_overrides(kind_of_command(command))
+        yield load_config(
+            options.config, [*first, *options.overrides, *hosts, f"run.dir={directory}/run"], command
+        )
+    print("the smoke run worked; its directory was removed")
+
+
+def _train(options) -> int:
+    with _configured(options, "train") as config:
+        return _train_on(config, options)
+
+
+def _train_on(config, options) -> int:
     from jaxfb import trainer
 
     watching = {}
@@ -233,9 +278,11 @@ def _train(options) -> int:
 
 
 def _post_train(options) -> int:
-    from jaxfb.config import load_config
+    with _configured(options, options.command) as config:
+        return _post_train_on(config, options)
 
-    config = load_config(options.config, options.overrides, options.command)
+
+def _post_train_on(config, options) -> int:
     from jaxfb import rl
     from jaxfb.training.cluster import refuse_several
     from jaxfb.training.guard import NonFiniteAbort

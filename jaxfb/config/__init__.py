@@ -4,11 +4,13 @@ Step zero of the story. `load_config("configs/quickstart.yaml", ["mesh.dp=2"])` 
 sections (`sections.py`); every refusal is a ValueError of one sentence that names the full key.
 """
 
-from jaxfb.config.load import config_from_dict, load_config
+from jaxfb.config.load import config_from_dict, kind_of_command, load_config
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError
 from jaxfb.config.show import config_to_dict, save_yaml, table
+from jaxfb.config.smoke import smoke_overrides
+from jaxfb.config.starter import starter_names, write_starter
 
 __all__ = [
     "Config",
@@ -18,7 +20,11 @@ __all__ = [
     "SFTConfig",
     "config_from_dict",
     "config_to_dict",
+    "kind_of_command",
     "load_config",
     "save_yaml",
+    "smoke_overrides",
+    "starter_names",
     "table",
+    "write_starter",
 ]

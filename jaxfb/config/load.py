@@ -13,6 +13,7 @@ import yaml
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
+from jaxfb.config.starter import starter_names, starter_text
 
 MAX_BYTES = 1 << 20
 
@@ -23,7 +24,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     A `Config`, or for post-training the one that the file is known by: `SFTConfig`, `DPOConfig` or `RLConfig`.
 
     Args:
-      path: a YAML file, or a run's directory (its config.yaml).
+      path: a YAML file, a run's directory (its config.yaml), or the name of a starter config such as "quickstart".
       overrides: "key.path=value", the value in YAML; a later one wins. mesh.pp, dp, ep, cp, tp are short for
         mesh.pipe, data, expert, context, tensor.
       command: "train", "sft", "dpo" or "rl": a config of another command is refused; None takes any.
@@ -47,6 +48,11 @@ def config_from_dict(values: Mapping[str, Any]) -> Any:
 def kind_of(values: Mapping[str, Any]) -> type:
     """The root that these sections belong to."""
     return next((root for section, root in KINDS.items() if section in values), Config)
+
+
+def kind_of_command(command: str) -> type:
+    """Returns the class of the configs that `jaxfb train`, `sft`, `dpo` or `rl` reads."""
+    return next((kind for kind, name in COMMANDS.items() if name == command), Config)
 
 
 class _Loader(yaml.SafeLoader):
@@ -73,6 +79,8 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 def _read(path: Path) -> dict:
     path = path / "config.yaml" if path.is_dir() else path
+    if not path.exists() and (text := starter_text(str(path))) is not None:
+        return _parse(text, f"the starter config {path}")
     if not path.is_file():
         raise ConfigError(_not_found(path))
     if path.stat().st_size > MAX_BYTES:
@@ -97,12 +105,15 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _not_found(path: Path) -> str:
+    """The refusal of a missing file: the nearest file beside it, or the nearest starter config."""
     names = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
-    close = difflib.get_close_matches(path.name, names, n=1, cutoff=0.5)
-    hint = (
-        f"did you mean {path.parent / close[0]}?" if close else f"there is {', '.join(names) or 'no config'}"
-    )
-    return f"[config] no file {path}; {hint}"
+    if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
+        return f"[config] no file {path}; did you mean {path.parent / close[0]}?"
+    starters = starter_names()
+    if close := difflib.get_close_matches(path.stem, starters, n=1, cutoff=0.6):
+        return f"[config] no file {path}; did you mean the starter config {close[0]}?"
+    beside = f"files here: {', '.join(names)}; " if names else ""
+    return f"[config] no file {path}; {beside}starter configs: {', '.join(starters)}"
 
 
 def _apply(values: dict, override: str, root: type) -> None:

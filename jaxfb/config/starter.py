@@ -1,0 +1,58 @@
+"""The starter configs that are installed with the package: looked up by name, and copied by `jaxfb init`."""
+
+from __future__ import annotations
+
+from importlib.resources import files
+from pathlib import Path
+
+from jaxfb.config.schema import ConfigError
+
+_DIRECTORY = files("jaxfb") / "starter"
+# small data sets that a starter config names relative to the working directory
+_DATA = {
+    "sft": ("examples/data/conversations.jsonl",),
+    "dpo": ("examples/data/preferences.jsonl",),
+}
+
+
+def starter_names() -> list[str]:
+    """Returns the names of the installed configs, such as "quickstart"."""
+    return sorted(
+        entry.name.removesuffix(".yaml") for entry in _DIRECTORY.iterdir() if entry.name[-5:] == ".yaml"
+    )
+
+
+def starter_text(name: str) -> str | None:
+    """Returns the YAML text of a starter config, or None if there is none of that name."""
+    return (_DIRECTORY / f"{name}.yaml").read_text() if name in starter_names() else None
+
+
+def write_starter(name: str, directory: Path) -> list[Path]:
+    """Copies a starter config, and the sample data it names, into a directory; returns the files written.
+
+    A file of sample data that is already there is kept.
+
+    Raises:
+      ConfigError: there is no such starter, or a file of its name is in the way.
+    """
+    text = starter_text(name)
+    if text is None:
+        raise ConfigError(
+            f"[init] there is no starter config {name!r}; choose one of {', '.join(starter_names())}"
+        )
+    target = directory / f"{name}.yaml"
+    if target.exists():
+        raise ConfigError(f"[init] {target} exists already; remove it, or use --out with another directory")
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_text(text)
+    return [
+        target,
+        *(_copy(path, directory) for path in _DATA.get(name, ()) if not (directory / path).exists()),
+    ]
+
+
+def _copy(path: str, directory: Path) -> Path:
+    target = directory / path
+    target.parent.mkdir(parents=True, exist_ok=True)
+    target.write_bytes((files("jaxfb") / "sample_data" / target.name).read_bytes())
+    return target

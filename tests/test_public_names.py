@@ -1,0 +1,73 @@
+"""The names that users import: one list, which Python and type checkers both read."""
+
+import ast
+import json
+import subprocess
+import sys
+from importlib import import_module
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import jaxfb
+
+ROOT = Path(jaxfb.__file__).parent
+CORRECT = """
+import jaxfb
+
+def loss_fn(params, microbatch, rng):
+    return jaxfb.Sum((microbatch["x"] @ params["w"]).sum(), microbatch["x"].shape[0])
+
+plan = jaxfb.BatchPlan(rows=64, rows_per_microbatch=2, data_parallel=4)
+mesh = jaxfb.make_mesh(data=4)
+forward_backward = jaxfb.get_forward_backward_func(mesh, accum_dtype="float32")
+out = forward_backward(loss_fn, {}, {}, plan)
+print(out.loss + 1, plan.num_microbatches + 1)
+optimizer = jaxfb.make_optimizer("adamw", learning_rate=1e-3)
+step = jaxfb.make_train_step(loss_fn, optimizer, mesh, plan, max_grad_norm=1.0)
+print(jaxfb.schedules.make("1f1b", 4, 8).render())
+"""
+
+
+def stub() -> ast.Module:
+    return ast.parse((ROOT / "__init__.pyi").read_text())
+
+
+def test_every_name_of_the_stub_is_the_object_of_its_module():
+    for node in stub().body:
+        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+            got = getattr(jaxfb, alias.name)
+            module = import_module(f"jaxfb.{node.module}") if node.module else jaxfb
+            assert got is getattr(module, alias.name)
+            assert isinstance(got, ModuleType) or not isinstance(getattr(module, alias.name), ModuleType)
+
+
+def test_the_list_of_the_stub_holds_what_it_imports():
+    imported = {a.name for n in stub().body if isinstance(n, ast.ImportFrom) for a in n.names}
+    listed = next(n for n in stub().body if isinstance(n, ast.Assign))
+    assert sorted(ast.literal_eval(listed.value)) == sorted(imported) == sorted(jaxfb.__all__)
+
+
+def test_importing_jaxfb_imports_no_jax():
+    program = "import sys, jaxfb; jaxfb.BatchPlan, jaxfb.load_config; sys.exit('jax' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT.parent).returncode == 0
+
+
+def test_a_wrong_name_is_answered_with_those_there_are():
+    with pytest.raises(AttributeError, match="no public name 'make_meshes'; it has .*make_mesh"):
+        _ = jaxfb.make_meshes
+
+
+@pytest.mark.slow
+def test_a_type_checker_accepts_a_correct_program_and_finds_a_misspelt_keyword(tmp_path):
+    correct, wrong = tmp_path / "correct.py", tmp_path / "wrong.py"
+    correct.write_text(CORRECT)
+    wrong.write_text(CORRECT.replace("rows_per_microbatch=", "rows_per_microbach="))
+    (tmp_path / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(ROOT.parent)]})
+    )
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    errors = [line for line in found.stdout.splitlines() if "error:" in line]
+    assert len(errors) == 1 and "wrong.py" in errors[0] and "rows_per_microbach" in errors[0], found.stdout

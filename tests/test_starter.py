@@ -1,0 +1,68 @@
+"""Starter configs: installed with the package, found by name from any directory, copied by `jaxfb init`."""
+
+import pytest
+
+from jaxfb.cli import main
+from jaxfb.config import DPOConfig, RLConfig, SFTConfig, load_config, smoke_overrides, starter_names
+from jaxfb.config.load import kind_of_command
+from jaxfb.config.root import Config
+
+
+@pytest.mark.parametrize("name", starter_names())
+def test_a_starter_loads_by_name_from_an_empty_directory(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert load_config(name).run.dir
+
+
+def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "sft"]) == 0
+    config = load_config("sft.yaml", command="sft")
+    assert (tmp_path / config.conversations.path).is_file()
+    assert main(["init", "sft"]) == 2
+    assert "sft.yaml exists already" in capsys.readouterr().err
+
+
+def test_an_unknown_starter_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["init", "quikstart"]) == 2
+    assert "choose one of 125m" in capsys.readouterr().err
+    assert main(["train", "quikstart"]) == 2
+    assert "did you mean the starter config quickstart?" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_file_in_the_working_directory_comes_before_a_starter_of_its_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "quickstart").mkdir()
+    with pytest.raises(ValueError, match="no file quickstart/config.yaml"):
+        load_config("quickstart")
+
+
+@pytest.mark.parametrize("name", starter_names())
+def test_smoke_overrides_make_any_starter_short(name):
+    command = {SFTConfig: "sft", DPOConfig: "dpo", RLConfig: "rl"}.get(type(load_config(name)), "train")
+    config = load_config(name, smoke_overrides(kind_of_command(command)), command)
+    updates = (
+        config.run.updates
+        if isinstance(config, Config)
+        else getattr(config, "batch", config).__dict__.get("updates", 4)
+    )
+    assert updates == 4 and config.lr.warmup == 0 and config.checkpoint.every is None
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
+    import yaml
+    from tiny import TINY
+
+    monkeypatch.chdir(tmp_path)
+    data = {**TINY["data"], "cache_dir": str(tmp_path / "cache")}
+    (tmp_path / "tiny.yaml").write_text(
+        yaml.safe_dump({**TINY, "data": data, "run": {"updates": 1000, "dir": "kept"}})
+    )
+    assert main(["train", "tiny.yaml", "--smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "4/4  loss" in out and "its directory was removed" in out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tiny.yaml"]
