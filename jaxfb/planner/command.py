@@ -19,14 +19,32 @@ def plan(name: str, config: Config, topology: Topology, compiles: bool, as_json:
 
 
 def search(name: str, config: Config, topology: Topology, compiles: bool, traced: int, out: str) -> None:
-    """Prints the best layouts, then the verdict of the best, and writes them to `out`."""
-    from jaxfb.planner.search import search as search_for
-    from jaxfb.planner.search import table, write
+    """Prints the best layouts, then the verdict of the best, and writes them to `out`.
 
-    found = search_for(config, topology, traced=traced, compiled=3 if compiles else 0, say=say)
+    Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
+    """
+    from jaxfb.planner.known import Known
+    from jaxfb.planner.search import draw, table, write
+    from jaxfb.planner.search import search as search_for
+
+    directory, latest = Path(out), []
+
+    def keep(found) -> None:
+        latest[:] = found
+        write(found, directory)
+
+    known = Known(directory / "known.jsonl")
+    try:
+        count = 3 if compiles else 0
+        found = search_for(config, topology, traced=traced, compiled=count, say=say, keep=keep, known=known)
+    except KeyboardInterrupt:
+        if latest:
+            print(table(latest))
+        say(f"[plan] stopped; what was found is in {directory}, and the same command goes on from there")
+        raise
     print(table(found))
     print("\n" + page(f"{name}, best layout", found[0].verdict))
-    for path in write(found, Path(out)):
+    for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
 
 

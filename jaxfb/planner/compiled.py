@@ -12,6 +12,7 @@ import re
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
@@ -104,7 +105,9 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
     command = [sys.executable, "-m", "jaxfb.planner.compiled", str(asked), str(answered)]
     began, told = time.monotonic(), 0.0
     with log.open("w") as output:
-        child = subprocess.Popen(command, env=_environment(topology), stdout=output, stderr=output)
+        child = subprocess.Popen(
+            command, env=_environment(topology), stdin=subprocess.PIPE, stdout=output, stderr=output
+        )
         try:
             while child.poll() is None:
                 time.sleep(0.2)
@@ -240,5 +243,12 @@ def too_large(message: str) -> TooLarge | None:
     return TooLarge(needed, available, message.splitlines()[0])
 
 
+def _end_with_parent() -> None:
+    """Ends this process when its standard input does: a parent that was killed cannot stop its child."""
+    os.read(0, 1)
+    os._exit(1)
+
+
 if __name__ == "__main__":
+    threading.Thread(target=_end_with_parent, daemon=True).start()
     main(sys.argv[1:])

@@ -43,7 +43,7 @@ def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> 
     axes.set_xlabel("GB a device")
     figure.legend(fontsize=8, loc="outside lower center", ncols=4)
     axes.set_title(
-        f"{rows[0][1].topology.text}: memory of each layout, compiled first, fastest that fits first"
+        f"{rows[0][1].topology.text}: memory of each layout, those that fit first, the compiled before the estimated"
     )
     figure.savefig(path, dpi=140)
 

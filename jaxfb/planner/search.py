@@ -17,6 +17,7 @@ from jaxfb.planner.compiled import TooLarge, compiles_here
 from jaxfb.planner.estimate import estimate
 from jaxfb.planner.guess import guess
 from jaxfb.planner.job import model_sizes
+from jaxfb.planner.known import Known
 from jaxfb.planner.text import answer
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
@@ -33,9 +34,9 @@ class Found:
     verdict: Verdict
 
     @property
-    def rank(self) -> tuple[bool, float]:
-        """Those that fit first, by time."""
-        return not self.verdict.fits, self.verdict.step_seconds
+    def rank(self) -> tuple[bool, bool, float]:
+        """Those that fit first, of these the ones that the compiler answered, by time."""
+        return not self.verdict.fits, self.verdict.compiled is None, self.verdict.step_seconds
 
 
 def search(
@@ -45,51 +46,54 @@ def search(
     traced: int = 24,
     compiled: int = 3,
     say: Callable[[str], None] = lambda text: None,
+    keep: Callable[[list[Found]], None] = lambda found: None,
+    known: Known | None = None,
 ) -> list[Found]:
-    """Layouts of `config` on all devices of `topology`, best first, the compiled ones before the estimated.
+    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled ones before the estimated.
 
     Args:
       traced: how many that fit are traced, best guesses first, a second or two each.
       compiled: how many that fit are compiled; 0 leaves the compiler out.
-      say: hears of progress.
+      say: receives progress, a line at a time.
+      keep: receives the layouts found so far, in the order of the result, each time that there are more.
+      known: verdicts of an earlier search, which are not worked out again, and where new ones are added.
     Raises:
-      ValueError: the topology has no chip to fit on, or no layout is legal.
+      ValueError: the topology has no chip to fit on, no layout is legal, or the compiler refuses every one.
     """
     if topology.chip is None:
         raise ValueError(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
-    estimated = _estimated(config, topology, traced, say)
+    known = known or Known()
+    estimated = _estimated(config, topology, traced, known, say, keep)
     if not compiled or not compiles_here(topology, say):
         return estimated
-    answered: list[Found] = []
-    for found in _by_kind(estimated)[: 2 * compiled]:
-        say(f"compiling {len(answered) + 1}: {label(found.config)}")
-        verdict = compiled_verdict(found.config, found.verdict, say)
-        say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
-        answered.append(Found(found.config, verdict))
-        if sum(one.verdict.fits for one in answered) == compiled:
-            break
-    asked = [one.config for one in answered]
-    rest = [one for one in estimated if one.config not in asked]
-    return sorted(answered, key=lambda one: one.rank) + rest
+    return _compiled(estimated, compiled, known, say, keep)
 
 
 def write(found: list[Found], directory: Path) -> list[Path]:
-    """plan.yaml (the best layout that fits), search.json and, where matplotlib is installed, memory.png."""
+    """Replaces search.json (every layout, best first) and plan.yaml (the best, where one fits) in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    written = [directory / "search.json"]
     rows = [{"layout": label(one.config), **one.verdict.to_dict()} for one in found]
-    written[0].write_text(json.dumps(rows, indent=1) + "\n")
-    if found[0].verdict.fits:
-        written.append(directory / "plan.yaml")
-        save_yaml(found[0].config, written[-1])
-    if find_spec("matplotlib"):
-        from jaxfb.planner.picture import memory_bars
+    results, best = directory / "search.json", directory / "plan.yaml"
+    temporary = results.with_name("search.json.tmp")
+    temporary.write_text(json.dumps(rows, indent=1) + "\n")
+    temporary.replace(results)  # whoever reads, or stops the search, always has a whole file
+    if not found[0].verdict.fits:
+        best.unlink(missing_ok=True)
+        return [results]
+    save_yaml(found[0].config, best)
+    return [results, best]
 
-        written.append(directory / "memory.png")
-        memory_bars([(label(one.config), one.verdict) for one in found], written[-1])
-    return written
+
+def draw(found: list[Found], directory: Path) -> list[Path]:
+    """Replaces memory.png where matplotlib is installed."""
+    if not find_spec("matplotlib"):
+        return []
+    from jaxfb.planner.picture import memory_bars
+
+    memory_bars([(label(one.config), one.verdict) for one in found], directory / "memory.png")
+    return [directory / "memory.png"]
 
 
 def table(found: list[Found], most: int = 12) -> str:
@@ -125,7 +129,26 @@ def _on_hosts(config: Config, topology: Topology) -> bool:
     return True
 
 
-def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[str], None]) -> list[Found]:
+def _estimated(config, topology: Topology, traced: int, known: Known, say, keep) -> list[Found]:
+    """Traces layouts in the order of their guesses until so many fit; best first."""
+    found: list[Found] = []
+    for one in _guessed(config, topology, traced, say):
+        verdict = known.get(one, topology)
+        if verdict is None:
+            verdict = of_estimate(*estimate(one, topology), topology)
+            known.add(one, verdict)
+        found.append(Found(one, verdict))
+        fitting = sum(bool(one.verdict.fits) for one in found)
+        if len(found) % 8 == 0 or fitting == traced:
+            say(f"  traced {len(found)}: {fitting} fit")
+            keep(_ranked(found))
+        if fitting == traced:
+            break
+    return _ranked(found)
+
+
+def _guessed(config: Config, topology: Topology, traced: int, say) -> list[Config]:
+    """The layouts that are worth tracing, the fastest by the formula first."""
     sizes = model_sizes(config)
     legal = (one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology))
     guesses = [(guess(one, sizes, topology), one) for one in legal]
@@ -139,13 +162,41 @@ def _estimated(config: Config, topology: Topology, traced: int, say: Callable[[s
     near = sorted((g for g in guesses if g[0].bytes < limit), key=lambda pair: pair[0].seconds)
     tightest = sorted(guesses, key=lambda pair: pair[0].bytes)
     say(f"{len(guesses)} layouts, {len(near)} may fit; tracing until {min(traced, len(near))} do")
-    found: list[Found] = []
-    for _, one in (near or tightest)[: MOST_TRACED * traced]:
-        job, counted = estimate(one, topology)
-        found.append(Found(one, of_estimate(job, counted, topology)))
-        fitting = sum(bool(one.verdict.fits) for one in found)
-        if len(found) % 8 == 0 or fitting == traced:
-            say(f"  traced {len(found)}: {fitting} fit")
-        if fitting == traced:
+    return [one for _, one in (near or tightest)[: MOST_TRACED * traced]]
+
+
+def _compiled(estimated: list[Found], count: int, known: Known, say, keep) -> list[Found]:
+    """Asks the compiler until so many fit. A layout that it refuses for another reason than memory is left out."""
+    found = list(estimated)
+    for asked in _by_kind(estimated)[: 2 * count]:
+        fitting = sum(bool(one.verdict.fits) for one in found if one.verdict.compiled)
+        if fitting >= count:
             break
+        found.remove(asked)
+        say(f"compiling: {label(asked.config)}")
+        if (verdict := _answer(asked, known, say)) is not None:
+            say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
+            found.append(Found(asked.config, verdict))
+        if not found:
+            raise ValueError("[plan] the compiler refused every layout that was traced; raise --traced")
+        keep(_ranked(found))
+    return _ranked(found)
+
+
+def _answer(asked: Found, known: Known, say) -> Verdict | None:
+    if asked.verdict.compiled is not None:  # by a search before this one
+        return asked.verdict
+    try:
+        verdict = compiled_verdict(asked.config, asked.verdict, say)
+    except (
+        ValueError,
+        RuntimeError,
+    ) as error:  # one layout's refusal or crash is no reason to lose the others
+        say(f"  left out: {error}")
+        return None
+    known.add(asked.config, verdict)
+    return verdict
+
+
+def _ranked(found: list[Found]) -> list[Found]:
     return sorted(found, key=lambda one: one.rank)

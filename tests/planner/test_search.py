@@ -1,0 +1,104 @@
+"""A search keeps what it finds: stopped at any time its files are whole, and the next one does not begin anew."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import pytest
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.planner import parse_topology
+from jaxfb.planner import search as searching
+from jaxfb.planner.compiled import Compiled, TooLarge
+from jaxfb.planner.candidates import label
+from jaxfb.planner.known import Known
+from jaxfb.planner.verdict import plan
+
+SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--traced", "2"]
+SIZES = ["batch.rows=32", "model.num_layers=4"]
+ANSWER = Compiled(1, 2, 3, 4, 0.1, 0.2, 5.0, 6.0, 7.0, 8.0, [])
+
+
+@pytest.fixture
+def compiler(monkeypatch):
+    """Stands for the compiler; `.asked` are the layouts that it compiled, `.answers` what it says, in order,
+    before it finds that everything fits."""
+
+    class Compiler:
+        asked, answers = [], []
+
+        def __call__(self, config, topology, say):
+            self.asked.append(config)
+            result = self.answers.pop(0) if self.answers else ANSWER
+            if isinstance(result, BaseException):
+                raise result
+            return result
+
+    stand_in = Compiler()
+    monkeypatch.setattr("jaxfb.planner.verdict.compile_for", stand_in)
+    monkeypatch.setattr("jaxfb.planner.search.compiles_here", lambda *_: True)
+    return stand_in
+
+
+def run(directory):
+    return main(["plan", *SMALL, "--out", str(directory), *SIZES])
+
+
+def answered(directory):
+    rows = json.loads((directory / "search.json").read_text())
+    return [row["layout"] for row in rows if row["compiled"] or row["refused"]]
+
+
+def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys, monkeypatch):
+    compiler.answers[:] = [ANSWER, KeyboardInterrupt()]
+    assert run(tmp_path) == 130
+    assert "the same command goes on from there" in capsys.readouterr().err
+    assert len(answered(tmp_path)) == 1 and load_config(tmp_path / "plan.yaml").batch.rows == 32
+
+    def trace(*_):
+        raise AssertionError("traced again")
+
+    monkeypatch.setattr(searching, "estimate", trace)
+    assert run(tmp_path) == 0
+    first, stopped, again, *more = compiler.asked
+    assert stopped == again != first and first not in more
+    assert len(answered(tmp_path)) == 2 + len(more)
+
+
+def test_one_layout_that_the_compiler_refuses_does_not_end_the_search(compiler, tmp_path, capsys):
+    crash = RuntimeError("the compiler ended with code -9")
+    compiler.answers[:] = [crash, TooLarge(2e10, 1.6e10, "Ran out")]
+    assert run(tmp_path) == 0
+    assert "left out: the compiler ended with code -9" in capsys.readouterr().err
+    rows = json.loads((tmp_path / "search.json").read_text())
+    crashed, too_large, *_ = compiler.asked
+    assert label(crashed) not in [row["layout"] for row in rows]
+    assert label(too_large) == rows[-1]["layout"] and not rows[-1]["fits"]
+
+
+def test_a_verdict_is_known_again_for_the_same_question_alone(tmp_path, monkeypatch):
+    path, topology = tmp_path / "known.jsonl", parse_topology("v5e:2x2")
+    config = load_config("configs/1b.yaml", ["model.num_layers=2", "mesh.fsdp=4", "batch.rows=32"])
+    verdict = plan(config, topology, compiles=False)
+    Known(path).add(config, verdict)
+    for answer in (ANSWER, TooLarge(2.0, 1.0, "Ran out")):
+        Known(path).add(config, replace(verdict, compiled=answer))
+        assert Known(path).get(config, topology) == replace(verdict, compiled=answer)
+    with path.open("a") as file:
+        file.write('{"key": "cut o')
+    assert Known(path).get(config, topology) is not None
+    assert Known(path).get(config, parse_topology("v5e:2x4")) is None
+    assert Known(path).get(replace(config, batch=replace(config.batch, rows=64)), topology) is None
+    monkeypatch.setenv("LIBTPU_INIT_ARGS", "--flag=true")
+    assert Known(path).get(config, topology) is None
+
+
+def test_the_compilers_process_ends_with_the_one_that_started_it():
+    child = "import threading, time; from jaxfb.planner import compiled; "
+    child += "threading.Thread(target=compiled._end_with_parent, daemon=True).start(); time.sleep(60)"
+    process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, env=os.environ)
+    process.stdin.close()
+    assert process.wait(timeout=30) == 1
