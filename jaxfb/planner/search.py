@@ -49,7 +49,7 @@ def search(
     keep: Callable[[list[Found]], None] = lambda found: None,
     known: Known | None = None,
 ) -> list[Found]:
-    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled ones before the estimated.
+    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled before the estimated.
 
     Args:
       traced: how many that fit are traced, best guesses first, a second or two each.

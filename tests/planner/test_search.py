@@ -12,8 +12,8 @@ from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner import search as searching
-from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.candidates import label
+from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.known import Known
 from jaxfb.planner.verdict import plan
 
