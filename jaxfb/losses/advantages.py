@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from jaxfb.losses.settings import check_not_negative, check_share
+
 
 class Estimate(NamedTuple):
     """advantages: float64[R, S], 0 where the mask is 0.  returns: float64[R, S], what a critic is to predict."""
@@ -45,9 +47,7 @@ def gae(
     Raises:
       ValueError: gamma or lam is out of range, or there is nothing to whiten.
     """
-    for name, value in (("gamma", gamma), ("lam", lam)):
-        if not 0 <= value <= 1:
-            raise ValueError(f"[gae] {name}={value} must be in [0, 1]")
+    check_share("gae", 1.0, gamma=gamma, lam=lam)
     counted = np.asarray(mask) != 0
     rewards, values = (np.where(counted, x, 0.0).astype(np.float64) for x in (rewards, values))
     advantages = np.zeros_like(values)
@@ -74,6 +74,7 @@ def grpo(
       groups: [R], which prompt each row answers; any values.
       mask: float[R, S].
     """
+    check_not_negative("grpo", 1e-6, eps=eps)
     rewards = np.asarray(rewards, np.float64)
     means, stds = np.zeros_like(rewards), np.ones_like(rewards)
     for members in group_members(groups, rewards):
@@ -137,7 +138,11 @@ def reinforce_plus_plus(rewards: np.ndarray, mask: np.ndarray, *, gamma: float =
 
     Args:
       rewards: float[R, S] per token, such as the outcome on the last one and a KL penalty on all.
+      gamma: discount per counted token, in [0, 1].
+    Raises:
+      ValueError: gamma is out of range, or there is nothing to whiten.
     """
+    check_share("reinforce_plus_plus", 1.0, gamma=gamma)
     counted = np.asarray(mask) != 0
     rewards = np.where(counted, rewards, 0.0).astype(np.float64)
     returns, running = np.zeros_like(rewards), np.zeros(len(rewards))

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_positive
 from jaxfb.types import Sum
 
 AGGREGATIONS = (
@@ -65,10 +66,11 @@ def check_aggregation(aggregation: str, scale: float | None) -> None:
     if aggregation not in AGGREGATIONS:
         raise ValueError(f"[loss] {aggregation=} must be one of {', '.join(AGGREGATIONS)}")
     if aggregation == "seq-mean-token-sum-norm":
-        if scale is None or not scale > 0:
+        if scale is None:
             raise ValueError(
                 f"[loss] seq-mean-token-sum-norm needs a positive constant scale, got {scale!r}: padded widths "
                 "differ between microbatches; use the largest response length"
             )
+        check_positive("loss", "the largest response length", scale=scale)
     elif scale is not None:
         raise ValueError(f'[loss] {scale=} belongs to "seq-mean-token-sum-norm", {aggregation!r} takes none')

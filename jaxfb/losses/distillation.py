@@ -18,6 +18,7 @@ from jaxfb.losses.full_kl import full_kl
 from jaxfb.losses.heads import with_head
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_not_negative
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
 from jaxfb.types import LossOutput, Pipelined, Unembedding
 
@@ -50,6 +51,7 @@ class DistillationLoss:
         if self.direction not in DIRECTIONS:
             raise ValueError(f"[distillation] direction={self.direction!r} must be 'forward' or 'reverse'")
         check_aggregation(self.aggregation, self.scale)
+        check_not_negative("distillation", 1.0, coef=self.coef)
 
     def of_top(self, log_probs: jax.Array, teacher_ids: jax.Array, microbatch: Mapping) -> LossOutput:
         """From the student's log-probs of the teacher's tokens, float[rows, seq, K]."""

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from jaxfb.losses.settings import check_number
+
 LEVELS = ("token", "sequence", "geometric")
 
 
@@ -41,8 +43,9 @@ def rollout_weights(
     """
     if level not in LEVELS:
         raise ValueError(f"[rollout] {level=} must be one of {', '.join(LEVELS)}")
-    if not upper > 1 or (lower is not None and not 0 <= lower < 1):
-        raise ValueError(f"[rollout] {upper=} must be above 1 and {lower=} in [0, 1) or None")
+    check_number("rollout", "upper", upper, lambda x: x > 1, "above 1", 2.0)
+    if lower is not None:
+        check_number("rollout", "lower", lower, lambda x: 0 <= x < 1, "in [0, 1)", "None for 0")
     counted = np.asarray(mask) != 0
     log_ratio = np.where(counted, old_log_probs, 0.0) - np.where(counted, sampler_log_probs, 0.0)
     log_ratio = np.clip(log_ratio.astype(np.float64), -20, 20)

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfb.losses.settings import check_not_negative, check_positive
+
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 
 
@@ -70,9 +72,11 @@ def kl_in_reward(
     The second number is what `AdaptiveKL.updated` takes.
 
     Raises:
-      ValueError: an unknown estimator; a straight-through one has no meaning in a reward.
+      ValueError: an unknown estimator, a straight-through one (it has no meaning in a reward), or a coefficient
+        that is no number, negative or infinite.
     """
     check_kl_estimator(estimator)
+    check_not_negative("reward", 0.0, coefficient=coefficient)
     if estimator.endswith("+"):
         raise ValueError(
             f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}"
@@ -100,11 +104,13 @@ class AdaptiveKL:
     horizon: float
 
     def __post_init__(self):
-        for name in ("target", "horizon"):
-            if not getattr(self, name) > 0:
-                raise ValueError(f"[kl] {name}={getattr(self, name)!r} must be positive")
+        check_not_negative("kl", 0.0, coefficient=self.coefficient)
+        check_positive("kl", 6.0, target=self.target)
+        check_positive("kl", 10_000, horizon=self.horizon)
 
     def updated(self, kl: float, rows: int) -> AdaptiveKL:
-        """After a rollout of so many rows with that mean KL."""
+        """After a rollout of so many rows with that mean KL; one that is not finite changes nothing."""
+        if not np.isfinite(kl):
+            return self
         error = float(np.clip(kl / self.target - 1, -0.2, 0.2))
         return replace(self, coefficient=self.coefficient * (1 + error * rows / self.horizon))

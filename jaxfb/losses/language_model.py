@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.losses.cross_entropy import CrossEntropy, chunked_cross_entropy
+from jaxfb.losses.settings import check_not_negative, check_number
 from jaxfb.types import LossOutput, Sum
 
 OUTPUTS = (None, "tokens", "rows")
@@ -72,12 +73,12 @@ def next_token_loss(
 
 def check_regularizers(label_smoothing: float, z_loss: float, logit_softcap: float | None) -> None:
     """Raises ValueError for a value that `next_token_loss` cannot take."""
-    if not 0 <= label_smoothing < 1:
-        raise ValueError(f"[loss] {label_smoothing=} must be at least 0 and below 1; use 0 for none")
-    if z_loss < 0:
-        raise ValueError(f"[loss] {z_loss=} must be at least 0; use 0 for none")
-    if logit_softcap is not None and not logit_softcap > 0:
-        raise ValueError(f"[loss] {logit_softcap=} must be positive; use None for no cap")
+    rule = "at least 0 and below 1"
+    check_number("loss", "label_smoothing", label_smoothing, lambda x: 0 <= x < 1, rule, "0 for none")
+    check_not_negative("loss", "0 for none", z_loss=z_loss)
+    if logit_softcap is not None:
+        is_cap = lambda x: 0 < x < float("inf")  # noqa: E731
+        check_number("loss", "logit_softcap", logit_softcap, is_cap, "positive", "None for no cap")
 
 
 def _outputs(result: CrossEntropy, mask: jax.Array, outputs: str | None):

@@ -21,6 +21,7 @@ from jax import lax
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.kl import check_kl_estimator, kl_penalty
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
 from jaxfb.types import LossOutput, Max, Min, Sum
 
@@ -44,7 +45,7 @@ class PolicyLoss:
                   the surrogate was derived with.
     kl_coef:      of the term "kl"; 0: no term, and `ref_log_probs` is not read.
     kl_estimator: see `losses.kl.kl_penalty`.
-    entropy_coef: of the bonus; 0: no term.
+    entropy_coef: of the bonus; 0: no term; below 0 it penalizes entropy.
     on_policy:    the old log-probs are the present ones, without gradient, and `old_log_probs` is not read: for the
                   first update after a rollout, which then needs no log-prob pass.
 
@@ -72,6 +73,8 @@ class PolicyLoss:
     def __post_init__(self):
         check_aggregation(self._aggregation, self.scale)
         check_kl_estimator(self.kl_estimator)
+        check_not_negative("loss", "0 for no such term", kl_coef=self.kl_coef)
+        check_finite("loss", "0 for no such term", entropy_coef=self.entropy_coef)
 
     def __call__(
         self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]

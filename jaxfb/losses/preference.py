@@ -20,6 +20,7 @@ from jax import lax
 
 from jaxfb.losses.policy import microbatch_leaf
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_finite, check_not_negative, check_number, check_positive
 from jaxfb.types import LossOutput, Sum
 
 KINDS = ("sigmoid", "ipo", "hinge", "robust")
@@ -59,10 +60,11 @@ class PreferenceLoss:
     def __post_init__(self):
         if self.kind not in KINDS:
             raise ValueError(f"[preference] kind={self.kind!r} must be one of {', '.join(KINDS)}")
-        if not self.beta > 0:
-            raise ValueError(f"[preference] beta={self.beta} must be positive")
-        if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(f"[preference] label_smoothing={self.label_smoothing} must be in [0, 0.5)")
+        check_positive("preference", 0.1, beta=self.beta)
+        check_finite("preference", 0.0, margin=self.margin)
+        check_not_negative("preference", 0.0, sft_coef=self.sft_coef)
+        smoothing = self.label_smoothing
+        check_number("preference", "label_smoothing", smoothing, lambda x: 0 <= x < 0.5, "in [0, 0.5)", 0.0)
         if self.label_smoothing and self.kind in ("ipo", "hinge"):
             raise ValueError(f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'")
 

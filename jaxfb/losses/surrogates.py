@@ -20,6 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_not_negative, check_number, check_positive
 from jaxfb.types import Sum
 
 
@@ -38,8 +39,10 @@ class PPOClip:
 
     def __post_init__(self):
         check_clip(self.clip_low, self.clip_high)
-        if self.dual_clip is not None and not self.dual_clip > 1:
-            raise ValueError(f"[loss] dual_clip={self.dual_clip} must be above 1; None is no dual clip")
+        if self.dual_clip is not None:
+            check_number(
+                "loss", "dual_clip", self.dual_clip, lambda x: x > 1, "above 1", "3.0, or None for none"
+            )
 
     def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
         advantages, ratio = tokens.advantages, jnp.exp(clamped_log_ratio(tokens))
@@ -81,7 +84,8 @@ class GeometricMean:
     """GMPO: -A exp(mean of clipped log r), A and the mean of a sequence's tokens (arXiv:2507.20673).
 
     log r is clipped to [-clip_low, clip_high] where that lowers the objective; it is not clamped to +-20.
-    Metric: clip_fraction.
+    Metrics: clip_fraction and clip_fraction_lower, the shares of counted tokens whose log r lies outside of the
+    range, with A > 0 and with A < 0 (as verl counts them: also where the clip does not lower the objective).
     """
 
     aggregation: ClassVar[str] = "seq-mean-token-mean"
@@ -89,13 +93,18 @@ class GeometricMean:
     clip_high: float = 0.4
 
     def __post_init__(self):
-        check_clip(self.clip_low, self.clip_high)
+        for name in ("clip_low", "clip_high"):
+            check_number("loss", name, getattr(self, name), lambda x: x > 0, "above 0", 0.4)
 
     def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
         log_ratio, sign = tokens.log_probs - tokens.old_log_probs, jnp.sign(tokens.advantages)
         free, clipped = sign * log_ratio, sign * jnp.clip(log_ratio, -self.clip_low, self.clip_high)
         ratio = jnp.exp(sequences.means(sign * jnp.minimum(free, clipped)))
-        metrics = {"clip_fraction": fraction(clipped < free, sequences)}
+        outside = (log_ratio < -self.clip_low) | (log_ratio > self.clip_high)
+        metrics = {
+            "clip_fraction": fraction(outside & (tokens.advantages > 0), sequences),
+            "clip_fraction_lower": fraction(outside & (tokens.advantages < 0), sequences),
+        }
         return -sequences.means(tokens.advantages) * ratio, metrics
 
 
@@ -132,8 +141,7 @@ class SAPO:
     tau_neg: float = 1.05
 
     def __post_init__(self):
-        if not (self.tau_pos > 0 and self.tau_neg > 0):
-            raise ValueError(f"[loss] tau_pos={self.tau_pos} and tau_neg={self.tau_neg} must be positive")
+        check_positive("loss", 1.0, tau_pos=self.tau_pos, tau_neg=self.tau_neg)
 
     def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
         ratio, advantages = jnp.exp(clamped_log_ratio(tokens)), tokens.advantages
@@ -169,6 +177,8 @@ class DPPO:
     def __post_init__(self):
         if self.divergence not in ("tv", "kl"):
             raise ValueError(f"[loss] divergence={self.divergence!r} must be 'tv' or 'kl'")
+        for name in ("low", "high", "truncation"):
+            check_number("loss", name, getattr(self, name), lambda x: x > 0, "above 0", getattr(DPPO, name))
 
     def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
         allowed = lax.stop_gradient(self._allowed(tokens))
@@ -200,6 +210,9 @@ class DRO:
 
     aggregation: ClassVar[str] = "token-mean"
     beta: float = 0.1
+
+    def __post_init__(self):
+        check_not_negative("loss", 0.1, beta=self.beta)
 
     def __call__(self, tokens: Any, sequences: Sequences) -> tuple[jax.Array, dict]:
         log_ratio = tokens.log_probs - tokens.old_log_probs
@@ -260,8 +273,7 @@ def fraction(hit: jax.Array, sequences: Sequences) -> Sum:
 
 
 def check_clip(clip_low: float, clip_high: float) -> None:
-    """Raises ValueError unless both are positive and 1 - clip_low is not negative."""
-    if not (0 < clip_low <= 1 and clip_high > 0):
-        raise ValueError(
-            f"[loss] {clip_low=} must be in (0, 1] and {clip_high=} positive: they are distances from ratio 1"
-        )
+    """Raises ValueError unless both are positive and 1 - clip_low is not negative; clip_high may be infinite."""
+    why = "the distances from ratio 1 at which it is clipped"
+    check_number("loss", "clip_low", clip_low, lambda x: 0 < x <= 1, f"in (0, 1], one of {why}", 0.2)
+    check_number("loss", "clip_high", clip_high, lambda x: x > 0, f"above 0, one of {why}", 0.2)

@@ -27,6 +27,7 @@ from jaxfb.losses.logits import (
     summed,
     token_ids,
 )
+from jaxfb.losses.settings import check_positive
 
 
 class TokenLogProbs(NamedTuple):
@@ -89,9 +90,8 @@ def log_probs_of_logits(logits: jax.Array, targets: jax.Array, temperature: floa
 
 
 def check_temperature(temperature: float) -> None:
-    """Raises ValueError unless it is positive."""
-    if not temperature > 0:
-        raise ValueError(f"[loss] {temperature=} must be positive; use 1.0 for the model's own probabilities")
+    """Raises ValueError unless it is positive and finite."""
+    check_positive("loss", "1.0 for the model's own probabilities", temperature=temperature)
 
 
 class _Scoring(NamedTuple):

@@ -20,6 +20,7 @@ from jaxfb.losses.heads import with_head_of
 from jaxfb.losses.logits import sum_dtype
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
+from jaxfb.losses.settings import check_not_negative, check_number
 from jaxfb.losses.surrogates import fraction
 from jaxfb.types import LossOutput, Pipelined, Sum
 
@@ -42,8 +43,9 @@ class ValueLoss:
 
     def __post_init__(self):
         check_aggregation(self.aggregation, self.scale)
-        if self.clip is not None and not self.clip > 0:
-            raise ValueError(f"[loss] clip={self.clip} of values must be positive; None is no clip")
+        check_not_negative("loss", 1.0, coef=self.coef)
+        if self.clip is not None:
+            check_number("loss", "clip", self.clip, lambda x: x > 0, "positive", "0.5, or None for no clip")
 
     def __call__(self, values: jax.Array, microbatch: Mapping[str, jax.Array]) -> LossOutput:
         sequences = Sequences.of(microbatch)

@@ -77,13 +77,14 @@ def test_values_gradients_and_metrics_are_the_references(golden, name):
         close = {"rtol": 3e-8, "atol": 1e-12, "err_msg": case["name"]}
         np.testing.assert_allclose(ours / ratio, expected["loss"], **close)
         np.testing.assert_allclose(grad / ratio, expected["grad_log_prob"], **close)
-        if name in ("vanilla", "gspo", "dppo_tv", "dppo_kl"):
+        if name in ("vanilla", "gspo", "dppo_tv", "dppo_kl", "geo_mean"):
             np.testing.assert_allclose(
                 metrics["clip_fraction"].value, expected["metrics"]["pg_clipfrac"], **close
             )
-        if name == "vanilla":
+        lower = {"vanilla": "dual_clip_fraction", "geo_mean": "clip_fraction_lower"}
+        if name in lower:
             np.testing.assert_allclose(
-                metrics["dual_clip_fraction"].value, expected["metrics"]["pg_clipfrac_lower"], **close
+                metrics[lower[name]].value, expected["metrics"]["pg_clipfrac_lower"], **close
             )
 
 
