@@ -10,6 +10,7 @@ from jaxfb.batch_plan import (
     BatchPlan,
     PlanError,
     RolloutPlan,
+    RunPlan,
     arrange,
     check_whole_groups,
     explain_difference,
@@ -202,3 +203,55 @@ def test_a_budget_may_change_on_resume():
     assert BatchPlan(**json.loads(json.dumps(by_tokens.to_dict()))) == by_tokens
     with pytest.raises(PlanError, match="cut by tokens: its microbatches follow from the lengths"):
         by_tokens.padded_rows  # noqa: B018
+
+
+def test_the_plans_of_a_run_cannot_be_changed_afterwards():
+    one = rollout_plan()
+    given = plans(128)
+    run = RunPlan(given["train"], updates=3)
+    for plan in (one, run):
+        with pytest.raises(TypeError):
+            plan.plans["train"] = given["logprob_ref"]
+    mine = dict(one.plans)
+    other = RolloutPlan(mine, prompts=128, samples_per_prompt=5, rows_per_update=128)
+    mine.pop("train")
+    assert other == one and other.train == one.train
+
+
+@pytest.mark.parametrize(
+    "given, message",
+    [
+        (None, r"plans must be \{purpose: BatchPlan\} .* got None"),
+        ({"train": None}, r'plans\["train"\] must be a BatchPlan, got None; leave it out'),
+        (plans(128, value=None), r'plans\["value"\] must be a BatchPlan, got None; leave it out'),
+        (plans(128, values=1), "unknown purpose 'values'; did you mean \"value\""),
+    ],
+)
+def test_what_is_no_plan_is_refused(given, message):
+    sizes = dict(prompts=128, samples_per_prompt=5, rows_per_update=128)
+    with pytest.raises(PlanError, match=message):
+        RolloutPlan(given, **sizes)
+    if isinstance(given, dict):
+        with pytest.raises(PlanError):
+            RunPlan(given, updates=1)
+
+
+@pytest.mark.parametrize("purpose", ["logprob_old", "logprob_ref", "value"])
+def test_a_pass_that_scores_every_row_drops_none(purpose):
+    sizes = dict(rows=12, rows_per_microbatch=5)
+    with pytest.raises(PlanError, match='remainder="drop" may give outputs for fewer .* use "pad"') as caught:
+        BatchPlan(purpose, **sizes, remainder="drop")
+    for choice in caught.value.choices:
+        assert BatchPlan(purpose, **{**sizes, **choice}).real_rows == 12
+    assert BatchPlan("train", **sizes, remainder="drop").real_rows == 10
+    with pytest.raises(PlanError, match="drop") as caught:
+        BatchPlan(purpose, rows=12, num_microbatches=3, multiple_of=2, remainder="drop")
+    assert caught.value.choices
+    for choice in caught.value.choices:
+        BatchPlan(purpose, **{**dict(rows=12, num_microbatches=3, multiple_of=2), **choice})
+
+
+def test_an_update_of_a_rollout_drops_no_row():
+    train = BatchPlan(rows=128, rows_per_microbatch=5, data_parallel=8, remainder="drop")
+    with pytest.raises(PlanError, match=r'\[train\] remainder="drop" would leave out 8 of the 128 rows'):
+        rollout_plan(plans=plans(128, train=train))

@@ -23,6 +23,8 @@ Remainder = Literal["error", "pad", "drop"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 
+_FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
+
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
 _BY_LENGTH = (
     "rows_per_global_microbatch",
@@ -59,7 +61,8 @@ class BatchPlan:
       packing: with a budget, put several rows into one array row, told apart by `segments`.
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
       remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
-        end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed).
+        end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A pass whose
+        outputs are wanted for every row (logprob_old, logprob_ref, value) cannot drop any.
 
     Raises:
       PlanError: a ValueError naming the values, the arithmetic and, in `.choices`, the nearest legal changes.
@@ -89,6 +92,7 @@ class BatchPlan:
         if self.by_tokens:
             return
         given = self.to_dict()
+        _check_all_rows_come_back(given)
         sizes = solve(given)
         if sizes is None:
             raise misfit(given)
@@ -218,6 +222,21 @@ def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context:
 def fingerprint_of(values: Mapping[str, Any]) -> str:
     """16 hex digits of a dict of plain values, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_all_rows_come_back(given: Mapping[str, Any]) -> None:
+    """Log-probs and values are asked for each row, so their passes drop none."""
+    if given["purpose"] not in _FOR_EACH_ROW or given["remainder"] != "drop":
+        return
+    padded = {**given, "remainder": "pad"}
+    choices = [{"remainder": "pad"}]
+    if solve(padded) is None:
+        choices = [{"remainder": "pad", **choice} for choice in misfit(padded).choices]
+    raise PlanError(
+        f'[{given["purpose"]}] remainder="drop" may give outputs for fewer rows than the batch has'
+        f"{offer(choices, 'remainder')}",
+        choices,
+    )
 
 
 def _check_given(plan: BatchPlan) -> None:

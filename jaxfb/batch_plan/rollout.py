@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxfb.batch_plan.plan import PURPOSES, BatchPlan
@@ -46,7 +47,7 @@ class RolloutPlan:
 
     Args:
       plans: {"train": plan of rows_per_update rows, and plans of all R rows for "logprob_old", "logprob_ref" and
-        "value" as far as they are needed}. Nothing is inherited from one to another.
+        "value" as far as they are needed}. Nothing is inherited from one to another. Kept as a read-only mapping.
       prompts: of one rollout (P).
       samples_per_prompt: n; row p * n + s is sample s of prompt p.
       rows_per_update: rows of one optimizer update (G).
@@ -72,7 +73,7 @@ class RolloutPlan:
     whole_groups: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plans", dict(self.plans))
+        object.__setattr__(self, "plans", MappingProxyType(_given(self.plans)))
         for name in _COUNTS:
             object.__setattr__(self, name, positive_int("rollout", name, getattr(self, name)))
         _check_updates(self)
@@ -173,6 +174,19 @@ def check_whole_groups(prompt_of_row: Sequence[int], samples_per_prompt: int) ->
             )
 
 
+def _given(plans: Any) -> dict[str, BatchPlan]:
+    """A copy of the plans by purpose, or a refusal of what are no plans."""
+    if not isinstance(plans, Mapping):
+        raise PlanError(
+            f'[rollout] plans must be {{purpose: BatchPlan}} with at least "train", got {plans!r}'
+        )
+    for purpose, plan in plans.items():
+        one_of("rollout", "purpose", purpose, PURPOSES)
+        if not isinstance(plan, BatchPlan):
+            raise PlanError(f'[rollout] plans["{purpose}"] must be a BatchPlan, got {plan!r}; leave it out')
+    return dict(plans)
+
+
 def _cut(plan: BatchPlan) -> str:
     on = f"on {plan.data_parallel} replica{'s' * (plan.data_parallel > 1)}"
     if plan.by_tokens:
@@ -219,14 +233,18 @@ def _check_groups(plan: RolloutPlan) -> None:
 
 
 def _check_plans(plan: RolloutPlan) -> None:
-    """Each under its own purpose, of the right number of rows, for one mesh."""
+    """Each under its own purpose, of the right number of rows, none of which is dropped, for one mesh."""
     for purpose, one in plan.plans.items():
-        one_of("rollout", "purpose", purpose, PURPOSES)
         one.require(purpose, caller=f'[rollout] plans["{purpose}"]')
         wanted = {"train": plan.rows_per_update, **dict.fromkeys(FORWARD_PURPOSES, plan.rows)}.get(purpose)
         if wanted and one.rows != wanted:
             what = "an update" if purpose == "train" else "a rollout"
             raise PlanError(f"[{purpose}] covers {one.rows} rows, {what} has {wanted}; use rows={wanted}")
+        if wanted and one.real_rows != wanted:
+            raise PlanError(
+                f'[{purpose}] remainder="drop" would leave out {wanted - one.real_rows} of the {wanted} rows; use '
+                'remainder="pad"'
+            )
     if "train" not in plan.plans:
         raise PlanError(f'[rollout] needs a plan for "train", got {", ".join(plan.plans) or "none"}')
     replicas = {purpose: one.data_parallel for purpose, one in plan.plans.items()}

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from functools import cached_property
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from jaxfb.batch_plan.fit import divide
@@ -76,7 +77,8 @@ class RunPlan:
 
     def __post_init__(self) -> None:
         plans = self.plans
-        object.__setattr__(self, "plans", {"train": plans} if isinstance(plans, BatchPlan) else dict(plans))
+        plans = {"train": plans} if isinstance(plans, BatchPlan) else dict(plans)
+        object.__setattr__(self, "plans", MappingProxyType(plans))
         object.__setattr__(self, "ramp_up", as_ramp_up(self.ramp_up))
         one_of("run", "remainder", self.remainder, REMAINDERS)
         for name in ("updates", "samples", "tokens", "dataset_rows", "sequence_length"):
@@ -233,6 +235,8 @@ def _rows_of_tokens(run: RunPlan) -> int:
 def _check_plans(plans: Mapping[str, BatchPlan]) -> None:
     for purpose, plan in plans.items():
         one_of("run", "purpose", purpose, PURPOSES)
+        if not isinstance(plan, BatchPlan):
+            raise PlanError(f'[run] plans["{purpose}"] must be a BatchPlan, got {plan!r}; leave it out')
         plan.require(purpose, caller=f'[run] plans["{purpose}"]')
     if "train" not in plans:
         raise PlanError(f'[run] needs a plan for "train", got {", ".join(plans) or "none"}')
