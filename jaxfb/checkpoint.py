@@ -126,6 +126,13 @@ class CheckpointStore:
             raise FileNotFoundError(self._no_step(step))
         return self._record(step)["host"]
 
+    def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
+        """Returns the shape of every saved leaf of a step (None: the newest complete) by dotted path."""
+        step = self.latest() if step is None else step
+        if step is None:
+            raise FileNotFoundError(self._no_step(step))
+        return {name: tuple(leaf["shape"]) for name, leaf in self._record(step)["leaves"].items()}
+
     def steps(self) -> list[int]:
         """Complete steps, oldest first. A directory without a readable manifest is not one."""
         return [step for step in self._step_directories() if self._is_complete(step)]

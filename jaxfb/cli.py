@@ -100,6 +100,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_init,
         _add_training,
         _add_uses_of_a_run,
+        _add_pretrained,
         _add_check,
         _add_schedule,
         _add_plan,
@@ -140,6 +141,20 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
     generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+
+
+def _add_pretrained(verbs) -> None:
+    importing = _verb(verbs, "import-hf", _import_hf, "make a run out of a directory of Hugging Face files")
+    importing.add_argument("directory", metavar="DIR", help="with config.json and safetensors")
+    importing.add_argument(
+        "--out", required=True, metavar="RUN", help="the run directory to write, new or empty"
+    )
+    exporting = _verb(verbs, "export-hf", _export_hf, "write a run's newest checkpoint as Hugging Face files")
+    exporting.add_argument("run_dir", metavar="RUN", help="a run directory")
+    exporting.add_argument("directory", metavar="DIR", help="the directory to write, new or empty")
+    exporting.add_argument(
+        "--dtype", help="float32, bfloat16 or float16 (default: as imported, else float32)"
+    )
 
 
 def _add_check(verbs) -> None:
@@ -316,6 +331,19 @@ def _generate(options) -> None:
 
     text = trainer.generate(run_dir, options.prompt, **{k: v for k, v in given.items() if v is not None})
     print(text)
+
+
+def _import_hf(options) -> None:
+    from jaxfb.pretrained.run import import_run
+
+    target = import_run(options.directory, options.out)
+    print(f'wrote {target}; try: jaxfb generate {target} --prompt "..."')
+
+
+def _export_hf(options) -> None:
+    from jaxfb.pretrained.run import export_run, lines
+
+    print(lines(export_run(options.run_dir, options.directory, options.dtype)))
 
 
 def _check(options) -> int:

@@ -21,7 +21,8 @@ from jaxfb.mesh import axis_size, manual_axes, platform_here
 from jaxfb.models import splash
 from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, rotate
+from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
+from jaxfb.models.rope import rotate
 from jaxfb.parallel.tensor import constrain, residual_stream
 
 # (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
@@ -52,7 +53,8 @@ class Attention(nnx.Module):
         query, key, value = (self._heads(project(x_RTD)) for project in (self.query, self.key, self.value))
         if self.config.qk_norm:
             query, key = self.query_norm(query), self.key_norm(key)
-        query, key = (rotate(x, positions_RT, self.config.rope_theta) for x in (query, key))
+        config = self.config
+        query, key = (rotate(x, positions_RT, config.rope_theta, config.rope_scaling) for x in (query, key))
         context_RTHK, kept = attend(query, key, value)
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
         out_RTD = self.output(constrain(joined, None, None, "tensor"))

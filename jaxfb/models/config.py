@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from jaxfb.models.rope_scaling import RopeScaling
+
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
 ATTENTION_BACKENDS = ("auto", "xla", "cudnn", "splash")
@@ -21,6 +23,7 @@ class TransformerConfig:
     `num_kv_heads` = num_heads, `head_size` = hidden_size / num_heads.
 
     tied_embeddings: the head is the transposed embedding.
+    rope_scaling:    a `jaxfb.models.rope_scaling.RopeScaling` for longer sequences (Llama 3.1, yarn); None: none.
     qkv_bias:        biases on the query, key and value projections (Qwen2).
     qk_norm:         RMSNorm over each query and key head (Qwen3).
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
@@ -66,6 +69,7 @@ class TransformerConfig:
     num_kv_heads: int | None = None
     head_size: int | None = None
     rope_theta: float = 10_000.0
+    rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     qkv_bias: bool = False

@@ -140,18 +140,6 @@ class Outer(nnx.Module):
         return self.embed.embedding[...].T if self.tied else self.head.kernel[...]
 
 
-def rotate(x_RTHK: jax.Array, positions_RT: jax.Array, theta: float) -> jax.Array:
-    """Rotary positions (arXiv:2104.09864) on the two halves of each head, as Llama's weights expect."""
-    half = x_RTHK.shape[-1] // 2
-    wide = statistics_dtype(x_RTHK.dtype)
-    frequencies = theta ** (-jnp.arange(half, dtype=wide) / half)
-    angles = positions_RT[:, :, None, None].astype(wide) * frequencies
-    cos, sin = jnp.cos(angles), jnp.sin(angles)
-    first, second = jnp.split(x_RTHK.astype(wide), 2, axis=-1)
-    rotated = (first * cos - second * sin, second * cos + first * sin)
-    return jnp.concatenate(rotated, axis=-1).astype(x_RTHK.dtype)
-
-
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax.Array:
     """Zeroes entries with probability `rate` and scales the rest; nothing without keys or rate.
 

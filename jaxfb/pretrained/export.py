@@ -1,0 +1,119 @@
+"""Writes parameters as a Hugging Face directory, in files of bounded size, one tensor at a time on the host."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.architectures import Architecture, architecture_of, sizes_of
+from jaxfb.pretrained.names import Leaf, leaves_of, path_name
+from jaxfb.pretrained.repository import COMPANIONS, INDEX, SINGLE
+
+PyTree = Any
+FILE_BYTES = 5 * 10**9
+
+
+def export_model(
+    directory: str | Path,
+    params: PyTree,
+    config: Mapping[str, Any],
+    companions: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> list[Path]:
+    """Writes config.json and safetensors that transformers loads; returns the files.
+
+    Args:
+      directory: new or empty.
+      params: like `init_params(sizes_of(config), key)`, of any sharding; written in their dtype.
+      config: a config.json, such as the one that the model was imported with.
+      companions: a directory whose tokenizer, chat template and generation config are copied.
+      file_bytes: a file is closed before it would grow beyond this.
+    Raises:
+      ValueError: the directory holds files, or the parameters are not those of the config.
+    """
+    target = Path(directory)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise ValueError(f"[hf] {target} must be a new or an empty directory; choose another")
+    architecture, sizes = architecture_of(config), sizes_of(config)
+    tensors = list(_tensors(architecture, sizes, params))
+    target.mkdir(parents=True, exist_ok=True)
+    dtype = str(tensors[0].array.dtype)
+    _write_json(target / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
+    written = [target / "config.json", *_write_tensors(target, tensors, file_bytes)]
+    for name in COMPANIONS if companions else ():
+        if (companions / name).is_file():
+            written.append(Path(shutil.copyfile(companions / name, target / name)))
+    return written
+
+
+class _Tensor:
+    """A tensor that is fetched from the devices when it is written."""
+
+    def __init__(self, name: str, leaf: Leaf, index: tuple[int, ...], array: jax.Array):
+        self.name, self.leaf, self.index, self.array = name, leaf, index, array
+
+    @property
+    def nbytes(self) -> int:
+        return int(np.prod(self.leaf.part_shape, dtype=np.int64)) * self.array.dtype.itemsize
+
+    def fetch(self) -> np.ndarray:
+        found = np.asarray(jax.device_get(self.array[self.index] if self.index else self.array))
+        return np.ascontiguousarray(found.T if self.leaf.turned else found)
+
+
+def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTree) -> Iterator[_Tensor]:
+    leaves = leaves_of(architecture, sizes)
+    arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
+    wrong = {
+        p
+        for p in {*leaves, *arrays}
+        if p not in leaves or p not in arrays or leaves[p].shape != arrays[p].shape
+    }
+    if wrong:
+        raise ValueError(
+            f"[hf] the parameters are not those that the config describes; they differ in {sorted(wrong)[0]}"
+        )
+    for path, leaf in leaves.items():
+        for part in leaf.parts:
+            yield _Tensor(part.name, leaf, part.index, arrays[path])
+
+
+def _write_tensors(target: Path, tensors: list[_Tensor], file_bytes: int) -> list[Path]:
+    from safetensors.numpy import save_file
+
+    groups = _grouped(sorted(tensors, key=_order), file_bytes)
+    names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
+    names = [SINGLE] if len(groups) == 1 else names
+    for name, group in zip(names, groups, strict=True):
+        save_file({tensor.name: tensor.fetch() for tensor in group}, target / name, metadata={"format": "pt"})
+    if len(groups) == 1:
+        return [target / SINGLE]
+    weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
+    size = sum(tensor.nbytes for tensor in tensors)
+    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return [target / INDEX, *(target / name for name in names)]
+
+
+def _order(tensor: _Tensor) -> tuple:
+    """Layer by layer, so that a file holds whole layers."""
+    return tensor.index[:1], tensor.name
+
+
+def _grouped(tensors: list[_Tensor], file_bytes: int) -> list[list[_Tensor]]:
+    groups: list[list[_Tensor]] = [[]]
+    for tensor in tensors:
+        if groups[-1] and sum(one.nbytes for one in groups[-1]) + tensor.nbytes > file_bytes:
+            groups.append([])
+        groups[-1].append(tensor)
+    return groups
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(values, indent=2) + "\n")

@@ -1,0 +1,81 @@
+"""Reads the tensors of a directory into sharded arrays, one tensor at a time."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.architectures import OUTER_NAMES, architecture_of
+from jaxfb.pretrained.names import Leaf, leaves_of, path_name, tensor_shapes
+from jaxfb.pretrained.repository import Repository
+
+PyTree = Any
+
+
+def load_params(repository: Repository, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:
+    """Returns the parameters of a directory, cast and sharded like `abstract_params`.
+
+    The host holds one tensor at a time, and of it only what the devices of this process need.
+
+    Args:
+      sizes: of `sizes_of(repository.config)`.
+      abstract_params: tree of ShapeDtypeStruct like `init_params(sizes, key)`; a leaf without a sharding goes to the
+        first device.
+    Raises:
+      ValueError: tensors are missing, unexpected or of other shapes; nothing was allocated then.
+    """
+    leaves = leaves_of(architecture_of(repository.config), sizes)
+    tied = [OUTER_NAMES["head.kernel"]] if sizes.tied_embeddings else []  # some files store it twice
+    repository.check(tensor_shapes(leaves), ignored=[*tied, *_buffers(repository)])
+    flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
+    return jax.tree.unflatten(
+        structure, [_load(repository, leaves[path_name(path)], leaf) for path, leaf in flat]
+    )
+
+
+def _buffers(repository: Repository) -> list[str]:
+    """Returns tensors that old files hold though they follow from config.json."""
+    return [name for name in repository.tensors if name.endswith("rotary_emb.inv_freq")]
+
+
+def _load(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    sharding = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
+    depth = len(leaf.parts[0].index)
+    own = _without_leading(sharding, depth)
+    if not depth:
+        return _read(repository, leaf, leaf.parts[0].name, like.dtype, own)
+    whole = jax.jit(partial(jnp.zeros, like.shape, like.dtype), out_shardings=sharding)()
+    put = jax.jit(_put, donate_argnums=0, out_shardings=sharding)
+    for part in leaf.parts:
+        one = _read(repository, leaf, part.name, like.dtype, own)
+        whole = put(whole, one, np.asarray(part.index, np.int32))
+        whole.block_until_ready()  # so that the host lets go of this tensor before it reads the next
+    return whole
+
+
+def _put(whole: jax.Array, one: jax.Array, index: jax.Array) -> jax.Array:
+    start = [*index, *[jnp.int32(0)] * one.ndim]
+    return jax.lax.dynamic_update_slice(whole, one[(None,) * len(index)], start)
+
+
+def _read(repository: Repository, leaf: Leaf, name: str, dtype: Any, sharding: Sharding) -> jax.Array:
+    shape = leaf.part_shape[::-1] if leaf.turned else leaf.part_shape
+
+    def share(index: tuple[slice, ...]) -> np.ndarray:
+        found = repository.read(name, index[::-1] if leaf.turned else index)
+        return np.ascontiguousarray(found.T if leaf.turned else found).astype(dtype)
+
+    return jax.make_array_from_callback(shape, sharding, share)
+
+
+def _without_leading(sharding: Sharding, depth: int) -> Sharding:
+    """Returns the sharding of one layer's (or expert's) array, from that of the stack."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[depth:]))

@@ -1,0 +1,117 @@
+"""A directory of Hugging Face files: config.json and safetensors, opened lazily and checked before anything is read."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
+DTYPES = ("F64", "F32", "F16", "BF16")
+# carried along unchanged, where they exist
+COMPANIONS = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template.jinja",
+)
+
+
+@dataclass(frozen=True)
+class Repository:
+    """An open directory.
+
+    config: config.json. tensors: name -> (file, shape, dtype), from the files' headers alone.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
+
+    def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
+        """Returns a tensor, or part of it, reading no more of the file than that."""
+        from safetensors import safe_open
+
+        with safe_open(self.tensors[name][0], "numpy") as file:
+            return file.get_slice(name)[index or (slice(None),)]
+
+    def check(self, wanted: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()) -> None:
+        """Refuses a directory whose tensors are not those wanted, before one is read.
+
+        Raises:
+          ValueError: lists what is missing, unexpected, of another shape or of a dtype that cannot be read.
+        """
+        unexpected = set(self.tensors) - set(wanted) - set(ignored)
+        problems = [f"{name}: missing" for name in wanted if name not in self.tensors]
+        problems += [f"{name}: unexpected" for name in sorted(unexpected)]
+        for name, shape in wanted.items():
+            _, found, dtype = self.tensors.get(name, (None, shape, "F32"))
+            if found != shape:
+                problems.append(f"{name}: shape {list(found)}, must be {list(shape)}")
+            if dtype not in DTYPES:
+                problems.append(f"{name}: dtype {dtype}, must be one of {', '.join(DTYPES)}")
+        if problems:
+            shown = problems[:8] + [f"and {len(problems) - 8} more"] * (len(problems) > 8)
+            raise ValueError(
+                f"[hf] {self.path} does not hold what its config.json describes: {'; '.join(shown)}"
+            )
+
+
+def open_repository(directory: str | Path) -> Repository:
+    """Opens a directory with config.json and model.safetensors, or several files and their index.
+
+    Raises:
+      ValueError: a file is missing or damaged, or the weights are pickled (.bin, .pt), which jaxfb never loads.
+    """
+    path = Path(directory)
+    config = _read_json(path / "config.json")
+    tensors = {}
+    for file in _files(path):
+        tensors |= _header(file)
+    return Repository(path, config, tensors)
+
+
+def _files(path: Path) -> list[Path]:
+    if (path / INDEX).is_file():
+        listed = _read_json(path / INDEX).get("weight_map", {})
+        names = sorted(set(listed.values()))
+        if wrong := [name for name in names if Path(str(name)).name != name]:
+            raise ValueError(f"[hf] {path / INDEX} names files outside the directory: {wrong[0]!r}")
+    else:
+        names = [SINGLE]
+    missing = [name for name in names if not (path / name).is_file()]
+    if missing or not names:
+        pickled = sorted(p.name for p in path.glob("*") if p.suffix in (".bin", ".pt", ".pth"))
+        hint = (
+            f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
+        )
+        raise ValueError(f"[hf] {path} has no {missing[0] if missing else INDEX}{hint}")
+    return [path / name for name in names]
+
+
+def _header(file: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
+    from safetensors import SafetensorError, safe_open
+
+    try:
+        with safe_open(file, "numpy") as opened:
+            slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
+            return {n: (file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"[hf] {file} cannot be read as safetensors: {str(error).splitlines()[0]}") from None
+
+
+def _read_json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        raise ValueError(f"[hf] there is no file {file}")
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"[hf] {file} is not JSON: {error}") from None
+    if not isinstance(values, dict):
+        raise ValueError(f"[hf] {file} must hold a JSON object")
+    return values

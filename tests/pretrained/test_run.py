@@ -1,0 +1,83 @@
+"""A directory of Hugging Face files becomes a run that generates and trains, and a run becomes a directory."""
+
+import json
+import shutil
+from pathlib import Path
+
+import chex
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from jaxfb.cli import main
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params
+from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
+from jaxfb.pretrained.architectures import describe
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = ("hf_llama31_tiny", "hf_mixtral_tiny", "hf_qwen2_tiny", "hf_qwen3_moe_tiny", "hf_qwen3_yarn_tiny")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_goes_out_as_it_came_in(name, tmp_path, capsys):
+    shutil.copytree(GOLDEN / name, tmp_path / "in")
+    (tmp_path / "in" / "generation_config.json").write_text('{"eos_token_id": [3, 5]}')
+    assert main(["import-hf", str(tmp_path / "in"), "--out", str(tmp_path / "run")]) == 0
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out")]) == 0
+    assert "generation_config.json" in capsys.readouterr().out
+    before, after = (load_file(tmp_path / side / "model.safetensors") for side in ("in", "out"))
+    chex.assert_trees_all_equal(before, after)
+    assert json.loads((tmp_path / "out" / "generation_config.json").read_text()) == {"eos_token_id": [3, 5]}
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["model_type"] in name
+
+
+def test_a_full_directory_is_refused_and_untouched(tmp_path, capsys):
+    (tmp_path / "kept").write_text("")
+    assert main(["import-hf", str(GOLDEN / "hf_llama_tiny"), "--out", str(tmp_path)]) == 2
+    assert "must be a new or an empty directory" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["kept"]
+
+
+SMALL = {"vocab_size": 32, "num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 24}
+KINDS = {
+    "llama": {"tied_embeddings": True},
+    "qwen2": {"qkv_bias": True},
+    "qwen3": {"qk_norm": True},
+    "mixtral": {"num_experts": 4, "expert_mlp_size": 8},
+    "qwen3_moe": {"num_experts": 4, "expert_mlp_size": 8, "qk_norm": True, "router_renormalize": False},
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_model_of_ours_is_described_so_that_it_comes_back(kind, tmp_path):
+    sizes = TransformerConfig(**SMALL, **KINDS[kind])
+    params = init_params(sizes, jax.random.key(1))
+    values = describe(sizes)
+    assert values["model_type"] == kind
+    export_model(tmp_path / "out", params, values)
+    repository = open_repository(tmp_path / "out")
+    again = load_params(repository, sizes_of(repository.config), jax.eval_shape(lambda: params))
+    chex.assert_trees_all_equal(params, again)
+
+
+@pytest.mark.parametrize(
+    "field", [{"mtp_depth": 1}, {"logit_softcap": 30.0}, {"num_experts": 4, "shared_expert_size": 8}]
+)
+def test_a_model_that_transformers_lacks_stays_a_run(field):
+    with pytest.raises(ValueError, match=f"has {list(field)[-1]}"):
+        describe(TransformerConfig(**SMALL, **field))
+
+
+def test_a_trained_run_is_exported(tmp_path):
+    from tiny import write_tiny
+
+    config = write_tiny(tmp_path, run={"updates": 2}, lr={"warmup": 1}, eval={"every": None, "prompt": ""})
+    assert main(["train", str(config)]) == 0
+    assert main(["export-hf", str(tmp_path / "run"), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    tensors = load_file(tmp_path / "out" / "model.safetensors")
+    values = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert values["dtype"] == "bfloat16" and values["tie_word_embeddings"]
+    assert tensors["model.embed_tokens.weight"].shape == (values["vocab_size"], values["hidden_size"])
+    assert {str(np.dtype(tensor.dtype)) for tensor in tensors.values()} == {"bfloat16"}
