@@ -19,6 +19,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jaxfb import __version__
+from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, spare_threads, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
@@ -38,7 +39,7 @@ TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
-    "chunks": "stages a device holds (default: 2 for interleaved and v_shape, else 1)",
+    "chunks": "stages a device holds (default: what suits the kind)",
 }
 SCHEDULE_COSTS = {
     "forward": "a forward",
@@ -169,7 +170,7 @@ def _add_schedule(verbs) -> None:
     schedule = _verb(verbs, "schedule", _schedule, text)
     for name, size in SCHEDULE_SIZES.items():
         schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
-    schedule.add_argument("--kind", default=None, help="1f1b, interleaved, zero_bubble, v_shape or gpipe")
+    schedule.add_argument("--kind", default=None, help=f"{', '.join(NAMES)}, or package.module:function")
     schedule.add_argument(
         "--table", metavar="FILE", help="a schedule of one's own, in the form that this prints"
     )

@@ -29,7 +29,7 @@ REFUSED = [
     ("optimizer.learning_rate=.inf", r"optimizer\.learning_rate=inf must be a number"),
     ("optimizer.name=adamv", r"must be one of adamw, .*; did you mean adamw\?"),
     ("log.writers=[wanb]", r"log\.writers=\['wanb'\] must be a list, each one of tensorboard, wandb"),
-    ("schedule=1f1b", r"belong to a pipeline, but mesh\.pipe=1; use mesh\.pipe=2"),
+    ("schedule=1f1b", r"are settings of a pipeline, but mesh\.pipe=1; use mesh\.pipe=2"),
     ("mesh.tp=-1", r"only one size may be -1 .* data and tensor; give mesh\.data a number"),
     ("run.epochs=2", r"exactly one .* set run\.updates=null or run\.epochs=null"),
     ("lr.final=1", r"\[lr\] final=1.0 is above optimizer\.learning_rate"),
@@ -122,9 +122,7 @@ def test_enumerated_names_are_those_of_the_code():
     from jaxfb.gradients import check_clipping
     from jaxfb.optim import lr_schedule, make_optimizer
     from jaxfb.parallel.data import GATHERS
-    from jaxfb.schedules import NAMES
 
-    assert set(get_args(get_args(get_type_hints(Config)["schedule"])[0])) == set(NAMES)
     assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
     assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)
     linear = dict(peak=1, total=9)

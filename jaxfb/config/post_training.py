@@ -20,10 +20,10 @@ from jaxfb.config.sections import (
     ParallelConfig,
     PrecisionConfig,
     at_least_zero,
+    check_pipeline,
     positive,
 )
 
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape"]
 EstimatorName = Literal[
     "grpo",
     "dr_grpo",
@@ -345,7 +345,7 @@ class PostTrainingConfig:
     lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     eval: PostEvalConfig = field(default_factory=PostEvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    schedule: ScheduleName | None = None
+    schedule: str | None = None
     chunks: int = 1
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -358,11 +358,7 @@ class PostTrainingConfig:
             raise ValueError(
                 f"[model] give model, for random parameters, or start.run, for those of a run; got {given}"
             )
-        if self.mesh.pipe == 1 and (self.schedule is not None or self.chunks != 1):
-            raise ValueError(
-                f"[config] schedule={self.schedule} and chunks={self.chunks} belong to a pipeline, but "
-                "mesh.pipe=1; use mesh.pipe=2, or leave both out"
-            )
+        check_pipeline(self.mesh, self.schedule, self.chunks)
 
 
 @dataclass(frozen=True, kw_only=True)

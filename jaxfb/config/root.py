@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
 
 from jaxfb.config.sections import (
     BatchConfig,
@@ -18,6 +17,7 @@ from jaxfb.config.sections import (
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
+    check_pipeline,
 )
 from jaxfb.data.config import DataConfig
 
@@ -26,7 +26,8 @@ from jaxfb.data.config import DataConfig
 class Config:
     """Everything a training run is made of.
 
-    schedule: of the pipeline, where mesh.pipe > 1; null is plain accumulation on one stage.
+    schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
+      null is 1f1b, or interleaved with several chunks.
     chunks:   parts of the model on each stage.
     """
 
@@ -38,7 +39,7 @@ class Config:
     lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig = field(default_factory=MeshConfig)
-    schedule: Literal["gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape"] | None = None
+    schedule: str | None = None
     chunks: int = 1
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
@@ -47,19 +48,8 @@ class Config:
     hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
-        _check_pipeline(self)
+        check_pipeline(self.mesh, self.schedule, self.chunks)
         _check_learning_rate(self)
-
-
-def _check_pipeline(config: Config) -> None:
-    pipe = config.mesh.pipe
-    if config.chunks < 1:
-        raise ValueError(f"[config] chunks={config.chunks} must be positive; use 1")
-    if pipe == 1 and (config.schedule is not None or config.chunks != 1):
-        raise ValueError(
-            f"[config] schedule={config.schedule} and chunks={config.chunks} belong to a pipeline, but "
-            "mesh.pipe=1; use mesh.pipe=2, or leave both out"
-        )
 
 
 def _check_learning_rate(config: Config) -> None:

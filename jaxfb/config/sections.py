@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.models.config import TransformerConfig
+from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
 LearningRateName = Literal[
@@ -279,6 +280,18 @@ class HostsConfig:
         positive("hosts", processes=self.processes, timeout=self.timeout)
         positive("hosts", lost_after=self.lost_after, stuck_after=self.stuck_after)
         at_least_zero("hosts", process_id=self.process_id)
+
+
+def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
+    """Refuses a schedule that does not exist, and a schedule or chunks where there is no pipeline."""
+    positive("config", chunks=chunks)
+    if schedule is not None:
+        check_name(schedule)
+    if mesh.pipe == 1 and (schedule is not None or chunks != 1):
+        raise ValueError(
+            f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "
+            "mesh.pipe=2, or leave both out"
+        )
 
 
 def positive(section: str, **values: Any) -> None:

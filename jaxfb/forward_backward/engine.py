@@ -91,7 +91,7 @@ def get_forward_backward_func(
         raise ValueError('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
     return ForwardBackward(
         mesh,
-        schedule or ("1f1b" if num_chunks == 1 else "interleaved"),
+        schedule or schedules.default_name(num_chunks),
         num_chunks,
         _choice("normalize", normalize, NORMALIZATIONS),
         _float_dtype("accum_dtype", accum_dtype),
@@ -316,7 +316,7 @@ def _check_pipeline(
     else:
         if head_placement is not None:
             _choice("head_placement", head_placement, tuple(PLACEMENTS))
-        name = schedule or ("1f1b" if num_chunks == 1 else "interleaved")
+        name = schedule or schedules.default_name(num_chunks)
         _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
 
 

@@ -22,7 +22,7 @@ from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import row_keys
 from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
-from jaxfb.schedules import Schedule
+from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
@@ -32,7 +32,6 @@ MESHES = (
     *({"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
     *({"pipe": 2}, {"pipe": 4, "data": 2}, {"pipe": 2, "fsdp": 2, "tensor": 2}),
 )
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
 TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
 _PIPELINE_OPTIONS = ("head_placement", "layers_per_stage")
 _SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale, not by their own rounding
@@ -266,13 +265,13 @@ def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
 
 def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None) -> Sequence:
     sizes = dict(getattr(mesh, "shape", mesh))
-    return (SCHEDULES if schedules is None else schedules) if sizes.get("pipe", 1) > 1 else (None,)
+    return (KINDS.names if schedules is None else schedules) if sizes.get("pipe", 1) > 1 else (None,)
 
 
 def _chunks(schedule: str | Schedule) -> int:
     if isinstance(schedule, Schedule):
         return schedule.num_chunks
-    return 2 if schedule in ("interleaved", "v_shape") else 1
+    return kind_of(schedule).default_chunks
 
 
 def _name(schedule: ScheduleChoice | None) -> str:

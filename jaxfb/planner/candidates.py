@@ -8,8 +8,9 @@ from dataclasses import replace
 
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
+from jaxfb.schedules import KINDS
 
-SCHEDULES = (("1f1b", 1), ("zero_bubble", 1), ("interleaved", 2), ("interleaved", 4), ("v_shape", 2))
+CHUNKS = (1, 2, 4)
 REMAT = ("none", "selective", "layer", "full")
 ONE_STAGE_REMAT = REMAT[:-1]
 ROWS = (1, 2, 4, 8)
@@ -58,7 +59,11 @@ def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[
 def _schedules(mesh: dict[str, int], sizes: TransformerConfig) -> list[tuple[str | None, int]]:
     if mesh["pipe"] == 1:
         return [(None, 1)]
-    return [one for one in SCHEDULES if sizes.num_layers % (mesh["pipe"] * one[1]) == 0]
+    kinds = [name for name in KINDS if not KINDS[name].baseline]
+    choices = dict.fromkeys(
+        (name, v) for name in kinds for asked in CHUNKS for v in KINDS[name].chunks(asked)
+    )
+    return [one for one in choices if sizes.num_layers % (mesh["pipe"] * one[1]) == 0]
 
 
 def _with(config: Config, mesh, schedule, chunks, remat, rows, gather) -> Config:

@@ -17,6 +17,7 @@ from jaxfb.models import splash
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
+from jaxfb.schedules import Kind, default_name, kind_of
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "full": 2 / 3}
 """Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
@@ -68,19 +69,23 @@ def _activation_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     made = not _flash(config, sizes, topology)
     scores = made * _SCORES_KEPT * sizes.num_heads * length / mesh.tensor
     remat = config.parallel.remat
-    if config.schedule == "zero_bubble" and remat != "none":
+    if mesh.pipe > 1 and _kind(config).splits_backward and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
     kept = {"selective": products, "none": products * 2.5 + scores}.get(remat, 0.0)
     layers = sizes.num_layers / mesh.pipe
     if mesh.pipe == 1:
         in_flight, inputs = 1.0, layers
     else:
-        in_flight = {"v_shape": mesh.pipe}.get(config.schedule, 2 * mesh.pipe - 1 + mesh.pipe / config.chunks)
+        in_flight = _kind(config).in_flight(mesh.pipe, config.chunks)
         inputs = layers if config.parallel.remat != "full" else config.chunks
     again = layers * sizes.hidden_size if inputs < layers else 0
     logits = 4 * min(tokens, sizes.loss_chunk) * sizes.vocab_size / mesh.tensor
     at_work = scores + 2 * products + again
     return 2 * tokens * (in_flight * (inputs * sizes.hidden_size + layers * kept) + at_work) + 2 * logits
+
+
+def _kind(config: Config) -> Kind:
+    return kind_of(config.schedule or default_name(config.chunks))
 
 
 def _products(sizes: TransformerConfig) -> int:
@@ -110,8 +115,9 @@ def _turns(config: Config) -> tuple[float, float]:
     pipe, chunks, microbatches = config.mesh.pipe, config.chunks, _microbatches(config)
     if pipe == 1:
         return 1.0, 1.0
-    fill = {"v_shape": 2 * pipe - 1, "zero_bubble": 2 / 3 * (pipe - 1)}.get(config.schedule, pipe - 1)
-    return 1 + fill / (chunks * microbatches), max(1.0, chunks - pipe * (chunks - 1) / microbatches)
+    return 1 + _kind(config).fill(pipe) / (chunks * microbatches), max(
+        1.0, chunks - pipe * (chunks - 1) / microbatches
+    )
 
 
 def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -8,6 +8,7 @@ from jaxfb.schedules.action import Action
 from jaxfb.schedules.by_name import NAMES, check_name, make
 from jaxfb.schedules.compare import ComparisonRow, comparison, comparison_table
 from jaxfb.schedules.draw import chrome_trace, timeline_figure
+from jaxfb.schedules.kinds import KINDS, Kind, default_name, kind_of, schedule_kind
 from jaxfb.schedules.megatron import MegatronRank, megatron_order, megatron_time
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.program import Program
@@ -16,9 +17,11 @@ from jaxfb.schedules.slots import Slots
 from jaxfb.schedules.table import Schedule
 
 __all__ = [
+    "KINDS",
     "NAMES",
     "Action",
     "ComparisonRow",
+    "Kind",
     "MegatronRank",
     "Phase",
     "Program",
@@ -29,8 +32,11 @@ __all__ = [
     "chrome_trace",
     "comparison",
     "comparison_table",
+    "default_name",
+    "kind_of",
     "make",
     "megatron_order",
     "megatron_time",
+    "schedule_kind",
     "timeline_figure",
 ]

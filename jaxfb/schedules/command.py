@@ -4,9 +4,10 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from jaxfb.schedules.by_name import check_name, make
+from jaxfb.schedules.by_name import make
 from jaxfb.schedules.compare import comparison, comparison_table
 from jaxfb.schedules.draw import chrome_trace, timeline_figure
+from jaxfb.schedules.kinds import default_name, kind_of
 from jaxfb.schedules.table import Schedule
 
 EXAMPLE = "--pipe 4 --microbatches 8"
@@ -32,11 +33,8 @@ def chosen(
             )
         return Schedule.from_text(path.read_text(), name=path.stem)
     _require(pipe, microbatches)
-    kind = kind or ("1f1b" if chunks in (None, 1) else "interleaved")
-    check_name(kind)
-    if chunks is None:
-        chunks = 2 if kind in ("interleaved", "v_shape") else 1
-    return make(kind, pipe, microbatches, chunks)
+    kind = kind or default_name(chunks or 1)
+    return make(kind, pipe, microbatches, kind_of(kind).default_chunks if chunks is None else chunks)
 
 
 def compared(

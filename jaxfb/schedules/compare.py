@@ -4,6 +4,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from jaxfb.schedules.by_name import make
+from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time
 
 
@@ -34,13 +35,14 @@ def comparison(
 ) -> list[ComparisonRow]:
     """Every built-in kind, then Megatron's orders where Megatron accepts the sizes.
 
-    gpipe and 1f1b are given one chunk, v_shape two, interleaved `num_chunks` (at least two), zero_bubble
-    both. Megatron's times are of independent ranks with free transport, ours of lockstep ticks.
+    Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
+    `num_chunks` (at least two), zero_bubble both. Megatron's times are of independent ranks with free transport,
+    ours of lockstep ticks.
     """
     costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
     chunks = max(num_chunks, 2)
-    kinds = [("gpipe", 1), ("1f1b", 1), ("interleaved", chunks), ("zero_bubble", 1), ("zero_bubble", chunks)]
-    rows = [_ours(name, num_stages, num_microbatches, v, costs) for name, v in [*kinds, ("v_shape", 2)]]
+    kinds = [(name, v) for name in KINDS for v in KINDS[name].chunks(chunks)]
+    rows = [_ours(name, num_stages, num_microbatches, v, costs) for name, v in kinds]
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:
         rows += [_megatron(num_stages, num_microbatches, chunks, costs)]

@@ -1,10 +1,12 @@
 """GPipe (forward_backward step): all forwards, then all backwards. The baseline: memory grows with M."""
 
+from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import backwards, forwards, tabulate
 from jaxfb.schedules.placement import loop_placement
 from jaxfb.schedules.table import Schedule
 
 
+@schedule_kind("gpipe", baseline=True)
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """F everywhere, then B in the same order. Time (M*V + P - 1) * (f + b) / V; all M*V activations live.
 

@@ -1,9 +1,11 @@
 """Interleaved 1F1B (forward_backward step): V chunks a device divide the bubble by V."""
 
+from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.one_f_one_b import one_f_one_b
 from jaxfb.schedules.table import Schedule
 
 
+@schedule_kind("interleaved", chunks=lambda asked: (max(asked, 2),))
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B's rule with several chunks, which is why it is 1F1B's function: the queue does the interleaving.
 

@@ -1,10 +1,12 @@
 """1F1B (forward_backward step): a tick of the steady phase is one forward and one backward a device."""
 
+from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import Timed, backward_start, backwards, forwards, tabulate
 from jaxfb.schedules.placement import loop_placement
 from jaxfb.schedules.table import Schedule
 
 
+@schedule_kind("1f1b")
 def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int, name: str = "1f1b") -> Schedule:
     """Backward starts in the tick in which the first microbatch leaves the last chunk.
 

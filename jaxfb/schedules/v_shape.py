@@ -1,11 +1,18 @@
 """V-shape (forward_backward step): two chunks a device, down the devices and up again; even memory."""
 
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import tabulate
 from jaxfb.schedules.placement import homes_of, v_placement
 from jaxfb.schedules.table import Schedule
 
 
+@schedule_kind(
+    "v_shape",
+    chunks=lambda asked: (2,),
+    fill=lambda stages: 2 * stages - 1,
+    in_flight=lambda stages, chunks: stages,
+)
 def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """F of microbatch m, stage x at tick 2m + x; B at tick 2m + 4P - 2 - x.
 

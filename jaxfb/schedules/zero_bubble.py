@@ -1,12 +1,19 @@
 """Zero-bubble (forward_backward step): weight gradients leave the backward's chain and wait for nobody."""
 
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import Timed, queue, tabulate
 from jaxfb.schedules.one_f_one_b import paired_ticks
 from jaxfb.schedules.placement import loop_placement
 from jaxfb.schedules.table import Schedule
 
 
+@schedule_kind(
+    "zero_bubble",
+    chunks=lambda asked: (1, asked) if asked > 1 else (1,),
+    fill=lambda stages: 2 / 3 * (stages - 1),
+    splits_backward=True,
+)
 def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """1F1B with B the input gradient alone, and W of an item on *every* device when device 0 runs its B.
 

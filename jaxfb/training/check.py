@@ -19,6 +19,7 @@ from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_eq
 from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.schedules import default_name
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
 
@@ -40,7 +41,7 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     mesh = make_mesh(**vars(config.mesh))
     rows_per_microbatch = mesh.shape["pipe"] if config.parallel.head_placement == "rows" else 1
     rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
-    schedule = (config.schedule or ("1f1b" if config.chunks == 1 else "interleaved"), config.chunks)
+    schedule = (config.schedule or default_name(config.chunks), config.chunks)
     options = _options(config) | {
         "head_placement": config.parallel.head_placement,
         "layers_per_stage": config.parallel.layers_per_stage,

@@ -1,0 +1,64 @@
+"""The registry of schedule kinds: how each is built, and what is known of it without building a table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from jaxfb.registry import Registry
+from jaxfb.schedules.table import Schedule
+
+Build = Callable[[int, int, int], Schedule]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A way to build a schedule for any sizes.
+
+    build:           (num_stages, num_microbatches, num_chunks) -> Schedule.
+    chunks:          the numbers of chunks that suit the kind, given the number that is asked for; the first is the
+      default.
+    fill:            stages P -> microbatches of one chunk for which a device idles in all.
+    in_flight:       (P, num_chunks) -> microbatches whose activations device 0 keeps at the peak.
+    splits_backward: weight gradients are actions of their own.
+    baseline:        no user would choose it; the planner's search leaves it out.
+    """
+
+    build: Build
+    chunks: Callable[[int], tuple[int, ...]] = lambda asked: (1,)
+    fill: Callable[[int], float] = lambda stages: stages - 1
+    in_flight: Callable[[int, int], float] = lambda stages, chunks: 2 * stages - 1 + stages / chunks
+    splits_backward: bool = False
+    baseline: bool = False
+
+    @property
+    def default_chunks(self) -> int:
+        """The number of chunks where none is given."""
+        return self.chunks(1)[0]
+
+
+KINDS: Registry[Kind] = Registry("schedule")
+
+
+def schedule_kind(name: str, **known) -> Callable[[Build], Build]:
+    """Returns a decorator that registers a builder under a name; `known` are the other fields of its `Kind`.
+
+    A builder that is named by "package.module:function" instead is a `Kind` with the default fields.
+    """
+
+    def add(build: Build) -> Build:
+        KINDS.register(name)(Kind(build, **known))
+        return build
+
+    return add
+
+
+def kind_of(name: str) -> Kind:
+    """Returns the kind of a name; ValueError with the nearest name if there is none."""
+    found = KINDS[name]
+    return found if isinstance(found, Kind) else Kind(found)
+
+
+def default_name(num_chunks: int) -> str:
+    """Returns the schedule that runs where none is named: 1f1b, or interleaved with several chunks."""
+    return "1f1b" if num_chunks == 1 else "interleaved"

@@ -1,0 +1,76 @@
+"""Names of interchangeable parts: one list each, and parts of one's own from any package."""
+
+import sys
+
+import pytest
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.registry import Registry, load
+from jaxfb.schedules import KINDS, NAMES, make
+
+
+def test_a_name_is_looked_up_or_refused_with_the_nearest():
+    parts = Registry("colour")
+    parts.register("red")("#f00")
+    assert parts["red"] == "#f00" and parts.names == ("red",)
+    with pytest.raises(ValueError, match=r"\[colour\] unknown colour 'rad'; use 'red' \(known: red\)"):
+        parts["rad"]
+    with pytest.raises(ValueError, match="the name 'red' is taken"):
+        parts.register("red")("#e00")
+    with pytest.raises(ValueError, match="unknown colour None"):
+        parts[None]
+
+
+@pytest.mark.parametrize(
+    "path, wanted",
+    [
+        ("no_such_module:x", "cannot be imported"),
+        ("math:tau_tau", "math has no tau_tau"),
+        ("os.system('x'):y", "must be written as 'package.module:attribute'"),
+        (":x", "must be written as"),
+    ],
+)
+def test_a_path_that_names_nothing_is_refused(path, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        load(path, "part")
+
+
+SCHEDULE = """
+from jaxfb.schedules import schedule_kind
+from jaxfb.schedules.one_f_one_b import one_f_one_b
+
+@schedule_kind("mine", chunks=lambda asked: (2,))
+def mine(num_stages, num_microbatches, num_chunks):
+    return one_f_one_b(num_stages, num_microbatches, num_chunks, "mine")
+"""
+
+
+@pytest.fixture
+def package(tmp_path, monkeypatch):
+    """A package of the user's own, in the directory where they work."""
+    (tmp_path / "my_parts.py").write_text(SCHEDULE)
+    monkeypatch.chdir(tmp_path)
+    yield "my_parts"
+    sys.modules.pop("my_parts", None)
+    KINDS._parts.pop("mine", None)
+    sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
+
+
+def test_a_schedule_of_ones_own_needs_one_file(package, capsys):
+    assert (
+        main(["schedule", "--pipe", "2", "--microbatches", "4", "--chunks", "2", "--kind", "my_parts:mine"])
+        == 0
+    )
+    assert "mine" in capsys.readouterr().out
+    assert make("mine", 2, 4, 2).validate().num_chunks == 2
+    config = load_config("quickstart", ["mesh.pipe=2", "mesh.dp=1", "schedule=my_parts:mine", "chunks=2"])
+    assert config.schedule == "my_parts:mine"
+    assert main(["schedule", "--pipe", "2", "--microbatches", "4", "--compare"]) == 0
+    assert "| mine " in capsys.readouterr().out
+
+
+def test_an_unknown_schedule_is_refused_by_the_config_with_every_name(capsys):
+    assert main(["config", "show", "quickstart", "mesh.pipe=2", "schedule=zero_buble"]) == 2
+    error = capsys.readouterr().err
+    assert "use 'zero_bubble'" in error and all(name in error for name in NAMES)
