@@ -6,6 +6,7 @@ the text of `compiled.as_text()`, of any backend, and nothing else.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -23,9 +24,13 @@ KINDS = (
     "collective-broadcast",
 )
 
+REGIONS = frozenset(("while", "conditional", "call"))
+"""Instructions that run other computations, whose instructions are then read instead of theirs."""
+
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
 _ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\]")
 _MESH_GROUPS = re.compile(r"@?mesh\[([^\]]*)\](?:,\s*device_ids=\((\[.*?)\))?\s*\{([^}]*)\}")
+_PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations|\w+_computation)=")
 
 
@@ -62,12 +67,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Instruction:
-    """`%name = result opcode(rest`: the types in `result`, operands and attributes in `rest`."""
+    """`%name = result opcode(rest`: the types in `result`, operands and attributes in `rest`.
+
+    is_root: whether its result is the one of its computation.
+    """
 
     name: str
     result: str
     opcode: str
     rest: str
+    is_root: bool = False
 
 
 def collectives(compiled_text: str) -> list[Collective]:
@@ -127,7 +136,18 @@ def _instruction(line: str) -> Instruction | None:
     opcode, bracket, rest = tail[end:].strip().partition("(")
     if not bracket:
         return None
-    return Instruction(head.split()[-1].lstrip("%"), tail[:end], opcode, rest)
+    return Instruction(head.split()[-1].lstrip("%"), tail[:end], opcode, rest, head.split()[0] == "ROOT")
+
+
+def operand_names(instruction: Instruction) -> list[str]:
+    """The names of the instructions whose results it is given, in order."""
+    inside = instruction.rest[: closing("(" + instruction.rest) - 2]
+    return re.findall(r"%([^\s,()]+)", inside)
+
+
+def types(body: list[Instruction]) -> dict[str, str]:
+    """Instruction -> the type of its result, of one computation."""
+    return {one.name: one.result for one in body}
 
 
 def closing(text: str) -> int:
@@ -165,8 +185,13 @@ def _times_or_unknown(count: int | None, factor: int | None) -> int | None:
 
 
 def callees(instruction: Instruction, computations: dict) -> list[tuple[str, int | None]]:
-    """(computation, how often one run of the instruction runs it, None if unknown)."""
+    """(computation, how often one run of the instruction runs it, None if unknown).
+
+    What an asynchronous instruction runs belongs to its start.
+    """
     rest = instruction.rest
+    if instruction.opcode.endswith(("-update", "-done")):
+        return []
     if instruction.opcode == "while":
         length = _trip_count(rest, computations)
         condition, body = (re.search(rf"{role}=%?([^\s,)]+)", rest)[1] for role in ("condition", "body"))
@@ -261,8 +286,8 @@ def _groups(rest: str) -> tuple[tuple[int, ...], ...]:
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", found[1]):
         return _iota(*(tuple(map(int, part.split(","))) if part else None for part in iota.groups()))
     if mesh := re.match(_MESH_GROUPS, found[1]):
-        sizes, order, axes = dict(re.findall(r"'([^']+)'=(\d+)", mesh[1])), mesh[2], mesh[3]
-        return _named(sizes, order, re.findall(r"'([^']+)'", axes), axes)
+        sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
+        return _named(sizes, mesh[2], mesh[3])
     raise ValueError(f"unknown way to write replica groups: {found[1][:120]}")
 
 
@@ -276,21 +301,30 @@ def _iota(shape, dims, order) -> tuple[tuple[int, ...], ...]:
     return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
 
 
-def _named(
-    sizes: dict[str, str], order: str | None, axes: list[str], written: str
-) -> tuple[tuple[int, ...], ...]:
+def _named(sizes: dict[str, int], order: str | None, written: str) -> tuple[tuple[int, ...], ...]:
     """`mesh['data'=2,'fsdp'=4] {'fsdp'}`: positions that differ along the named axes only.
 
-    order: such as `[4,2]T(1,0)`, how the mesh counts its devices; None: in their own order.
+    written: the axes, of which some may be parts of an axis: `'fsdp':(2)4` is the part of size 4 behind a part of
+    size 2, counted from the outermost. order: such as `[4,2]T(1,0)`, how the mesh counts its devices; None: in their
+    own order.
     """
-    if ":" in written:
-        raise ValueError(f"unknown way to write replica groups: part of an axis, {written}")
-    shape, names = [int(size) for size in sizes.values()], list(sizes)
-    inner = [names.index(axis) for axis in axes]
-    outer = [axis for axis in range(len(names)) if axis not in inner]
-    size = int(np.prod([shape[axis] for axis in inner]))
-    numbers = _counted(shape, order).transpose(outer + inner)
-    return tuple(map(tuple, numbers.reshape(-1, size).tolist()))
+    parts = [
+        (name, int(before or 1), int(size or sizes[name])) for name, before, size in _PART.findall(written)
+    ]
+    if len(parts) != written.count("'") // 2:
+        raise ValueError(f"unknown way to write replica groups: {written}")
+    shape, inner = [], []
+    for name, whole in sizes.items():
+        named = {(before, before * size) for axis, before, size in parts if axis == name}
+        cuts = sorted({1, whole}.union(*named))
+        for low, high in itertools.pairwise(cuts):
+            if any(first <= low and high <= last for first, last in named):
+                inner.append(len(shape))
+            shape.append(high // low)
+    outer = [dim for dim in range(len(shape)) if dim not in inner]
+    group = int(np.prod([shape[dim] for dim in inner]))
+    numbers = _counted(list(sizes.values()), order).reshape(shape).transpose(outer + inner)
+    return tuple(map(tuple, numbers.reshape(-1, group).tolist()))
 
 
 def _counted(shape: list[int], written: str | None) -> np.ndarray:

@@ -137,3 +137,25 @@ def test_a_mesh_that_counts_its_devices_in_another_order():
     text = PROGRAM.replace("mesh['x'=2,'y'=2] {'x','y'}", "mesh['x'=4,'y'=2], device_ids=([2,4]T(1,0)) {'x'}")
     (found,) = [one for one in collectives(text) if one.kind == "all-reduce"]
     assert found.replica_groups == ((0, 1, 2, 3), (4, 5, 6, 7))
+
+
+@pytest.mark.parametrize(
+    "written, groups",
+    [
+        # eight devices in order, the axis of four seen as 2 x 2: its outer part, its inner part, both
+        ("'y':(1)2", ((0, 2), (1, 3), (4, 6), (5, 7))),
+        ("'y':(2)2", ((0, 1), (2, 3), (4, 5), (6, 7))),
+        ("'y':(1)2,'y':(2)2", ((0, 1, 2, 3), (4, 5, 6, 7))),
+        ("'x','y':(2)2", ((0, 1, 4, 5), (2, 3, 6, 7))),
+    ],
+)
+def test_groups_over_part_of_an_axis(written, groups):
+    text = PROGRAM.replace("mesh['x'=2,'y'=2] {'x','y'}", f"mesh['x'=2,'y'=4] {{{written}}}")
+    (found,) = [one for one in collectives(text) if one.kind == "all-reduce"]
+    assert found.replica_groups == groups
+
+
+def test_groups_over_the_middle_of_an_axis():
+    text = PROGRAM.replace("mesh['x'=2,'y'=2] {'x','y'}", "mesh['x'=8] {'x':(2)2}")
+    (found,) = [one for one in collectives(text) if one.kind == "all-reduce"]
+    assert found.replica_groups == ((0, 2), (1, 3), (4, 6), (5, 7))

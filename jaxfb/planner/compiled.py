@@ -32,7 +32,7 @@ class Compiled:
 
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
-    flops, hbm_bytes, work_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
+    flops, hbm_bytes, work_seconds, product_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
     own_flops: the compiler's own count, in which a loop counts once.
     """
 
@@ -46,6 +46,7 @@ class Compiled:
     own_flops: float
     hbm_bytes: float
     work_seconds: float
+    product_seconds: float
     traffic: list[dict[str, Any]] = field(default_factory=list)
 
     @property
@@ -226,6 +227,7 @@ def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile
         own_flops=(program.cost_analysis() or {}).get("flops", 0.0),
         hbm_bytes=cost.bytes,
         work_seconds=cost.work_seconds,
+        product_seconds=cost.product_seconds,
         traffic=traffic,
     )
 

@@ -1,34 +1,25 @@
 """What a compiled program costs on a chip, read from its scheduled text: a roofline, instruction by instruction.
 
 An instruction takes the longer of its products at the peak rate and its bytes at the peak bandwidth; loops count their
-length; a collective takes its bytes at the bandwidth of its mesh axis, less what runs between its start and its done.
-Nothing is slower than its roof, so this is a lower bound of the time, and says where it goes.
+length, a conditional is the longest of its branches. A collective takes its bytes at the bandwidth of its mesh axis;
+those among the same devices follow one another; what runs between its start and its done hides it.
+Nothing is faster than its roof, so this is a lower bound of the time, and says where it goes.
 """
 
 from __future__ import annotations
 
-import math
-import re
-from collections import defaultdict
+import itertools
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from functools import cache
 
 from jax.sharding import Mesh
 
 from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
-from jaxfb.planner import gpu_calls
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.kernels import kernel_flops
+from jaxfb.planner.hlo_bytes import Bytes
+from jaxfb.planner.hlo_products import Products
 from jaxfb.planner.routing import Routed
-
-_FREE = set(
-    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
-    "opt-barrier async-done async-update domain".split()
-)
-_TYPED = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?")
-_PARTIAL = {"dynamic-slice", "gather", "slice", "dynamic-update-slice"}
-_REGIONS = {"while", "conditional", "call"}
 
 
 @dataclass
@@ -36,17 +27,32 @@ class Cost:
     """Of a whole run of the program on one device.
 
     flops: of matrix products. bytes: read and written in HBM. work_seconds: sum of the instructions' roofs.
+    product_seconds: the part of it that products take at the peak rate.
     traffic: (axes, kind) -> Traffic.
     """
 
     flops: float = 0
     bytes: float = 0
     work_seconds: float = 0
+    product_seconds: float = 0
     traffic: dict[tuple[str, str], Traffic] = field(default_factory=dict)
 
     @property
     def exposed_seconds(self) -> float:
+        """Time in which nothing runs but collectives."""
         return sum(one.exposed_seconds for one in self.traffic.values())
+
+    @property
+    def seconds(self) -> float:
+        """Work, and what it does not hide of the collectives."""
+        return self.work_seconds + self.exposed_seconds
+
+    def add(self, other: Cost, times: int) -> None:
+        """Adds so many runs of another program."""
+        for name in ("flops", "bytes", "work_seconds", "product_seconds"):
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+        for key, row in other.traffic.items():
+            self.traffic.setdefault(key, Traffic()).add(row, times)
 
 
 @dataclass
@@ -62,6 +68,11 @@ class Traffic:
     exposed_seconds: float = 0
     asynchronous: float = 0
 
+    def add(self, other: Traffic, times: int = 1) -> None:
+        """Adds so many times what another row counts."""
+        for name in self.__dataclass_fields__:
+            setattr(self, name, getattr(self, name) + times * getattr(other, name))
+
 
 def wire_bytes(kind: str, size: float, group: int) -> float:
     """What a device sends, for an array of `size` bytes among `group` devices on a ring."""
@@ -72,251 +83,169 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
 def cost_of(text: str, mesh: Mesh, chip: Chip | None = None, routed: Routed | None = None) -> Cost:
     """Reads `compiled.as_text()`. Without a chip nothing takes time.
 
-    routed: what a loop of unknown length and a kernel for experts work through; without it, one turn and all rows.
+    routed: what a loop of unknown length and a kernel for experts works through; without it, one turn and all rows.
     """
     computations, entry = hlo.parse(text)
-    reader = _Reader(computations, mesh, chip, routed or Routed())
-    cost = Cost()
-    cost.work_seconds = reader.seconds(entry)
-    reader.add_up(cost, entry, 1)
-    return cost
+    return _Reader(computations, mesh, chip, routed or Routed()).cost(entry)
 
 
 class _Reader:
     def __init__(self, computations, mesh: Mesh, chip: Chip | None, routed: Routed):
         self._computations, self._mesh, self._chip = computations, mesh, chip
-        self._routed = routed
-        self._types = {
-            name: {i.name: i.result for i in instructions} for name, instructions in computations.items()
-        }
-        self._products: dict[str, float] = {}
-        self._seconds: dict[str, float] = {}
+        self._turns = routed.turns
+        self._products, self._bytes = Products(computations, routed.rows), Bytes(computations)
+        self._costs: dict[str, Cost] = {}
         self._chains: dict[str, float] = {}
 
-    def seconds(self, name: str) -> float:
-        """Work of one run of a computation, collectives apart."""
-        if name not in self._seconds:
-            self._seconds[name] = sum(self._work(i, name) for i in self._computations[name])
-        return self._seconds[name]
+    def cost(self, name: str) -> Cost:
+        """Of one run of a computation."""
+        if name not in self._costs:
+            run = _Run(self, name)
+            for instruction in self._computations[name]:
+                run.step(instruction)
+            self._costs[name] = run.end()
+        return self._costs[name]
 
-    def add_up(self, cost: Cost, name: str, times: int) -> None:
-        clock, started = 0.0, {}
-        for instruction in self._computations[name]:
-            for inner, length in self._regions(instruction):
-                self.add_up(cost, inner, times * length)
-            cost.flops += times * self._products_of(instruction, name)
-            cost.bytes += times * self._bytes_of(instruction, name)
-            work = self._work(instruction, name)
-            clock += work
-            for one, chain in self._collectives(instruction, name):
-                seconds = self._wire_seconds(one)
-                if chain is not None:
-                    self._link(cost, one, chain, times, seconds, work)
-                elif instruction.opcode.endswith("-start"):
-                    started[instruction.name] = (clock, seconds, one)
-                    self._record(cost, one, times, seconds, 0.0, one.bytes)
-                else:
-                    self._record(cost, one, times, seconds, seconds, 0)
-            if instruction.opcode.endswith("-done") and (first := _first_operand(instruction)) in started:
-                began, seconds, one = started[first]
-                self._row(cost, one).exposed_seconds += times * max(0.0, seconds - (clock - began))
+    def regions(self, instruction: Instruction) -> list[tuple[Cost, int]]:
+        """(cost of one run, how many) of what an instruction runs; of branches, the longest."""
+        called = hlo.callees(instruction, self._computations)
+        costs = [(self.cost(name), self._turns if length is None else length) for name, length in called]
+        if instruction.opcode == "conditional":
+            return sorted(costs, key=lambda one: (one[0].seconds, one[0].flops))[-1:]
+        return costs
 
-    def _link(self, cost: Cost, one: Collective, chain: str, times: int, seconds: float, work: float) -> None:
-        """One fusion of a chain: the first brings the collective in, each hides some of it."""
-        if chain not in self._chains:
-            self._chains[chain] = seconds
-            self._record(cost, one, times, seconds, seconds, one.bytes)
-        hidden = min(work, self._chains[chain])
-        self._chains[chain] -= hidden
-        self._row(cost, one).exposed_seconds -= times * hidden
+    def alone(self, instruction: Instruction, name: str) -> Cost:
+        """Of an instruction that runs no other computation, collectives apart."""
+        flops, size = self._products.of(instruction, name), self._bytes.of(instruction, name)
+        if self._chip is None:
+            return Cost(flops, size)
+        beside = instruction.opcode.endswith("-start") or hlo.collective_kind(instruction.opcode)
+        if beside:  # prefetches run beside the work; collectives are counted apart
+            return Cost(flops, size)
+        products = flops / self._chip.flops
+        return Cost(flops, size, max(products, size / self._chip.bandwidth), products)
 
-    def _record(self, cost, one: Collective, times: int, seconds: float, exposed: float, apart: int) -> None:
-        row = self._row(cost, one)
-        row.count += times
-        row.bytes += times * one.bytes
-        row.seconds += times * seconds
-        row.exposed_seconds += times * exposed
-        row.asynchronous += times * apart
+    def collectives(self, instruction: Instruction, name: str) -> Iterator[tuple[Collective, str | None]]:
+        """(collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
+        if kind := hlo.collective_kind(instruction.opcode, name):
+            one = hlo.collective(instruction, kind, self._computations[name], 1, name)
+            yield one, hlo.chain_of(instruction)
+        elif instruction.opcode == "fusion" or instruction.opcode.endswith("-start"):
+            for inner, _ in hlo.callees(instruction, self._computations):
+                for one in self._computations[inner]:
+                    yield from self.collectives(one, inner)
 
-    def _row(self, cost: Cost, one: Collective) -> Traffic:
-        return cost.traffic.setdefault(("+".join(one.axes(self._mesh)) or "none", one.kind), Traffic())
+    def key(self, one: Collective) -> tuple[str, str]:
+        return "+".join(one.axes(self._mesh)) or "none", one.kind
 
-    def _wire_seconds(self, one: Collective) -> float:
+    def wire_seconds(self, one: Collective) -> float:
         if self._chip is None:
             return 0.0
         groups = one.replica_groups or (tuple(range(self._mesh.size)),)
         rate = min(map(self._chip.group_bandwidth, groups))
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 
-    def _collectives(self, instruction: Instruction, name: str) -> list[tuple[Collective, str | None]]:
-        """(collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
-        kind = hlo.collective_kind(instruction.opcode, name)
-        if kind is not None:
-            one = hlo.collective(instruction, kind, self._computations[name], 1, name)
-            return [(one, hlo.chain_of(instruction))]
-        if instruction.opcode not in ("fusion", "async-start"):
-            return []
-        inner = [callee for callee, _ in hlo.callees(instruction, self._computations)]
-        return [
-            found for name in inner for i in self._computations[name] for found in self._collectives(i, name)
-        ]
+    def is_first(self, chain: str) -> bool:
+        """Whether no link of that chain of fusions was seen before."""
+        return chain not in self._chains
 
-    def _regions(self, instruction: Instruction) -> list[tuple[str, int]]:
-        if instruction.opcode not in _REGIONS:
-            return []
-        called = hlo.callees(instruction, self._computations)
-        return [(name, self._routed.turns if length is None else length) for name, length in called]
-
-    def _work(self, instruction: Instruction, name: str) -> float:
-        regions = self._regions(instruction)
-        if regions:
-            return sum(length * self.seconds(inner) for inner, length in regions)
-        if instruction.opcode.endswith("-start") or hlo.collective_kind(instruction.opcode):
-            return 0.0  # prefetches run beside the work; collectives are counted apart
-        if self._chip is None:
-            return 0.0
-        products = self._products_of(instruction, name) / self._chip.flops
-        return max(products, self._bytes_of(instruction, name) / self._chip.bandwidth)
-
-    def _products_of(self, instruction: Instruction, name: str) -> float:
-        if instruction.opcode in _REGIONS:
-            return 0.0
-        if instruction.opcode in ("dot", "convolution"):
-            left, right = _operand_types(instruction, self._types[name])
-            return _flops(instruction.opcode, instruction.result, left, right, instruction.rest)
-        if instruction.opcode == "custom-call":
-            operands = [self._types[name].get(one, "") for one in _operand_names(instruction)]
-            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands], self._routed.rows)
-            return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
-        return sum(self._products_inside(inner) for inner, _ in hlo.callees(instruction, self._computations))
-
-    def _products_inside(self, name: str) -> float:
-        if name not in self._products:
-            self._products[name] = sum(self._products_of(i, name) for i in self._computations[name])
-        return self._products[name]
-
-    def _bytes_of(self, instruction: Instruction, name: str) -> float:
-        if instruction.opcode in _FREE or instruction.opcode in _REGIONS:
-            return 0.0
-        if instruction.opcode.endswith("-done"):
-            return 0.0
-        types = self._types[name]
-        operands = [types.get(one, "") for one in _operand_names(instruction)]
-        if instruction.opcode == "dynamic-slice":
-            return 2 * _hbm_bytes(instruction.result)
-        if instruction.opcode == "dynamic-update-slice":
-            return 2 * _hbm_bytes(operands[1])
-        if instruction.opcode == "fusion":
-            inner = hlo.callees(instruction, self._computations)[0][0]
-            return self._fusion_bytes(instruction, inner, operands)
-        result = gpu_calls.result(instruction)
-        return _hbm_bytes(result) + sum(map(_hbm_bytes, operands))
-
-    def _fusion_bytes(self, instruction: Instruction, inner: str, operands: list[str]) -> float:
-        """Operands of which only slices are read count as the slices; results updated in place, as the updates."""
-        body = self._computations[inner]
-        places, readers = {_number(i): i.name for i in body if i.opcode == "parameter"}, _readers(body)
-        total, in_place = 0.0, 0.0
-        for index, operand in enumerate(operands):
-            used = readers.get(places.get(index, ""), [])
-            if not used or not all(at == 0 and i.opcode in _PARTIAL for i, at in used):
-                total += _hbm_bytes(operand)
-            elif _hbm_bytes(operand):
-                updating = [i for i, _ in used if i.opcode == "dynamic-update-slice"]
-                updates = [self._types[inner].get(_operand_names(i)[1], "") for i in updating]
-                total += sum(_hbm_bytes(i.result) for i, _ in used if i not in updating)
-                total += sum(map(_any_bytes, updates))
-                in_place += _hbm_bytes(operand) if updating else 0.0
-        return total + max(0.0, _hbm_bytes(instruction.result) - in_place)
+    def hidden(self, one: Collective, chain: str, work: float) -> float:
+        """Seconds of a collective that a link of its chain of fusions hides by its own work."""
+        left = self._chains.setdefault(chain, self.wire_seconds(one))
+        self._chains[chain] = max(0.0, left - work)
+        return left - self._chains[chain]
 
 
-def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]]:
-    """Who reads each value of a fusion, and as which operand; a bitcast is what it casts."""
-    casts = {i.name: _first_operand(i) for i in body if i.opcode == "bitcast"}
-    readers: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
-    for one in body:
-        for place, name in enumerate(_operand_names(one) if one.name not in casts else ()):
-            while name in casts:
-                name = casts[name]
-            readers[name].append((one, place))
-    return readers
+@dataclass
+class _Transfer:
+    """A collective on its way from `begin` to `over`; `before` is the last one among the same devices."""
+
+    begin: float
+    over: float
+    row: Traffic
+    before: _Transfer | None
 
 
-def _number(instruction: Instruction) -> int:
-    return int(instruction.rest.split(")")[0])
+class _Run:
+    """One run of a computation, instruction by instruction, with a clock.
 
+    wires:   the last collective among the same devices.
+    waiting: collectives that were started without operands, as on the SparseCore of a TPU, and get them by an update.
+    started: the others that are on their way. Both by the name of the start or its last update.
+    """
 
-def _operand_names(instruction: Instruction) -> list[str]:
-    inside = instruction.rest[: hlo.closing("(" + instruction.rest) - 2]
-    return re.findall(r"%([^\s,()]+)", inside)
+    def __init__(self, reader: _Reader, name: str):
+        self._reader, self._name = reader, name
+        self._cost, self._clock = Cost(), 0.0
+        self._wires: dict[tuple, _Transfer] = {}
+        self._waiting: dict[str, list[Collective]] = {}
+        self._started: dict[str, list[_Transfer]] = {}
 
+    def step(self, instruction: Instruction) -> None:
+        if instruction.opcode in hlo.REGIONS:
+            for cost, times in self._reader.regions(instruction):
+                self._cost.add(cost, times)
+                self._clock += times * cost.seconds
+            return
+        cost = self._reader.alone(instruction, self._name)
+        self._cost.add(cost, 1)
+        self._clock += cost.work_seconds
+        if instruction.opcode.endswith("-start"):
+            found = [one for one, _ in self._reader.collectives(instruction, self._name)]
+            self._begin(instruction.name, found, hlo.operand_names(instruction))
+        elif instruction.opcode.endswith("-update"):
+            first, *operands = hlo.operand_names(instruction)
+            self._started[instruction.name] = self._started.pop(first, [])
+            self._begin(instruction.name, self._waiting.pop(first, []), operands)
+        elif instruction.opcode.endswith("-done"):
+            (first,) = hlo.operand_names(instruction)
+            self._begin(first, self._waiting.pop(first, []), [first])
+            for sent in self._started.pop(first, []):
+                self._wait(sent)
+        else:
+            for one, chain in self._reader.collectives(instruction, self._name):
+                if chain is None:
+                    self._wait(self._send(one, 0))
+                else:
+                    self._link(one, chain, cost.work_seconds)
 
-def _first_operand(instruction: Instruction) -> str:
-    return next(iter(_operand_names(instruction)), "")
+    def end(self) -> Cost:
+        """The cost, when all that was started is over."""
+        for sent in itertools.chain.from_iterable(self._started.values()):
+            self._wait(sent)
+        return self._cost
 
+    def _send(self, one: Collective, apart: int) -> _Transfer:
+        """apart: bytes whose start and done stand apart."""
+        seconds, row = self._reader.wire_seconds(one), self._row(one)
+        row.add(Traffic(1, one.bytes, seconds, 0.0, apart))
+        wire = (one.kind == "collective-permute", one.replica_groups[:1])
+        before = self._wires.get(wire)
+        begin = max(self._clock, before.over) if before else self._clock
+        self._wires[wire] = _Transfer(begin, begin + seconds, row, before)
+        return self._wires[wire]
 
-def _operand_types(instruction: Instruction, types: dict[str, str]) -> list[str]:
-    return [types[name] for name in _operand_names(instruction)[:2]]
+    def _wait(self, sent: _Transfer) -> None:
+        """Nothing runs until it is over; the time is its own, and that of those it waited for."""
+        over, part = max(self._clock, sent.over), sent
+        while part is not None and part.over > self._clock:
+            part.row.exposed_seconds += part.over - max(self._clock, part.begin)
+            part = part.before
+        self._clock = over
 
+    def _begin(self, name: str, found: list[Collective], operands: list[str]) -> None:
+        """Sends what has its operands."""
+        if operands:
+            self._started.setdefault(name, []).extend(self._send(one, one.bytes) for one in found)
+        else:
+            self._waiting[name] = found
 
-def _hbm_bytes(types: str) -> float:
-    """Bytes of the arrays that live in HBM; S(n) in a layout says another memory."""
-    return sum(
-        hlo.bytes_of(f"{dtype}[{shape}]")
-        for dtype, shape, layout in _TYPED.findall(types)
-        if "S(" not in layout
-    )
+    def _link(self, one: Collective, chain: str, work: float) -> None:
+        row = self._row(one)
+        if self._reader.is_first(chain):
+            seconds = self._reader.wire_seconds(one)
+            row.add(Traffic(1, one.bytes, seconds, seconds, one.bytes))
+        row.exposed_seconds -= self._reader.hidden(one, chain, work)
 
-
-def _any_bytes(types: str) -> float:
-    return sum(hlo.bytes_of(f"{dtype}[{shape}]") for dtype, shape, _ in _TYPED.findall(types))
-
-
-def _shape(types: str) -> tuple[int, ...]:
-    found = _TYPED.search(types)
-    return tuple(int(size) for size in found[2].split(",") if size) if found else ()
-
-
-@cache
-def _flops(opcode: str, result: str, left: str, right: str, rest: str) -> float:
-    """2 x multiplications of a product; a TPU writes most of them as convolutions."""
-    out = _shape(result)
-    if opcode == "dot":
-        contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
-        dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
-        return 2.0 * math.prod(out) * math.prod(_shape(left)[dim] for dim in dims)
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
-    image, kernel, out_labels = labels[1], labels[2], labels[3]
-    fixed = math.prod(out[out_labels.index(label)] for label in "bf")
-    fixed *= _shape(right)[kernel.index("i")]
-    spatial = [label for label in out_labels if label.isdigit()]
-    window = _window(rest, len(spatial))
-    pairs = 1
-    for axis, label in enumerate(spatial):
-        sizes = (
-            _shape(left)[image.index(label)],
-            _shape(right)[kernel.index(label)],
-            out[out_labels.index(label)],
-        )
-        pairs *= _valid_pairs(*sizes, *window[axis])
-    return 2.0 * fixed * pairs
-
-
-def _window(rest: str, dims: int) -> list[tuple[int, int, int, int]]:
-    """(stride, low padding, dilation of the image, of the kernel) of each spatial dim."""
-    found = re.search(r"window=\{([^}]*)\}", rest)
-    given = dict(part.split("=") for part in found[1].split()) if found else {}
-    read = lambda name, default: given[name].split("x") if name in given else [default] * dims  # noqa: E731
-    stride, image, kernel = (map(int, read(name, "1")) for name in ("stride", "lhs_dilate", "rhs_dilate"))
-    padding = (int(low.split("_")[0]) for low in read("pad", "0_0"))
-    return list(zip(stride, padding, image, kernel, strict=True))
-
-
-@cache
-def _valid_pairs(size, kernel, out, stride, padding, image_dilation, kernel_dilation) -> int:
-    """(result, kernel) positions that meet a number and not padding."""
-    length, count = (size - 1) * image_dilation + 1, 0
-    for position in range(out):
-        at = (position * stride + tap * kernel_dilation - padding for tap in range(kernel))
-        count += sum(0 <= place < length and place % image_dilation == 0 for place in at)
-    return count
+    def _row(self, one: Collective) -> Traffic:
+        return self._cost.traffic.setdefault(self._reader.key(one), Traffic())

@@ -84,13 +84,22 @@ def sharded_part(closed: Any) -> Region:
     return joined
 
 
-def walk(region: Region, times: int = 1):
-    """(op, how often it runs) of every operation that is no loop, inside loops too; all branches count."""
+def walk(region: Region, times: int = 1) -> Iterator[tuple[Op, int]]:
+    """(op, how often it runs) of every operation that is no loop or branch, inside them too."""
     for op in region.ops:
         if not op.regions:
             yield op, times
-        for inner in op.regions:
+        for inner in run_regions(op):
             yield from walk(inner, times * inner.length)
+
+
+def run_regions(op: Op) -> list[Region]:
+    """What one run of a loop or branch runs: of branches one, taken to be the one with the most data."""
+    return [max(op.regions, key=_bytes_made)] if op.name == "cond" else op.regions
+
+
+def _bytes_made(region: Region) -> int:
+    return sum(times * value.bytes for op, times in walk(region) for value in op.outputs)
 
 
 def _run(jaxpr: Any, env: dict, region: Region) -> list[Value]:

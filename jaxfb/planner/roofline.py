@@ -11,7 +11,7 @@ import math
 
 from jaxfb.planner import liveness
 from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.program import Op, Region, Value
+from jaxfb.planner.program import Op, Region, Value, run_regions
 
 RAGGED = ("ragged_dot", "ragged_dot_general")
 _SLICES = {"slice", "dynamic_slice", "gather"}
@@ -38,7 +38,8 @@ def work_seconds(region: Region, rate: float, bandwidth: float, rows: float = ma
     in_memory, total = liveness.in_memory(region), 0.0
     for op in region.ops:
         if op.regions:
-            total += sum(inner.length * work_seconds(inner, rate, bandwidth, rows) for inner in op.regions)
+            inside = ((inner.length, work_seconds(inner, rate, bandwidth, rows)) for inner in run_regions(op))
+            total += sum(length * seconds for length, seconds in inside)
         else:
             total += max(flops(op, rows) / rate, _moved(op, in_memory) / bandwidth)
     return total

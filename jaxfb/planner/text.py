@@ -97,7 +97,9 @@ def _speed(verdict: Verdict) -> Iterator[str]:
         yield "no speed: a simulated CPU has no peak to be measured against"
         return
     chip = verdict.chip
-    yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work, " + (
+    compiled = verdict.compiled
+    products = f" ({compiled.product_seconds:.3f} s of products)" if isinstance(compiled, Compiled) else ""
+    yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work{products}, " + (
         f"{verdict.exposed_seconds:.3f} s communication that nothing hides"
     )
     device = _device(verdict)

@@ -6,9 +6,11 @@ import pytest
 from jax import lax
 
 import jaxfb
+from jaxfb.hlo import collectives
 from jaxfb.planner.chips import GPUS, Chip
 from jaxfb.planner.compiled import too_large
-from jaxfb.planner.hlo_cost import _flops, cost_of
+from jaxfb.planner.hlo_cost import cost_of
+from jaxfb.planner.hlo_products import product_flops
 
 OVERLAPPED = """HloModule m, is_scheduled=true
 ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
@@ -19,6 +21,24 @@ ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
   %done = f32[1000,1000]{1,0} collective-permute-done(%start)
   %sum = f32[1000,1000]{1,0} all-reduce(%early), replica_groups={{0,1}}, to_apply=%add
   ROOT %r = f32[1000,1000]{1,0} add(%sum, %done)
+}
+"""
+
+
+# as XLA writes it for the SparseCore of a v6e, and shortened: what is sent comes with the update
+ON_SPARSECORE = """HloModule m, is_scheduled=true
+%called (p: f32[1000,1000]) -> f32[2000,1000] {
+  %p = f32[1000,1000]{1,0} parameter(0)
+  ROOT %g = f32[2000,1000]{1,0} all-gather(%p), channel_id=1, replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp':(2)2}
+}
+ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[2000,1000] {
+  %a = f32[1000,1000]{1,0} parameter(0)
+  %b = f32[1000,1000]{1,0} parameter(1)
+  %call-start = ((), (), s32[]{:S(2)}) call-start(), async_execution_thread="sparsecore", to_apply=%called
+  %before = f32[1000,1000]{1,0} convolution(%a, %b), dim_labels=bf_io->bf
+  %call-update = ((f32[1000,1000]{1,0}), f32[2000,1000]{1,0}) call-update(%call-start, %before)
+  %beside = f32[1000,1000]{1,0} convolution(%a, %a), dim_labels=bf_io->bf
+  ROOT %call-done = f32[2000,1000]{1,0} call-done(%call-update)
 }
 """
 
@@ -46,6 +66,51 @@ def test_work_between_start_and_done_hides_the_wait():
     assert cost.exposed_seconds == 6
 
 
+def test_what_a_sparsecore_sends_is_hidden_from_the_update_on_that_gives_it_its_operands():
+    # each product takes 2 s, the gather of half of 8 MB 4 s
+    cost = cost_of(ON_SPARSECORE, jaxfb.make_mesh(data=2, fsdp=4), chip(flops=1e9, axis_bandwidth=1e6))
+    assert list(cost.traffic) == [("fsdp", "all-gather")]
+    gather = cost.traffic["fsdp", "all-gather"]
+    assert (gather.count, gather.bytes, gather.asynchronous) == (1, 8e6, 8e6)
+    assert (cost.work_seconds, gather.seconds, gather.exposed_seconds) == (4, 4, 2)
+    (found,) = collectives(ON_SPARSECORE)
+    assert (found.kind, found.times, found.replica_groups) == (
+        "all-gather",
+        1,
+        ((0, 1), (2, 3), (4, 5), (6, 7)),
+    )
+
+
+def test_collectives_among_the_same_devices_follow_one_another():
+    second = "%start.2 = (f32[1000,1000]{1,0}, f32[1000,1000]{1,0}) collective-permute-start(%b), source_target_pairs"
+    text = OVERLAPPED.replace("  %early", f"  {second}={{{{0,1}},{{1,0}}}}\n  %early")
+    text = text.replace("  %sum", "  %done.2 = f32[1000,1000]{1,0} collective-permute-done(%start.2)\n  %sum")
+    cost = cost_of(text, jaxfb.make_mesh(data=2), chip(flops=1e9, axis_bandwidth=1e6))
+    permute = cost.traffic["data", "collective-permute"]  # of 8 s the product hides 2
+    assert (permute.count, permute.seconds, permute.exposed_seconds) == (2, 8, 6)
+
+
+def test_a_wait_for_another_collective_counts_as_that_ones():
+    gather = "all-gather-start(%a), replica_groups={{0,1}}, dimensions={0}"
+    begun, text = "%start = (f32[1000,1000]{1,0}, f32[2000,1000]{1,0}) ", OVERLAPPED
+    for line in OVERLAPPED.splitlines():
+        text = text.replace(line, "") if "%done = " in line else text
+        text = text.replace(line, f"  {begun}{gather}") if "%start = " in line else text
+    cost = cost_of(text, jaxfb.make_mesh(data=2), chip(flops=1e9, axis_bandwidth=1e6))
+    # the gather takes 4 s, the product beside it 2 s; the all-reduce of 4 s is sent after the gather
+    found = {kind: (row.seconds, row.exposed_seconds) for (_, kind), row in cost.traffic.items()}
+    assert found == {"all-gather": (4, 2), "all-reduce": (4, 4)}
+
+
+def test_a_conditional_runs_its_longest_branch():
+    def either(which, x):
+        return lax.cond(which, lambda: (x @ x) @ x, lambda: x @ x.T)
+
+    text = jax.jit(either).lower(True, jnp.ones((128, 128))).compile().as_text()
+    assert "conditional(" in text
+    assert cost_of(text, jaxfb.make_mesh(data=2), chip(flops=1.0)).flops == 2 * 2 * 128**3
+
+
 @pytest.mark.parametrize(
     "labels, left, right, out, window, flops",
     [
@@ -70,7 +135,7 @@ def test_work_between_start_and_done_hides_the_wait():
     ],
 )
 def test_a_convolution_counts_the_taps_that_meet_a_number(labels, left, right, out, window, flops):
-    assert _flops("convolution", out, left, right, f"%a, %b), {window}, dim_labels={labels}") == flops
+    assert product_flops("convolution", out, left, right, f"%a, %b), {window}, dim_labels={labels}") == flops
 
 
 def test_out_of_memory_is_read_with_its_numbers():

@@ -19,7 +19,7 @@ from jaxfb.planner.verdict import plan
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--traced", "2"]
 SIZES = ["batch.rows=32", "model.num_layers=4"]
-ANSWER = Compiled(1, 2, 3, 4, 0.1, 0.2, 5.0, 6.0, 7.0, 8.0, [])
+ANSWER = Compiled(1, 2, 3, 4, 0.1, 0.2, 5.0, 6.0, 7.0, 8.0, 5.0, [])
 
 
 @pytest.fixture

@@ -1,0 +1,149 @@
+"""Bytes that the instructions of a compiled program read and write in HBM, from the program's text.
+
+A fusion is charged for what it reads and not for what it is given: where it takes a slice of a stack, in itself or in a
+fusion inside it, the slice; where it updates a stack in place, the update.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from dataclasses import dataclass
+
+from jaxfb import hlo
+from jaxfb.hlo import Instruction
+from jaxfb.planner import gpu_calls
+
+_FREE = set(
+    "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
+    "opt-barrier domain".split()
+)
+_TYPED = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?")
+_SLICES = {"dynamic-slice", "gather", "slice"}
+_UPDATE = "dynamic-update-slice"
+
+
+@dataclass(frozen=True)
+class _Use:
+    """What a fusion does with one operand. whole: reads all of it. read: bytes of its slices otherwise. written: bytes
+    of the updates that are put into it; updated: whether there are any."""
+
+    whole: bool = False
+    read: float = 0.0
+    written: float = 0.0
+    updated: bool = False
+
+    def __add__(self, other: _Use) -> _Use:
+        return _Use(
+            self.whole or other.whole,
+            self.read + other.read,
+            self.written + other.written,
+            self.updated or other.updated,
+        )
+
+
+class Bytes:
+    """Bytes of the instructions of some computations; loops and branches apart."""
+
+    def __init__(self, computations: dict[str, list[Instruction]]):
+        self._computations = computations
+        self._types = {name: hlo.types(body) for name, body in computations.items()}
+        self._uses: dict[str, dict[int, _Use]] = {}
+
+    def of(self, instruction: Instruction, name: str) -> float:
+        """Read and written by one run of an instruction of the computation `name`."""
+        opcode = instruction.opcode
+        if opcode in _FREE or opcode in hlo.REGIONS or opcode.endswith(("-done", "-update")):
+            return 0.0
+        operands = [self._types[name].get(one, "") for one in hlo.operand_names(instruction)]
+        if opcode.endswith("-start"):
+            return self._of_start(instruction, operands)
+        if opcode in _SLICES:
+            return 2 * hbm_bytes(instruction.result)
+        if opcode == _UPDATE:
+            return 2 * hbm_bytes(operands[1])
+        if opcode == "fusion":
+            inner = hlo.callees(instruction, self._computations)[0][0]
+            return self._of_fusion(instruction.result, operands, self._uses_in(inner))
+        return hbm_bytes(gpu_calls.result(instruction)) + sum(map(hbm_bytes, operands))
+
+    def _of_start(self, instruction: Instruction, operands: list[str]) -> float:
+        """Of what goes on after an instruction has started it."""
+        if hlo.collective_kind(instruction.opcode) is not None:
+            read = 0.0 if instruction.result.startswith("(") else sum(map(hbm_bytes, operands))
+            return hbm_bytes(instruction.result) + read
+        called = hlo.callees(instruction, self._computations)
+        if called:
+            return sum(self.of(one, name) for name, _ in called for one in self._computations[name])
+        if instruction.result.startswith("(("):  # of a slice: (what it is taken of), the slice, a mark
+            written = [one[0] for one in _TYPED.finditer(instruction.result)][len(operands)]
+            return hbm_bytes(written) + (any_bytes(written) if hbm_bytes(operands[0]) else 0.0)
+        return hbm_bytes(instruction.result)  # of a copy: what is written, what is read, a mark
+
+    def _of_fusion(self, result: str, operands: list[str], uses: dict[int, _Use]) -> float:
+        total, in_place = 0.0, 0.0
+        for place, operand in enumerate(operands):
+            size, use = hbm_bytes(operand), uses.get(place, _Use())
+            if size:
+                total += size if use.whole else min(size, use.read)
+                total += use.written
+                in_place += size if use.updated and not use.whole else 0.0
+        return total + max(0.0, hbm_bytes(result) - in_place)
+
+    def _uses_in(self, name: str) -> dict[int, _Use]:
+        """Of each operand of a fusion, by its place."""
+        if name not in self._uses:
+            body = self._computations[name]
+            places = {one.name: int(one.rest.split(")")[0]) for one in body if one.opcode == "parameter"}
+            readers = _readers(body)
+            self._uses[name] = {
+                place: sum((self._use(*reader, name) for reader in readers[parameter]), _Use())
+                for parameter, place in places.items()
+            }
+        return self._uses[name]
+
+    def _use(self, reader: Instruction, place: int, name: str) -> _Use:
+        """What one instruction inside a fusion does with its operand at a place."""
+        if reader.opcode in _SLICES and place == 0:
+            return _Use(read=any_bytes(reader.result))
+        if reader.opcode == _UPDATE and place == 0:
+            update = self._types[name].get(hlo.operand_names(reader)[1], "")
+            return _Use(written=any_bytes(update), updated=True)
+        if reader.opcode == "fusion":
+            inner = hlo.callees(reader, self._computations)[0][0]
+            return self._uses_in(inner).get(place, _Use())
+        return _Use(whole=True)
+
+
+def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]]:
+    """Who reads each value of a fusion, and as which operand; a bitcast is what it casts, an update what it updates.
+
+    To return a value is to read it, unless it was updated: then it stays where it is.
+    """
+    same = {one.name: one for one in body if one.opcode in ("bitcast", _UPDATE)}
+    readers: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
+    for one in body:
+        if one.opcode == "bitcast" and not one.is_root:
+            continue
+        for place, name in enumerate(hlo.operand_names(one)):
+            updated = False
+            while name in same:
+                updated |= same[name].opcode == _UPDATE
+                name = hlo.operand_names(same[name])[0]
+            if not (updated and one.is_root and one.opcode in ("bitcast", "tuple")):
+                readers[name].append((one, place))
+    return readers
+
+
+def hbm_bytes(types: str) -> float:
+    """Bytes of the arrays that live in HBM; S(n) in a layout says another memory."""
+    return sum(
+        hlo.bytes_of(f"{dtype}[{shape}]")
+        for dtype, shape, layout in _TYPED.findall(types)
+        if "S(" not in layout
+    )
+
+
+def any_bytes(types: str) -> float:
+    """Bytes of the arrays in a type, wherever they live."""
+    return sum(hlo.bytes_of(f"{dtype}[{shape}]") for dtype, shape, _ in _TYPED.findall(types))
