@@ -245,7 +245,7 @@ class CheckpointStore:
     def _step_directories(self) -> list[int]:
         if not self.directory.is_dir():
             return []
-        return sorted(int(p.name) for p in self.directory.iterdir() if p.name.isdecimal() and p.is_dir())
+        return sorted(step for step in map(step_of, self.directory.iterdir()) if step is not None)
 
     def _score(self, host: Mapping[str, Any]) -> dict | None:
         value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
@@ -255,6 +255,13 @@ class CheckpointStore:
         have = ", ".join(map(str, self.steps())) or "none"
         what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
         return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
+
+
+def step_of(path: Path | epath.Path) -> int | None:
+    """Returns the step whose checkpoint lies at `path`, by its name alone; None for any other file or directory."""
+    name = path.name
+    is_number = name.isascii() and name.isdecimal() and name == str(int(name))
+    return int(name) if is_number and path.is_dir() else None
 
 
 def _context() -> ocp.Context:

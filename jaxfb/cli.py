@@ -225,6 +225,10 @@ def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
         action="store_true",
         help="run a few updates without warm-up, in a directory that is then removed",
     )
+    changes = (
+        "resume with keys that give the saved parameters or rows another meaning, such as model.rope_theta"
+    )
+    verb.add_argument("--allow-changes", action="store_true", help=changes)
 
 
 def _add_hosts(verb: argparse.ArgumentParser) -> None:
@@ -277,13 +281,13 @@ def _train(options) -> int:
 def _train_on(config, options) -> int:
     from jaxfb import trainer
 
-    watching = {}
+    more = _changes(options)
     if options.profile:
         from jaxfb.training.profile import Profile
 
-        watching["callbacks"] = [Profile()]
+        more["callbacks"] = [Profile()]
     try:
-        result = trainer.train(config, resume=options.resume, fresh=options.fresh, **watching)
+        result = trainer.train(config, resume=options.resume, fresh=options.fresh, **more)
     except trainer.NonFiniteAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return GAVE_UP
@@ -305,7 +309,7 @@ def _post_train_on(config, options) -> int:
 
     refuse_several(options.command)
     try:
-        result = rl.post_train(config, resume=options.resume, fresh=options.fresh)
+        result = rl.post_train(config, resume=options.resume, fresh=options.fresh, **_changes(options))
     except NonFiniteAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return GAVE_UP
@@ -416,6 +420,11 @@ def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = Non
 
     config = load_config(path, overrides, command)
     return Path(path) if Path(path).is_dir() else Path(config.run.dir)
+
+
+def _changes(options) -> dict[str, bool]:
+    """Whether a resumed run may differ from the saved one, where that was asked for."""
+    return {"allow_changes": True} if options.allow_changes else {}
 
 
 def _hosts(options) -> list[str]:

@@ -31,6 +31,7 @@ from jaxfb.training.interrupt import Interrupt
 from jaxfb.training.log import Log, record_of
 from jaxfb.training.run import Run
 from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.run_lock import RunLock, claim, move_aside
 from jaxfb.training.sample import continue_text
 from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
 
@@ -53,42 +54,59 @@ class Result:
 
 
 def train(
-    config: Config, *, resume: bool = False, fresh: bool = False, callbacks: Iterable[Callback] = ()
+    config: Config,
+    *,
+    resume: bool = False,
+    fresh: bool = False,
+    allow_changes: bool = False,
+    callbacks: Iterable[Callback] = (),
 ) -> Result:
     """Trains from a config; everything it makes is in `config.run.dir`.
 
     resume: continue from the newest checkpoint there, bit for bit as if it had never stopped; without one,
       start. A run that is finished stays as it is.
     fresh: move a run that lies there aside and start over.
+    allow_changes: resume with a config that gives the saved parameters or rows another meaning, such as another
+      model.rope_theta or text; without it that is refused.
     callbacks: called at every hook, after the trainer's own logging.
 
-    SIGINT and SIGTERM end it after the update in progress, saved. On several processes every one calls this.
+    SIGINT and SIGTERM end it after the update in progress, saved. On several processes every one calls this. One
+    run at a time writes into a directory (`jaxfb.training.run_lock`), and a run that is refused changes no file there.
 
     Raises:
-      ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
+      ValueError: an impossible size, a missing file, a saved run in the way or one that is in progress, a checkpoint
+        that does not fit.
       LostProcess: another process of the job is gone; what was saved is whole.
       NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
     """
-    with Hosts(config.hosts) as hosts:
+    callbacks = [combine(callbacks)]
+    directory = RunDirectory.of(config)
+    with Hosts(config.hosts) as hosts, RunLock(directory.path) as lock:
         config = replace(config, hosts=HostsConfig())
-        hosts.agree("config or code", lambda: what_runs(config, resume=resume, fresh=fresh))
-        directory = RunDirectory.of(config)
+        asked = {"resume": resume, "fresh": fresh, "allow_changes": allow_changes}
+        hosts.agree("config or code", lambda: what_runs(config, **asked))
         hosts.advise(lambda: _after_a_loss(directory))
-        if summary := hosts.first(lambda: _what_lies_there(directory, config, resume, fresh)):
+        if not fresh and (summary := hosts.first(lambda: directory.finished(config))):
             return _already_finished(hosts, directory, summary["updates"], summary)
+        hosts.first(lambda: claim(directory, lock, config, resume, fresh))
         use_compile_cache()
         setup = _agreed_setup(hosts, config)
+        if fresh:
+            hosts.first(lambda: move_aside(directory, lock))
         with Run(setup, directory, hosts.say) as run, Interrupt() as interrupt:
-            resumed = resume and run.resume()
+            if resume:
+                run.resume(allow_changes)
             hosts.agree("what they resume from", lambda: {"update": run.done})
             if run.finished:
                 return _already_finished(hosts, directory, run.done, None)
-            hosts.first(lambda: directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer))
+            hosts.first(
+                lambda: directory.create(config, setup.plan.to_dict(), setup.corpus.tokenizer, run.done)
+            )
             _check_shared(hosts, directory)
             if hosts.is_first:
                 report.print_start(setup)
-            hosts.say(_where_from(run, resume, resumed))
-            if not resumed:
+            hosts.say(_where_from(run, resume))
+            if not run.resumed:
                 run.start()
             return _train(hosts, run, callbacks, interrupt)
 
@@ -220,16 +238,6 @@ def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any,
     return state["params"], host["update"]
 
 
-def _what_lies_there(directory: RunDirectory, config: Config, resume: bool, fresh: bool) -> dict | None:
-    """The summary, if this run has ended already; otherwise makes room for it, or refuses to."""
-    if fresh:
-        directory.move_aside()
-    summary = directory.finished(config)
-    if not summary and not resume:
-        directory.refuse_unless_free()
-    return summary
-
-
 def _agreed_setup(hosts: Hosts, config: Config) -> Setup:
     """The setup, its text read by process 0 before the others look for it, once all have the same."""
     setup = make_setup(config, hosts.say, lambda data: hosts.in_turn(lambda: prepare(data)))
@@ -267,8 +275,8 @@ def _already_finished(
     return Result("finished", directory.path, updates, summary)
 
 
-def _where_from(run: Run, resume: bool, resumed: bool) -> str:
-    if resumed:
+def _where_from(run: Run, resume: bool) -> str:
+    if run.resumed:
         return f"resuming {run.directory.path} after update {run.done} of {run.total}"
     return f"nothing to resume in {run.directory.path}: starting at update 0" if resume else "starting"
 

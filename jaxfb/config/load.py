@@ -24,7 +24,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     A `Config`, or for post-training the one that the file is known by: `SFTConfig`, `DPOConfig` or `RLConfig`.
 
     Args:
-      path: a YAML file, a run's directory (its config.yaml), or the name of a starter config such as "quickstart".
+      path: a YAML file, the name of a starter config such as "quickstart", or a run's directory: its config.yaml, with
+        that directory as `run.dir`, wherever the run was when it was saved.
       overrides: "key.path=value", the value in YAML; a later one wins. mesh.pp, dp, ep, cp, tp are short for
         mesh.pipe, data, expert, context, tensor.
       command: "train", "sft", "dpo" or "rl": a config of another command is refused; None takes any.
@@ -32,6 +33,8 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
       ConfigError, ValueError: one sentence naming the key, the value and the nearest legal choice.
     """
     values = _read(Path(path))
+    if _holds_a_run(Path(path)) and isinstance(values.get("run"), dict):
+        values["run"]["dir"] = str(path)  # moved or copied, its config.yaml may name another directory
     root = kind_of(values)
     if command not in (None, found := COMMANDS.get(root, "train")):
         raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
@@ -53,6 +56,10 @@ def kind_of(values: Mapping[str, Any]) -> type:
 def kind_of_command(command: str) -> type:
     """Returns the class of the configs that `jaxfb train`, `sft`, `dpo` or `rl` reads."""
     return next((kind for kind, name in COMMANDS.items() if name == command), Config)
+
+
+def _holds_a_run(directory: Path) -> bool:
+    return any((directory / name).exists() for name in ("plan.json", "checkpoints"))
 
 
 class _Loader(yaml.SafeLoader):

@@ -21,7 +21,9 @@ from jaxfb.config.sections import (
     PrecisionConfig,
     at_least_zero,
     check_pipeline,
+    directory_is_named,
     positive,
+    seed_in_range,
 )
 
 EstimatorName = Literal[
@@ -169,7 +171,7 @@ class TaskConfig:
 
     def __post_init__(self):
         positive("task", digits=self.digits, held_out=self.held_out)
-        at_least_zero("task", seed=self.seed)
+        seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
             raise ValueError(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
 
@@ -314,7 +316,8 @@ class PostRunConfig:
 
     def __post_init__(self):
         positive("run", max_nonfinite=self.max_nonfinite)
-        at_least_zero("run", seed=self.seed)
+        seed_in_range("run", self.seed)
+        directory_is_named("run", self.dir)
 
 
 @dataclass(frozen=True)

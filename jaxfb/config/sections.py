@@ -110,7 +110,8 @@ class RunConfig:
     def __post_init__(self):
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         positive("run", **given, max_nonfinite=self.max_nonfinite)
-        at_least_zero("run", seed=self.seed)
+        seed_in_range("run", self.seed)
+        directory_is_named("run", self.dir)
         if len(given) != 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
             raise ValueError(
@@ -292,6 +293,18 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
             f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "
             "mesh.pipe=2, or leave both out"
         )
+
+
+def seed_in_range(section: str, seed: int) -> None:
+    """Refuses a seed that JAX would take modulo 2**32, and so for another one."""
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}")
+
+
+def directory_is_named(section: str, directory: str) -> None:
+    """Refuses an empty name, which would be the working directory."""
+    if not directory.strip():
+        raise ValueError(f"[{section}] dir={directory!r} must not be empty; use runs/NAME")
 
 
 def positive(section: str, **values: Any) -> None:

@@ -102,10 +102,15 @@ class Loader:
                 raise ValueError(
                     f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
                     f"{name}={mine[name]}; use the saved run's text, split, tokenizer, sequence_length, "
-                    f"packing and seed (python-stdlib is another text in another Python)"
+                    f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to go "
+                    f"on at row {state['consumed_rows']} of these"
                 )
+        self.seek(int(state["consumed_rows"]))
+
+    def seek(self, consumed_rows: int) -> None:
+        """Continues as if so many rows of the global batches had been handed out."""
         self.close()
-        self._consumed_rows = int(state["consumed_rows"])
+        self._consumed_rows = consumed_rows
 
     def close(self) -> None:
         """Stops reading ahead; the next batch starts it again."""

@@ -12,6 +12,7 @@ from jaxfb.metrics.writers import (
     TensorBoardWriter,
     WandbWriter,
     Writer,
+    check_writers,
     make_writers,
     read_jsonl,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "WandbWriter",
     "Writer",
     "arrays",
+    "check_writers",
     "make_writers",
     "plot_losses",
     "plot_policy",

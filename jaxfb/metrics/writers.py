@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+
 
 class Writer(Protocol):
     """Takes records. `write` returns at once; `close` returns when everything is stored."""
@@ -56,7 +58,7 @@ class TensorBoardWriter:
     """Scalars for TensorBoard, through tensorboardX."""
 
     def __init__(self, directory: str | Path, resume: int | None = None):
-        library = _extra("tensorboardX", "tensorboard")
+        library = _extra(PACKAGES["tensorboard"], "tensorboard")
         purge = None if resume is None else resume + 1
         self._writer = library.SummaryWriter(str(directory), purge_step=purge)
 
@@ -73,7 +75,7 @@ class WandbWriter:
     """Scalars for Weights & Biases; offline, in directory/wandb, without WANDB_API_KEY or WANDB_MODE."""
 
     def __init__(self, directory: str | Path, config: Mapping[str, Any], resume: int | None = None):
-        wandb = _extra("wandb", "wandb")
+        wandb = _extra(PACKAGES["wandb"], "wandb")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
@@ -128,20 +130,32 @@ def make_writers(
         "tensorboard": lambda: TensorBoardWriter(directory / "tensorboard", resume),
         "wandb": lambda: WandbWriter(directory, config, resume),
     }
-    for name in names:
-        if name not in makers:
-            raise ValueError(f"[log] no writer {name!r}; use one of {', '.join(makers)} (jsonl is always on)")
+    check_writers(names)
     others = [makers[name]() for name in names]
     return _Fan([JsonlWriter(directory / "metrics.jsonl", resume), *others, *extra])
+
+
+def check_writers(names: Iterable[str]) -> None:
+    """Refuses, before anything is written, a writer whose package is not installed.
+
+    Raises:
+      ValueError: names the package and says how to install it.
+    """
+    for name in names:
+        if name not in PACKAGES:
+            raise ValueError(
+                f"[log] no writer {name!r}; use one of {', '.join(PACKAGES)} (jsonl is always on)"
+            )
+        _extra(PACKAGES[name], name)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
     """The records of a metrics file, in order; a torn line is passed over, a missing file has none."""
     records = []
-    for line in Path(path).read_text().splitlines() if Path(path).exists() else []:
+    for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
         try:
             record = json.loads(line)
-        except json.JSONDecodeError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)

@@ -25,6 +25,7 @@ def post_train(
     task: Task | None = None,
     resume: bool = False,
     fresh: bool = False,
+    allow_changes: bool = False,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
     """Runs what the config says, from `load_config`; everything it makes is in `config.run.dir`.
@@ -32,6 +33,7 @@ def post_train(
     task: of one's own, for an `RLConfig`: an object with the members of `jaxfb.rl.tasks.Task`.
     resume: continue from the newest checkpoint there, bit for bit as if it had never stopped.
     fresh: move a run that lies there aside and start over.
+    allow_changes: resume with a config that gives what is saved another meaning; without it that is refused.
 
     Raises:
       ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
@@ -52,4 +54,6 @@ def post_train(
 
         return make_policy_work(config, task)
 
-    return loop.run(make, config, resume=resume, fresh=fresh, callbacks=callbacks)
+    return loop.run(
+        make, config, resume=resume, fresh=fresh, allow_changes=allow_changes, callbacks=callbacks
+    )

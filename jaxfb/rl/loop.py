@@ -23,11 +23,13 @@ from jaxfb.optim import DynamicLossScale
 from jaxfb.rl.start import Base
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import package_versions
+from jaxfb.training.changes import check_changes
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.guard import NonFiniteAbort, SkipGuard
 from jaxfb.training.interrupt import Interrupt
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
+from jaxfb.training.run_lock import RunLock, claim, move_aside
 from jaxfb.training.setup import abstract_params, loss_scale
 
 PyTree = Any
@@ -89,25 +91,29 @@ def run(
     *,
     resume: bool = False,
     fresh: bool = False,
+    allow_changes: bool = False,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
     """Runs to the end, or to a signal; resumed, it ends in the same bits as one that never stopped.
+
+    The arguments are those of `jaxfb.post_train`.
 
     Raises:
       ValueError: an impossible size, a saved run in the way, a checkpoint that does not fit.
       NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
     """
-    directory = RunDirectory.of(config)
-    if fresh:
-        directory.move_aside()
-    if found := directory.finished(config):
+    hooks, directory = combine(callbacks), RunDirectory.of(config)
+    if not fresh and (found := directory.finished(config)):
         print(f"{directory.path} is finished: {found['updates']} updates. Start over with --fresh")
         return Result("finished", directory.path, found["updates"], found["metrics"])
-    if not resume:
-        directory.refuse_unless_free()
-    use_compile_cache()
-    with _Loop(make_work(), directory) as loop, Interrupt() as interrupt:
-        return loop.run(resume, combine(callbacks), interrupt)
+    with RunLock(directory.path) as lock:
+        claim(directory, lock, config, resume, fresh)
+        use_compile_cache()
+        work = make_work()
+        if fresh:
+            move_aside(directory, lock)
+        with _Loop(work, directory) as loop, Interrupt() as interrupt:
+            return loop.run(resume, allow_changes, hooks, interrupt)
 
 
 class _Loop:
@@ -130,16 +136,16 @@ class _Loop:
     def __exit__(self, *_) -> None:
         self._store.close()
 
-    def run(self, resume: bool, hooks: Callback, interrupt: Interrupt) -> Result:
-        began, resumed = time.monotonic(), resume and self._resume()
-        self.directory.create(self.config, self.work.to_dict(), self.work.base.tokenizer)
+    def run(self, resume: bool, allow_changes: bool, hooks: Callback, interrupt: Interrupt) -> Result:
+        began, resumed = time.monotonic(), resume and self._resume(allow_changes)
+        self.directory.create(self.config, self.work.to_dict(), self.work.base.tokenizer, self.done)
         for title, rows in self.work.tables():
             print_table(title, rows)
         self._writer = make_writers(
             self.config.log.writers,
             self.directory.path,
             config_to_dict(self.config),
-            resume=self.done or None,
+            resume=self.done if resumed else None,
         )
         with Progress(self.work.total, self.done) as progress:
             self._progress = progress
@@ -239,14 +245,25 @@ class _Loop:
         self._saved = self.done
         hooks.on_save(self.done, self.directory.checkpoints / str(self.done))
 
-    def _resume(self) -> bool:
+    def _resume(self, allow_changes: bool) -> bool:
         if self.directory.newest_update() is None:
             return False
         state, host = self._store.restore(self.work.abstract_state())
+        check_changes(host["config"], self.config, host["update"], allow=allow_changes)
+        if not allow_changes:
+            self._check_same_text(host["plan"])
         self.work.restore(state, host["work"] | {"plan": host["plan"]})
         self.done = self._saved = host["update"]
         self.metrics = host["metrics"]
         return True
+
+    def _check_same_text(self, saved: Mapping[str, Any]) -> None:
+        mine = self.work.to_dict().get("text")
+        if "text" in saved and saved["text"] != mine:
+            raise ValueError(
+                f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
+                "its file and tokenizer, another run.dir, or --allow-changes to go on all the same"
+            )
 
     def _guard(self) -> SkipGuard:
         params = abstract_params(self.config, self.work.base.sizes)

@@ -20,7 +20,7 @@ from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
 from jaxfb.rl.loop import flat
-from jaxfb.rl.rows import Rows, Stream, count, cut, held_out_means
+from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.run_dir import RunDirectory
@@ -47,6 +47,7 @@ class SupervisedWork:
     def __post_init__(self):
         self._state: TrainState = None  # type: ignore[assignment]
         self._windows = self.plan.window
+        self._text = digest(self.stream.rows)
 
     @property
     def total(self) -> int:
@@ -59,7 +60,7 @@ class SupervisedWork:
         yield "run plan", self.plan.table()
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.plan.to_dict(), "seed": self.base.config.run.seed}
+        return {**self.plan.to_dict(), "seed": self.base.config.run.seed, "text": self._text}
 
     def start(self, say: Callable[[str], None]) -> None:
         self._state = self.step.init(self.base.starting_params(), self.base.config.run.seed)

@@ -58,6 +58,10 @@ class WindowReader:
         """Continues after the window whose `position` it is; ValueError if that was another text or order."""
         self._loader.restore(position)
 
+    def seek(self, consumed_rows: int) -> None:
+        """Continues at that row, whatever text and order a saved position was of."""
+        self._loader.seek(consumed_rows)
+
     def close(self) -> None:
         """Stops reading ahead."""
         self._loader.close()

@@ -29,7 +29,7 @@ class Log(Callback):
             self._config.log.writers,
             run.directory.path,
             config_to_dict(self._config),
-            resume=run.done or None,
+            resume=run.done if run.resumed else None,
         )
 
     def __enter__(self) -> Log:

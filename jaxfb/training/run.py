@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,13 +12,14 @@ import jax
 
 from jaxfb.batch_plan import BatchPlan, Window, explain_difference
 from jaxfb.checkpoint import CheckpointStore
-from jaxfb.config import config_to_dict
+from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.batches import HostBatch, WindowReader, place
+from jaxfb.training.changes import check_changes
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import Setup
+from jaxfb.training.setup import Setup, optimizer, run_plan
 
 
 class Run:
@@ -27,6 +30,7 @@ class Run:
     done:      global batches consumed, applied or skipped; also the name of a checkpoint.
     held_out:  the evaluation.
     metrics:   of the last evaluation.
+    resumed:   whether `done` and `state` are those of a checkpoint.
     """
 
     def __init__(self, setup: Setup, directory: RunDirectory, say: Callable[[str], None] = print):
@@ -42,7 +46,7 @@ class Run:
         self._saved: int | None = None
         self.held_out = HeldOut(setup)
         self.state: TrainState = None  # type: ignore[assignment]
-        self.done = 0
+        self.done, self.resumed = 0, False
         self.metrics: dict[str, float] = {}
         self.metrics_at: int | None = None
 
@@ -65,13 +69,16 @@ class Run:
             self.setup.init_params, self.setup.config.run.seed
         )
 
-    def resume(self) -> bool:
-        """The state and position of the newest checkpoint that can be read; False if there is none.
+    def resume(self, allow_changes: bool = False) -> bool:
+        """Restores state and position of the newest checkpoint that can be read; False if there is none.
 
-        The mesh and the cut into microbatches may differ from the saved run's, the rows of an update may not.
+        The mesh and the cut into microbatches may differ from the saved run's, the rows of an update may not. Every
+        key of the config that differs is printed.
 
+        Args:
+          allow_changes: accept a config that gives the saved parameters or rows another meaning.
         Raises:
-          ValueError: the checkpoint is of another model or optimizer, or would go on with other rows.
+          ValueError: the checkpoint is of another model, optimizer or seed, or would go on with other rows.
         """
         if self.directory.newest_update() is None:
             return False
@@ -79,9 +86,15 @@ class Run:
         abstract = self._step(setup.plan.train).abstract_state(setup.init_params)
         state, host = self._store.restore(abstract)
         self._check_same_rows(host)
-        self._reader.restore(host["data"])
+        check_changes(host["config"], setup.config, host["update"], allow=allow_changes, say=self.say)
+        if allow_changes:
+            self._reader.seek(host["data"]["consumed_rows"])
+        else:
+            self._reader.restore(host["data"])
         self.state, self.done, self._saved = state, host["update"], host["update"]
         self.metrics, self.metrics_at = host["metrics"], host["update"] if host["metrics"] else None
+        self.resumed = True
+        self._say_rate(host["config"])
         return True
 
     def windows(self) -> Iterator[Window]:
@@ -156,6 +169,23 @@ class Run:
             "plan": setup.plan.to_dict(),
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
         }
+
+    def _say_rate(self, saved: dict[str, Any]) -> None:
+        """Prints the learning rate of the next update where the saved config would have used another one.
+
+        A schedule that ends with the run, made longer, has a higher rate in the middle of it.
+        """
+        with contextlib.suppress(ValueError):  # of a config that this jaxfb no longer reads
+            new, old = self._next_rate(self.setup.config), self._next_rate(config_from_dict(saved))
+            if new != old:
+                self.say(f"learning rate of the next update: {new:.3g}, by the saved config {old:.3g}")
+
+    def _next_rate(self, config: Config) -> float:
+        """The learning rate that this config gives the next update; behind the end of its run the final one."""
+        plan = run_plan(config, dict(self.setup.plan.plans), self.rows_an_epoch)
+        count = self.state.samples if config.lr.unit == "samples" else self.state.step
+        with warnings.catch_warnings(action="ignore"):
+            return float(optimizer(config, plan).learning_rate(int(count)))
 
     def _check_same_rows(self, host: dict[str, Any]) -> None:
         plan, saved = self.setup.plan, host["plan"]

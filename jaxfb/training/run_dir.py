@@ -1,8 +1,10 @@
 """The directory of a run: what lies where, and whether a run may start, go on or is over.
 
 config.yaml plan.json tokenizer.json      what was asked for, resolved
+config.until-<update>.yaml                the config of before, where a run went on from that update with another
 metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
+.lock                                     while a run writes here (`jaxfb.training.run_lock`)
 """
 
 from __future__ import annotations
@@ -15,7 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxfb.checkpoint import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
+
+# Every file that a run writes or removes by name; none of them is taken from a directory that is not a run's.
+FILES = (
+    "config.yaml",
+    "plan.json",
+    "tokenizer.json",
+    "metrics.jsonl",
+    "summary.json",
+    "loss.png",
+    "sample.txt",
+)
 
 
 @dataclass(frozen=True)
@@ -53,32 +67,75 @@ class RunDirectory:
         return self.path / "sample.txt"
 
     def contents(self) -> list[str]:
-        """Names of what lies in it, directories with a slash."""
-        return sorted(p.name + "/" * p.is_dir() for p in self.path.iterdir())
+        """Names of what lies in it, directories with a slash; hidden files are left out."""
+        return sorted(p.name + "/" * p.is_dir() for p in self.path.iterdir() if p.name[0] != ".")
 
     def newest_update(self) -> int | None:
         """Of the checkpoints by name alone, without opening one."""
-        names = [p.name for p in self.checkpoints.iterdir()] if self.checkpoints.is_dir() else []
-        return max((int(name) for name in names if name.isdecimal()), default=None)
+        steps = map(step_of, self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
+        return max((step for step in steps if step is not None), default=None)
+
+    def is_run(self) -> bool:
+        """Whether a run wrote what is here."""
+        return self._config.is_file() and any(
+            (self.path / name).exists() for name in ("plan.json", "checkpoints")
+        )
 
     def finished(self, config: Config) -> dict[str, Any] | None:
         """The summary, if a run of this very config ended here."""
-        if not self.summary.is_file() or self.saved_config() != config_to_dict(config):
+        try:
+            if not self.summary.is_file() or self.saved_config() != _but_its_place(config):
+                return None
+            return json.loads(self.summary.read_text())
+        except (
+            OSError,
+            ValueError,
+        ):  # an impossible path is refused by `check`, a torn summary written again
             return None
-        return json.loads(self.summary.read_text())
 
     def saved_config(self) -> dict[str, Any] | None:
-        """The config of the run that lies here, or None if it cannot be read."""
+        """The config of the run that lies here, but for the directory, or None if it cannot be read."""
         try:
-            return config_to_dict(load_config(self.path))
+            return _but_its_place(load_config(self.path))
         except ValueError:
             return None
 
-    def refuse_unless_free(self) -> None:
-        """A new run does not write into one that has been saved.
+    def check(self) -> None:
+        """Refuses a path that no run can write into, before anything is read or computed.
 
         Raises:
-          ConfigError: it holds checkpoints.
+          ConfigError: it cannot be a directory, or what lies in it is not what a run puts there.
+        """
+        try:
+            nearest = next(path for path in (self.path, *self.path.absolute().parents) if _exists(path))
+        except (OSError, ValueError) as error:
+            reason = getattr(error, "strerror", None) or str(error)
+            raise ConfigError(f"[run] dir={_short(self.path)} is no path: {reason}; use runs/NAME") from None
+        if not nearest.is_dir():
+            raise ConfigError(f"[run] dir={self.path}: {nearest} is not a directory; choose another run.dir")
+        if not os.access(nearest, os.W_OK | os.X_OK):
+            raise ConfigError(
+                f"[run] dir={self.path}: {nearest} cannot be written to; choose another run.dir"
+            )
+        self._check_kinds()
+
+    def _check_kinds(self) -> None:
+        for path in map(self.path.joinpath, FILES):
+            if path.is_dir():
+                raise ConfigError(f"[run] {path} is a directory, a run writes a file there; move it away")
+        if not self.checkpoints.exists():
+            return
+        if not self.checkpoints.is_dir():
+            raise ConfigError(f"[run] {self.checkpoints} is not a directory; move it away")
+        for path in self.checkpoints.iterdir():
+            if path.name.isdecimal() and step_of(path) is None:
+                raise ConfigError(f"[run] {path} is named as a checkpoint but is none; move it away")
+
+    def refuse_unless_free(self) -> None:
+        """A new run writes neither into one that has been saved, nor over files that no run has written.
+
+        Raises:
+          ConfigError: it holds checkpoints, or such files.
         """
         newest = self.newest_update()
         if newest is not None:
@@ -86,10 +143,29 @@ class RunDirectory:
                 f"[run] dir={self.path} holds a run saved at update {newest}; go on with --resume, start "
                 "over with --fresh (the old one is moved aside), or choose another run.dir"
             )
+        foreign = [name for name in FILES if (self.path / name).exists()]
+        if foreign == ["config.yaml"] and self.saved_config():
+            return  # a config that was put there by hand, for the run to be
+        if foreign and not self.is_run():
+            raise ConfigError(
+                f"[run] dir={self.path} is not a run's, and its {', '.join(foreign)} would be overwritten; choose "
+                "another run.dir"
+            )
+
+    def refuse_unless_run(self) -> None:
+        """Only a run is moved aside.
+
+        Raises:
+          ConfigError: it holds something else.
+        """
+        if self.path.exists() and any(p.name != ".lock" for p in self.path.iterdir()) and not self.is_run():
+            raise ConfigError(
+                f"[run] dir={self.path} is not a run's, so --fresh does not move it aside; choose another run.dir"
+            )
 
     def move_aside(self) -> Path | None:
         """Renames what is here to a free name beside it; returns that, or None if there was nothing."""
-        if not self.path.exists():
+        if not self.is_run():
             return None
         number = 1
         while (target := self.path.with_name(f"{self.path.name}.old{number}")).exists():
@@ -97,14 +173,27 @@ class RunDirectory:
         self.path.rename(target)
         return target
 
-    def create(self, config: Config, plan: dict[str, Any], tokenizer: Any) -> None:
-        """Makes the directory and writes what is known at the start; a summary of before is removed."""
+    def create(self, config: Config, plan: dict[str, Any], tokenizer: Any, update: int = 0) -> None:
+        """Makes the directory and writes what is known at the start; a summary of before is removed.
+
+        update: that the run starts from; another config that lies here is kept as config.until-<update>.yaml.
+        """
         self.path.mkdir(parents=True, exist_ok=True)
-        save_yaml(config, self.path / "config.yaml")
+        self._keep_config(config, update)
+        save_yaml(config, self._config)
         write_json(self.path / "plan.json", plan)
         if tokenizer is not None:
             tokenizer.save(self.tokenizer)
         self.summary.unlink(missing_ok=True)
+
+    def _keep_config(self, config: Config, update: int) -> None:
+        if not self._config.is_file() or self.saved_config() == _but_its_place(config):
+            return
+        kept, number = self.path / f"config.until-{update}.yaml", 1
+        while kept.exists():
+            number += 1
+            kept = self.path / f"config.until-{update}-{number}.yaml"
+        kept.write_bytes(self._config.read_bytes())
 
     def mark(self) -> str:
         """Leaves a file here and returns what is in it."""
@@ -127,6 +216,32 @@ class RunDirectory:
     @property
     def _marked(self) -> Path:
         return self.path / ".shared"
+
+    @property
+    def _config(self) -> Path:
+        return self.path / "config.yaml"
+
+
+def _but_its_place(config: Config) -> dict[str, Any]:
+    """The config as plain values, without `run.dir`: a run may be moved, and reached by more than one path."""
+    values = config_to_dict(config)
+    return {**values, "run": {**values["run"], "dir": None}}
+
+
+def _exists(path: Path) -> bool:
+    """As `Path.exists`, but it raises where the path itself is impossible."""
+    try:
+        os.stat(path)
+    except FileNotFoundError:
+        if path.is_symlink():
+            raise NotADirectoryError(0, "a symbolic link to nothing") from None
+        return False
+    return True
+
+
+def _short(path: Path) -> str:
+    text = repr(str(path))
+    return text if len(text) < 80 else text[:77] + "..."
 
 
 def write_json(path: Path, values: Any) -> None:

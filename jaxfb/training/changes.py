@@ -1,0 +1,108 @@
+"""What differs between the config of a saved run and the one that it is resumed with, and which of it may differ.
+
+The checkpoint itself refuses parameters of other shapes, and the data those of other rows (`Loader.restore`). This
+file is about what no shape shows: a model that reads the same parameters in another way.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from jaxfb.config import config_from_dict, config_to_dict
+
+FLAG = "--allow-changes"
+ABSENT = "(absent)"
+
+# Keys of `model` that say how it is computed or what its loss adds, but not what its parameters mean.
+FREE_OF_MODEL = (
+    *("attention", "context_attention", "sequence_parallel", "loss_chunk", "vocab_size"),
+    *("dropout", "label_smoothing", "z_loss", "mtp_weight"),
+    *("balance_coefficient", "batch_balance_coefficient", "batch_balance_layers"),
+    *("router_z_coefficient", "router_bias_rate"),
+)
+# A restored state has its random key already, so another seed would be printed and not be used.
+FIXED_KEYS = ("run.seed",)
+# Post-training: what the saved position, rollout or reference was made from.
+FIXED_SECTIONS = ("start", "task", "warm_start")
+# The rows themselves are compared, so that a file may be moved.
+FIXED_OF_ROWS = ("held_out_fraction", "template", "learn", "sequence_length", "truncate")
+
+Change = tuple[str, Any, Any]
+
+
+def check_changes(
+    saved: Mapping[str, Any],
+    config: Any,
+    update: int,
+    *,
+    allow: bool = False,
+    say: Callable[[str], None] = print,
+) -> None:
+    """Prints every key whose value is not the saved run's, and refuses those that change what was saved.
+
+    Args:
+      saved: the config of the checkpoint, as plain nested values.
+      config: the one to go on with.
+      update: of the checkpoint.
+      allow: go on with any change.
+    Raises:
+      ValueError: a changed key gives the saved parameters or rows another meaning, and `allow` is False.
+    """
+    changes = changes_between(saved, config)
+    if fixed := [change for change in changes if is_fixed(change[0])]:
+        if not allow:
+            raise ValueError(
+                f"[config] the run saved at update {update} has {_listed(fixed)}, which would give its parameters or "
+                f"its rows another meaning; use the saved values, another run.dir, or {FLAG} to go on all the same"
+            )
+    if changes:
+        lines = "".join(f"\n  {key}: {_text(old)} -> {_text(new)}" for key, old, new in changes)
+        say(f"changed since update {update}:{lines}")
+
+
+def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
+    """(key, saved value, new value) of every leaf that differs, in the order of the config."""
+    old, new = _flat(_with_defaults(saved)), _flat(config_to_dict(config))
+    return [
+        (key, old.get(key, ABSENT), new.get(key, ABSENT))
+        for key in {**new, **old}
+        if old.get(key, ABSENT) != new.get(key, ABSENT)
+    ]
+
+
+def is_fixed(key: str) -> bool:
+    """Whether another value of this key gives what is saved another meaning."""
+    section, _, name = key.partition(".")
+    if section == "model":
+        return name not in FREE_OF_MODEL
+    if section in ("conversations", "preferences"):
+        return name in FIXED_OF_ROWS
+    return key in FIXED_KEYS or section in FIXED_SECTIONS
+
+
+def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The saved values with those that a newer jaxfb has added, where it can still read them."""
+    try:
+        return config_to_dict(config_from_dict(saved))
+    except ValueError:
+        return saved
+
+
+def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
+    if not isinstance(values, Mapping) or not values:
+        return {prefix: values}
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
+    return found
+
+
+def _listed(changes: list[Change]) -> str:
+    return " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
+
+
+def _text(value: Any) -> str:
+    """As it would be written in the file."""
+    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

@@ -1,0 +1,187 @@
+"""One writer for each run directory: a lock that ends with the process that has it, however that process ends.
+
+The lock is `flock` on the file `.lock` in the directory, so it follows the directory when that is moved. The kernel
+releases it when the process ends, kill -9 included; a file that a dead process left behind locks nothing.
+
+Across hosts it is as good as the file system. NFS (version 4, or 3 with lockd) and most cluster file systems keep
+the lock on their server, so it counts for all hosts; of a host that vanishes the server keeps it until its lease
+ends (about 90 s for NFSv4). A file system that keeps locks apart on each host (Lustre mounted with localflock)
+protects against processes of the same host only. One without any locks gets a warning, and no protection.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import json
+import logging
+import os
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+from jaxfb.config import ConfigError
+from jaxfb.metrics import check_writers
+from jaxfb.training.run_dir import RunDirectory
+
+try:
+    import fcntl
+except ImportError:  # not a POSIX system
+    fcntl = None  # type: ignore[assignment]
+
+log = logging.getLogger(__name__)
+TRIES = 100
+TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
+
+
+class RunLock:
+    """The right to write into one run directory; used as a context, which releases it at its end.
+
+    Nothing is taken before `acquire`. The directory is made if it is missing, and removed again at the end if it is
+    still empty, so that a run that is refused leaves nothing behind.
+    """
+
+    def __init__(self, directory: Path):
+        self._directory = directory
+        self._file: int | None = None
+        self._made: list[Path] = []
+
+    def __enter__(self) -> RunLock:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.release()
+
+    @property
+    def path(self) -> Path:
+        return self._directory / ".lock"
+
+    def acquire(self) -> None:
+        """Takes the lock, or refuses at once.
+
+        Raises:
+          ConfigError: another process has it, or nothing can be written there.
+        """
+        try:
+            self._file = self._locked()
+        except OSError as error:
+            self._unmake()
+            raise ConfigError(
+                f"[run] dir={self._directory} cannot be written to: {error.strerror}; choose another run.dir"
+            ) from None
+        except ConfigError:
+            self._unmake()
+            raise
+
+    def release(self) -> None:
+        """Gives the lock back and removes its file; nothing happens where it is not taken."""
+        file, self._file = self._file, None
+        if file is not None:
+            # removed while it is locked: whoever opened it before finds out that it is gone, see `_locked`
+            with contextlib.suppress(OSError):
+                self.path.unlink()
+            os.close(file)
+        self._unmake()
+
+    def move_with(self, target: Path) -> None:
+        """The locked directory was renamed to `target`: locks a new one in its old place, then lets go of `target`."""
+        moved, fresh = RunLock(target), RunLock(self._directory)
+        moved._file, self._file = self._file, None
+        with moved:
+            fresh.acquire()
+        self._file, self._made = fresh._file, fresh._made
+
+    def _locked(self) -> int | None:
+        """An open file that is locked and still lies in the directory; None where the file system has no locks."""
+        for _ in range(TRIES):
+            self._made = [*_make(self._directory), *self._made]
+            try:
+                file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+            except FileNotFoundError:  # its last user has just removed the directory that it had made
+                continue
+            try:
+                if not self._lock(file):
+                    self.path.unlink()
+                    os.close(file)
+                    return None
+                if self._is_current(file):
+                    os.ftruncate(file, 0)
+                    os.write(file, json.dumps(_holder()).encode())
+                    return file
+            except BaseException:
+                os.close(file)
+                raise
+            os.close(file)  # the process that had it removed it between our opening and locking
+        raise FileNotFoundError(errno.ENOENT, "the lock file keeps vanishing")
+
+    def _lock(self, file: int) -> bool:
+        if fcntl is None:
+            return False
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            if error.errno in TAKEN:
+                raise ConfigError(self._in_use(file)) from None
+            log.warning(
+                "[run] dir=%s is on a file system without locks (%s): make sure that no second run writes there",
+                self._directory,
+                error.strerror,
+            )
+            return False
+        return True
+
+    def _is_current(self, file: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(file), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
+    def _in_use(self, file: int) -> str:
+        who = "another process"
+        with contextlib.suppress(ValueError, KeyError, TypeError):
+            known = json.loads(os.read(file, 4096))
+            who = f"process {known['process']} on {known['host']}, started at {known['since']}"
+        return (
+            f"[run] dir={self._directory} is in use by {who}; wait until it ends, stop it, or choose another "
+            "run.dir"
+        )
+
+    def _unmake(self) -> None:
+        made, self._made = self._made, []
+        with contextlib.suppress(OSError):
+            for directory in dict.fromkeys(made):
+                directory.rmdir()
+
+
+def claim(directory: RunDirectory, lock: RunLock, config: Any, resume: bool, fresh: bool) -> None:
+    """Makes this the only run that writes there, or refuses; nothing that lies there is changed yet.
+
+    Raises:
+      ValueError: the directory is impossible, in use, or holds what would be overwritten; a writer is missing.
+    """
+    check_writers(config.log.writers)
+    directory.check()
+    lock.acquire()
+    if fresh:
+        directory.refuse_unless_run()
+    elif not resume:
+        directory.refuse_unless_free()
+
+
+def move_aside(directory: RunDirectory, lock: RunLock) -> None:
+    """Moves the run that lies there aside; the lock stays on its place, which is free then."""
+    if target := directory.move_aside():
+        lock.move_with(target)
+
+
+def _make(directory: Path) -> list[Path]:
+    """The directories that had to be made, the innermost first."""
+    missing = [path for path in (directory, *directory.parents) if not path.exists()]
+    directory.mkdir(parents=True, exist_ok=True)
+    return missing
+
+
+def _holder() -> dict[str, object]:
+    since = time.strftime("%Y-%m-%d %H:%M:%S")
+    return {"process": os.getpid(), "host": socket.gethostname(), "since": since}

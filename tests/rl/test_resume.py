@@ -1,0 +1,86 @@
+"""Post-training goes on from its first checkpoint without losing what was written, and refuses another meaning."""
+
+import json
+import os
+import shutil
+import signal
+from pathlib import Path
+
+import pytest
+import yaml
+
+from jaxfb import load_config, post_train
+from jaxfb.callbacks import callback
+from jaxfb.cli import main
+from jaxfb.metrics import read_jsonl
+from jaxfb.training.run_lock import RunLock
+
+CONFIG = {
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
+    "start": {"tokenizer": "bytes"},
+    "batch": {"rows": 4, "updates": 2},
+    "lr": {"name": "constant"},
+    "optimizer": {"learning_rate": 0.01},
+    "mesh": {"data": 1},
+    "plans": {"train": {"rows_per_microbatch": 4}, "eval": {"rows_per_microbatch": 4}},
+}
+
+
+def conversations(path, numbers):
+    lines = [
+        {"messages": [{"role": "user", "content": f"{k} + 1"}, {"role": "assistant", "content": str(k + 1)}]}
+        for k in numbers
+    ]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A run that was stopped before its first update, with the evaluation of its start saved; its config."""
+    directory = tmp_path_factory.mktemp("sft")
+    conversations(directory / "data.jsonl", range(20))
+    section = {"path": "data.jsonl", "held_out_fraction": 0.2, "sequence_length": 48, "template": "plain"}
+    section["path"] = str(directory / "data.jsonl")
+    values = {**CONFIG, "conversations": section, "run": {"dir": str(directory / "run")}}
+    (directory / "sft.yaml").write_text(yaml.safe_dump(values))
+    stop = callback(on_save=lambda step, path: os.kill(os.getpid(), signal.SIGINT))
+    assert post_train(load_config(directory / "sft.yaml"), callbacks=[stop]).updates == 0
+    return directory
+
+
+@pytest.fixture
+def stopped(template, tmp_path):
+    return Path(shutil.copytree(template / "run", tmp_path / "run"))
+
+
+def test_resumed_at_checkpoint_0_it_keeps_the_record_of_the_start(stopped):
+    (start,) = read_jsonl(stopped / "metrics.jsonl")
+    assert start["step"] == 0 and start["eval/loss"] > 0
+    assert main(["sft", str(stopped), "--resume"]) == 0
+    records = read_jsonl(stopped / "metrics.jsonl")
+    assert records[0] == start
+    assert [record["step"] for record in records if "loss" in record] == [1, 2]
+
+
+def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tmp_path, capsys):
+    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+    conversations(tmp_path / "other.jsonl", range(20, 40))
+    moved = shutil.copy(template / "data.jsonl", tmp_path / "moved.jsonl")
+    cases = {
+        "model.rope_theta=2.0": "model.rope_theta=10000.0 (now 2.0)",
+        "conversations.learn=last": "conversations.learn=assistant (now last)",
+        "run.seed=3": "run.seed=0 (now 3)",
+        f"conversations.path={tmp_path / 'other.jsonl'}": "trained on other rows",
+    }
+    for override, sentence in cases.items():
+        assert main(["sft", str(stopped), "--resume", override]) == 2
+        said = capsys.readouterr().err
+        assert sentence in said and len(said.splitlines()) == 1, said
+        assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+    with RunLock(stopped) as lock:
+        lock.acquire()
+        assert main(["sft", str(stopped), "--resume"]) == 2
+        assert "is in use by process" in capsys.readouterr().err
+    assert main(["sft", str(stopped), "--resume", f"conversations.path={moved}", "batch.updates=1"]) == 0
+    assert "batch.updates: 2 -> 1" in capsys.readouterr().out
+    assert (stopped / "config.until-0.yaml").is_file()

@@ -1,0 +1,267 @@
+"""Who may write into a run directory, what a resumed run may change, and that a refusal leaves every file alone."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tiny import write_tiny
+
+from jaxfb import trainer
+from jaxfb.callbacks import callback
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.metrics import read_jsonl
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.run_lock import RunLock
+
+SHORT = {"run": {"updates": 4}, "lr": {"name": "constant"}, "eval": {"every": None, "prompt": ""}}
+HOLD = """
+import sys, time
+from pathlib import Path
+from jaxfb.training.run_lock import RunLock
+with RunLock(Path(sys.argv[1])) as lock:
+    lock.acquire()
+    print("locked", flush=True)
+    time.sleep(600)
+"""
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory):
+    """A run that was stopped after 2 of its 4 updates."""
+    directory = tmp_path_factory.mktemp("stopped")
+    path = write_tiny(directory, **SHORT, checkpoint={"every": 2})
+    stop = callback(on_save=lambda step, directory: os.kill(os.getpid(), signal.SIGINT))
+    assert trainer.train(load_config(path), callbacks=[stop]).updates == 2
+    return path
+
+
+@pytest.fixture
+def stopped(template, tmp_path):
+    """The run that was stopped, elsewhere; its directory."""
+    return Path(shutil.copytree(template.parent / "run", tmp_path / "run"))
+
+
+def files(directory):
+    return {
+        str(path.relative_to(directory)): (path.stat().st_mtime_ns, path.read_bytes())
+        for path in directory.rglob("*")
+        if path.is_file()
+    }
+
+
+def refused(capsys, *arguments):
+    """The one sentence of a command that is refused."""
+    assert main(["train", *map(str, arguments)]) == 2
+    (sentence,) = capsys.readouterr().err.splitlines()
+    return sentence
+
+
+@pytest.mark.parametrize(
+    "override, sentence",
+    [
+        ("model.rope_theta=2.0", "has model.rope_theta=10000.0 (now 2.0), which would give its parameters"),
+        ("model.norm_eps=0.1", "has model.norm_eps=1e-05 (now 0.1)"),
+        ("run.seed=1", "has run.seed=0 (now 1)"),
+        ("data.seed=1", "belongs to rows with seed=0, these have seed=1"),
+        ("batch.rows=4", "resuming would train other rows"),
+        ("model.hidden_size=32", "does not fit this run"),
+        ("log.writers=[wandb, tensorboard]", "needs the package"),
+    ],
+)
+def test_a_refused_resume_changes_no_file(stopped, capsys, monkeypatch, override, sentence):
+    for package in ("wandb", "tensorboardX"):
+        monkeypatch.setitem(sys.modules, package, None)
+    before = files(stopped)
+    assert main(["train", str(stopped), "--resume", override]) == 2
+    assert sentence in capsys.readouterr().err
+    assert files(stopped) == before
+
+
+def test_other_head_counts_of_equal_shapes_are_refused(template, tmp_path, capsys):
+    """Two heads of 8 and one of 16 have the same projections."""
+    run = Path(shutil.copytree(template.parent / "run", tmp_path / "run"))
+    one_head = ["model.num_heads=1", "model.num_kv_heads=1", "model.head_size=16"]
+    assert main(["train", str(run), "--resume", *one_head]) == 2
+    said = capsys.readouterr().err
+    assert "model.num_heads=2 (now 1)" in said and "model.head_size=8 (now 16)" in said
+
+
+def test_what_may_change_is_printed_and_the_old_config_is_kept(stopped, capsys):
+    was = yaml.safe_load((stopped / "config.yaml").read_text())
+    changes = ["optimizer.learning_rate=0.005", "lr.name=cosine", "run.updates=5"]
+    assert main(["train", str(stopped), "--resume", *changes]) == 0
+    said = capsys.readouterr().out
+    assert "changed since update 2:" in said
+    for line in (
+        "optimizer.learning_rate: 0.01 -> 0.005",
+        "lr.name: constant -> cosine",
+        "run.updates: 4 -> 5",
+    ):
+        assert f"\n  {line}\n" in said
+    assert "learning rate of the next update: " in said and "by the saved config 0.01" in said
+    assert yaml.safe_load((stopped / "config.until-2.yaml").read_text()) == was
+    assert yaml.safe_load((stopped / "config.yaml").read_text())["run"]["updates"] == 5
+    assert [record["step"] for record in read_jsonl(stopped / "metrics.jsonl") if "loss" in record] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+
+
+def test_other_meaning_is_accepted_where_it_is_asked_for(stopped, capsys):
+    assert (
+        main(["train", str(stopped), "--resume", "--allow-changes", "model.rope_theta=2.0", "data.seed=7"])
+        == 0
+    )
+    said = capsys.readouterr().out
+    assert "model.rope_theta: 10000.0 -> 2.0" in said and "data.seed: 0 -> 7" in said
+
+
+def test_a_moved_run_goes_on_where_it_lies(template, stopped, capsys):
+    before = files(template.parent / "run")
+    assert main(["train", str(stopped), "--resume"]) == 0
+    assert f"resuming {stopped} after update 2 of 4" in capsys.readouterr().out
+    assert RunDirectory(stopped).newest_update() == 4
+    assert load_config(stopped).run.dir == str(stopped)
+    assert files(template.parent / "run") == before
+    assert main(["train", str(stopped)]) == 0  # finished, and known to be by its new name
+    assert f"{stopped} is finished: 4 updates" in capsys.readouterr().out
+
+
+def test_one_run_writes_at_a_time(stopped, tmp_path, capsys):
+    before = files(stopped)
+    with RunLock(stopped) as first:
+        first.acquire()
+        for how in (["--resume"], ["--fresh"], []):
+            said = refused(capsys, stopped, *how)
+            assert f"[run] dir={stopped} is in use by process {os.getpid()} on " in said, said
+    assert files(stopped) == before
+    with RunLock(stopped) as again:
+        again.acquire()
+    assert not (stopped / ".lock").exists()
+
+
+@pytest.mark.processes
+def test_the_lock_ends_with_its_process(tmp_path):
+    run = tmp_path / "run"
+    child = subprocess.Popen([sys.executable, "-c", HOLD, str(run)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert child.stdout.readline() == "locked\n"
+        with RunLock(run) as lock, pytest.raises(ValueError, match=f"in use by process {child.pid} on "):
+            lock.acquire()
+    finally:
+        child.kill()
+        child.wait()
+        child.stdout.close()
+    assert (run / ".lock").exists()
+    with RunLock(run) as lock:
+        lock.acquire()
+
+
+def test_a_lock_that_was_removed_while_somebody_waited_is_none(tmp_path, monkeypatch):
+    """B opens the file, A removes it and ends, B locks what is no longer there: B must begin again."""
+    first, second = RunLock(tmp_path / "run"), RunLock(tmp_path / "run")
+    first.acquire()
+    lock, tries = RunLock._lock, []
+
+    def late(self, file):
+        tries.append(file)
+        if len(tries) == 1:
+            first.release()
+        return lock(self, file)
+
+    monkeypatch.setattr(RunLock, "_lock", late)
+    second.acquire()
+    assert len(tries) == 2 and second._is_current(second._file)
+    second.release()
+    assert not (tmp_path / "run").exists()
+
+
+def test_fresh_moves_runs_and_nothing_else(stopped, tmp_path, capsys):
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    (photos / "holiday.jpg").write_bytes(b"\xff\xd8")
+    assert "is not a run's, so --fresh does not move it aside" in refused(
+        capsys, stopped, "--fresh", f"run.dir={photos}"
+    )
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "run"]
+    before = files(stopped)
+    for impossible in ("data.sequence_length=1", "data.max_bytes=1", "mesh.tp=3", "batch.rows=9"):
+        refused(capsys, stopped, "--fresh", impossible)
+        assert files(stopped) == before
+    assert main(["train", str(stopped), "--fresh", "run.updates=3"]) == 0
+    assert {name: content for name, (_, content) in files(tmp_path / "run.old1").items()} == {
+        name: content for name, (_, content) in before.items()
+    }
+
+
+def test_files_of_others_are_not_overwritten(stopped, tmp_path, capsys):
+    mine = tmp_path / "mine"
+    mine.mkdir()
+    (mine / "tokenizer.json").write_text("{}")
+    assert "its tokenizer.json would be overwritten" in refused(capsys, stopped, f"run.dir={mine}")
+    assert files(mine).keys() == {"tokenizer.json"}
+
+
+def test_impossible_directories_are_refused_in_a_sentence(stopped, tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    (tmp_path / "dangling").symlink_to(tmp_path / "gone")
+    cases = {
+        tmp_path / "file": "is not a directory",
+        tmp_path / "file" / "deeper": "Not a directory",
+        "/dev/null": "/dev/null is not a directory",
+        tmp_path / "loop": "Too many levels of symbolic links",
+        tmp_path / "dangling": "a symbolic link to nothing",
+        tmp_path / ("x" * 300): "File name too long",
+        "": "must not be empty",
+        "a\0b": "null",
+    }
+    for directory, reason in cases.items():
+        said = refused(capsys, stopped, f"run.dir={json.dumps(str(directory))}")
+        assert reason in said and len(said) < 400, said
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "loop", "run"]
+
+
+def test_strange_things_among_the_checkpoints(stopped, capsys):
+    checkpoints = stopped / "checkpoints"
+    for name in ("notes.txt", "tmp"):
+        (checkpoints / name).mkdir()
+    assert RunDirectory(stopped).newest_update() == 2
+    for name in ("063", "٣", "9"):
+        (checkpoints / name).write_text("x")
+        said = refused(capsys, stopped, "--resume")
+        assert f"{checkpoints / name} is named as a checkpoint but is none; move it away" in said
+        (checkpoints / name).unlink()
+    (stopped / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 5.0}\n{"step": 2, "lo\xff": 1.0}\n')
+    assert main(["train", str(stopped), "--resume"]) == 0
+    assert [record["step"] for record in read_jsonl(stopped / "metrics.jsonl") if "loss" in record] == [
+        1,
+        3,
+        4,
+    ]
+
+
+def test_metrics_that_are_a_directory_are_refused(stopped, capsys):
+    (stopped / "metrics.jsonl").unlink()
+    (stopped / "metrics.jsonl").mkdir()
+    assert "metrics.jsonl is a directory, a run writes a file there" in refused(capsys, stopped, "--resume")
+
+
+def test_a_seed_that_would_wrap_around_is_refused():
+    quickstart = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+    assert load_config(quickstart, [f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
+    for section in ("run.seed", "data.seed"):
+        with pytest.raises(ValueError, match="seed"):
+            load_config(quickstart, [f"{section}=-1"])
+    with pytest.raises(ValueError, match=r"\[run\] seed=4294967296 must lie in \[0, 2\*\*32\); use 0"):
+        load_config(quickstart, [f"run.seed={2**32}"])
