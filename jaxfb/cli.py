@@ -206,9 +206,14 @@ def _add_bench(verbs) -> None:
 
 
 def _add_show(verbs) -> None:
-    show = _verb(verbs, "config", _config, "show every key of a config, after overrides")
-    show.add_argument("action", choices=("show",))
-    _add_config(show)
+    show = _verb(
+        verbs, "config", _config, "show every key of a config after overrides, or describe every key there is"
+    )
+    show.add_argument(
+        "action", choices=("show", "reference"), help="reference: what every key means, in Markdown"
+    )
+    show.add_argument("config", nargs="?", metavar="CONFIG", help="of show: a config, or a run directory")
+    show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
 def _add_config(verb: argparse.ArgumentParser, text: str = "a YAML file or a run's directory") -> None:
@@ -408,9 +413,16 @@ def _bench(options) -> int:
 
 
 def _config(options) -> None:
-    from jaxfb.config import load_config, table
+    if options.action == "reference":
+        from jaxfb.config.reference import reference
+
+        print(reference(), end="")
+        return
+    from jaxfb.config import ConfigError, load_config, table
     from jaxfb.display import print_table
 
+    if options.config is None:
+        raise ConfigError("[config] show needs a config, such as quickstart")
     print_table(options.config, table(load_config(options.config, options.overrides)))
 
 

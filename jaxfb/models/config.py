@@ -19,9 +19,15 @@ CONTEXT_ATTENTION = ("ring", "all_gather", "all_to_all")
 class TransformerConfig:
     """A decoder-only transformer: RMSNorm, RoPE, grouped-query attention, SwiGLU (Llama, Qwen2, Qwen3).
 
-    Sizes left at None are derived: `mlp_size` = 8/3 hidden_size rounded up to a multiple of 64,
-    `num_kv_heads` = num_heads, `head_size` = hidden_size / num_heads.
-
+    vocab_size:      rows of the embedding, and numbers that the head gives a token.
+    num_layers:      layers of attention and MLP.
+    hidden_size:     numbers of a token between layers.
+    num_heads:       query heads of attention.
+    mlp_size:        width of the MLP; None is 8/3 hidden_size, rounded up to a multiple of 64.
+    num_kv_heads:    key and value heads, which divide the query heads into groups; None is num_heads.
+    head_size:       numbers of one head; None is hidden_size / num_heads.
+    rope_theta:      base of the rotary positions' wavelengths.
+    norm_eps:        added to the mean square in every RMSNorm.
     tied_embeddings: the head is the transposed embedding.
     rope_scaling:    a `jaxfb.models.rope_scaling.RopeScaling` for longer sequences (Llama 3.1, yarn); None: none.
     qkv_bias:        biases on the query, key and value projections (Qwen2).
@@ -41,7 +47,7 @@ class TransformerConfig:
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
 
-    A mixture of experts in every layer, in place of the MLP (Mixtral, DeepSeek), where num_experts is not 0:
+    num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. The keys below are theirs.
     experts_per_token:    how many of them each token goes to.
     expert_mlp_size:      width of one expert; `mlp_size` if None.
     shared_expert_size:   width of an expert that every token goes to as well; 0 for none.
