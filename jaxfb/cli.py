@@ -212,6 +212,7 @@ def _add_show(verbs) -> None:
     show.add_argument(
         "action", choices=("show", "reference"), help="reference: what every key means, in Markdown"
     )
+    show.set_defaults(refuse=show.error)
     show.add_argument("config", nargs="?", metavar="CONFIG", help="of show: a config, or a run directory")
     show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
@@ -418,11 +419,11 @@ def _config(options) -> None:
 
         print(reference(), end="")
         return
-    from jaxfb.config import ConfigError, load_config, table
+    from jaxfb.config import load_config, table
     from jaxfb.display import print_table
 
     if options.config is None:
-        raise ConfigError("[config] show needs a config, such as quickstart")
+        options.refuse("show needs a CONFIG, such as quickstart")
     print_table(options.config, table(load_config(options.config, options.overrides)))
 
 

@@ -47,7 +47,7 @@ class TransformerConfig:
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
 
-    num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. The keys below are theirs.
+    num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. Of them:
     experts_per_token:    how many of them each token goes to.
     expert_mlp_size:      width of one expert; `mlp_size` if None.
     shared_expert_size:   width of an expert that every token goes to as well; 0 for none.
