@@ -10,11 +10,13 @@ import dataclasses
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from jaxfb.batch_plan.balance import cost_of, karmarkar_karp
 from jaxfb.batch_plan.budget import shape_for
 from jaxfb.batch_plan.plan import BatchPlan
-from jaxfb.batch_plan.refusal import PlanError
+from jaxfb.batch_plan.refusal import PlanError, not_negative
+from jaxfb.refusal import shown
 
 Bins = list[list[int]]
 
@@ -49,8 +51,11 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
     Raises:
       PlanError: the plan has no budget, its rows are not as many, or a row is longer than sequence_length.
     """
-    lengths = [int(length) for length in lengths]
-    _check_lengths(plan, lengths)
+    if not isinstance(plan, BatchPlan):
+        raise PlanError(
+            f"[arrange] plan must be a BatchPlan with max_tokens_per_microbatch, got {shown(plan)}"
+        )
+    lengths = _checked_lengths(plan, lengths)
     width = plan.widths[bisect_left(plan.widths, max(lengths))]
     bins = _pack(lengths, width) if plan.packing else [[row] for row in range(plan.rows)]
     _, per_replica, count = shape_for(plan, width, len(bins))
@@ -110,19 +115,28 @@ def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: in
     return ordered
 
 
-def _check_lengths(plan: BatchPlan, lengths: Sequence[int]) -> None:
+def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
+    """`lengths` as ints, one for each row of a plan by tokens."""
     if not plan.by_tokens:
         raise PlanError(
             f'plan "{plan.purpose}" has no max_tokens_per_microbatch; only a token budget asks for lengths'
         )
-    plan.check_rows(len(lengths))
+    lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
+    if not isinstance(lengths, list | tuple | range):
+        raise PlanError(
+            f"[{plan.purpose}] lengths must be a list of ints, one for each row, got {shown(lengths)}"
+        )
+    if len(lengths) != plan.rows:
+        raise PlanError(f'plan "{plan.purpose}" covers {plan.rows} rows, batch has {len(lengths)} lengths')
+    lengths = [not_negative(plan.purpose, "each of lengths", length) for length in lengths]
     for row, length in enumerate(lengths):
-        if not 0 <= length <= plan.widths[-1]:
+        if length > plan.widths[-1]:
             raise PlanError(
-                f"[{plan.purpose}] row {row} has {length} tokens, above sequence_length {plan.sequence_length} "
-                f"(widest array row {plan.widths[-1]}); cut it, or raise sequence_length and "
+                f"[{plan.purpose}] lengths: row {row} has {length} tokens, above sequence_length "
+                f"{plan.sequence_length} (widest array row {plan.widths[-1]}); cut it, or raise sequence_length and "
                 "max_tokens_per_microbatch"
             )
+    return lengths
 
 
 def _check_made(made: Arrangement, plan: BatchPlan) -> None:

@@ -5,9 +5,10 @@ Part of the batch-plan step; `BatchPlan` calls it at construction, `arrangement.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
-from jaxfb.batch_plan.refusal import PlanError, positive_int
+from jaxfb.batch_plan.refusal import PlanError
 
 BUDGET = ("sequence_length", "widths", "packing")
 GRAINS = 4  # rows_per_microbatch is rounded up to quarters of the most that fit: few programs, little padding
@@ -52,8 +53,18 @@ def shape_for(plan: Any, width: int, num_rows: int) -> tuple[int, int, int]:
 
 def shapes(plan: Any) -> tuple[tuple[int, int, int], ...]:
     """All that can occur: any width, and any number of array rows (without packing, that of the rows)."""
-    counts = range(1, plan.rows + 1) if plan.packing else (plan.rows,)
-    return tuple(dict.fromkeys(shape_for(plan, width, count) for width in plan.widths for count in counts))
+    if not plan.packing:
+        return tuple(dict.fromkeys(shape_for(plan, width, plan.rows) for width in plan.widths))
+    return tuple(dict.fromkeys(shape for width in plan.widths for shape in _packed_shapes(plan, width)))
+
+
+def _packed_shapes(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
+    """The shapes of 1, 2, ... plan.rows array rows, without looking at each number: a full shape is left at once."""
+    num_rows = 1
+    while num_rows <= plan.rows:
+        shape = shape_for(plan, width, num_rows)
+        yield shape
+        num_rows = plan.data_parallel * shape[1] * shape[2] + 1
 
 
 def _widths(plan: Any) -> tuple[int, ...]:
@@ -61,10 +72,12 @@ def _widths(plan: Any) -> tuple[int, ...]:
     if plan.widths is None:
         quarter = -(-length // QUARTERS)
         return tuple(dict.fromkeys(min(length, quarter * k) for k in range(1, QUARTERS + 1)))
-    widths = tuple(positive_int(plan.purpose, "widths", width) for width in plan.widths)
-    if not widths or list(widths) != sorted(set(widths)) or widths[-1] < length:
+    widths = plan.widths
+    if list(widths) != sorted(set(widths)) or widths[-1] < length:
+        legal = tuple(sorted({*(w for w in widths if w < length), length}))
         raise PlanError(
             f"[{plan.purpose}] widths={list(widths)} must rise to at least sequence_length={length}; "
-            f"use {sorted({*(w for w in widths if w < length), length})}"
+            f"use {list(legal)}",
+            [{"widths": legal, "max_tokens_per_microbatch": max(length, plan.max_tokens_per_microbatch)}],
         )
     return widths

@@ -12,11 +12,22 @@ import json
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import KW_ONLY, dataclass
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from jaxfb.batch_plan.budget import BUDGET, check_budget, shapes
 from jaxfb.batch_plan.fit import SIZES, misfit, solve
-from jaxfb.batch_plan.refusal import PlanError, around, offer, one_of, positive_int
+from jaxfb.batch_plan.refusal import (
+    PlanError,
+    around,
+    not_negative,
+    offer,
+    one_of,
+    positive_int,
+    positive_ints,
+    true_or_false,
+)
+from jaxfb.refusal import shown
 
 Purpose = Literal["train", "logprob_old", "logprob_ref", "value", "eval"]
 Remainder = Literal["error", "pad", "drop"]
@@ -87,6 +98,9 @@ class BatchPlan:
         for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of", "sequence_length"):
             if (value := getattr(self, name)) is not None or name in ("data_parallel", "multiple_of"):
                 object.__setattr__(self, name, positive_int(self.purpose, name, value))
+        true_or_false(self.purpose, "packing", self.packing)
+        if self.widths is not None:
+            object.__setattr__(self, "widths", positive_ints(self.purpose, "widths", self.widths))
         _check_given(self)
         object.__setattr__(self, "widths", check_budget(self))
         if self.by_tokens:
@@ -108,10 +122,7 @@ class BatchPlan:
     def rows_per_global_microbatch(self) -> int:
         """Rows of one microbatch over all replicas: dp * b."""
         if self.by_tokens:
-            raise PlanError(
-                f'plan "{self.purpose}" is cut by tokens: its microbatches follow from the lengths of the rows; '
-                "use arrange(plan, lengths).plan"
-            )
+            raise self._no_cut()
         return self.data_parallel * self.rows_per_microbatch
 
     @property
@@ -131,6 +142,10 @@ class BatchPlan:
 
     def rows_of(self, microbatch: int, replica: int) -> range:
         """The rows of the (padded) global batch that `replica` computes in `microbatch`."""
+        if self.by_tokens:
+            raise self._no_cut()
+        microbatch = not_negative(self.purpose, "microbatch", microbatch)
+        replica = not_negative(self.purpose, "replica", replica)
         if not (0 <= microbatch < self.num_microbatches and 0 <= replica < self.data_parallel):
             raise PlanError(
                 f"[{self.purpose}] no microbatch {microbatch} on replica {replica}: there are "
@@ -141,7 +156,10 @@ class BatchPlan:
 
     def replace(self, **changes: Any) -> BatchPlan:
         """A new plan with some arguments changed; what follows from them is derived again, `rows` stays."""
-        derived = "rows_per_microbatch" if changes.get("num_microbatches") else "num_microbatches"
+        names = [f.name for f in dataclasses.fields(self)]
+        for name in changes:
+            one_of(self.purpose, "argument", name, names)
+        derived = "num_microbatches" if changes.get("num_microbatches") is None else "rows_per_microbatch"
         return dataclasses.replace(self, **{derived: None, **changes})
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
@@ -167,6 +185,7 @@ class BatchPlan:
 
         Legal are `plan.rows` and, padded or dropped beforehand, `plan.padded_rows`.
         """
+        rows = not_negative(self.purpose, "rows", rows)
         if self.by_tokens and rows == self.rows:
             return 0
         if self.by_tokens or rows not in (self.rows, self.padded_rows):
@@ -177,7 +196,7 @@ class BatchPlan:
 
     def check_keys(self, names: Iterable[Any]) -> None:
         """Refuses batch keys that carry sizes: a size that travels with the data is one nobody checked."""
-        for name in map(str, names):
+        for name in filter(lambda name: isinstance(name, str), names):
             if _SIZE_KEY.search(name):
                 raise PlanError(f'batch["{name}"] is not data; sizes live in BatchPlan')
 
@@ -189,6 +208,12 @@ class BatchPlan:
     def fingerprint(self) -> str:
         """16 hex digits, equal for equal plans on any host, in any process, under any Python."""
         return fingerprint_of(self.to_dict())
+
+    def _no_cut(self) -> PlanError:
+        return PlanError(
+            f'plan "{self.purpose}" is cut by tokens: its microbatches follow from the lengths of the rows; '
+            "use arrange(plan, lengths).plan"
+        )
 
     def table(self) -> list[tuple[str, Any]]:
         """(name, value) of every given and derived number, in reading order."""
@@ -217,6 +242,24 @@ def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context:
             choices,
         )
     return devices // model
+
+
+def plans_by_purpose(who: str, plans: Any) -> Mapping[str, BatchPlan]:
+    """Returns a read-only copy of `plans`, each of which must stand under its own purpose."""
+    if not isinstance(plans, Mapping):
+        raise PlanError(
+            f'[{who}] plans must be {{purpose: BatchPlan}} with at least "train", got {shown(plans)}'
+        )
+    for purpose, plan in plans.items():
+        one_of(f"{who}.plans", "purpose", purpose, PURPOSES)
+        if not isinstance(plan, BatchPlan):
+            raise PlanError(
+                f'[{who}] plans["{purpose}"] must be a BatchPlan, got {shown(plan)}; leave it out'
+            )
+        plan.require(purpose, caller=f'[{who}] plans["{purpose}"]')
+    if "train" not in plans:
+        raise PlanError(f'[{who}.plans] needs a plan for "train", got {", ".join(plans) or "none"}')
+    return MappingProxyType(dict(plans))
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:

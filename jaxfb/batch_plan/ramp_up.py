@@ -6,15 +6,19 @@ Part of the batch-plan step, used by `RunPlan`. Both of Megatron-LM's forms are 
 
 from __future__ import annotations
 
+import re
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 
-from jaxfb.batch_plan.refusal import PlanError, nearest, offer, positive_int
+from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, nearest, not_negative, offer, positive_int, shown
 
+_MOST_STEPS = 10_000
 _SUFFIXES = {"K": 10**3, "M": 10**6, "B": 10**9, "T": 10**12}
+_COUNT = re.compile(r"([0-9]{1,20}(?:\.[0-9]{1,20})?)([KMBT]?)", re.IGNORECASE)
 _WHO = "ramp-up"
+_PAIRS = 'pairs such as "0:768 250B:1536"'
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class RampUp:
     steps: tuple[tuple[int, int], ...]
 
     def __post_init__(self) -> None:
+        if not isinstance(self.steps, list | tuple):
+            raise PlanError(
+                f"[{_WHO}] steps must be a list of (consumed rows, rows of an update), got {shown(self.steps)}"
+            )
         steps = tuple(sorted(_step(pair) for pair in self.steps))
         starts = [start for start, _ in steps]
         if not steps or starts[0] != 0:
-            got = f"starts at {starts[0]}" if steps else "is empty"
-            raise PlanError(f"[{_WHO}] the first step must start at 0 consumed rows, this one {got}")
+            got = f"starts at {starts[0]}" if steps else "is missing"
+            raise PlanError(f"[{_WHO}] the first of the steps must start at 0 consumed rows, it {got}")
         if len(set(starts)) < len(starts):
             raise PlanError(f"[{_WHO}] two steps start at the same number of consumed rows: {starts}")
         object.__setattr__(self, "steps", steps)
@@ -44,14 +52,23 @@ class RampUp:
         Thresholds are rows, or tokens where `sequence_length` is given (tokens // sequence_length rows).
         """
         per_row = 1 if sequence_length is None else positive_int(_WHO, "sequence_length", sequence_length)
-        pairs = [_parse_pair(pair, text) for pair in text.split()]
-        return cls(tuple((start // per_row, rows) for start, rows in pairs))
+        pairs = [_parse_pair(pair, text) for pair in text.split()] if isinstance(text, str) else []
+        if not pairs:
+            raise PlanError(f"[{_WHO}] text must be {_PAIRS}, got {shown(text)}")
+        steps = tuple((start // per_row, rows) for start, rows in pairs)
+        if len(dict(steps)) < len(dict(pairs)):
+            raise PlanError(
+                f"[{_WHO}] with sequence_length={per_row} tokens a row, two steps of {shown(text)} start at the same "
+                "row; move them apart, or leave sequence_length out where they count rows"
+            )
+        return cls(steps)
 
     @classmethod
     def linear(cls, start: int, increment: int, samples: int, rows: int) -> RampUp:
         """From `start` rows by equal steps of `increment` to `rows`, reached at `samples` consumed rows."""
-        values = {"start": start, "increment": increment, "samples": samples, "rows": rows}
-        start, increment, samples, rows = (positive_int(_WHO, name, value) for name, value in values.items())
+        values = {"start": start, "increment": increment, "rows": rows}
+        start, increment, rows = (positive_int(_WHO, name, value) for name, value in values.items())
+        samples = positive_int(_WHO, "samples", samples, MOST_ROWS)
         growth = rows - start
         if growth <= 0:
             raise PlanError(
@@ -61,17 +78,26 @@ class RampUp:
             legal = nearest(increment, growth, lambda value: growth % value == 0)
             choices = [{"increment": value} for value in legal]
             raise PlanError(
-                f"[{_WHO}] growth from {start} to {rows} rows = {growth} is not a multiple of "
+                f"[{_WHO}] with start={start}, growth from {start} to {rows} rows = {growth} is not a multiple of "
                 f"increment {increment}{offer(choices, 'increment')}",
                 choices,
             )
-        count = growth // increment
-        if samples < count:
+        steps = growth // increment
+        if samples < steps:
             raise PlanError(
-                f"[{_WHO}] {count} increments need samples of at least {count}, got {samples}",
-                [{"samples": count}],
+                f"[{_WHO}] {steps} increments from start={start} to rows={rows} need samples of at least {steps}, "
+                f"got {samples}",
+                [{"samples": steps}],
             )
-        return cls(tuple((-(-i * samples // count), start + i * increment) for i in range(count + 1)))
+        if steps > _MOST_STEPS:
+            legal = -(-growth // _MOST_STEPS)
+            legal = next(value for value in range(legal, growth + 1) if growth % value == 0)
+            raise PlanError(
+                f"[{_WHO}] increment {increment} makes {steps} steps from start={start} to rows={rows}, each compiled "
+                f"anew; use increment={legal}",
+                [{"increment": legal}],
+            )
+        return cls(tuple((-(-i * samples // steps), start + i * increment) for i in range(steps + 1)))
 
     @property
     def row_counts(self) -> tuple[int, ...]:
@@ -80,10 +106,12 @@ class RampUp:
 
     def rows_at(self, consumed_rows: int) -> int:
         """Rows of the update that starts when `consumed_rows` have been consumed."""
+        consumed_rows = not_negative(_WHO, "consumed_rows", consumed_rows)
         return self.steps[self._step_at(consumed_rows)][1]
 
     def next_change(self, consumed_rows: int) -> int | None:
         """The next threshold above `consumed_rows`; None after the last."""
+        consumed_rows = not_negative(_WHO, "consumed_rows", consumed_rows)
         following = self._step_at(consumed_rows) + 1
         return self.steps[following][0] if following < len(self.steps) else None
 
@@ -92,11 +120,14 @@ class RampUp:
 
 
 def _step(pair: Sequence[int]) -> tuple[int, int]:
-    if not isinstance(pair, Sequence) or len(pair) != 2:
-        raise PlanError(f"[{_WHO}] a step is (consumed rows, rows of an update), got {pair!r}")
+    if not isinstance(pair, list | tuple) or len(pair) != 2:
+        raise PlanError(
+            f"[{_WHO}] each of the steps is (consumed rows, rows of an update), got {shown(pair)}"
+        )
     start, rows = pair
-    is_zero = start == 0 and not isinstance(start, bool)
-    return 0 if is_zero else positive_int(_WHO, "a step's start", start), positive_int(_WHO, "rows", rows)
+    return not_negative(_WHO, "the start of one of the steps", start), positive_int(
+        _WHO, "rows of the steps", rows
+    )
 
 
 def _parse_pair(pair: str, text: str) -> tuple[int, int]:
@@ -105,17 +136,19 @@ def _parse_pair(pair: str, text: str) -> tuple[int, int]:
         if not colon:
             raise ValueError(pair)
         return _parse_count(start), _parse_count(rows)
-    except (ValueError, KeyError):
+    except ValueError:
         raise PlanError(
-            f'[{_WHO}] cannot read "{pair}" in "{text}"; write pairs such as "0:768 250B:1536"'
+            f"[{_WHO}] cannot read {shown(pair, 30)} in the text {shown(text, 50)}; write {_PAIRS}"
         ) from None
 
 
 def _parse_count(text: str) -> int:
     """ "250B" or "1.5M" as an int."""
-    scale = _SUFFIXES.get(text[-1:].upper(), 1)
-    value = Fraction(text[:-1] if scale > 1 else text) * scale
-    if value.denominator != 1 or value < 0:
+    match = _COUNT.fullmatch(text)
+    if match is None:
+        raise ValueError(text)
+    value = Fraction(match[1]) * _SUFFIXES.get(match[2].upper(), 1)
+    if value.denominator != 1:
         raise ValueError(text)
     return int(value)
 
@@ -124,4 +157,11 @@ def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
     """A RampUp from what a config holds: itself, None, a string of steps in rows, or a list of pairs."""
     if value is None or isinstance(value, RampUp):
         return value
-    return RampUp.parse(value) if isinstance(value, str) else RampUp(value)
+    if not isinstance(value, str | list | tuple):
+        raise PlanError(
+            f"[run] ramp_up must be a RampUp, a text of {_PAIRS}, or a list of steps, got {shown(value)}"
+        )
+    try:
+        return RampUp.parse(value) if isinstance(value, str) else RampUp(value)
+    except PlanError as error:
+        raise PlanError(f"[run] ramp_up: {error}", error.choices) from None

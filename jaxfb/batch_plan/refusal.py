@@ -6,43 +6,52 @@ Part of the batch-plan step. Every refusal is a ValueError raised before anythin
 from __future__ import annotations
 
 import difflib
-import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
-_SCAN_LIMIT = 100_000
+from jaxfb.refusal import INT32, Choice, Refused, boolean, integer, shown
 
-Choice = Mapping[str, Any]
+MOST_ROWS = 1 << 62
+"""The most rows, or tokens, of a whole run: sums of two still fit into 64 bits."""
+
+_SCAN_LIMIT = 20_000
 
 
-class PlanError(ValueError):
+class PlanError(Refused):
     """An impossible plan. `choices`: changes of arguments, each of which alone makes the same call legal."""
 
-    def __init__(self, message: str, choices: Iterable[Choice] = ()):
-        super().__init__(message)
-        self.choices = tuple(choices)
+
+def positive_int(who: str, name: str, value: Any, most: int = INT32) -> int:
+    """`value` as an int from 1 to `most`, numpy integers included; bools and floats are refused."""
+    return integer(name, value, who=f"[{who}]", most=most, error=PlanError)
 
 
-def positive_int(who: str, name: str, value: Any) -> int:
-    """`value` as an int, numpy integers included; bool, floats, zero and negatives are refused."""
-    try:
-        number = 0 if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = 0
-    if number < 1:
-        raise PlanError(f"[{who}] {name} must be a positive int, got {value!r}")
-    return number
+def positive_ints(who: str, name: str, values: Any) -> tuple[int, ...]:
+    """`values`, a list or a tuple, as a tuple of positive ints; an empty one is refused."""
+    if not isinstance(values, list | tuple | range) or not values:
+        raise PlanError(f"[{who}] {name} must be a list of positive ints, got {shown(values)}")
+    return tuple(positive_int(who, name, value) for value in values)
+
+
+def not_negative(who: str, name: str, value: Any) -> int:
+    """`value` as an int that is not negative, such as a position in a stream of rows."""
+    return integer(name, value, who=f"[{who}]", least=0, most=MOST_ROWS, error=PlanError)
+
+
+def true_or_false(who: str, name: str, value: Any) -> bool:
+    """`value` if it is a bool."""
+    return boolean(name, value, who=f"[{who}]", error=PlanError)
 
 
 def one_of(who: str, name: str, value: Any, allowed: Sequence[str]) -> None:
     """Refuses a word outside `allowed`, naming the closest one."""
     if isinstance(value, str) and value in allowed:
         return
-    close = difflib.get_close_matches(str(value), allowed, n=1)
+    close = difflib.get_close_matches(shown(value), allowed, n=1)
     hint = f'did you mean "{close[0]}"? It' if close else "it"
     raise PlanError(
-        f"[{who}] unknown {name} {value!r}; {hint} must be one of {', '.join(allowed)}",
-        [{name: word} for word in close],
+        f"[{who}] unknown {name} {shown(value)}; {hint} must be one of {', '.join(allowed)}",
+        [{name: word} for word in close or allowed],
     )
 
 

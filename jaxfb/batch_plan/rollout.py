@@ -9,11 +9,19 @@ from __future__ import annotations
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
-from jaxfb.batch_plan.plan import PURPOSES, BatchPlan
-from jaxfb.batch_plan.refusal import PlanError, nearest, offer, one_of, positive_int
+from jaxfb.batch_plan.plan import PURPOSES, BatchPlan, plans_by_purpose
+from jaxfb.batch_plan.refusal import (
+    PlanError,
+    nearest,
+    not_negative,
+    offer,
+    one_of,
+    positive_int,
+    true_or_false,
+)
+from jaxfb.refusal import INT32, integer, shown
 
 FORWARD_PURPOSES = ("logprob_old", "logprob_ref", "value")
 _COUNTS = ("prompts", "samples_per_prompt", "rows_per_update", "epochs", "rollouts")
@@ -73,9 +81,23 @@ class RolloutPlan:
     whole_groups: bool = False
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "plans", MappingProxyType(_given(self.plans)))
+        object.__setattr__(self, "plans", plans_by_purpose("rollout", self.plans))
         for name in _COUNTS:
             object.__setattr__(self, name, positive_int("rollout", name, getattr(self, name)))
+        if self.seed is not None:
+            integer("seed", self.seed, who="[rollout]", least=-(2**63), most=2**63, error=PlanError)
+        if not isinstance(self.groups, str):
+            raise PlanError(
+                f'[rollout] groups must be a name such as "grpo", or "", got {shown(self.groups)}'
+            )
+        true_or_false("rollout", "whole_groups", self.whole_groups)
+        for name, value in (("rows of one rollout", self.rows), ("total_updates", self.total_updates)):
+            if value > INT32:
+                raise PlanError(
+                    f"[rollout] prompts {self.prompts} × samples_per_prompt {self.samples_per_prompt} in updates of "
+                    f"rows_per_update {self.rows_per_update} over epochs {self.epochs} and rollouts {self.rollouts} "
+                    f"makes {name} {value}, above {INT32}; make one of them smaller"
+                )
         _check_updates(self)
         _check_groups(self)
         _check_plans(self)
@@ -107,17 +129,21 @@ class RolloutPlan:
 
     def plan(self, purpose: str) -> BatchPlan:
         """The plan of one purpose, which must have been given: nothing is inherited from another."""
+        one_of("rollout", "purpose", purpose, PURPOSES)
         if purpose not in self.plans:
             given = ", ".join(self.plans)
             raise PlanError(
-                f"[{purpose}] has no plan, there are plans for {given}; give one, nothing is inherited"
+                f"[{purpose}] has no plan, there are plans for {given}; give one for this purpose, nothing is inherited"
             )
         return self.plans[purpose]
 
     def update(self, number: int) -> PolicyUpdate:
         """Update `number` of the run, from 0."""
+        number = not_negative("rollout", "number", number)
         if not 0 <= number < self.total_updates:
-            raise PlanError(f"[rollout] no update {number}: there are {self.total_updates}, counted from 0")
+            raise PlanError(
+                f"[rollout] no update {number}: there are {self.total_updates}, number counts from 0"
+            )
         rollout, within = divmod(number, self.updates_per_rollout)
         epoch, index = divmod(within, self.updates_per_pass)
         start = index * self.rows_per_update
@@ -174,19 +200,6 @@ def check_whole_groups(prompt_of_row: Sequence[int], samples_per_prompt: int) ->
             )
 
 
-def _given(plans: Any) -> dict[str, BatchPlan]:
-    """A copy of the plans by purpose, or a refusal of what are no plans."""
-    if not isinstance(plans, Mapping):
-        raise PlanError(
-            f'[rollout] plans must be {{purpose: BatchPlan}} with at least "train", got {plans!r}'
-        )
-    for purpose, plan in plans.items():
-        one_of("rollout", "purpose", purpose, PURPOSES)
-        if not isinstance(plan, BatchPlan):
-            raise PlanError(f'[rollout] plans["{purpose}"] must be a BatchPlan, got {plan!r}; leave it out')
-    return dict(plans)
-
-
 def _cut(plan: BatchPlan) -> str:
     on = f"on {plan.data_parallel} replica{'s' * (plan.data_parallel > 1)}"
     if plan.by_tokens:
@@ -203,12 +216,12 @@ def _check_updates(plan: RolloutPlan) -> None:
     if rows % update == 0:
         return
     choices = [{"rows_per_update": n} for n in nearest(update, rows, lambda n: rows % n == 0)]
-    if rows < update:
-        why = f"update of {update} rows needs more than the {rows} a rollout yields"
-    else:
+    why = f"update of {update} rows needs more than the {rows} a rollout yields"
+    if rows >= update:
         made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
         why = f"{made}; updates of {update} leave {rows % update} rows"
-    raise PlanError(f"[rollout] {why}{offer(choices)}", choices)
+    sizes = f"prompts={plan.prompts} and samples_per_prompt={plan.samples_per_prompt}"
+    raise PlanError(f"[rollout] with {sizes}, {why}{offer(choices)}", choices)
 
 
 def _check_groups(plan: RolloutPlan) -> None:
@@ -217,8 +230,8 @@ def _check_groups(plan: RolloutPlan) -> None:
             f"[rollout] {plan.groups} needs samples_per_prompt ≥ 2, got {plan.samples_per_prompt}; use 2 or more",
             [{"samples_per_prompt": 2}],
         )
-    train = plan.plans.get("train")
-    if not plan.whole_groups or train is None:
+    train = plan.train
+    if not plan.whole_groups:
         return
     if train.by_tokens or train.rows_per_microbatch % plan.samples_per_prompt:
         per = f"{train.rows_per_microbatch} rows" if not train.by_tokens else "a token budget"
@@ -235,7 +248,6 @@ def _check_groups(plan: RolloutPlan) -> None:
 def _check_plans(plan: RolloutPlan) -> None:
     """Each under its own purpose, of the right number of rows, none of which is dropped, for one mesh."""
     for purpose, one in plan.plans.items():
-        one.require(purpose, caller=f'[rollout] plans["{purpose}"]')
         wanted = {"train": plan.rows_per_update, **dict.fromkeys(FORWARD_PURPOSES, plan.rows)}.get(purpose)
         if wanted and one.rows != wanted:
             what = "an update" if purpose == "train" else "a rollout"
@@ -245,8 +257,6 @@ def _check_plans(plan: RolloutPlan) -> None:
                 f'[{purpose}] remainder="drop" would leave out {wanted - one.real_rows} of the {wanted} rows; use '
                 'remainder="pad"'
             )
-    if "train" not in plan.plans:
-        raise PlanError(f'[rollout] needs a plan for "train", got {", ".join(plan.plans) or "none"}')
     replicas = {purpose: one.data_parallel for purpose, one in plan.plans.items()}
     if len(set(replicas.values())) > 1:
         raise PlanError(

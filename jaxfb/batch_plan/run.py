@@ -12,16 +12,25 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from functools import cached_property
-from types import MappingProxyType
+from numbers import Real
 from typing import Any, NamedTuple
 
 from jaxfb.batch_plan.fit import divide
-from jaxfb.batch_plan.plan import PURPOSES, REMAINDERS, BatchPlan, Remainder
+from jaxfb.batch_plan.plan import REMAINDERS, BatchPlan, Remainder, plans_by_purpose
 from jaxfb.batch_plan.ramp_up import RampUp, as_ramp_up
-from jaxfb.batch_plan.refusal import PlanError, around, offer, one_of, positive_int
+from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, around, not_negative, offer, one_of, positive_int
+from jaxfb.refusal import INT32, shown
 
 _LENGTHS = ("updates", "samples", "tokens", "epochs")
-_ENDLESS = 1 << 62
+_ENDLESS = MOST_ROWS
+_MOST = {
+    "updates": INT32,
+    "samples": MOST_ROWS,
+    "tokens": MOST_ROWS,
+    "dataset_rows": MOST_ROWS,
+    "sequence_length": INT32,
+}
+_MOST_EPOCHS = 100_000
 
 
 class Window(NamedTuple):
@@ -76,17 +85,16 @@ class RunPlan:
     remainder: Remainder = "pad"
 
     def __post_init__(self) -> None:
-        plans = self.plans
-        plans = {"train": plans} if isinstance(plans, BatchPlan) else dict(plans)
-        object.__setattr__(self, "plans", MappingProxyType(plans))
+        plans = {"train": self.plans} if isinstance(self.plans, BatchPlan) else self.plans
+        object.__setattr__(self, "plans", plans_by_purpose("run", plans))
         object.__setattr__(self, "ramp_up", as_ramp_up(self.ramp_up))
         one_of("run", "remainder", self.remainder, REMAINDERS)
-        for name in ("updates", "samples", "tokens", "dataset_rows", "sequence_length"):
+        for name, most in _MOST.items():
             if (value := getattr(self, name)) is not None:
-                object.__setattr__(self, name, positive_int("run", name, value))
-        _check_plans(self.plans)
+                object.__setattr__(self, name, positive_int("run", name, value, most))
         _check_length(self)
         _check_ramp_up(self)
+        _check_number_of_epochs(self)
         _check_drop(self)
         _check_some_updates(self)
 
@@ -107,6 +115,7 @@ class RunPlan:
 
     def rows_at(self, consumed_rows: int) -> int:
         """Planned rows of the update that starts at this position."""
+        consumed_rows = not_negative("run", "consumed_rows", consumed_rows)
         return self.ramp_up.rows_at(consumed_rows) if self.ramp_up else self.train.rows
 
     def plan_at(self, consumed_rows: int) -> BatchPlan:
@@ -115,6 +124,7 @@ class RunPlan:
 
     def window(self, update: int) -> Window:
         """Update number `update`, from 0: its plan, its real rows and where they start."""
+        update = not_negative("run", "update", update)
         if not 0 <= update < self.total_updates:
             raise PlanError(f"[run] no update {update}: there are {self.total_updates}, counted from 0")
         stretch = self._stretches[bisect_right(self._stretches, update, key=lambda s: s.update) - 1]
@@ -123,7 +133,7 @@ class RunPlan:
 
     def windows(self, first: int = 0) -> Iterator[Window]:
         """Every update in order, from update number `first` on (where a resumed run continues)."""
-        return map(self.window, range(first, self.total_updates))
+        return map(self.window, range(self._first(first), self.total_updates))
 
     def rows_of_update(self, update: int) -> int:
         """Real rows of one update; fewer than planned in the short last window of an epoch."""
@@ -146,6 +156,13 @@ class RunPlan:
             "ramp_up": [list(step) for step in self.ramp_up.steps] if self.ramp_up else None,
             "plans": {purpose: plan.to_dict() for purpose, plan in self.plans.items()},
         }
+
+    def _first(self, first: int) -> int:
+        if not_negative("run", "first", first) <= self.total_updates:
+            return first
+        raise PlanError(
+            f"[run] first={first} is after the last of {self.total_updates} updates, counted from 0"
+        )
 
     @property
     def _total_rows(self) -> int:
@@ -178,7 +195,7 @@ def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
     while position < row_limit and update < update_limit:
         plan = run.plan_at(position)
         change = (run.ramp_up and run.ramp_up.next_change(position)) or _ENDLESS
-        end = min(row_limit, _end_of_epoch(run, position))
+        end = min(row_limit, _end_of_epoch(run, position, plan.real_rows))
         fit = (end - position) // plan.real_rows
         count = min(fit, divide(change - position, plan.real_rows, "pad"), update_limit - update)
         rows = plan.real_rows
@@ -190,8 +207,11 @@ def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
         position += rows * max(count, 1)
 
 
-def _end_of_epoch(run: RunPlan, position: int) -> int:
+def _end_of_epoch(run: RunPlan, position: int, rows: int) -> int:
+    """The end of the epoch at this position; of the stream, where windows of so many rows never cross one."""
     size = run.dataset_rows or _ENDLESS
+    if size % rows == 0 and position % size % rows == 0:
+        return _ENDLESS
     return (position // size + 1) * size
 
 
@@ -232,32 +252,44 @@ def _rows_of_tokens(run: RunPlan) -> int:
     )
 
 
-def _check_plans(plans: Mapping[str, BatchPlan]) -> None:
-    for purpose, plan in plans.items():
-        one_of("run", "purpose", purpose, PURPOSES)
-        if not isinstance(plan, BatchPlan):
-            raise PlanError(f'[run] plans["{purpose}"] must be a BatchPlan, got {plan!r}; leave it out')
-        plan.require(purpose, caller=f'[run] plans["{purpose}"]')
-    if "train" not in plans:
-        raise PlanError(f'[run] needs a plan for "train", got {", ".join(plans) or "none"}')
-
-
 def _check_length(run: RunPlan) -> None:
     """Exactly one length, with what it needs beside it."""
     lengths = {name: getattr(run, name) for name in _LENGTHS if getattr(run, name) is not None}
     if len(lengths) != 1:
-        got = " and ".join(f"{name}={value}" for name, value in lengths.items()) or "none"
+        got = " and ".join(f"{name}={shown(value)}" for name, value in lengths.items()) or "none"
         raise PlanError(
             f"[run] give exactly one of updates, samples, tokens or epochs, got {got}",
             [{other: None for other in lengths if other != name} for name in lengths],
         )
     if run.epochs is not None:
-        is_number = isinstance(run.epochs, int | float) and not isinstance(run.epochs, bool)
-        if not (is_number and 0 < run.epochs < math.inf):
-            raise PlanError(f"[run] epochs must be a positive number, got {run.epochs!r}")
+        _check_epochs(run.epochs)
     for length, needed in (("epochs", "dataset_rows"), ("tokens", "sequence_length")):
         if length in lengths and getattr(run, needed) is None:
             raise PlanError(f"[run] {length}={lengths[length]} needs {needed}")
+
+
+def _check_epochs(epochs: Any) -> None:
+    is_number = isinstance(epochs, Real) and not isinstance(epochs, bool)
+    if not (is_number and 0 < epochs < MOST_ROWS):
+        raise PlanError(f"[run] epochs must be a positive number, got {shown(epochs)}")
+
+
+def _check_number_of_epochs(run: RunPlan) -> None:
+    """An epoch that ends with a short window is an entry of the plan, so there may not be any number of them."""
+    if run.dataset_rows is None:
+        return
+    if run.updates is None:
+        epochs = _row_limit(run) // run.dataset_rows
+    else:
+        largest = max(plan.real_rows for plan in run._plan_of.values())
+        epochs = run.updates // divide(run.dataset_rows, largest, "pad")
+    whole = all(run.dataset_rows % plan.real_rows == 0 for plan in run._plan_of.values())
+    if (epochs > _MOST_EPOCHS and not whole) or run.dataset_rows * epochs > MOST_ROWS:
+        length = next(f"{name}={getattr(run, name)}" for name in _LENGTHS if getattr(run, name))
+        raise PlanError(
+            f"[run] {length} with dataset_rows={run.dataset_rows} goes {epochs} times through the data; a run has at "
+            f"most {_MOST_EPOCHS} epochs and {MOST_ROWS} rows; use at most {_MOST_EPOCHS} epochs",
+        )
 
 
 def _check_ramp_up(run: RunPlan) -> None:
@@ -267,13 +299,15 @@ def _check_ramp_up(run: RunPlan) -> None:
     final = run.ramp_up.steps[-1][1]
     if final != run.train.rows:
         raise PlanError(
-            f"[run] ramp-up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
+            f"[run] ramp_up: ramp-up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
         )
     for start, rows in run.ramp_up.steps:
         try:
             run.train.replace(rows=rows)
         except PlanError as error:
-            raise PlanError(f"[run] ramp-up step {start}:{rows} is not a legal plan: {error}") from None
+            raise PlanError(
+                f"[run] ramp_up: ramp-up step {start}:{rows} is not a legal plan: {error}"
+            ) from None
 
 
 def _check_drop(run: RunPlan) -> None:

@@ -1,0 +1,149 @@
+"""Checks of single arguments, and the error that they raise. No jax is imported.
+
+Every refusal is a `ValueError` of one sentence: the name of the argument, the rule, and the value that was given.
+`who` is what stands before the name, such as "[train]" or "make_optimizer('adamw'):".
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping
+from numbers import Real
+from typing import Any, NoReturn
+
+INT32 = 2**31 - 1
+"""The largest count that a train state can hold, for its counters are 32-bit integers."""
+
+INT64 = 2**63 - 1
+
+Choice = Mapping[str, Any]
+
+
+class Refused(ValueError):
+    """A call with a wrong argument. `choices`: changes of arguments, each of which alone makes the call legal."""
+
+    def __init__(self, message: str, choices: Iterable[Choice] = ()):
+        super().__init__(message)
+        self.choices = tuple(choices)
+
+
+def shown(value: Any, width: int = 80) -> str:
+    """The repr of a value on one line of at most `width` characters, whatever the value is."""
+    if isinstance(value, int) and abs(value) >= 10**width:
+        return f"an int of {value.bit_length()} bits"
+    try:
+        text = " ".join(repr(value).split())
+    except Exception:  # a repr of somebody else's may raise anything
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= width else f"{text[: width - 3]}..."
+
+
+def integer(
+    name: str,
+    value: Any,
+    *,
+    who: str = "",
+    least: int = 1,
+    most: int = INT32,
+    error: type[Refused] = Refused,
+) -> int:
+    """`value` as an int from `least` to `most`, numpy integers included; bools, floats and texts are refused."""
+    number = _index(value)
+    if number is not None and least <= number <= most:
+        return number
+    rule = {1: "a positive int", 0: "an int that is not negative"}.get(least, f"an int of at least {least}")
+    choices = []
+    if number is not None:
+        nearest = least if number < least else most
+        rule += f" of at most {most}" if number > most else ""
+        choices = [{name: nearest}]
+    raise error(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}", choices)
+
+
+def number(
+    name: str,
+    value: Any,
+    *,
+    who: str = "",
+    least: float = -math.inf,
+    most: float = math.inf,
+    above: float = -math.inf,
+    below: float = math.inf,
+) -> float:
+    """`value` if it is a finite real number with least <= value <= most and above < value < below.
+
+    Refuses bools, texts, arrays, NaN and infinity.
+    """
+    real = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
+    if real and least <= value <= most and above < value < below:
+        return value
+    bounds = {"of at least": least, "of at most": most, "above": above, "below": below}
+    given = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
+    rule = " ".join(["a finite number", " and ".join(given)]).strip()
+    closed = [{name: bound} for bound in (least, most) if math.isfinite(bound) and above < bound < below]
+    raise Refused(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}", closed)
+
+
+def boolean(name: str, value: Any, *, who: str = "", error: type[Refused] = Refused) -> bool:
+    """`value` if it is True or False; 0, 1 and texts are refused."""
+    if value is True or value is False:
+        return value
+    raise error(
+        f"{_prefix(who)}{name} must be True or False, got {shown(value)}", [{name: True}, {name: False}]
+    )
+
+
+def choice(name: str, value: Any, legal: Collection[Any], *, who: str = "") -> Any:
+    """`value` if it is one of `legal`; otherwise the nearest is named."""
+    if any(value is one or (type(value) is type(one) and value == one) for one in legal):
+        return value
+    words = [one for one in legal if isinstance(one, str)]
+    close = difflib.get_close_matches(str(value), words, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    listed = ", ".join(map(repr, legal))
+    raise Refused(
+        f"{_prefix(who)}{name} must be one of {listed}, got {shown(value)}{hint}",
+        [{name: one} for one in close or legal],
+    )
+
+
+def function(name: str, value: Any, signature: str, *, who: str = "") -> Callable:
+    """`value` if it can be called; `signature` says how it will be, such as "(params, microbatch, rng)"."""
+    if callable(value) and not isinstance(value, type):
+        return value
+    raise Refused(f"{_prefix(who)}{name} must be a function {signature}, got {shown(value)}")
+
+
+def instance(name: str, value: Any, kind: type | tuple[type, ...], what: str, *, who: str = "") -> Any:
+    """`value` if it is an instance of `kind`, which `what` describes, such as "a jaxfb.BatchPlan"."""
+    if isinstance(value, kind):
+        return value
+    refuse(name, value, what, who=who)
+
+
+def refuse(name: str, value: Any, rule: str, *, who: str = "", choices: Iterable[Choice] = ()) -> NoReturn:
+    """Raises `name must be <rule>, got <value>`."""
+    raise Refused(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}", choices)
+
+
+def _prefix(who: str) -> str:
+    return f"{who} " if who else ""
+
+
+def _index(value: Any) -> int | None:
+    """The int that `value` is, None for a bool and for all that is no integer."""
+    if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
+        return None
+    try:
+        return operator.index(value)
+    except TypeError:
+        return None
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # an int beyond float64
+        return False
