@@ -159,3 +159,52 @@ def test_groups_over_the_middle_of_an_axis():
     text = PROGRAM.replace("mesh['x'=2,'y'=2] {'x','y'}", "mesh['x'=8] {'x':(2)2}")
     (found,) = [one for one in collectives(text) if one.kind == "all-reduce"]
     assert found.replica_groups == ((0, 2), (1, 3), (4, 6), (5, 7))
+
+
+# as XLA for TPUs writes a matrix product that overlaps with its collective: eight parts in both directions, so four
+# turns, unrolled into two; one of the numbers is handed in from outside
+UNROLLED = """
+%condition (p: (u32[], f32[8], u32[])) -> pred[] {
+  %limit = u32[]{:T(128)} constant(4)
+  %p = (u32[]{:T(128)}, f32[8]{0}, u32[]{:T(128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%p), index=0
+  ROOT %less = pred[] compare(%i, %limit), direction=LT
+}
+%body (q: (u32[], f32[8], u32[])) -> (u32[], f32[8], u32[]) {
+  %one = u32[]{:T(128)} constant(1)
+  %q = (u32[]{:T(128)}, f32[8]{0}, u32[]{:T(128)}) parameter(0)
+  %i = u32[]{:T(128)} get-tuple-element(%q), index=0
+  %x = f32[8]{0} get-tuple-element(%q), index=1
+  %given = u32[]{:T(128)} get-tuple-element(%q), index=2
+  %first = f32[8]{0} collective-permute(%x), source_target_pairs={{0,1},{1,0}}
+  %next = u32[]{:T(128)} add(%i, %one)
+  %second = f32[8]{0} collective-permute(%first), source_target_pairs={{0,1},{1,0}}
+  %after = u32[]{:T(128)} add(%next, %given)
+  ROOT %r = (u32[]{:T(128)}, f32[8]{0}, u32[]{:T(128)}) tuple(%after, %second, %given)
+}
+ENTRY %main (x: f32[8]) -> f32[8] {
+  %x = f32[8]{0} parameter(0)
+  %start = u32[]{:T(128)} constant(0)
+  %step = u32[]{:T(128)} constant(1)
+  %copied = u32[]{:T(128)} copy(%step)
+  %t = (u32[]{:T(128)}, f32[8]{0}, u32[]{:T(128)}) tuple(%start, %x, %copied)
+  %w = (u32[]{:T(128)}, f32[8]{0}, u32[]{:T(128)}) while(%t), condition=%condition, body=%body
+  ROOT %out = f32[8]{0} get-tuple-element(%w), index=1
+}
+"""
+
+
+@pytest.mark.parametrize("start, turns", [(0, 2), (1, 2), (2, 1), (4, 0)])
+def test_a_loop_that_was_unrolled_counts_by_more_than_one(start, turns):
+    text = UNROLLED.replace(
+        "%start = u32[]{:T(128)} constant(0)", f"%start = u32[]{{:T(128)}} constant({start})"
+    )
+    found = collectives(text)
+    assert [one.times for one in found] == [turns, turns]
+
+
+def test_a_loop_whose_counter_moves_in_an_unknown_way_is_taken_to_count_by_one():
+    text = UNROLLED.replace(
+        "%after = u32[]{:T(128)} add(%next, %given)", "%after = u32[] fusion(%i), calls=%f"
+    )
+    assert [one.times for one in collectives(text)] == [4, 4]

@@ -1,0 +1,139 @@
+"""What a compiled program sends between devices: every collective, its bytes, its group, how often it runs.
+
+It reads the text of `compiled.as_text()`, of any backend, and nothing else.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxfb.hlo.calls import times_run
+from jaxfb.hlo.groups import groups_of
+from jaxfb.hlo.text import Instruction, arrays_of, bytes_of, closing, has_array, parse
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "ragged-all-to-all",
+    "collective-permute",
+    "collective-broadcast",
+)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective instruction of a compiled program.
+
+    kind:           such as "all-reduce"; the start of an asynchronous pair counts, its end does not.
+    arrays:         how many arrays it carries (XLA combines several into one instruction).
+    bytes:          of the whole arrays on one device: the result of a gather, the operand of a scatter.
+    replica_groups: positions in `mesh.devices.flat` that talk to each other; of a permute the (source,
+                    target) pairs; () is all devices together.
+    times:          how often one run of the program executes it; None in a loop of unknown length.
+    computation:    the HLO computation that holds it.
+    op_name:        where in the JAX program it comes from, named scopes included.
+    """
+
+    kind: str
+    arrays: int
+    bytes: int
+    replica_groups: tuple[tuple[int, ...], ...]
+    times: int | None
+    computation: str
+    op_name: str
+
+    def axes(self, mesh: Mesh) -> tuple[str, ...]:
+        """The axes of `mesh` along which it moves data, outermost first."""
+        moved = set()
+        for group in self.replica_groups or (tuple(range(mesh.size)),):
+            places = np.unravel_index(group, mesh.devices.shape)
+            moved |= {axis for axis, along in enumerate(places) if len(set(along.tolist())) > 1}
+        return tuple(name for axis, name in enumerate(mesh.axis_names) if axis in moved)
+
+
+def collectives(compiled_text: str) -> list[Collective]:
+    """Every collective of a compiled program, with loop bodies multiplied by their trip counts.
+
+    A branch of a conditional counts as if it were always taken. What a TPU compiler has fused is one collective as
+    well: an all-reduce with the slice behind it (a reduce-scatter), and one that a chain of fusions carries out.
+
+    Raises:
+      ValueError: the text has no ENTRY computation, or a replica group is written in an unknown way.
+    """
+    computations, entry = parse(compiled_text)
+    times, chains = times_run(computations, entry), set()
+    return [
+        collective(instruction, kind, instructions, times.get(name, 0), name)
+        for name, instructions in computations.items()
+        for instruction in instructions
+        if (kind := collective_kind(instruction.opcode, name)) and _is_first(instruction, chains)
+    ]
+
+
+def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
+    """kind -> (arrays moved, bytes moved) by one run of the program on one device."""
+    arrays, size = Counter(), Counter()
+    for one in found:
+        if one.times is None:
+            raise ValueError(
+                f"{one.kind} in {one.computation} runs an unknown number of times; give the loop a length"
+            )
+        arrays[one.kind] += one.arrays * one.times
+        size[one.kind] += one.bytes * one.times
+    return {kind: (arrays[kind], size[kind]) for kind in sorted(arrays) if arrays[kind]}
+
+
+def collective_kind(opcode: str, computation: str = "") -> str | None:
+    """Such as "all-reduce", of its start too; None for what is no collective."""
+    opcode = opcode.removesuffix("-start")
+    if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
+        return "reduce-scatter"
+    return opcode if opcode in KINDS else None
+
+
+def chain_of(instruction: Instruction) -> str | None:
+    """What the links of one collective that a chain of fusions carries out have in common: their channel."""
+    link = "chain_id=" in instruction.rest and re.search(r"channel_id=\d+", instruction.rest)
+    return link[0] if link else None
+
+
+def _is_first(instruction: Instruction, chains: set[str]) -> bool:
+    """Whether this is not a further link of a chain seen before."""
+    chain = chain_of(instruction)
+    first = chain is None or chain not in chains
+    chains.add(chain)
+    return first
+
+
+def collective(instruction, kind, siblings, times, computation) -> Collective:
+    """One instruction of that kind; `siblings` are the instructions beside it."""
+    operands = _operands(instruction, siblings)
+    moved, came = bytes_of(operands), bytes_of(instruction.result)
+    if instruction.opcode.endswith("-start") and kind != "all-reduce":
+        came -= moved  # the result of a start holds its operands too
+    op_name = re.search(r'op_name="([^"]*)"', instruction.rest)
+    return Collective(
+        kind=kind,
+        arrays=arrays_of(operands),
+        bytes=moved if kind == "collective-permute" else max(moved, came),
+        replica_groups=groups_of(instruction.rest),
+        times=times,
+        computation=computation,
+        op_name=op_name[1] if op_name else "",
+    )
+
+
+def _operands(instruction: Instruction, siblings: list[Instruction]) -> str:
+    """Types of the operands; they are written in place, or only where the operand is defined."""
+    inside = instruction.rest[: closing("(" + instruction.rest) - 2]
+    if has_array(inside):
+        return inside
+    types = {sibling.name: sibling.result for sibling in siblings}
+    return " ".join(types[name.strip().lstrip("%")] for name in inside.split(","))

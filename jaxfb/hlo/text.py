@@ -1,0 +1,100 @@
+"""The text of a compiled program as instructions, in the order in which they run. Of any backend."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import numpy as np
+
+REGIONS = frozenset(("while", "conditional", "call"))
+"""Instructions that run other computations, whose instructions are then read instead of theirs."""
+
+_COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
+_ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\]")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """`%name = result opcode(rest`: the types in `result`, operands and attributes in `rest`.
+
+    is_root: whether its result is the one of its computation.
+    """
+
+    name: str
+    result: str
+    opcode: str
+    rest: str
+    is_root: bool = False
+
+
+def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
+    """(computation -> its instructions, in the order in which they run; the name of the entry)."""
+    computations: dict[str, list[Instruction]] = {}
+    entry, current = None, None
+    for line in text.splitlines():
+        line = re.sub(r"/\*.*?\*/", "", line)
+        if header := _COMPUTATION.match(line):
+            current = computations.setdefault(header[2], [])
+            entry = header[2] if header[1] else entry
+        elif current is not None and (found := _instruction(line)):
+            current.append(found)
+    if entry is None:
+        raise ValueError("no ENTRY computation in this text; pass compiled.as_text()")
+    return computations, entry
+
+
+def _instruction(line: str) -> Instruction | None:
+    """Splits `  ROOT %name = type opcode(operands), attributes`; a tuple type has brackets inside."""
+    head, equals, tail = line.partition(" = ")
+    if not equals or not line.startswith(" "):
+        return None
+    end = closing(tail) if tail.startswith("(") else tail.find(" ")
+    opcode, bracket, rest = tail[end:].strip().partition("(")
+    if not bracket:
+        return None
+    return Instruction(head.split()[-1].lstrip("%"), tail[:end], opcode, rest, head.split()[0] == "ROOT")
+
+
+def operand_names(instruction: Instruction) -> list[str]:
+    """The names of the instructions whose results it is given, in order."""
+    inside = instruction.rest[: closing("(" + instruction.rest) - 2]
+    return re.findall(r"%([^\s,()]+)", inside)
+
+
+def types(body: list[Instruction]) -> dict[str, str]:
+    """Instruction -> the type of its result, of one computation."""
+    return {one.name: one.result for one in body}
+
+
+def closing(text: str) -> int:
+    """Position after the bracket that closes the first one."""
+    depth = 0
+    for position, character in enumerate(text):
+        depth += (character == "(") - (character == ")")
+        if depth == 0:
+            return position + 1
+    return len(text)
+
+
+def bytes_of(types: str) -> int:
+    """Of the arrays in a type such as `(f32[4], bf16[2,2])`."""
+    return sum(
+        _bits(dtype) * int(np.prod([int(size) for size in shape.split(",") if size], dtype=np.int64)) // 8
+        for dtype, shape in _ARRAY.findall(types)
+    )
+
+
+def _bits(dtype: str) -> int:
+    digits = re.match(r"[a-z]+(\d+)", dtype)
+    return int(digits[1]) if digits else {"pred": 8}.get(dtype, 0)
+
+
+def arrays_of(types: str) -> int:
+    """How many arrays are in a type."""
+    return len(_ARRAY.findall(types))
+
+
+def has_array(text: str) -> bool:
+    """Whether a type is written there."""
+    return _ARRAY.search(text) is not None
