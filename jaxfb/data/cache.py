@@ -1,4 +1,4 @@
-"""Directories that are whole or absent: written beside their place, sealed, renamed.
+"""Directories that are whole or absent: written beside their place, sealed with a fingerprint of each file, renamed.
 
 Step of the story: data (where prepared tokens are kept between runs).
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import shutil
 import time
@@ -14,7 +15,10 @@ import uuid
 from collections.abc import Callable
 from pathlib import Path
 
-SEAL = "meta.json"  # written last: the facts, and the size of every other file
+from jaxfb.data.fingerprint import fingerprints
+
+log = logging.getLogger(__name__)
+SEAL = "meta.json"  # written last: the facts, and the fingerprint of every other file
 ABANDONED_AFTER_SECONDS = 24 * 3600
 
 
@@ -43,31 +47,39 @@ def build_once(directory: Path, build: Callable[[Path], dict]) -> dict:
     facts = read_whole(directory)
     if facts is not None:
         return facts
-    directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_abandoned_drafts(directory)
-    draft = directory.parent / f".{directory.name}.{uuid.uuid4().hex}"
-    draft.mkdir()
+    if directory.exists():
+        log.warning("[data] the cache %s is damaged; it is made again", directory)
     try:
-        _seal(draft, build(draft))
-        return _publish(draft, directory)
-    finally:
-        shutil.rmtree(draft, ignore_errors=True)
+        directory.parent.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned_drafts(directory)
+        draft = directory.parent / f".{directory.name}.{uuid.uuid4().hex}"
+        draft.mkdir()
+        try:
+            _seal(draft, build(draft))
+            return _publish(draft, directory)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
+    except OSError as error:
+        raise ValueError(
+            f"[data] the cache {directory} cannot be made: {error}; make room there, or set data.cache_dir"
+        ) from error
 
 
 def read_whole(directory: Path) -> dict | None:
-    """The facts written with `directory`, or None where it is absent or a file is missing or cut short."""
+    """The facts written with `directory`, or None where it is absent or any byte of a file is not what was written."""
     try:
         sealed = json.loads((directory / SEAL).read_text())
-        whole = all((directory / name).stat().st_size == size for name, size in sealed["sizes"].items())
-    except (OSError, ValueError, KeyError):
+        names = list(sealed["files"])
+        whole = fingerprints(directory / name for name in names) == [sealed["files"][name] for name in names]
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
     return sealed["facts"] if whole else None
 
 
 def _seal(draft: Path, facts: dict) -> None:
     files = sorted(path for path in draft.iterdir() if path.is_file())
-    sizes = {path.name: path.stat().st_size for path in files}
-    (draft / SEAL).write_text(json.dumps({"facts": facts, "sizes": sizes}, indent=1))
+    named = dict(zip((path.name for path in files), fingerprints(files), strict=True))
+    (draft / SEAL).write_text(json.dumps({"facts": facts, "files": named}, indent=1))
     for path in [*files, draft / SEAL, draft]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxfb.data.sources import HELD_OUT, TRAIN, name_hash, split_documents
+from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, name_hash, split_documents
 from jaxfb.data.tokenizer import Tokenizer
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -175,15 +175,16 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
     file = Path(path)
     if not file.is_file():
         raise ValueError(f"[data] there is no file {file}; give a .jsonl file")
-    lines = [(n, line) for n, line in enumerate(file.read_text().splitlines(), 1) if line.strip()]
+    text = decoded(file.read_bytes(), file).removeprefix(BOM)
+    lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
         raise ValueError(f"[data] {file} is empty; it needs one JSON object a line")
     for number, line in lines:
         where = f"[data] {file} line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where} is no JSON: {error.msg}") from None
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"{where} is no JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(record, dict):
             raise ValueError(f"{where} must be a JSON object, got {type(record).__name__}")
         yield where, record

@@ -16,7 +16,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxfb.data.cache import build_once, digest
-from jaxfb.data.shards import TokenDocuments, TokenStream
+from jaxfb.data.shards import OutsideVocabulary, TokenDocuments, TokenStream
 
 FORMAT = 1
 INDEX_FILES = ("row_start", "offset", "length")
@@ -72,11 +72,12 @@ class PackedRows:
         position = _ranges(length)
         source = np.repeat(self.offset[piece], length) + position
         slot = np.repeat(row_of_piece * self.sequence_length + column, length) + position
-        filled = {
-            "tokens": self.stream.take(source),
-            "targets": self.stream.take(source + 1),
-            "loss_mask": np.float32(1),
-        }
+        try:
+            filled = {"tokens": self.stream.take(source), "targets": self.stream.take(source + 1)}
+        except OutsideVocabulary as error:
+            row = rows[slot[error.index] // self.sequence_length]
+            raise ValueError(f"{error}, in row {row}; the file has changed since it was checked") from None
+        filled["loss_mask"] = np.float32(1)
         if self.joined:
             filled["positions"] = slot % self.sequence_length
         else:

@@ -6,6 +6,7 @@ or several flat files, and for each split the start and length of every document
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -14,6 +15,7 @@ import numpy as np
 
 from jaxfb.data.cache import digest
 from jaxfb.data.config import DataConfig
+from jaxfb.data.fingerprint import fingerprints
 from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 
@@ -21,25 +23,54 @@ FORMAT = 1  # raise it when the files change meaning
 SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
 
 
-class TokenStream:
-    """Several memory-mapped arrays of token ids, addressed as one."""
+class OutsideVocabulary(ValueError):
+    """A token that no embedding has. index: which of the positions asked for holds it."""
 
-    def __init__(self, arrays: list[np.ndarray]):
-        self._arrays = arrays
+    def __init__(self, message: str, index: int):
+        super().__init__(message)
+        self.index = index
+
+
+class TokenStream:
+    """Several memory-mapped arrays of token ids, addressed as one.
+
+    names: of the arrays, for messages. vocab_size: ids are checked against it whenever they are read, since a mapped
+    file may change at any time; None checks nothing.
+    """
+
+    def __init__(self, arrays: list[np.ndarray], names: Sequence[str] = (), vocab_size: int | None = None):
+        self._arrays, self._names, self._vocab_size = arrays, names, vocab_size
         self._bases = np.cumsum([0] + [len(array) for array in arrays])
 
     def __len__(self) -> int:
         return int(self._bases[-1])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """i32[n]: the tokens at i64[n] positions."""
+        """i32[n]: the tokens at i64[n] positions.
+
+        Raises:
+          OutsideVocabulary: one of them is no id; it names the file and the place in it.
+        """
         if len(self._arrays) == 1:
-            return self._arrays[0][positions].astype(np.int32)
+            return self._checked(self._arrays[0][positions], positions, 0)
         tokens = np.empty(len(positions), np.int32)
         which = np.searchsorted(self._bases, positions, side="right") - 1
         for k in np.unique(which):
-            tokens[which == k] = self._arrays[k][positions[which == k] - self._bases[k]]
+            here = np.flatnonzero(which == k)
+            local = positions[here] - self._bases[k]
+            tokens[here] = self._checked(self._arrays[k][local], local, int(k), here)
         return tokens
+
+    def _checked(self, tokens: np.ndarray, positions: np.ndarray, array: int, index=None) -> np.ndarray:
+        size = self._vocab_size
+        if size is not None and len(tokens) and (int(tokens.max()) >= size or int(tokens.min()) < 0):
+            bad = int(np.argmax((tokens >= size) | (tokens < 0)))
+            raise OutsideVocabulary(
+                f"[data] {self._names[array]} holds token {int(tokens[bad])} at position {int(positions[bad])}, "
+                f"outside [0, vocab_size={size})",
+                bad if index is None else int(index[bad]),
+            )
+        return tokens.astype(np.int32)
 
 
 @dataclass(frozen=True)
@@ -76,9 +107,10 @@ class Shards:
 def shards_key(
     config: DataConfig, files: list[SourceFile], held_out_files: list[SourceFile], tokens: object
 ) -> str:
-    """Names the shards of these files under these settings, without reading the files."""
+    """Names the shards of these files under these settings; every byte of the files counts."""
     both = [*files, *held_out_files]
-    stamps = [[str(file.path), file.num_bytes, file.path.stat().st_mtime_ns] for file in both]
+    contents = fingerprints(file.path for file in both)
+    stamps = [[file.name, content] for file, content in zip(both, contents, strict=True)]
     settings = [config.source, config.text_field, config.held_out_fraction, config.max_bytes, len(files)]
     return digest([FORMAT, settings, tokens, stamps])
 
@@ -100,9 +132,9 @@ def write_documents(draft: Path, name: str, documents: np.ndarray, num_bytes: in
     return {"num_bytes": num_bytes, "fingerprint": state.hexdigest()}
 
 
-def open_documents(directory: Path, name: str, facts: dict, arrays: list[np.ndarray]) -> TokenDocuments:
+def open_documents(directory: Path, name: str, facts: dict, stream: TokenStream) -> TokenDocuments:
     documents = np.load(directory / f"{name}.documents.npy", mmap_mode="r")
-    return TokenDocuments(TokenStream(arrays), documents[:, 0], documents[:, 1], **facts)
+    return TokenDocuments(stream, documents[:, 0], documents[:, 1], **facts)
 
 
 def check_sides(config: DataConfig, sides: np.ndarray) -> None:

@@ -10,14 +10,17 @@ import glob
 import gzip
 import hashlib
 import json
+import logging
 import os
 import sysconfig
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+log = logging.getLogger(__name__)
 # Tests and vendored tools are bulky and repetitive; `encodings` is tables of characters.
 STDLIB_SKIPPED = {
     *("test", "tests", "idlelib", "lib2to3", "encodings"),
@@ -25,6 +28,8 @@ STDLIB_SKIPPED = {
 }
 MACHINE_SPECIFIC = ("_sysconfigdata", "config-")
 SINGLE_FILE_PIECES = 100
+BOM, GZIP = "\ufeff", b"\x1f\x8b"
+SHOWN = 3
 SUFFIXES = {"jsonl": (".jsonl", ".json", ".jsonl.gz"), "tokens": (".bin", ".npy")}
 
 TRAIN, HELD_OUT, DROPPED = 0, 1, -1
@@ -124,6 +129,13 @@ def _stdlib_files() -> list[SourceFile]:
 
 
 def _files_at(path: str, source: str) -> list[SourceFile]:
+    try:
+        return _found_at(path, source)
+    except OSError as error:
+        raise ValueError(f"[data] path={path!r} cannot be read: {error.strerror}: {error.filename}") from None
+
+
+def _found_at(path: str, source: str) -> list[SourceFile]:
     root = Path(path).expanduser()
     if root.is_file():
         return [_described(root, root.parent)]
@@ -131,7 +143,10 @@ def _files_at(path: str, source: str) -> list[SourceFile]:
         found = [p for p in root.rglob("*") if not _hidden(p.relative_to(root))]
     else:
         found = [Path(p) for p in glob.glob(str(root), recursive=True)]
-    paths = [p for p in found if p.is_file() and _belongs(p, source)]
+    found = [p for p in found if p.is_file()]
+    paths = [p for p in found if _belongs(p, source)]
+    if source == "text" and 0 < len(paths) < len(found):
+        _tell_of_binaries(path, sorted(set(found) - set(paths)), len(found))
     if not paths:
         raise ValueError(
             f"[data] path={path!r} is no file, no directory with files for {source=}, "
@@ -153,7 +168,15 @@ def _belongs(path: Path, source: str) -> bool:
     if source in SUFFIXES:
         return path.name.endswith(SUFFIXES[source])
     with path.open("rb") as file:
-        return b"\0" not in file.read(4096)
+        start = file.read(4096)
+    return b"\0" not in start and not start.startswith(GZIP)
+
+
+def _tell_of_binaries(path: str, others: list[Path], number: int) -> None:
+    shown = ", ".join(str(other) for other in others[:SHOWN]) + (" ..." if others[SHOWN:] else "")
+    log.warning(
+        "[data] %d of the %d files of path=%r are no text and left out: %s", len(others), number, path, shown
+    )
 
 
 def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
@@ -167,7 +190,37 @@ def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
 
 
 def _read_text(file: SourceFile) -> Document:
-    return Document(file.name, file.path.read_text(encoding="utf-8-sig", errors="replace"))
+    content = _bytes_of(file.path)
+    if content.startswith(GZIP):
+        raise ValueError(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
+    if (zero := content.find(b"\0")) >= 0:
+        raise ValueError(
+            f"[data] {file.path} is no text: there is a zero byte at offset {zero}; leave it out"
+        )
+    text = decoded(content, file.path).removeprefix(BOM)
+    return Document(file.name, text.replace("\r\n", "\n").replace("\r", "\n"))
+
+
+def _bytes_of(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise ValueError(f"[data] {path} cannot be read: {error.strerror}") from None
+
+
+def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
+    """Returns the text of UTF-8 bytes that begin at offset `start` of a file.
+
+    Raises:
+      ValueError: they are something else; the message names the file and the offset.
+    """
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"[data] {path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {start + error.start}; convert "
+            "it, as by iconv -f latin1 -t utf-8, or leave it out"
+        ) from None
 
 
 def _cut_in_pieces(document: Document) -> Iterator[Document]:
@@ -190,17 +243,29 @@ def _next_break(text: str, low: int, high: int) -> int:
 
 
 def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
-    opener = gzip.open if file.path.suffix == ".gz" else open
-    with opener(file.path, "rt", encoding="utf-8", errors="replace", newline="\n") as lines:
-        for number, line in enumerate(lines, 1):
-            if line.strip():
-                yield Document(f"{file.name}:{number}", _text_of(line, text_field, f"{file.path}:{number}"))
+    offset = 0
+    for number, line in enumerate(_lines(file.path), 1):
+        text = decoded(line, f"{file.path}:{number}", offset)
+        text, offset = text.removeprefix(BOM) if number == 1 else text, offset + len(line)
+        if text.strip():
+            yield Document(f"{file.name}:{number}", _text_of(text, text_field, f"{file.path}:{number}"))
+
+
+def _lines(path: Path) -> Iterator[bytes]:
+    """Lines with their ends, unpacked where the name ends in .gz."""
+    opener = gzip.open if path.suffix == ".gz" else open
+    try:
+        with opener(path, "rb") as lines:
+            yield from lines
+    except (OSError, EOFError, zlib.error) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"[data] {path} cannot be read to its end: {reason}; make it again") from None
 
 
 def _text_of(line: str, text_field: str, where: str) -> str:
     try:
         record = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"[data] {where} is not a JSON record: {error}") from None
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):

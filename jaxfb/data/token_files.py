@@ -5,18 +5,20 @@ Step of the story: data (for those who tokenised elsewhere). The .bin of nanoGPT
 
 from __future__ import annotations
 
-import hashlib
-import json
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 
+from jaxfb.data.cache import digest
+from jaxfb.data.fingerprint import fingerprints
+from jaxfb.data.sidecar import Sidecar, read_sidecar
 from jaxfb.data.sources import SourceFile
 
+log = logging.getLogger(__name__)
 CHUNK = 2**24  # tokens looked at together
 PIECES_WITHOUT_END = 100
-SIDECAR = '{"dtype": "uint16", "vocab_size": 50257, "eos_id": 50256}'
 
 
 @dataclass(frozen=True)
@@ -30,25 +32,27 @@ class TokenFile:
     fingerprint: str
 
 
-def open_token_file(file: SourceFile) -> TokenFile:
-    """Maps one file into memory.
+def open_token_files(files: list[SourceFile]) -> list[TokenFile]:
+    """Maps files into memory.
 
     The sidecar of `x.bin` is `x.json`, or `meta.json` in the same directory: dtype (uint16, uint32, ...; .npy
     knows its own), vocab_size, and if there is one eos_id; `header_bytes` are skipped.
-    Raises ValueError when the sidecar is missing or does not fit the file.
+    Raises ValueError when a sidecar is missing or does not fit its file.
     """
-    sidecar = _read_sidecar(file.path)
-    if file.path.suffix == ".npy":
-        tokens = np.load(file.path, mmap_mode="r", allow_pickle=False)
-    else:
-        tokens = _map_bin(file.path, np.dtype(sidecar.get("dtype", "uint16")), sidecar.get("header_bytes", 0))
+    contents = fingerprints(file.path for file in files)
+    return [_open(file, content) for file, content in zip(files, contents, strict=True)]
+
+
+def _open(file: SourceFile, content: str) -> TokenFile:
+    sidecar = read_sidecar(file.path)
+    tokens = _map_npy(file.path) if file.path.suffix == ".npy" else _map_bin(file.path, sidecar)
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or len(tokens) < 2:
         raise ValueError(
             f"[data] {file.path} must be one dimension of at least 2 integers, "
             f"got {tokens.dtype}{list(tokens.shape)}; save a flat array of token ids"
         )
-    fingerprint = _sampled_fingerprint(file)
-    return TokenFile(file.name, tokens, sidecar["vocab_size"], sidecar.get("eos_id"), fingerprint)
+    fingerprint = digest([content, str(tokens.dtype), sidecar.header_bytes])
+    return TokenFile(str(file.name), tokens, sidecar.vocab_size, sidecar.eos_id, fingerprint)
 
 
 def find_documents(file: TokenFile) -> np.ndarray:
@@ -59,7 +63,10 @@ def find_documents(file: TokenFile) -> np.ndarray:
     Raises ValueError when a token lies outside the vocabulary.
     """
     last = len(file.tokens) - 1
-    edges = np.unique(np.concatenate([[0, last], *_end_positions(file)]))
+    ends = _end_positions(file)
+    if file.eos_id is not None and not sum(map(len, ends)):
+        log.warning("[data] %s has no eos_id=%d in it; it is cut into equal pieces", file.name, file.eos_id)
+    edges = np.unique(np.concatenate([[0, last], *ends]))
     if len(edges) == 2:
         piece = max(1024, len(file.tokens) // PIECES_WITHOUT_END)
         edges = np.unique(np.append(np.arange(0, last, piece), last))
@@ -87,32 +94,19 @@ def _check_ids(chunk: np.ndarray, start: int, file: TokenFile) -> None:
         )
 
 
-def _read_sidecar(path: Path) -> dict:
-    for candidate in (path.with_suffix(".json"), path.parent / "meta.json"):
-        if candidate.is_file():
-            sidecar = json.loads(candidate.read_text())
-            if isinstance(sidecar, dict) and isinstance(sidecar.get("vocab_size"), int):
-                return sidecar
-            raise ValueError(f"[data] {candidate} must name vocab_size, such as {SIDECAR}")
-    name = path.with_suffix(".json").name
-    raise ValueError(f"[data] {path} needs {name} or meta.json beside it, such as {SIDECAR}")
+def _map_npy(path: Path) -> np.ndarray:
+    try:
+        return np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError, OSError) as error:
+        reason = str(error).partition("\n")[0]
+        raise ValueError(f"[data] {path} is no whole .npy of numbers ({reason}); save it again") from None
 
 
-def _map_bin(path: Path, dtype: np.dtype, header_bytes: int) -> np.ndarray:
-    size = path.stat().st_size - header_bytes
+def _map_bin(path: Path, sidecar: Sidecar) -> np.ndarray:
+    dtype, size = np.dtype(sidecar.dtype), path.stat().st_size - sidecar.header_bytes
     if size < 2 * dtype.itemsize or size % dtype.itemsize:
         raise ValueError(
-            f"[data] {path} has {size} bytes after header_bytes={header_bytes}, not a whole number of at "
+            f"[data] {path} has {size} bytes after header_bytes={sidecar.header_bytes}, not a whole number of at "
             f"least 2 {dtype} tokens; correct dtype or header_bytes in its sidecar"
         )
-    return np.memmap(path, dtype, mode="r", offset=header_bytes)
-
-
-def _sampled_fingerprint(file: SourceFile) -> str:
-    """Of the size and 64 evenly spread blocks: a terabyte is not read to name it."""
-    state, block = hashlib.blake2b(str(file.num_bytes).encode(), digest_size=8), 2**16
-    with file.path.open("rb") as stream:
-        for k in range(64):
-            stream.seek(k * max(file.num_bytes - block, 0) // 63)
-            state.update(stream.read(block))
-    return state.hexdigest()
+    return np.memmap(path, dtype, mode="r", offset=sidecar.header_bytes)

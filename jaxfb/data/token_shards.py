@@ -15,6 +15,7 @@ from jaxfb.data.config import DataConfig
 from jaxfb.data.shards import (
     FORMAT,
     Shards,
+    TokenStream,
     check_sides,
     given_tokenizer,
     open_documents,
@@ -22,7 +23,7 @@ from jaxfb.data.shards import (
     write_documents,
 )
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, name_hash, split_documents
-from jaxfb.data.token_files import TokenFile, find_documents, open_token_file
+from jaxfb.data.token_files import TokenFile, find_documents, open_token_files
 from jaxfb.data.tokenizer import Tokenizer
 
 
@@ -30,19 +31,23 @@ def open_token_shards(config: DataConfig, cache: Path) -> Shards:
     """Maps the token files and finds their index in `cache`, or writes it there."""
     files = find_files(config.source, config.path)
     held_out_files = find_files(config.source, config.held_out_path) if config.held_out_path else []
-    train = [open_token_file(file) for file in files]
-    held_out = [open_token_file(file) for file in held_out_files]
+    train, held_out = open_token_files(files), open_token_files(held_out_files)
     identity = [[file.vocab_size, file.eos_id, file.fingerprint] for file in [*train, *held_out]]
     directory = cache / f"tokens-{shards_key(config, files, held_out_files, identity)}"
     facts = build_once(directory, lambda draft: _write_index(config, train, held_out, draft))
-    arrays = {"train": [f.tokens for f in train], "held_out": [f.tokens for f in held_out or train]}
+    streams = {"train": _stream(train), "held_out": _stream(held_out or train)}
     vocab_size = max(file.vocab_size for file in [*train, *held_out])
     return Shards(
-        **{name: open_documents(directory, name, facts[name], arrays[name]) for name in arrays},
+        **{name: open_documents(directory, name, facts[name], streams[name]) for name in streams},
         tokenizer=_matching_tokenizer(config, vocab_size),
         vocab_size=vocab_size,
         directory=directory,
     )
+
+
+def _stream(files: list[TokenFile]) -> TokenStream:
+    vocab_size = max(file.vocab_size for file in files)
+    return TokenStream([file.tokens for file in files], [file.name for file in files], vocab_size)
 
 
 def _matching_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +17,7 @@ from typing import Protocol
 
 import numpy as np
 
+SHOWN = 5
 END_TOKEN = "<|end|>"
 SAMPLE_BYTES = 64 * 2**20  # BPE merges settle long before this much text
 START_NAMES = ("<|begin_of_text|>", "<|startoftext|>", "<s>", "<bos>", "<|endoftext|>", END_TOKEN)
@@ -45,6 +47,9 @@ class Tokenizer(Protocol):
     def id_of(self, name: str) -> int | None:
         """Of a special token such as <|im_start|>; None where the vocabulary has none of that name."""
 
+    def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
+        """Share of the characters (white space left out) that are in no token but the unknown one, and some of them."""
+
     def token_bytes(self) -> np.ndarray:
         """i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
 
@@ -67,6 +72,9 @@ class ByteTokenizer:
 
     def id_of(self, name: str) -> int | None:
         return None
+
+    def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
+        return 0.0, []
 
     def token_bytes(self) -> np.ndarray:
         return (np.arange(257) < 256).astype(np.int32)
@@ -100,6 +108,26 @@ class LibraryTokenizer:
 
     def id_of(self, name: str) -> int | None:
         return self._vocab.get(name)
+
+    def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
+        lost, total = Counter(), 0
+        for text, encoding in zip(
+            texts, self._implementation.encode_batch(texts, add_special_tokens=False), strict=True
+        ):
+            known = np.zeros(len(text) + 1, np.int32)
+            spans = [s for s, i in zip(encoding.offsets, encoding.ids, strict=True) if i != self._unknown_id]
+            for edge, change in zip(np.array(spans or [(0, 0)]).T, (1, -1), strict=True):
+                np.add.at(known, edge, change)
+            covered = np.cumsum(known) > 0
+            lost.update(text[k] for k in np.flatnonzero(~covered[: len(text)]) if not text[k].isspace())
+            total += sum(not character.isspace() for character in text)
+        return sum(lost.values()) / max(total, 1), [character for character, _ in lost.most_common(SHOWN)]
+
+    @cached_property
+    def _unknown_id(self) -> int | None:
+        """Of the token that stands for what the vocabulary does not have, by the name or number in the model."""
+        model = json.loads(self._serialized)["model"]
+        return model["unk_id"] if "unk_id" in model else self._vocab.get(model.get("unk_token"))
 
     def token_bytes(self) -> np.ndarray:
         return self._token_bytes.copy()
@@ -150,8 +178,8 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
         raise ValueError(f"[data] tokenizer={str(path)!r} is no file; use 'bpe', 'bytes' or a tokenizer.json")
-    serialized = file.read_text(encoding="utf-8")
     try:
+        serialized = file.read_text(encoding="utf-8")
         return ByteTokenizer() if json.loads(serialized) == BYTES_FILE else LibraryTokenizer(serialized)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"[data] tokenizer={str(path)!r} cannot be read: {error}") from error
