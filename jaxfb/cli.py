@@ -35,6 +35,7 @@ POST_TRAINING = {
     "dpo": "learn from pairs of answers, one preferred to the other",
     "rl": "sample, reward, update: GRPO, PPO and their kin",
 }
+LAUNCHED = ("train", *POST_TRAINING)
 TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h100x8"
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
@@ -102,6 +103,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_training,
         _add_uses_of_a_run,
         _add_pretrained,
+        _add_launch,
         _add_check,
         _add_schedule,
         _add_plan,
@@ -142,6 +144,24 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
     generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+
+
+def _add_launch(verbs) -> None:
+    text = "run a command as several processes of this machine, and start it again when one is lost"
+    launch = _verb(verbs, "launch", _launch, text)
+    launch.add_argument(
+        "--processes", type=int, default=1, metavar="N", help="processes to start (default: 1)"
+    )
+    launch.add_argument(
+        "--restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="restarts in a row before it gives up (default: 3)",
+    )
+    launch.add_argument(
+        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: train CONFIG key=value"
+    )
 
 
 def _add_pretrained(verbs) -> None:
@@ -342,6 +362,23 @@ def _generate(options) -> None:
 
     text = trainer.generate(run_dir, options.prompt, **{k: v for k, v in given.items() if v is not None})
     print(text)
+
+
+def _launch(options) -> int:
+    from jaxfb.supervisor import Supervisor, job_command
+
+    for name, least in (("processes", 1), ("restarts", 0)):
+        if getattr(options, name) < least:
+            raise ValueError(
+                f"[launch] --{name} {getattr(options, name)} must be at least {least}; use {least}"
+            )
+    command = [word for word in options.command if word != "--"]
+    if not command or command[0] not in LAUNCHED:
+        given = command[0] if command else "nothing"
+        raise ValueError(
+            f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
+        )
+    return Supervisor(job_command(command), options.processes, options.restarts).run()
 
 
 def _import_hf(options) -> None:

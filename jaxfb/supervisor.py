@@ -1,0 +1,160 @@
+"""Starts the processes of a job on this machine and starts them again when they are lost. No jax is imported.
+
+start -> all end -> done, refused, interrupted or given up: end likewise
+                 -> lost or crashed: wait, start again with --resume
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+DONE, REFUSED, RESUMABLE, LOST, GAVE_UP = 0, 2, 75, 76, 78
+FINAL = (DONE, REFUSED, RESUMABLE, GAVE_UP)  # exit codes after which another start would change nothing
+STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
+FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
+
+# (index, number of processes, coordinator or None, whether this is a restart) -> command and environment
+Command = Callable[[int, int, "str | None", bool], tuple[list[str], dict[str, str]]]
+
+
+@dataclass
+class Supervisor:
+    """Runs a job as several processes of this machine.
+
+    command:   makes the command line of one process.
+    processes: how many there are.
+    restarts:  how often in a row the job is started again without having run longer than `healthy` seconds.
+    healthy:   seconds after which a start counts as successful, so that restarts are counted from zero again.
+    report:    receives a sentence for each restart.
+    """
+
+    command: Command
+    processes: int = 1
+    restarts: int = 3
+    healthy: float = 300.0
+    stopping: float = STOPPING
+    report: Callable[[str], None] = field(default=lambda text: print(text, file=sys.stderr, flush=True))
+
+    def run(self) -> int:
+        """Returns the exit code of the job: 0 only if every process of the last start ended with 0.
+
+        SIGTERM and SIGINT are passed on to every process; the job is then not started again.
+        """
+        self._children: list[subprocess.Popen] = []
+        self._signalled = False
+        before = {number: signal.signal(number, self._pass_on) for number in (signal.SIGTERM, signal.SIGINT)}
+        try:
+            return self._supervise()
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+    def _supervise(self) -> int:
+        failures, restarted = 0, False
+        while True:
+            began = time.monotonic()
+            code = self._run_once(restarted)
+            if code in FINAL or self._signalled:
+                return code
+            failures = 1 if time.monotonic() - began > self.healthy else failures + 1
+            if failures > self.restarts:
+                self.report(f"jaxfb: [launch] {_ending(code)} {failures} times in a row; giving up")
+                return code
+            wait = min(LONGEST_WAIT, FIRST_WAIT * 2 ** (failures - 1))
+            self.report(
+                f"jaxfb: [launch] the job was {_ending(code)}; starting again with --resume in {wait:g} s "
+                f"(restart {failures} of {self.restarts})"
+            )
+            self._sleep(wait)
+            if self._signalled:
+                return RESUMABLE
+            restarted = True
+
+    def _run_once(self, restarted: bool) -> int:
+        coordinator = f"127.0.0.1:{_free_port()}" if self.processes > 1 else None
+        for index in range(self.processes):
+            line, environment = self.command(index, self.processes, coordinator, restarted)
+            self._children.append(subprocess.Popen(line, env={**os.environ, **environment}))
+        try:
+            return self._wait()
+        finally:
+            self._end_all()
+
+    def _wait(self) -> int:
+        """Waits until all processes have ended, or for a while once one has ended badly; returns the worst code."""
+        deadline = None
+        while None in (codes := [child.poll() for child in self._children]):
+            if deadline is None and any(code not in (None, DONE) for code in codes):
+                deadline = time.monotonic() + self.stopping
+            if deadline is not None and time.monotonic() > deadline:
+                break
+            time.sleep(0.05)
+        return _of_all([LOST if code is None else code for code in codes])
+
+    def _end_all(self) -> None:
+        for child in self._children:
+            if child.poll() is None:
+                child.kill()
+            child.wait()
+        self._children = []
+
+    def _pass_on(self, number: int, frame: object) -> None:
+        self._signalled = True
+        for child in self._children:
+            if child.poll() is None:
+                child.send_signal(number)
+
+    def _sleep(self, seconds: float) -> None:
+        end = time.monotonic() + seconds
+        while time.monotonic() < end and not self._signalled:
+            time.sleep(0.05)
+
+
+def job_command(arguments: Sequence[str], python: str = sys.executable) -> Command:
+    """Returns the commands of a `jaxfb` job, such as ["train", "config.yaml"]; restarts get --resume."""
+
+    def command(index: int, processes: int, coordinator: str | None, restarted: bool):
+        line = [python, "-m", "jaxfb.cli", *arguments]
+        if restarted:
+            line = [word for word in line if word != "--fresh"]
+            line += [] if "--resume" in line else ["--resume"]
+        if coordinator is None:
+            return line, {}
+        return line, {
+            "JAX_COORDINATOR_ADDRESS": coordinator,
+            "JAX_NUM_PROCESSES": str(processes),
+            "JAX_PROCESS_ID": str(index),
+        }
+
+    return command
+
+
+def _of_all(codes: Sequence[int]) -> int:
+    """Returns the code that decides: a final one of any process, or else the first that is not 0.
+
+    A crash comes before 76, with which the others only answer it.
+    """
+    for wanted in (REFUSED, GAVE_UP, RESUMABLE):
+        if wanted in codes:
+            return wanted
+    bad = [code for code in codes if code != DONE]
+    return next((code for code in bad if code != LOST), bad[0] if bad else DONE)
+
+
+def _ending(code: int) -> str:
+    if code == LOST:
+        return "lost (exit code 76)"
+    return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]

@@ -1,0 +1,112 @@
+"""`jaxfb launch`: which endings are final, which are started again, and what the user reads."""
+
+import os
+import signal
+import sys
+import threading
+import time
+
+import pytest
+
+from jaxfb.supervisor import Supervisor, job_command
+
+# a process that ends with the codes of a file, one a start: "0", "76", "-9" (kills itself), "sleep"
+CHILD = """
+import os, pathlib, signal, sys, time
+directory, index = pathlib.Path(sys.argv[1]), sys.argv[2]
+plan = (directory / f"plan{index}").read_text().split()
+log = directory / f"log{index}"
+start = len(log.read_text().splitlines()) if log.exists() else 0
+with log.open("a") as file:
+    file.write(" ".join(sys.argv[3:]) + os.linesep)
+word = plan[start]
+if word == "sleep":
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(75))
+    (directory / f"asleep{index}").touch()
+    time.sleep(60)
+if word == "-9":
+    os.kill(os.getpid(), signal.SIGKILL)
+os._exit(int(word))
+"""
+
+
+@pytest.fixture
+def job(tmp_path, monkeypatch):
+    """Runs processes whose exit codes at each start are given; returns (code, sentences, starts of process 0)."""
+    monkeypatch.setattr("jaxfb.supervisor.FIRST_WAIT", 0.01)
+
+    def run(*plans, restarts=3, healthy=300.0):
+        for index, plan in enumerate(plans):
+            (tmp_path / f"plan{index}").write_text(plan)
+
+        def command(index, processes, coordinator, restarted):
+            assert (coordinator is not None) == (processes > 1)
+            words = ["--resume"] if restarted else []
+            return [sys.executable, "-c", CHILD, str(tmp_path), str(index), *words], {}
+
+        said = []
+        code = Supervisor(command, len(plans), restarts, healthy, stopping=0.5, report=said.append).run()
+        return code, said, (tmp_path / "log0").read_text().splitlines()
+
+    return run
+
+
+@pytest.mark.parametrize("code", [0, 2, 75, 78])
+def test_final_endings_are_not_started_again(job, code):
+    assert job(str(code)) == (code, [], [""])
+
+
+@pytest.mark.parametrize(
+    "lost, words", [("76", "lost (exit code 76)"), ("-9", "killed by SIGKILL"), ("1", "exit code 1")]
+)
+def test_a_lost_or_crashed_job_goes_on(job, lost, words):
+    code, said, starts = job(f"{lost} 0")
+    assert code == 0 and starts == ["", "--resume"]
+    assert len(said) == 1 and words in said[0] and "restart 1 of 3" in said[0]
+
+
+def test_it_gives_up_after_so_many_restarts_in_a_row(job):
+    code, said, starts = job("76 76 76 76 76", restarts=2)
+    assert code == 76 and len(starts) == 3 and said[-1].endswith("3 times in a row; giving up")
+
+
+def test_a_start_that_ran_long_enough_counts_restarts_from_zero(job):
+    code, said, starts = job("76 76 76 76 0", restarts=1, healthy=0.0)
+    assert code == 0 and len(starts) == 5
+
+
+def test_one_lost_process_ends_and_restarts_all(job, tmp_path):
+    code, said, starts = job("sleep 0", "-9 0")
+    assert code == 0 and len(starts) == 2
+    assert (tmp_path / "log1").read_text().splitlines() == ["", "--resume"]
+    assert "killed by SIGKILL" in said[0]
+
+
+def test_a_refusal_of_one_process_ends_the_job(job):
+    code, said, starts = job("76 0", "2 0")
+    assert code == 2 and said == [] and len(starts) == 1
+
+
+def test_a_signal_reaches_the_processes_and_ends_the_job(job, tmp_path):
+    def interrupt():
+        while not (tmp_path / "asleep0").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=interrupt, daemon=True).start()
+    assert job("sleep 0", restarts=3)[0] == 75
+
+
+def test_a_restart_resumes_and_does_not_begin_afresh():
+    command = job_command(["train", "config.yaml", "--fresh"], python="python")
+    first, environment = command(1, 2, "127.0.0.1:1234", False)
+    assert first == ["python", "-m", "jaxfb.cli", "train", "config.yaml", "--fresh"]
+    assert environment == {
+        "JAX_COORDINATOR_ADDRESS": "127.0.0.1:1234",
+        "JAX_NUM_PROCESSES": "2",
+        "JAX_PROCESS_ID": "1",
+    }
+    assert command(0, 1, None, True) == (
+        ["python", "-m", "jaxfb.cli", "train", "config.yaml", "--resume"],
+        {},
+    )
