@@ -1,7 +1,7 @@
 """Bytes that the instructions of a compiled program read and write in HBM, from the program's text.
 
 A fusion is charged for what it reads and not for what it is given: where it takes a slice of a stack, in itself or in a
-fusion inside it, the slice; where it updates a stack in place, the update.
+fusion inside it, the slice; where it updates an array in place, the update.
 """
 
 from __future__ import annotations
@@ -18,15 +18,17 @@ _FREE = set(
     "parameter constant tuple get-tuple-element bitcast after-all partition-id replica-id iota add-dependency "
     "opt-barrier domain".split()
 )
+_NAMES_ONLY = re.compile(r'custom_call_target="(AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast)"')
+"""Calls of XLA for TPUs that move nothing."""
 _TYPED = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?")
 _SLICES = {"dynamic-slice", "gather", "slice"}
-_UPDATE = "dynamic-update-slice"
+_UPDATE, _SCATTER = "dynamic-update-slice", "scatter"
 
 
 @dataclass(frozen=True)
 class _Use:
     """What a fusion does with one operand. whole: reads all of it. read: bytes of its slices otherwise. written: bytes
-    of the updates that are put into it; updated: whether there are any."""
+    moved by the updates that are put into it; updated: whether there are any."""
 
     whole: bool = False
     read: float = 0.0
@@ -62,6 +64,12 @@ class Bytes:
             return 2 * hbm_bytes(instruction.result)
         if opcode == _UPDATE:
             return 2 * hbm_bytes(operands[1])
+        if opcode == _SCATTER and len(operands) == 3:
+            return hbm_bytes(operands[1]) + 3 * hbm_bytes(
+                operands[2]
+            )  # what is there is read, added to, written
+        if opcode == "custom-call" and _NAMES_ONLY.search(instruction.rest):
+            return 0.0
         if opcode == "fusion":
             inner = hlo.callees(instruction, self._computations)[0][0]
             return self._of_fusion(instruction.result, operands, self._uses_in(inner))
@@ -104,11 +112,13 @@ class Bytes:
 
     def _use(self, reader: Instruction, place: int, name: str) -> _Use:
         """What one instruction inside a fusion does with its operand at a place."""
+        operands = hlo.operand_names(reader)
         if reader.opcode in _SLICES and place == 0:
             return _Use(read=any_bytes(reader.result))
         if reader.opcode == _UPDATE and place == 0:
-            update = self._types[name].get(hlo.operand_names(reader)[1], "")
-            return _Use(written=any_bytes(update), updated=True)
+            return _Use(written=any_bytes(self._types[name].get(operands[1], "")), updated=True)
+        if reader.opcode == _SCATTER and place == 0 and len(operands) == 3:
+            return _Use(written=2 * any_bytes(self._types[name].get(operands[2], "")), updated=True)
         if reader.opcode == "fusion":
             inner = hlo.callees(reader, self._computations)[0][0]
             return self._uses_in(inner).get(place, _Use())
@@ -120,7 +130,7 @@ def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]
 
     To return a value is to read it, unless it was updated: then it stays where it is.
     """
-    same = {one.name: one for one in body if one.opcode in ("bitcast", _UPDATE)}
+    same = {one.name: one for one in body if one.opcode in ("bitcast", _UPDATE, _SCATTER)}
     readers: dict[str, list[tuple[Instruction, int]]] = defaultdict(list)
     for one in body:
         if one.opcode == "bitcast" and not one.is_root:
@@ -128,7 +138,7 @@ def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]
         for place, name in enumerate(hlo.operand_names(one)):
             updated = False
             while name in same:
-                updated |= same[name].opcode == _UPDATE
+                updated |= same[name].opcode != "bitcast"
                 name = hlo.operand_names(same[name])[0]
             if not (updated and one.is_root and one.opcode in ("bitcast", "tuple")):
                 readers[name].append((one, place))

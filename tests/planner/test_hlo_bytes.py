@@ -71,6 +71,24 @@ ENTRY %main (a: f32[80,64,128], i: s32[], n: f32[64,128]) -> (f32[80,64,128], f3
 """
 
 
+# the gradient of an embedding: rows of tokens are added into the table
+SCATTERED = """HloModule m, is_scheduled=true
+%add_rows (table: bf16[1000,64], tokens: s32[16,1], rows: bf16[16,64]) -> bf16[1000,64] {
+  %table = bf16[1000,64]{1,0} parameter(0)
+  %tokens = s32[16,1]{1,0} parameter(1)
+  %rows = bf16[16,64]{1,0} parameter(2)
+  ROOT %sum = bf16[1000,64]{1,0} scatter(%table, %tokens, %rows), update_window_dims={1}, to_apply=%add
+}
+ENTRY %main (t: s32[16,1], g: bf16[16,64]) -> bf16[1000,64] {
+  %table = bf16[1000,64]{1,0} custom-call(), custom_call_target="AllocateBuffer"
+  %t = s32[16,1]{1,0} parameter(0)
+  %g = bf16[16,64]{1,0} parameter(1)
+  %plain = bf16[1000,64]{1,0} scatter(%table, %t, %g), update_window_dims={1}, to_apply=%add
+  ROOT %r = bf16[1000,64]{1,0} fusion(%table, %t, %g), kind=kCustom, calls=%add_rows
+}
+"""
+
+
 def bytes_of(text: str, name: str = "r") -> float:
     computations, entry = hlo.parse(text)
     (one,) = [one for one in computations[entry] if one.name == name]
@@ -92,6 +110,12 @@ def test_a_stack_that_is_also_read_whole_is_charged_whole():
         "ROOT %out = f32[64,32]{1,0} convolution(%layer, %weights)", "%out = f32[] negate(%stack)"
     )
     assert bytes_of(whole) > LAYERS * LAYER
+
+
+def test_rows_added_to_a_table_are_charged_and_not_the_table():
+    tokens, rows = 4 * 16, 2 * 16 * 64
+    assert bytes_of(SCATTERED, "r") == bytes_of(SCATTERED, "plain") == tokens + 3 * rows
+    assert bytes_of(SCATTERED, "table") == 0  # memory that is set aside and not written
 
 
 @pytest.mark.parametrize(
