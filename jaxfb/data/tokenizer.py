@@ -41,8 +41,8 @@ class Tokenizer(Protocol):
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One i32[num_tokens] a text."""
 
-    def decode(self, ids: Iterable[int]) -> str:
-        """Text of the ids; special tokens are left out."""
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        """Text of the ids; special tokens are left out, or appear by name."""
 
     def id_of(self, name: str) -> int | None:
         """Of a special token such as <|im_start|>; None where the vocabulary has none of that name."""
@@ -52,6 +52,9 @@ class Tokenizer(Protocol):
 
     def token_bytes(self) -> np.ndarray:
         """i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
+
+    def is_token(self) -> np.ndarray:
+        """bool[vocab_size]: which ids are tokens; a vocabulary may have holes."""
 
     def save(self, path: Path) -> None:
         """Writes one file that `load_tokenizer` reads."""
@@ -67,8 +70,9 @@ class ByteTokenizer:
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return bytes(i for i in map(int, ids) if i < 256).decode("utf-8", "replace")
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        special = END_TOKEN.encode() if keep_special else b""
+        return b"".join(bytes([i]) if i < 256 else special for i in map(int, ids)).decode("utf-8", "replace")
 
     def id_of(self, name: str) -> int | None:
         return None
@@ -78,6 +82,9 @@ class ByteTokenizer:
 
     def token_bytes(self) -> np.ndarray:
         return (np.arange(257) < 256).astype(np.int32)
+
+    def is_token(self) -> np.ndarray:
+        return np.ones(257, bool)
 
     def save(self, path: Path) -> None:
         Path(path).write_text(json.dumps(BYTES_FILE))
@@ -103,8 +110,8 @@ class LibraryTokenizer:
         encodings = self._implementation.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
-    def decode(self, ids: Iterable[int]) -> str:
-        return self._implementation.decode([int(i) for i in ids], skip_special_tokens=True)
+    def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
+        return self._implementation.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
 
     def id_of(self, name: str) -> int | None:
         return self._vocab.get(name)
@@ -132,6 +139,11 @@ class LibraryTokenizer:
     def token_bytes(self) -> np.ndarray:
         return self._token_bytes.copy()
 
+    def is_token(self) -> np.ndarray:
+        found = np.zeros(self.vocab_size, bool)
+        found[list(self._vocab.values())] = True
+        return found
+
     @cached_property
     def _token_bytes(self) -> np.ndarray:
         definition = json.loads(self._serialized)
@@ -147,6 +159,18 @@ class LibraryTokenizer:
 
     def save(self, path: Path) -> None:
         Path(path).write_text(self._serialized, encoding="utf-8")
+
+
+def absent_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, int], ...]:
+    """Ranges (first, end) of the ids below `vocab_size` that are no token: padding of a vocabulary, and holes in it.
+
+    What samples from a model of that vocabulary leaves them out, since no text corresponds to them.
+    """
+    known = np.zeros(vocab_size, bool)
+    mask = tokenizer.is_token()[:vocab_size]
+    known[: len(mask)] = mask
+    edges = np.flatnonzero(np.diff(np.concatenate([[True], known, [True]]).astype(np.int8)))
+    return tuple((int(first), int(end)) for first, end in edges.reshape(-1, 2))
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:

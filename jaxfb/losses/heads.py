@@ -14,6 +14,7 @@ from functools import partial
 import jax
 
 from jaxfb.losses.coupling import check_rows_uncoupled
+from jaxfb.losses.logits import IdRanges
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
@@ -24,7 +25,9 @@ UnembeddedLoss = Callable[[Unembedding, Mapping, "str | None"], LossOutput]
 TokenLoss = Callable[[jax.Array, jax.Array, Mapping], "LossOutput | Sum"]
 
 
-def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.0) -> Pipelined:
+def policy_loss_fn(
+    model: Pipelined, loss: TokenLoss, *, temperature: float = 1.0, absent_ids: IdRanges = ()
+) -> Pipelined:
     """`model` with a loss of one's own over the log-probs and entropies of its targets.
 
     `loss(log_probs, entropy, microbatch)` receives float[rows, seq] arrays (float32 or wider, nats, 0 where
@@ -38,6 +41,8 @@ def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.
       model: a Pipelined that offers `unembed`, such as `transformer(config)`.
       loss: see above.
       temperature: of the sampler whose policy this is; logits are divided by it.
+      absent_ids: ranges (first, end) of ids that this sampler never draws, such as those that pad the vocabulary
+        (`jaxfb.data.tokenizer.absent_ids`); their probability is 0.
     Returns:
       A Pipelined; its microbatches hold `targets` i32[rows, seq], `loss_mask` float[rows, seq], and what the
       embedding, the layers and the loss read.
@@ -56,18 +61,20 @@ def policy_loss_fn(model: Pipelined, loss: TokenLoss, *, temperature: float = 1.
             axis=axis,
             logit_softcap=unembedding.softcap,
             temperature=temperature,
+            absent_ids=absent_ids,
         )
         return loss(scores.log_probs, scores.entropy, microbatch)
 
     return replace(with_head(model, head_loss), check=partial(check_rows_uncoupled, loss, 2))
 
 
-def log_prob_fn(model: Pipelined, *, temperature: float = 1.0) -> Pipelined:
+def log_prob_fn(model: Pipelined, *, temperature: float = 1.0, absent_ids: IdRanges = ()) -> Pipelined:
     """`model` for `forward_only` passes: its outputs are {"log_probs", "entropy"}, float[rows, seq] in row order.
 
-    The term "nll" is the mean of -log p over counted tokens, the metric "entropy" theirs.
+    The term "nll" is the mean of -log p over counted tokens, the metric "entropy" theirs. temperature, absent_ids: as
+    for `policy_loss_fn`.
     """
-    return policy_loss_fn(model, _log_probs_out, temperature=temperature)
+    return policy_loss_fn(model, _log_probs_out, temperature=temperature, absent_ids=absent_ids)
 
 
 def _log_probs_out(log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping) -> LossOutput:

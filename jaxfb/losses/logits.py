@@ -21,6 +21,11 @@ from jaxfb.parallel.tensor import constrain
 
 # float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
 _FLOAT16_SCALE = 1024.0
+# The logit of an id that cannot be drawn. Finite, so that a probability of 0 times its log is 0 and not NaN.
+_NEVER = -1e30
+
+# Ranges (first, end) of ids.
+IdRanges = tuple[tuple[int, int], ...]
 
 
 def sum_dtype(x: jax.Array) -> jnp.dtype:
@@ -102,6 +107,21 @@ def token_ids(logits: jax.Array, dtype: Any, axis: str | None) -> jax.Array:
     """The id of the token that each column of this device's logits stands for: [T, V]."""
     first = 0 if axis is None else lax.axis_index(axis).astype(dtype) * logits.shape[1]
     return lax.broadcasted_iota(dtype, logits.shape, 1) + first
+
+
+def is_within(ranges: IdRanges, ids: jax.Array) -> jax.Array:
+    """bool like `ids`: which lie in one of the ranges."""
+    inside = jnp.zeros(ids.shape, bool)
+    for first, end in ranges:
+        inside |= (ids >= first) & (ids < end)
+    return inside
+
+
+def without(absent: IdRanges, logits: jax.Array, axis: str | None) -> jax.Array:
+    """The logits [T, V] with those of the absent ids so low that their probability is 0."""
+    if not absent:
+        return logits
+    return jnp.where(is_within(absent, token_ids(logits, jnp.int32, axis)), _NEVER, logits)
 
 
 def vocab_size(logits: jax.Array, axis: str | None) -> int:

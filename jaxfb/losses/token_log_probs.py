@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.losses.logits import (
+    IdRanges,
     capped_slope,
     cut_tokens,
     gradients_by_chunk,
@@ -26,6 +27,7 @@ from jaxfb.losses.logits import (
     sum_dtype,
     summed,
     token_ids,
+    without,
 )
 from jaxfb.losses.settings import check_positive
 
@@ -51,6 +53,7 @@ def token_log_probs(
     axis: str | None = None,
     logit_softcap: float | None = None,
     temperature: float = 1.0,
+    absent_ids: IdRanges = (),
 ) -> TokenLogProbs:
     """log p(target) and entropy at each position, of p = softmax(capped(hidden @ kernel) / temperature).
 
@@ -68,6 +71,8 @@ def token_log_probs(
         arguments, the results and the gradient of `hidden` are then equal on all its devices.
       logit_softcap: logits become softcap * tanh(logits / softcap); None leaves them.
       temperature: the sampler's, by which logits are divided.
+      absent_ids: ranges (first, end) of ids that the sampler never draws: their probability is 0, the others' add
+        up to 1 without them.
     Returns:
       TokenLogProbs, float32 (float64 for float64 inputs).
     Raises:
@@ -76,7 +81,7 @@ def token_log_probs(
     check_temperature(temperature)
     one = targets.ndim == 2
     ids = targets[..., None] if one else targets
-    scoring = _Scoring(chunk, axis, logit_softcap, temperature)
+    scoring = _Scoring(chunk, axis, logit_softcap, temperature, absent_ids)
     log_probs, entropy = _token_log_probs(hidden, kernel, ids, loss_mask != 0, scoring)
     return TokenLogProbs(log_probs[..., 0] if one else log_probs, entropy)
 
@@ -101,6 +106,11 @@ class _Scoring(NamedTuple):
     axis: str | None
     softcap: float | None
     temperature: float
+    absent: IdRanges
+
+    def scaled(self, logits: jax.Array) -> jax.Array:
+        """The log-probs of the sampler but for their normalizer, from the model's logits [T, V]."""
+        return without(self.absent, logits / self.temperature, self.axis)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
@@ -122,7 +132,7 @@ def _backward(scoring, residuals, cotangents):
 
     def logits_grad(hidden, ids, normalizer, entropy, log_prob_seed, entropy_seed):
         logits = project(hidden, kernel, scoring.softcap)
-        log_p = logits / scoring.temperature - normalizer[:, None]
+        log_p = scoring.scaled(logits) - normalizer[:, None]
         grad = _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring)
         return grad * capped_slope(logits, scoring.softcap) / scoring.temperature, None
 
@@ -141,7 +151,7 @@ def _scores(hidden, kernel, ids, counted, scoring):
 
     def step(tokens):
         hidden, ids = tokens
-        logits = project(hidden, kernel, scoring.softcap) / scoring.temperature
+        logits = scoring.scaled(project(hidden, kernel, scoring.softcap))
         top = largest(jnp.max(logits, axis=-1, keepdims=True), scoring.axis)
         weights = jnp.exp(logits - top)
         total = summed(jnp.sum(weights, axis=-1), scoring.axis)

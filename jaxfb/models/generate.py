@@ -9,14 +9,16 @@ D = hidden_size, G = kv heads, K = head_size.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxfb.losses.logits import capped
+from jaxfb.losses.logits import IdRanges, capped, is_within
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
@@ -28,7 +30,7 @@ Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a 
 class Generated(NamedTuple):
     """What was sampled.
 
-    tokens:    i32[R, N]; after the stop token, more of it.
+    tokens:    i32[R, N]; after a stop token, more of it.
     log_probs: f32[R, N], of each token among all, at `log_prob_temperature`; 0 after the stop.
     """
 
@@ -45,7 +47,8 @@ def generate(
     prompt_lengths: jax.Array | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
-    stop_token: int | None = None,
+    stop_token: int | Sequence[int] | None = None,
+    absent_ids: IdRanges = (),
     key: jax.Array | None = None,
     log_prob_temperature: float = 1.0,
 ) -> Generated:
@@ -61,21 +64,23 @@ def generate(
       prompt_lengths: i32[R], each from 1 to P; P for every row if None.
       temperature: 0 takes the likeliest token.
       top_k: draw among the k likeliest only.
-      stop_token: ends its row.
+      stop_token: ends its row; of several, any does.
+      absent_ids: ranges (first, end) of ids that are never drawn and have probability 0, such as those that the
+        tokenizer lacks (`jaxfb.data.tokenizer.absent_ids`).
       key: a PRNG key, needed where temperature > 0.
       log_prob_temperature: of the log-probs that are reported: 1.0 is the model itself, `temperature` the policy
         that was sampled from (but for top_k).
     Raises:
-      ValueError: an empty prompt, no tokens asked for, a temperature or top_k out of range, or no key.
+      ValueError: an empty prompt, no tokens asked for, a temperature, top_k or stop token out of range, or no key.
     """
     rows, longest = prompt_tokens.shape
     _check(config, longest, max_new_tokens, temperature, top_k, key)
     lengths = jnp.full(rows, longest) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(rows))
-    pick = _Pick(greedy=temperature == 0, top_k=top_k)
-    stop = -1 if stop_token is None else stop_token
+    pick = _Pick(greedy=temperature == 0, top_k=top_k, absent=absent_ids)
+    stops = jnp.asarray(_stop_ids(config, stop_token), jnp.int32)
     prompt, temperatures = jnp.asarray(prompt_tokens, jnp.int32), (float(temperature), log_prob_temperature)
-    return _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stop, keys)
+    return _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys)
 
 
 class _Pick(NamedTuple):
@@ -83,6 +88,11 @@ class _Pick(NamedTuple):
 
     greedy: bool
     top_k: int | None
+    absent: IdRanges
+
+    def only_tokens(self, logits):
+        """[R, V], -inf at ids that are never drawn."""
+        return jnp.where(is_within(self.absent, jnp.arange(logits.shape[1])), -jnp.inf, logits)
 
     def __call__(self, logits, temperature, keys):
         """[R, V] -> i32[R]."""
@@ -95,23 +105,26 @@ class _Pick(NamedTuple):
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
-def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stop, keys):
+def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys):
     temperature, log_prob_temperature = temperatures
 
     def step(state, index):
-        logits, cache, stopped = state
+        logits, cache, stopped, last = state
+        logits = pick.only_tokens(logits)
         drawn = pick(logits, temperature, jax.vmap(jax.random.fold_in, (0, None))(keys, index))
-        token = jnp.where(stopped, stop, drawn)
+        token = jnp.where(stopped, last, drawn)
         log_prob = jnp.take_along_axis(
             jax.nn.log_softmax(logits / log_prob_temperature), token[:, None], axis=1
         )[:, 0]
         log_prob = jnp.where(stopped, 0, log_prob)
         hidden, cache = _decode(config, params, token, lengths + index, cache)
-        return (_logits(config, params, hidden), cache, stopped | (token == stop)), (token, log_prob)
+        stopped |= (token[:, None] == stops).any(1)
+        return (_logits(config, params, hidden), cache, stopped, token), (token, log_prob)
 
     hidden, cache = _prefill(config, params, prompt, max_new_tokens)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
-    state = (_logits(config, params, last), cache, jnp.zeros(prompt.shape[0], bool))
+    rows = prompt.shape[0]
+    state = (_logits(config, params, last), cache, jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32))
     _, (tokens, log_probs) = lax.scan(step, state, jnp.arange(max_new_tokens))
     return Generated(tokens.T, log_probs.T)
 
@@ -161,13 +174,23 @@ def _logits(config, params, hidden):
     return capped(logits, config.logit_softcap)
 
 
+def _stop_ids(config: TransformerConfig, stop_token: int | Sequence[int] | None) -> list[int]:
+    ids = [] if stop_token is None else np.atleast_1d(stop_token).tolist()
+    for stop in ids:
+        if not isinstance(stop, int) or not 0 <= stop < config.vocab_size:
+            raise ValueError(
+                f"[generate] {stop_token=} must be ids from 0 to {config.vocab_size - 1}, or None"
+            )
+    return ids
+
+
 def _check(config, longest, max_new_tokens, temperature, top_k, key) -> None:
     if longest < 1 or max_new_tokens < 1:
         raise ValueError(
             f"[generate] prompts of {longest} tokens and {max_new_tokens=} must both be at least 1; "
             "start an empty prompt with the document separator"
         )
-    if temperature < 0 or (temperature > 0 and key is None):
+    if not 0 <= temperature < float("inf") or (temperature > 0 and key is None):
         raise ValueError(f"[generate] {temperature=} must be 0 (greedy), or positive with a key to draw from")
     if top_k is not None and not 1 <= top_k <= config.vocab_size:
         raise ValueError(f"[generate] {top_k=} must be from 1 to vocab_size={config.vocab_size}")

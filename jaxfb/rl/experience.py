@@ -25,7 +25,7 @@ from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.rl.advantage import advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
-from jaxfb.rl.tasks import Problem, Task
+from jaxfb.rl.tasks import Problem, Response, Task
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -72,7 +72,7 @@ class Experience:
         rewards, correct = self._rewards(problems, responses)
         baseline = self._greedy_rewards(placed, problems) if self._config.advantage.name == "remax" else None
         rows, from_sampler = self._rows(prompts, responses)
-        record |= _said_of(rewards, correct, responses, self.sampler.max_new_tokens, sampled - began)
+        record |= _numbers_of(rewards, correct, responses, sampled - began)
         scores = self._scores(rows, models, from_sampler, record)
         token_rewards, kl = self._token_rewards(rewards, rows["loss_mask"], scores, kl, record)
         scores |= advantages_of(
@@ -123,7 +123,8 @@ class Experience:
 
     @cached_property
     def _log_probs(self) -> Pipelined:
-        return log_prob_fn(self.base.model, temperature=self._config.rollout.temperature)
+        temperature = self._config.rollout.temperature
+        return log_prob_fn(self.base.model, temperature=temperature, absent_ids=self.base.absent_ids)
 
     def _problems(self, number: int) -> tuple[list[Problem], np.ndarray]:
         """One problem a row, samples of one prompt next to each other; and which prompt each row answers."""
@@ -137,9 +138,13 @@ class Experience:
     def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
         return self.base.tokenizer.encode([problem.prompt for problem in problems])
 
-    def _texts(self, responses: Responses) -> list[str]:
-        size = self.base.tokenizer.vocab_size
-        return [self.base.tokenizer.decode(ids[ids < size]) for ids in responses.ids]
+    def _texts(self, responses: Responses) -> list[Response]:
+        """What rewards read. Special tokens inside a response appear by name: left out, they would go unnoticed."""
+        decode = self.base.tokenizer.decode
+        return [
+            Response.of(decode(ids[: len(ids) - ended], keep_special=True), ids, ended)
+            for ids, ended in zip(responses.ids, responses.ended, strict=True)
+        ]
 
     def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
         answered = list(zip(problems, self._texts(responses), strict=True))
@@ -215,9 +220,10 @@ def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
     return np.where(counted, out, 0.0)
 
 
-def _said_of(
-    rewards: np.ndarray, correct: np.ndarray, responses: Responses, longest: int, seconds: float
+def _numbers_of(
+    rewards: np.ndarray, correct: np.ndarray, responses: Responses, seconds: float
 ) -> dict[str, float]:
+    """What a record has of the responses; `at_length_limit` is the share that no stop token ended."""
     lengths = np.array([len(ids) for ids in responses.ids])
     return {
         "reward": float(rewards.mean()),
@@ -225,7 +231,7 @@ def _said_of(
         "accuracy": float(correct.mean()),
         "response_length": float(lengths.mean()),
         "response_length_max": int(lengths.max()),
-        "at_length_limit": float((lengths == longest).mean()),
+        "at_length_limit": float(1 - responses.ended.mean()),
         "rollout_seconds": seconds,
         "rollout_tokens_per_second": responses.num_tokens / seconds,
     }

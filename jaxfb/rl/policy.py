@@ -198,7 +198,8 @@ def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
         config.policy.kl_estimator,
         config.policy.entropy_coef,
     )
-    model = policy_loss_fn(base.model, loss, temperature=config.rollout.temperature)
+    temperature = config.rollout.temperature
+    model = policy_loss_fn(base.model, loss, temperature=temperature, absent_ids=base.absent_ids)
     run = RunPlan(plan.train, updates=plan.total_updates)
     step = base.train_step(model, plan.train, run)
     critic = Critic(base, plan.train, run) if config.critic else None
@@ -220,7 +221,8 @@ def _sampler(config: RLConfig, base: Base, task: Task) -> Sampler:
         base.mesh,
         prompt_width=max(map(len, base.tokenizer.encode(problems))),
         max_new_tokens=config.rollout.max_new_tokens,
-        stop_token=base.stop_token,
+        stop_tokens=(base.stop_token,),
+        absent_ids=base.absent_ids,
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,
         compute_dtype=None if dtype in ("float32", "float64") else dtype,

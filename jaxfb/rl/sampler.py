@@ -15,6 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.losses.logits import IdRanges
 from jaxfb.mesh import axis_size
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
@@ -24,10 +25,16 @@ PyTree = Any
 
 
 class Responses(NamedTuple):
-    """On the host. ids: i32[n] of each row, its stop token included where it came; log_probs: f32[n] of each."""
+    """What was sampled, on the host.
+
+    ids:       i32[n] of each row, its stop token included where it came.
+    log_probs: f32[n] of each row.
+    ended:     bool[rows], whether a stop token ended the row; False where max_new_tokens cut it.
+    """
 
     ids: list[np.ndarray]
     log_probs: list[np.ndarray]
+    ended: np.ndarray
 
     @property
     def num_tokens(self) -> int:
@@ -40,7 +47,8 @@ class Sampler:
 
     sizes, mesh:     of the policy.
     prompt_width:    tokens that prompts are padded to; a longer one is refused.
-    max_new_tokens:  of a response. stop_token: ends it.
+    max_new_tokens:  of a response. stop_tokens: any of them ends it.
+    absent_ids:      ranges (first, end) of ids that are never drawn.
     temperature:     of sampling, and of the log-probs that are reported. top_k: draws among so many.
     compute_dtype:   that parameters are cast to, as training does; None leaves them.
     """
@@ -49,7 +57,8 @@ class Sampler:
     mesh: Mesh
     prompt_width: int
     max_new_tokens: int
-    stop_token: int
+    stop_tokens: tuple[int, ...]
+    absent_ids: IdRanges = ()
     temperature: float = 1.0
     top_k: int | None = None
     compute_dtype: str | None = None
@@ -78,13 +87,14 @@ class Sampler:
             prompt_lengths=lengths,
             temperature=0.0 if greedy else self.temperature,
             top_k=None if greedy else self.top_k,
-            stop_token=self.stop_token,
+            stop_token=self.stop_tokens,
+            absent_ids=self.absent_ids,
             key=None if greedy else key,
             log_prob_temperature=1.0 if greedy else self.temperature,
         )
         whole = NamedSharding(self.mesh, P())
         tokens, log_probs = (np.asarray(leaf) for leaf in jax.device_put(tuple(drawn), whole))
-        return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_token)
+        return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_tokens)
 
     def _padded(self, prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
         """Prompts [rows, prompt_width] and lengths; rows filled up to a multiple of the devices that share them."""
@@ -114,11 +124,13 @@ def _cast(params: PyTree, dtype: str) -> PyTree:
     return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
 
-def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop: int) -> Responses:
+def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: tuple[int, ...]) -> Responses:
     """Each row up to and with its first stop token."""
-    stopped = tokens == stop
-    lengths = np.where(stopped.any(1), stopped.argmax(1) + 1, tokens.shape[1])
+    stops = np.isin(tokens, stop_tokens)
+    ended = stops.any(1)
+    lengths = np.where(ended, stops.argmax(1) + 1, tokens.shape[1])
     return Responses(
         [row[:n] for row, n in zip(tokens, lengths, strict=True)],
         [row[:n] for row, n in zip(log_probs, lengths, strict=True)],
+        ended,
     )

@@ -19,8 +19,9 @@ from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config.post_training import CutConfig, PostTrainingConfig
 from jaxfb.data import Tokenizer, load_tokenizer
-from jaxfb.data.tokenizer import ByteTokenizer
+from jaxfb.data.tokenizer import ByteTokenizer, absent_ids
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.losses.logits import IdRanges
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
@@ -65,6 +66,11 @@ class Base:
                 "[start] this tokenizer has no token that ends a text; use one with </s>, <eos> or <|end_of_text|>"
             )
         return self.tokenizer.eos_id
+
+    @cached_property
+    def absent_ids(self) -> IdRanges:
+        """Ids of the model's vocabulary that the tokenizer does not have; they are never sampled."""
+        return absent_ids(self.tokenizer, self.sizes.vocab_size)
 
     def plan(self, purpose: str, rows: int, length: int) -> BatchPlan:
         """The plan of one purpose from its own section of `plans`; nothing is inherited from another."""

@@ -21,6 +21,24 @@ class Problem(NamedTuple):
     answer: str
 
 
+class Response(str):
+    """The text of a response up to its stop token, special tokens by name, and the ids that it was decoded from.
+
+    ids:   i32[n], as sampled, the stop token included where it came.
+    ended: whether a stop token ended it; False where it was cut at the longest length.
+    """
+
+    ids: np.ndarray
+    ended: bool
+
+    @classmethod
+    def of(cls, text: str, ids: np.ndarray, ended: bool) -> Response:
+        """A text with its ids."""
+        made = cls(text)
+        made.ids, made.ended = ids, bool(ended)
+        return made
+
+
 class Task(Protocol):
     """What the policy loop asks of a task.
 
@@ -30,10 +48,10 @@ class Task(Protocol):
     train: list[Problem]
     held_out: list[Problem]
 
-    def reward(self, problem: Problem, response: str) -> float:
-        """Of the text up to the stop token."""
+    def reward(self, problem: Problem, response: Response) -> float:
+        """The reward of a response, a finite number; `response` is a str that knows its ids."""
 
-    def is_correct(self, problem: Problem, response: str) -> bool:
+    def is_correct(self, problem: Problem, response: Response) -> bool:
         """Whether the response counts as solved."""
 
 

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.data import Tokenizer
+from jaxfb.data.tokenizer import absent_ids
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 
@@ -44,11 +45,10 @@ def continue_text(
             tokens,
             temperature=temperature,
             stop_token=tokenizer.eos_id,
+            absent_ids=absent_ids(tokenizer, sizes.vocab_size),
             key=jax.random.key(seed),
         )
 
     if mesh is not None:
         draw = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    drawn = jax.device_get(draw(params).tokens)[0]
-    known = [token for token in drawn.tolist() if token < tokenizer.vocab_size]
-    return tokenizer.decode(known)
+    return tokenizer.decode(jax.device_get(draw(params).tokens)[0])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, load_tokenizer, train_bpe
+from jaxfb.data.tokenizer import END_TOKEN, ByteTokenizer, absent_ids, load_tokenizer, train_bpe
 
 TEXTS = [
     "def add(a, b):\n    return a + b\n" * 20,
@@ -47,6 +47,25 @@ def test_the_ends_of_a_document_are_found_by_name(tmp_path, bpe):
     (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
     tokenizer = load_tokenizer(tmp_path / "tokenizer.json")
     assert (tokenizer.start_id, tokenizer.eos_id, tokenizer.vocab_size) == (300, 301, 302)
+
+
+def test_ids_that_no_token_has_are_found_in_ranges(tmp_path, bpe):
+    assert absent_ids(ByteTokenizer(), 384) == ((257, 384),) and absent_ids(ByteTokenizer(), 257) == ()
+    bpe.save(tmp_path / "tokenizer.json")
+    definition = json.loads((tmp_path / "tokenizer.json").read_text())
+    vocab = definition["model"]["vocab"]
+    vocab[next(name for name, i in vocab.items() if i == 299)] = 305
+    (tmp_path / "tokenizer.json").write_text(json.dumps(definition))
+    holes = load_tokenizer(tmp_path / "tokenizer.json")
+    assert absent_ids(holes, 384) == ((299, 305), (306, 384))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_special_tokens_appear_in_text_by_name_where_asked(kind, bpe):
+    tokenizer = ByteTokenizer() if kind == "bytes" else bpe
+    one, two = tokenizer.encode(["1", "32"])
+    ids = [*one, tokenizer.eos_id, *two]
+    assert tokenizer.decode(ids) == "132" and tokenizer.decode(ids, keep_special=True) == f"1{END_TOKEN}32"
 
 
 def test_what_is_no_tokenizer_is_refused(tmp_path):

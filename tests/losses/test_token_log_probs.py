@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 
 from jaxfb.losses.full_kl import full_kl
 from jaxfb.losses.token_log_probs import log_probs_of_logits, token_log_probs
@@ -58,6 +59,45 @@ def test_log_probs_entropies_and_gradients_equal_the_plain_formula(chunk):
     nan_seeds = jnp.where(mask[..., None] == 0, jnp.nan, seeds)
     (_, masked), masked_grads = run(*dirty, ids, mask, nan_seeds)
     jax.tree.map(np.testing.assert_array_equal, (masked, masked_grads), (out, grads))
+
+
+@pytest.mark.parametrize("devices", [1, 2])
+def test_absent_ids_have_no_probability_and_no_gradient(devices):
+    """Also where the vocabulary is cut over a mesh axis; equal to the softmax over the ids that are there."""
+    absent, there = ((0, 3), (12, 17), (27, 28)), [*range(3, 12), *range(17, 27)]
+    hidden, kernel, _, mask, seeds, _ = _inputs()
+    kernel = kernel[:, :28]
+    targets = jnp.array(there)[jax.random.randint(jax.random.key(7), (ROWS, SEQ), 0, len(there))]
+
+    def plain(hidden, kernel):
+        log_p = _log_p(hidden, kernel[:, jnp.array(there)])
+        index = jnp.searchsorted(jnp.array(there), targets)
+        picked = mask * jnp.take_along_axis(log_p, index[..., None], axis=-1)[..., 0]
+        entropy = -mask * (jnp.exp(log_p) * log_p).sum(-1)
+        return jnp.sum(seeds[..., 0] * picked) + jnp.sum(seeds[..., -1] * entropy), (picked, entropy)
+
+    def scored(hidden, kernel, axis=None):
+        how = {"chunk": 5, "logit_softcap": SOFTCAP, "temperature": TEMPERATURE, "axis": axis}
+        out = token_log_probs(hidden, kernel, targets, mask, absent_ids=absent, **how)
+        return jnp.sum(seeds[..., 0] * out.log_probs) + jnp.sum(seeds[..., -1] * out.entropy), tuple(out)
+
+    run = jax.value_and_grad(scored, (0, 1), has_aux=True)
+    if devices == 2:
+        mesh = jax.make_mesh(
+            (2,), ("pipe",), devices=jax.devices()[:2], axis_types=(jax.sharding.AxisType.Auto,)
+        )
+        cut, whole = P(None, "pipe"), P()
+        run = jax.shard_map(
+            jax.value_and_grad(partial(scored, axis="pipe"), (0, 1), has_aux=True),
+            mesh=mesh,
+            in_specs=(whole, cut),
+            out_specs=((whole, (whole, whole)), (whole, cut)),
+            check_vma=False,
+        )
+    ours = jax.jit(run)(hidden, kernel)
+    _close(ours, jax.value_and_grad(plain, (0, 1), has_aux=True)(hidden, kernel), 2e-13)
+    gone = np.concatenate([np.arange(*ids) for ids in absent])
+    assert (np.asarray(ours[1][1])[:, gone] == 0).all()
 
 
 def test_one_target_a_position_and_logits_that_exist_already(golden):

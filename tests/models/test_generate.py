@@ -76,8 +76,39 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
 
 @pytest.mark.parametrize(
     "how, message",
-    [({"temperature": 1.0}, "a key to draw from"), ({"top_k": 24}, "from 1 to vocab_size=23")],
+    [
+        ({"temperature": 1.0}, "a key to draw from"),
+        ({"temperature": float("nan")}, "temperature=nan must be 0"),
+        ({"top_k": 24}, "from 1 to vocab_size=23"),
+        ({"stop_token": 23}, "stop_token=23 must be ids from 0 to 22"),
+        ({"stop_token": ["</s>"]}, "must be ids from 0 to 22"),
+    ],
 )
 def test_impossible_requests_are_refused(params, how, message):
     with pytest.raises(ValueError, match=message):
         generate(CONFIG, params, jnp.ones((1, 2), jnp.int32), 3, **how)
+
+
+def test_of_several_stop_tokens_any_ends_its_row(params):
+    prompts = jnp.array([[3, 1], [9, 2]])
+    free = np.asarray(generate(CONFIG, params, prompts, 8).tokens)
+    stops = [int(free[0, 2]), int(free[1, 4])]
+    out = generate(CONFIG, params, prompts, 8, stop_token=stops)
+    for row in (0, 1):
+        end = int(np.isin(free[row], stops).argmax())
+        np.testing.assert_array_equal(out.tokens[row, : end + 1], free[row, : end + 1])
+        assert (out.tokens[row, end:] == free[row, end]).all() and (out.log_probs[row, end + 1 :] == 0).all()
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 3.0}, {"temperature": 3.0, "top_k": 22}])
+def test_absent_ids_are_never_drawn_and_the_others_probabilities_add_up(params, how):
+    prompts, absent = jnp.tile(jnp.array([[3, 1]]), (16, 1)), ((0, 7), (11, 12), (20, 23))
+    if how:
+        how = how | {"key": jax.random.key(5)}
+    out = generate(CONFIG, params, prompts, 8, absent_ids=absent, log_prob_temperature=3.0, **how)
+    gone = np.concatenate([np.arange(*ids) for ids in absent])
+    assert not np.isin(out.tokens, gone).any()
+    whole = jnp.concatenate([prompts, out.tokens], axis=1)
+    kept = all_logits(CONFIG, params, {"tokens": whole})[:, 1:-1].at[..., gone].set(-jnp.inf) / 3
+    expected = jnp.take_along_axis(jax.nn.log_softmax(kept), out.tokens[..., None], axis=-1)[..., 0]
+    np.testing.assert_allclose(out.log_probs, expected, rtol=0, atol=1e-12)

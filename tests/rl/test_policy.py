@@ -222,3 +222,44 @@ def test_in_float16_policy_and_critic_scale_their_losses_and_are_saved_with_the_
     ):
         assert jax.tree.structure(state) == jax.tree.structure(abstract)
     assert work.critic.state.loss_scale is not None
+
+
+class Recorded(Evens):
+    """Keeps the responses that it rewards."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        self.__dict__.setdefault("seen", []).append(response)
+        return super().reward(problem, response)
+
+
+def test_ids_that_the_tokenizer_lacks_are_never_sampled_and_rewards_see_the_ids(tmp_path):
+    """257 ids in a vocabulary of 384: a random policy would draw every third token from the padding."""
+    work = make_policy_work(
+        config(tmp_path, rollout={"max_new_tokens": 16, "temperature": 2.0}), Recorded(1, "+", 10)
+    )
+    work.start(lambda text: None)
+    metrics, record = work.update(0)
+    seen = work.task.seen
+    assert work.base.sizes.vocab_size == 384 and work.base.absent_ids == ((257, 384),)
+    ids = np.concatenate([response.ids for response in seen])
+    assert ids.max() <= 256 and len(ids) > 200
+    decode = work.base.tokenizer.decode
+    for response in seen:
+        assert response.ended == (response.ids[-1] == 256)
+        assert response == decode(response.ids[: len(response.ids) - response.ended])
+    # the log-prob pass and the update leave the same ids out
+    assert record["sampler_gap"] < 1e-12
+    np.testing.assert_allclose(metrics.metrics["ratio"], 1, atol=1e-12)
+    assert np.log(200) < metrics.metrics["policy_entropy"] < np.log(257)
+
+
+def test_a_response_that_ends_exactly_at_the_limit_is_not_counted_as_cut():
+    from jaxfb.rl.experience import _numbers_of
+    from jaxfb.rl.sampler import _cut
+
+    responses = _cut(np.array([[5, 5, 9], [5, 5, 5], [8, 9, 9]]), np.zeros((3, 3)), (8, 9))
+    assert [len(ids) for ids in responses.ids] == [3, 3, 1]
+    np.testing.assert_array_equal(responses.ended, [True, False, True])
+    numbers = _numbers_of(np.zeros(3), np.zeros(3), responses, 1.0)
+    np.testing.assert_allclose(numbers["at_length_limit"], 1 / 3)
+    assert numbers["response_length_max"] == 3
