@@ -6,7 +6,7 @@ Beside the story: the loop calls these on the host; nothing in here touches what
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 HOOKS = (
     "on_train_start",
@@ -19,6 +19,33 @@ HOOKS = (
 )
 
 
+class RunInProgress(Protocol):
+    """What `on_train_start` receives, in pre-training and in post-training alike; keep it for the other hooks.
+
+    config:    of the run, as it was loaded.
+    directory: where the run lives: `.path`, `.metrics`, `.checkpoints` and the like.
+    mesh:      that it runs on.
+    state:     the train state (params, opt_state, step) after `done` updates; the next update deletes its arrays, so
+               read what you need in the hook and copy what you keep.
+    done:      updates consumed so far, applied or skipped. total: of the whole run.
+    metrics:   of the last evaluation, by name.
+    """
+
+    config: Any
+    directory: Any
+    mesh: Any
+    state: Any
+    done: int
+    total: int
+    metrics: Mapping[str, float]
+
+    def say(self, text: str) -> None:
+        """Prints a line without disturbing the live progress line."""
+
+    def sync(self) -> None:
+        """Waits until the devices have computed what was dispatched."""
+
+
 class Callback:
     """Override the hooks you need; each does nothing by default and what it returns is ignored.
 
@@ -27,14 +54,18 @@ class Callback:
     after the next one was started. An exception raised in a hook ends the run.
     """
 
-    def on_train_start(self, run: Any) -> None:
-        """Once, when everything is built and restored and nothing has been computed."""
+    def on_train_start(self, run: RunInProgress) -> None:
+        """Once, when the state is there (drawn, loaded or restored), before the first evaluation and update."""
 
     def on_step_start(self, step: int) -> None:
         """Before the rows of this update are fetched."""
 
     def before_update(self, step: int, batch: Any) -> None:
-        """When the rows of this update are there, before the compiled step runs on them."""
+        """When the rows of this update are there, before the compiled step runs on them.
+
+        batch: {name: [rows, ...] array} on the host; of several processes, each has its own rows. A policy's rows are
+        those of the update, with their advantages and log-probs.
+        """
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
         """When the numbers of this update have arrived."""

@@ -131,7 +131,7 @@ def make_train_step(
     Args:
       model: `loss_fn(params, microbatch, rng)` or a `Pipelined`.
       optimizer: `make_optimizer(...)` or any optax transformation; applied once a call.
-      plan: of purpose "train"; every batch has its rows.
+      plan: of purpose "train", or "critic" for a policy's value model; every batch has its rows.
       max_grad_norm: global norm to clip to; None does not clip.
       clip_convention: "exact" min(1, max/norm), "torch" min(1, max/(norm + 1e-6)).
       loss_scale: for float16; the loss itself is reported unscaled.
@@ -142,7 +142,8 @@ def make_train_step(
       ValueError: an option is illegal, or the plan does not fit the mesh.
     """
     gradients.check_clipping(max_grad_norm, clip_convention)
-    plan.require("train", caller="make_train_step")
+    if plan.purpose != "critic":
+        plan.require("train", caller="make_train_step")
     if plan.packing and dropout:
         raise ValueError(
             "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "

@@ -44,7 +44,7 @@ def _reason(given: Mapping[str, Any]) -> tuple[str, str]:
     """What does not fit, and which argument the sentence is about ("" for none)."""
     rows, per_replica, count = (given[name] for name in SIZES)
     replicas, multiple_of, remainder = given["data_parallel"], given["multiple_of"], given["remainder"]
-    update = "update" if given["purpose"] == "train" else "batch"
+    update = "update" if given["purpose"] in ("train", "critic") else "batch"
     if count and count % multiple_of:
         return f"{count} microbatches is not a multiple of multiple_of {multiple_of}", "num_microbatches"
     if count and per_replica:

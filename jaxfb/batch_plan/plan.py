@@ -29,10 +29,11 @@ from jaxfb.batch_plan.refusal import (
 )
 from jaxfb.refusal import shown
 
-Purpose = Literal["train", "logprob_old", "logprob_ref", "value", "eval"]
+Purpose = Literal["train", "critic", "logprob_old", "logprob_ref", "value", "eval"]
 Remainder = Literal["error", "pad", "drop"]
 PURPOSES: tuple[str, ...] = get_args(Purpose)
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
+UPDATES = ("train", "critic")  # purposes of calls that make gradients
 
 _FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
 
@@ -59,7 +60,8 @@ class BatchPlan:
     plan with both for the lengths at hand (the engine calls it).
 
     Args:
-      purpose: which call may use this plan: train, logprob_old, logprob_ref, value or eval.
+      purpose: which call may use this plan: train, critic (the update of a policy's value model), logprob_old,
+        logprob_ref, value or eval.
       rows: rows of one update over all replicas (G); real rows, padding not counted.
       rows_per_microbatch: rows of one microbatch on one replica (b).
       data_parallel: number of replicas = data * fsdp * expert of the mesh (dp).

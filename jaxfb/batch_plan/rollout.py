@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple
 
-from jaxfb.batch_plan.plan import PURPOSES, BatchPlan, plans_by_purpose
+from jaxfb.batch_plan.plan import PURPOSES, UPDATES, BatchPlan, plans_by_purpose
 from jaxfb.batch_plan.refusal import (
     PlanError,
     nearest,
@@ -31,6 +31,7 @@ _VERL = {
     "rows_per_update": "actor.ppo_mini_batch_size, which counts prompts",
     "epochs": "actor.ppo_epochs",
     "train": "actor.ppo_micro_batch_size_per_gpu",
+    "critic": "critic.ppo_micro_batch_size_per_gpu",
     "logprob_old": "rollout.log_prob_micro_batch_size_per_gpu",
     "logprob_ref": "ref.log_prob_micro_batch_size_per_gpu",
     "value": "critic.forward_micro_batch_size_per_gpu",
@@ -54,8 +55,9 @@ class RolloutPlan:
     nothing about it.
 
     Args:
-      plans: {"train": plan of rows_per_update rows, and plans of all R rows for "logprob_old", "logprob_ref" and
-        "value" as far as they are needed}. Nothing is inherited from one to another. Kept as a read-only mapping.
+      plans: {"train": plan of rows_per_update rows, with a critic "critic" of as many, and plans of all R rows for
+        "logprob_old", "logprob_ref" and "value" as far as they are needed}. Nothing is inherited from one to another.
+        Kept as a read-only mapping.
       prompts: of one rollout (P).
       samples_per_prompt: n; row p * n + s is sample s of prompt p.
       rows_per_update: rows of one optimizer update (G).
@@ -215,7 +217,9 @@ def _check_updates(plan: RolloutPlan) -> None:
     rows, update = plan.rows, plan.rows_per_update
     if rows % update == 0:
         return
-    choices = [{"rows_per_update": n} for n in nearest(update, rows, lambda n: rows % n == 0)]
+    replicas = plan.train.data_parallel if "train" in plan.plans else 1
+    legal = nearest(update, rows, lambda n: rows % n == 0 and n % replicas == 0)
+    choices = [{"rows_per_update": n} for n in legal]
     why = f"update of {update} rows needs more than the {rows} a rollout yields"
     if rows >= update:
         made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
@@ -248,9 +252,10 @@ def _check_groups(plan: RolloutPlan) -> None:
 def _check_plans(plan: RolloutPlan) -> None:
     """Each under its own purpose, of the right number of rows, none of which is dropped, for one mesh."""
     for purpose, one in plan.plans.items():
-        wanted = {"train": plan.rows_per_update, **dict.fromkeys(FORWARD_PURPOSES, plan.rows)}.get(purpose)
+        sizes = dict.fromkeys(UPDATES, plan.rows_per_update) | dict.fromkeys(FORWARD_PURPOSES, plan.rows)
+        wanted = sizes.get(purpose)
         if wanted and one.rows != wanted:
-            what = "an update" if purpose == "train" else "a rollout"
+            what = "an update" if purpose in UPDATES else "a rollout"
             raise PlanError(f"[{purpose}] covers {one.rows} rows, {what} has {wanted}; use rows={wanted}")
         if wanted and one.real_rows != wanted:
             raise PlanError(

@@ -41,6 +41,8 @@ Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
 LogProbs = Literal["recompute", "sampler"]
+RewardKL = Literal["k1", "k2", "k3", "abs"]
+PolicyKL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 FROM_SAMPLER = "sampler"
 
 
@@ -64,9 +66,16 @@ class CutConfig:
 
 @dataclass(frozen=True)
 class PlansConfig:
-    """One cut for each purpose; none is inherited from another. A purpose that the run needs must be given."""
+    """One cut for each purpose; none is inherited from another. A purpose that the run needs must be given.
+
+    train, critic:            updates of the model, and of the critic where there is one.
+    eval:                     held-out rows (sft, dpo).
+    logprob_old, logprob_ref: log-probs of a rollout by the old policy, and by the reference.
+    value:                    values of a rollout by the critic.
+    """
 
     train: CutConfig
+    critic: CutConfig | None = None
     eval: CutConfig | None = None
     logprob_old: CutConfig | None = None
     logprob_ref: CutConfig | None = None
@@ -265,7 +274,7 @@ class PolicyConfig:
     aggregation: Aggregation | None = None
     scale: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: str = "k3"
+    kl_estimator: PolicyKL = "k3"
     entropy_coef: float = 0.0
 
     def __post_init__(self):
@@ -280,18 +289,25 @@ class RewardConfig:
     """
 
     kl_coef: float = 0.0
-    kl_estimator: str = "k1"
+    kl_estimator: RewardKL = "k1"
     target: float | None = None
     horizon: float = 10_000
 
     def __post_init__(self):
         at_least_zero("reward", kl_coef=self.kl_coef)
         positive("reward", target=self.target, horizon=self.horizon)
+        if self.target is not None and self.kl_coef == 0:
+            raise ValueError(
+                f"[reward] target={self.target} steers kl_coef, which is 0 and stays 0; use reward.kl_coef=0.001 to "
+                "start from, or reward.target=null"
+            )
 
 
 @dataclass(frozen=True)
 class CriticConfig:
     """A model of its own that predicts the return at each token, for advantages by gae.
+
+    Its updates are cut by `plans.critic`, its forward passes over a rollout by `plans.value`.
 
     start: "policy" copies the policy's layers as they are at the start; "random" does not.
     clip:  how far a prediction may move from that of the rollout; null: freely.

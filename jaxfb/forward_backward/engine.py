@@ -144,7 +144,7 @@ class ForwardBackward:
           params: any pytree of float arrays.
           batch: pytree of [rows, ...] arrays in global row order, or `Microbatches`. With a token budget a dict
             with `segments`, arranged on the host, so then the call is not part of the caller's own `jax.jit`.
-          plan: of purpose "train" (any purpose if forward_only).
+          plan: of purpose "train" or "critic" (any purpose if forward_only).
           rng: None, one PRNG key (row r gets `fold_in(rng, r)`), or keys [rows].
           forward_only: no backward; `grads` is None.
           grad_scale: float[]; gradients come out multiplied by it (fp16 loss scaling), the loss does not.
@@ -336,7 +336,7 @@ def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan
         raise ValueError(
             f"plan must be a jaxfb.BatchPlan, got {plan!r}; sizes are given there and nowhere else"
         )
-    if not forward_only:
+    if not forward_only and plan.purpose != "critic":
         plan.require("train")
     replicas = data_parallel(fb.mesh)
     if plan.data_parallel != replicas:

@@ -1,7 +1,7 @@
 """The critic: a model of its own that predicts, at each token, the return that is still to come.
 
-Updated on the same rows as the policy, through the same engine, by its own optimizer; its forward pass over a
-rollout has the plan of purpose "value".
+Updated on the same rows as the policy, through the same engine, by its own optimizer and with its own plan, of
+purpose "critic"; its forward pass over a rollout has the plan of purpose "value".
 """
 
 from __future__ import annotations
@@ -12,11 +12,12 @@ from typing import Any
 
 import jax
 
-from jaxfb.batch_plan import BatchPlan, RunPlan
+from jaxfb.batch_plan import BatchPlan
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
+from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.start import Base
 from jaxfb.train_step import TrainState, make_train_step
 from jaxfb.training.setup import param_dtype, step_options
@@ -27,11 +28,12 @@ SEED = 1  # folded into the run's, so that a random critic is not the random pol
 
 
 class Critic:
-    """A value model, its state, and its update. `plan`: of purpose "train", the rows of an update."""
+    """A value model, its state, and its update. `plan`: of purpose "critic", the rows of an update."""
 
-    def __init__(self, base: Base, plan: BatchPlan, run: RunPlan):
+    def __init__(self, base: Base, plan: BatchPlan):
+        plan.require("critic", caller="Critic")
         config = base.config
-        self._base, self._settings = base, config.critic
+        self._base, self._settings, self.plan = base, config.critic, plan
         self.step = make_train_step(
             value_loss_fn(self._model, ValueLoss(self._settings.clip)),
             make_optimizer("adamw", learning_rate=self._settings.learning_rate),
@@ -52,8 +54,9 @@ class Critic:
         else:
             self.state = self.step.init(self._random, key)
 
-    def update(self, batch: Any) -> dict[str, float]:
-        """One update on the rows of the policy's; its numbers by name."""
+    def update(self, rows: Rows) -> dict[str, float]:
+        """One update on the rows of the policy's, cut by the critic's own plan; its numbers by name."""
+        batch, _ = cut(rows, self.plan)
         self.state, metrics = self.step(self.state, batch)
         metrics = jax.device_get(metrics)
         found = {f"critic/{name}": float(value) for name, value in metrics.metrics.items()}

@@ -22,10 +22,10 @@ from jaxfb.data.token_rows import prompt_and_response, token_rows
 from jaxfb.losses.heads import log_prob_fn
 from jaxfb.losses.importance import rollout_weights
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
-from jaxfb.rl.advantage import advantages_of
+from jaxfb.rl.advantage import BY_GROUP, advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
-from jaxfb.rl.tasks import Problem, Response, Task
+from jaxfb.rl.tasks import Problem, Response, Task, checked_reward
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -73,6 +73,8 @@ class Experience:
         baseline = self._greedy_rewards(placed, problems) if self._config.advantage.name == "remax" else None
         rows, from_sampler = self._rows(prompts, responses)
         record |= _numbers_of(rewards, correct, responses, sampled - began)
+        if self._config.advantage.name in BY_GROUP:
+            record["groups_without_signal"] = _share_without_signal(rewards, groups)
         scores = self._scores(rows, models, from_sampler, record)
         token_rewards, kl = self._token_rewards(rewards, rows["loss_mask"], scores, kl, record)
         scores |= advantages_of(
@@ -148,8 +150,8 @@ class Experience:
 
     def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
         answered = list(zip(problems, self._texts(responses), strict=True))
-        rewards = np.array([self.task.reward(problem, text) for problem, text in answered])
-        return rewards, np.array([self.task.is_correct(problem, text) for problem, text in answered])
+        rewards = np.array([checked_reward(self.task, problem, text) for problem, text in answered])
+        return rewards, np.array([self.task.is_correct(problem, text) for problem, text in answered], bool)
 
     def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
         """float[R], of the greedy response to each row's prompt: the baseline of ReMax."""
@@ -218,6 +220,11 @@ def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
     out = np.zeros(mask.shape, np.float64)
     out[np.arange(len(mask)), last] = per_row
     return np.where(counted, out, 0.0)
+
+
+def _share_without_signal(rewards: np.ndarray, groups: np.ndarray) -> float:
+    """Share of prompts whose samples all have the same reward: against their mean none is better or worse."""
+    return float(np.mean([np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]))
 
 
 def _numbers_of(

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import jax
+from jax.sharding import Mesh
 
 from jaxfb.callbacks import Callback, combine
 from jaxfb.checkpoint import CheckpointStore
@@ -20,8 +21,9 @@ from jaxfb.config import config_to_dict
 from jaxfb.display import Progress, print_table
 from jaxfb.metrics import Pending, Throughput, make_writers, scalars
 from jaxfb.optim import DynamicLossScale
+from jaxfb.rl.rows import Rows
 from jaxfb.rl.start import Base
-from jaxfb.train_step import StepMetrics
+from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import check_changes
 from jaxfb.training.compile_cache import use_compile_cache
@@ -38,11 +40,14 @@ PyTree = Any
 class Work(Protocol):
     """One kind of post-training.
 
-    base: what it is made of. total: updates of the run.
+    base: what it is made of. total: updates of the run. say: prints a line; the loop sets it.
+    train_state: of the model that is trained.
     """
 
     base: Base
     total: int
+    say: Callable[[str], None]
+    train_state: TrainState
 
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         """Titles and tables of what was decided."""
@@ -53,8 +58,11 @@ class Work(Protocol):
     def start(self, say: Callable[[str], None]) -> None:
         """A fresh state."""
 
-    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
-        """Dispatches update `number`, from 0: numbers on the device, and others by name."""
+    def read(self, number: int) -> Rows:
+        """The rows of update `number`, from 0."""
+
+    def update(self, number: int, rows: Rows | None = None) -> tuple[StepMetrics, dict[str, float]]:
+        """Dispatches an update on its rows (None: reads them): numbers on the device, and others by name."""
 
     def evaluate(self) -> dict[str, float]:
         """Of the present parameters; empty if there is nothing to evaluate on."""
@@ -65,8 +73,11 @@ class Work(Protocol):
     def abstract_state(self) -> PyTree:
         """The arrays as shapes, dtypes and shardings."""
 
+    def check_resume(self, record: dict[str, Any]) -> None:
+        """ValueError if this run may not go on from a checkpoint of that record: update, plan, config, work."""
+
     def restore(self, state: PyTree, host: dict[str, Any]) -> None:
-        """Goes on from what `state` gave; ValueError if this run would train other rows."""
+        """Goes on from what `state` gave."""
 
     def summary(self) -> dict[str, Any]:
         """Of the end, beside the last evaluation."""
@@ -117,7 +128,7 @@ def run(
 
 
 class _Loop:
-    """A run in progress; used as a context."""
+    """A run in progress, which callbacks receive (`jaxfb.callbacks.RunInProgress`); used as a context."""
 
     def __init__(self, work: Work, directory: RunDirectory):
         self.work, self.directory, self.config = work, directory, work.base.config
@@ -129,6 +140,25 @@ class _Loop:
         self._on_cpu = work.base.mesh.devices.flat[0].platform == "cpu"
         self.done, self._saved = 0, None
         self.metrics: dict[str, float] = {}
+        self.say: Callable[[str], None] = print
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.work.base.mesh
+
+    @property
+    def total(self) -> int:
+        """Updates of the whole run."""
+        return self.work.total
+
+    @property
+    def state(self) -> TrainState:
+        """The train state of the model, after `done` updates."""
+        return self.work.train_state
+
+    def sync(self) -> None:
+        """Waits for the devices."""
+        jax.block_until_ready(self.state)
 
     def __enter__(self) -> _Loop:
         return self
@@ -148,12 +178,15 @@ class _Loop:
             resume=self.done if resumed else None,
         )
         with Progress(self.work.total, self.done) as progress:
-            self._progress = progress
-            if not resumed:
-                self._begin(hooks)
-            else:
+            self._progress, self.say, self.work.say = progress, progress.say, progress.say
+            if resumed:
                 progress.say(f"resuming {self.directory.path} after update {self.done} of {self.work.total}")
+            else:
+                self.work.start(progress.say)
             hooks.on_train_start(self)
+            if not resumed:
+                self._evaluate(hooks)
+                self._save(hooks)
             self._updates(hooks, self._guard(), interrupt)
         self._writer.close()
         if self.done < self.work.total:
@@ -165,11 +198,6 @@ class _Loop:
         self._end(time.monotonic() - began)
         hooks.on_train_end(self.done, self.metrics)
         return Result("finished", self.directory.path, self.done, self.metrics)
-
-    def _begin(self, hooks: Callback) -> None:
-        self.work.start(self._progress.say)
-        self._evaluate(hooks)
-        self._save(hooks)
 
     def _updates(self, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> None:
         try:
@@ -185,7 +213,9 @@ class _Loop:
         hooks.on_step_start(self.done + 1)
         if self._on_cpu:  # XLA:CPU can deadlock with several updates queued
             self._arrive(self._pending.flush(), hooks, guard)
-        metrics = self.work.update(self.done)
+        rows = self.work.read(self.done)
+        hooks.before_update(self.done + 1, rows)
+        metrics = self.work.update(self.done, rows)
         self.done += 1
         self._arrive(self._pending.push(self.done, metrics), hooks, guard)
         if self._due("eval"):
@@ -248,14 +278,23 @@ class _Loop:
     def _resume(self, allow_changes: bool) -> bool:
         if self.directory.newest_update() is None:
             return False
+        newest = self._store.latest()
+        if newest is not None:  # refused by key, before arrays that do not fit are refused by shape
+            self._check_record(self._store.host(newest), allow_changes)
         state, host = self._store.restore(self.work.abstract_state())
-        check_changes(host["config"], self.config, host["update"], allow=allow_changes)
-        if not allow_changes:
-            self._check_same_text(host["plan"])
-        self.work.restore(state, host["work"] | {"plan": host["plan"]})
+        if host["update"] != newest:
+            self._check_record(host, allow_changes)
+        self.work.restore(state, host["work"])
         self.done = self._saved = host["update"]
         self.metrics = host["metrics"]
         return True
+
+    def _check_record(self, host: dict[str, Any], allow_changes: bool) -> None:
+        """Refuses to go on from a checkpoint of that record."""
+        check_changes(host["config"], self.config, host["update"], allow=allow_changes)
+        if not allow_changes:
+            self._check_same_text(host["plan"])
+        self.work.check_resume(host)
 
     def _check_same_text(self, saved: Mapping[str, Any]) -> None:
         mine = self.work.to_dict().get("text")

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.batch_plan import BatchPlan, RolloutPlan, RunPlan, explain_difference
+from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import RLConfig
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.kl import AdaptiveKL
@@ -27,18 +27,22 @@ from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
 from jaxfb.rl.advantage import BY_GROUP
+from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
 from jaxfb.rl.experience import Experience, Models
 from jaxfb.rl.loop import flat
+from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
-from jaxfb.rl.tasks import Arithmetic, Task
+from jaxfb.rl.tasks import Arithmetic, Task, check_task
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.training.changes import changes_between
 from jaxfb.training.run_dir import RunDirectory
 
 PyTree = Any
+WITHOUT_SIGNAL = "rollouts_without_signal"
 
 
 @dataclass
@@ -54,7 +58,8 @@ class PolicyWork:
 
     def __post_init__(self):
         self._config: RLConfig = self.base.config
-        self._state: TrainState = None  # type: ignore[assignment]
+        self.train_state: TrainState = None  # type: ignore[assignment]
+        self.say: Callable[[str], None] = print
         self._reference: PyTree | None = None
         self._rows: Rows = self.experience.empty()
         self._record: dict[str, float] = {}
@@ -78,33 +83,37 @@ class PolicyWork:
         params = self.base.starting_params()
         if self._config.warm_start.updates:
             params = self._warm_start(params, say)
-        self._state = self.step.init(params, self._config.run.seed)
+        self.train_state = self.step.init(params, self._config.run.seed)
         if self._config.uses_reference:
-            self._reference = _copy(self._state.params)
+            self._reference = _copy(self.train_state.params)
         if self.critic:
-            self.critic.start(self._state.params, self._config.run.seed)
+            self.critic.start(self.train_state.params, self._config.run.seed)
 
-    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
+    def read(self, number: int) -> Rows:
+        """The rows of an update; the first update of a rollout makes the rollout."""
         which = self.plan.update(number)
         if number % self.plan.updates_per_rollout == 0:
             self._roll_out(which.rollout)
-        rows = {name: leaf[list(which.rows)] for name, leaf in self._rows.items()}
+        return {name: leaf[list(which.rows)] for name, leaf in self._rows.items()}
+
+    def update(self, number: int, rows: Rows | None = None) -> tuple[StepMetrics, dict[str, float]]:
+        rows, which = self.read(number) if rows is None else rows, self.plan.update(number)
         began = time.monotonic()
         batch, padding = cut(rows, self.plan.train)
-        self._state, metrics = self.step(self._state, batch)
+        self.train_state, metrics = self.step(self.train_state, batch)
         metrics = jax.device_get(metrics)
         self._check_weight(metrics, rows)
-        more = self.critic.update(batch) if self.critic else {}
+        more = self.critic.update(rows) if self.critic else {}
         seconds, tokens = time.monotonic() - began, int((rows["segments"] > 0).sum())
         speed = {"update_seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
         counted = {"rollout": which.rollout, "epoch": which.epoch, "padding_fraction": padding}
         return metrics, {**self._record, **counted, **speed, **more}
 
     def evaluate(self) -> dict[str, float]:
-        return {"eval/accuracy": self.experience.accuracy(self._state.params, self.task.held_out)}
+        return {"eval/accuracy": self.experience.accuracy(self.train_state.params, self.task.held_out)}
 
     def state(self) -> tuple[PyTree, dict[str, Any]]:
-        arrays = {**flat(self._state), "rollout": self._rows_on_devices()}
+        arrays = {**flat(self.train_state), "rollout": self._rows_on_devices()}
         if self._reference is not None:
             arrays["reference"] = self._reference
         if self.critic:
@@ -121,8 +130,8 @@ class PolicyWork:
             arrays["critic"] = flat(self.critic.abstract_state())
         return arrays
 
-    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
-        saved = host["plan"]
+    def check_resume(self, record: dict[str, Any]) -> None:
+        saved = record["plan"]
         sizes = {name: value for name, value in self.plan.to_dict().items() if name != "plans"}
         difference = explain_difference(
             {**saved["plans"]["train"], **{name: saved[name] for name in sizes if name != "rollouts"}},
@@ -131,16 +140,24 @@ class PolicyWork:
         )
         if difference:
             raise ValueError(difference)
+        refuse_other_rollout(record["config"], self._config, record["update"], self.plan.updates_per_rollout)
+        # a coefficient that was steered goes on from where it is, unless it is to be steered otherwise from now on
+        changes = changes_between(record["config"], self._config)
+        self._keeps_kl = not any(key.startswith("reward.") for key, _, _ in changes)
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
         rows, self._reference = state.pop("rollout"), state.pop("reference", None)
         self._rows = {name: np.asarray(leaf) for name, leaf in rows.items()}
         if self.critic:
             self.critic.state = TrainState(**state.pop("critic"))
-        self._state = TrainState(**state)
+        self.train_state = TrainState(**state)
         self._record = host["record"]
-        self._kl = AdaptiveKL(host["kl_coefficient"], self._kl.target, self._kl.horizon)
+        if self._keeps_kl:
+            self._kl = replace(self._kl, coefficient=host["kl_coefficient"])
 
     def summary(self) -> dict[str, Any]:
-        return {"reward": self._record.get("reward"), "applied_updates": int(self._state.step)}
+        counted = {name: self._record.get(name) for name in ("reward", WITHOUT_SIGNAL)}
+        return {**counted, "applied_updates": int(self.train_state.step)}
 
     def picture(self, directory: RunDirectory) -> None:
         plot_policy([directory.metrics], directory.path / "accuracy.png")
@@ -148,12 +165,25 @@ class PolicyWork:
     @property
     def params(self) -> PyTree:
         """Of the policy as it is now."""
-        return self._state.params
+        return self.train_state.params
 
     def _roll_out(self, number: int) -> None:
         critic = self.critic.state.params if self.critic else None
-        models = Models(self._state.params, self._reference, critic)
+        models = Models(self.train_state.params, self._reference, critic)
+        before = self._record.get(WITHOUT_SIGNAL, 0)
         self._rows, self._record, self._kl = self.experience.rollout(number, models, self._kl)
+        if "groups_without_signal" in self._record:
+            self._count_signal(number, before)
+
+    def _count_signal(self, number: int, before: int) -> None:
+        """Counts rollouts whose rewards teach nothing, and reports them at 1, 2, 4, 8, ... of them."""
+        nothing = self._record["groups_without_signal"] == 1
+        found = self._record[WITHOUT_SIGNAL] = before + nothing
+        if nothing and found & (found - 1) == 0:
+            self.say(
+                f"rollout {number + 1}: all samples of each prompt have the same reward, so its updates learn nothing "
+                f"from rewards ({found} of {number + 1} rollouts so far)"
+            )
 
     def _warm_start(self, params: Any, say: Callable[[str], None]) -> PyTree:
         settings = self._config.warm_start
@@ -186,10 +216,12 @@ def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
     Raises:
       ValueError: an impossible size, in one sentence with the nearest legal choice.
     """
-    base, task = make_base(config), task or make_task(config)
+    base = make_base(config)
+    task = make_task(config) if task is None else task
+    check_task(task, base.tokenizer)
     sampler = _sampler(config, base, task)
     length = _row_length(base, sampler)
-    plan = _rollout_plan(config, base, length)
+    plan = planned(base, lambda base: _rollout_plan(base, length))
     loss = PolicyLoss(
         make_surrogate(config.policy.surrogate, **config.policy.options),
         config.policy.aggregation,
@@ -202,7 +234,7 @@ def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
     model = policy_loss_fn(base.model, loss, temperature=temperature, absent_ids=base.absent_ids)
     run = RunPlan(plan.train, updates=plan.total_updates)
     step = base.train_step(model, plan.train, run)
-    critic = Critic(base, plan.train, run) if config.critic else None
+    critic = Critic(base, plan.plan("critic")) if config.critic else None
     experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model)
     return PolicyWork(base, task, plan, experience, step, critic)
 
@@ -235,16 +267,18 @@ def _row_length(base: Base, sampler: Sampler) -> int:
     return -(-slots // multiple) * multiple
 
 
-def _rollout_plan(config: RLConfig, base: Base, length: int) -> RolloutPlan:
+def _rollout_plan(base: Base, length: int) -> RolloutPlan:
+    config: RLConfig = base.config
     sizes = config.rollout
-    rows = sizes.prompts * sizes.samples_per_prompt
+    rows, update = sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update
     needed = {
-        "logprob_old": sizes.log_probs == "recompute",
-        "logprob_ref": config.uses_reference,
-        "value": config.critic is not None,
+        "train": (update, True),
+        "critic": (update, config.critic is not None),
+        "logprob_old": (rows, sizes.log_probs == "recompute"),
+        "logprob_ref": (rows, config.uses_reference),
+        "value": (rows, config.critic is not None),
     }
-    plans: dict[str, BatchPlan] = {"train": base.plan("train", sizes.rows_per_update, length)}
-    plans |= {purpose: base.plan(purpose, rows, length) for purpose, wanted in needed.items() if wanted}
+    plans = base.plans({purpose: number for purpose, (number, wanted) in needed.items() if wanted}, length)
     return RolloutPlan(
         plans,
         prompts=sizes.prompts,

@@ -57,7 +57,7 @@ class PreferenceWork(SupervisedWork):
         out = rows[REFERENCE].copy()
         inputs = {name: leaf for name, leaf in rows.items() if name != REFERENCE}
         for number, batch in enumerate(batches(inputs, plan)):
-            got = self.base.forward(model, self._state.params, batch, plan, forward_only=True)
+            got = self.base.forward(model, self.train_state.params, batch, plan, forward_only=True)
             part = slice(number * plan.rows, min((number + 1) * plan.rows, len(out)))
             out[part] = np.asarray(got.outputs["log_probs"])[: part.stop - part.start]
         return out

@@ -63,6 +63,14 @@ class Sampler:
     top_k: int | None = None
     compute_dtype: str | None = None
 
+    def __post_init__(self):
+        tokens = self.sizes.vocab_size - sum(end - first for first, end in self.absent_ids)
+        if self.top_k is not None and not 1 <= self.top_k <= tokens:
+            raise ValueError(
+                f"[rollout] top_k={self.top_k} must be from 1 to the {tokens} tokens there are; use "
+                f"rollout.top_k={min(50, tokens)}, or null to draw among all"
+            )
+
     def place(self, params: PyTree) -> PyTree:
         """The parameters as sampling reads them: whole but for `tensor`. Once a rollout."""
         specs = transformer_param_specs(params)

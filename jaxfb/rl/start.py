@@ -6,7 +6,7 @@ Step one of a run, before anything is compiled; sizes and mesh are refused first
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
+from jaxfb.batch_plan.plan import UPDATES
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config.post_training import CutConfig, PostTrainingConfig
 from jaxfb.data import Tokenizer, load_tokenizer
@@ -72,17 +73,27 @@ class Base:
         """Ids of the model's vocabulary that the tokenizer does not have; they are never sampled."""
         return absent_ids(self.tokenizer, self.sizes.vocab_size)
 
-    def plan(self, purpose: str, rows: int, length: int) -> BatchPlan:
-        """The plan of one purpose from its own section of `plans`; nothing is inherited from another."""
-        cut: CutConfig | None = getattr(self.config.plans, purpose)
-        if cut is None:
+    def plans(self, rows: Mapping[str, int], length: int) -> dict[str, BatchPlan]:
+        """The plan of each purpose, of so many rows, from its own section of `plans`; nothing is inherited.
+
+        Raises:
+          PlanError: a section is missing, or cannot cut its rows.
+        """
+        missing = [purpose for purpose in rows if getattr(self.config.plans, purpose) is None]
+        if missing:
+            replicas = data_parallel(self.mesh)
+            fill = {f"plans.{p}.rows_per_microbatch": max(1, rows[p] // replicas) for p in missing}
             raise PlanError(
-                f"[{purpose}] needs plans.{purpose} with rows_per_microbatch, num_microbatches or "
-                f"max_tokens_per_microbatch; nothing is inherited from plans.train; use plans.{purpose}."
-                f"rows_per_microbatch={max(1, rows // data_parallel(self.mesh))}"
+                f"[{missing[0]}] needs plans.{' and plans.'.join(missing)} with rows_per_microbatch, "
+                "num_microbatches or max_tokens_per_microbatch; nothing is inherited from plans.train",
+                [fill],
             )
+        return {purpose: self._plan(purpose, number, length) for purpose, number in rows.items()}
+
+    def _plan(self, purpose: str, rows: int, length: int) -> BatchPlan:
+        cut: CutConfig = getattr(self.config.plans, purpose)
         budget = cut.max_tokens_per_microbatch is not None
-        exact = purpose == "train" or budget
+        exact = purpose in UPDATES or budget
         plan = BatchPlan(
             purpose,
             rows=rows,

@@ -19,6 +19,7 @@ from jaxfb.data.token_rows import prompt_and_response, token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
+from jaxfb.rl.advice import planned
 from jaxfb.rl.loop import flat
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
@@ -45,7 +46,8 @@ class SupervisedWork:
     model: Any
 
     def __post_init__(self):
-        self._state: TrainState = None  # type: ignore[assignment]
+        self.train_state: TrainState = None  # type: ignore[assignment]
+        self.say: Callable[[str], None] = print
         self._windows = self.plan.window
         self._text = digest(self.stream.rows)
 
@@ -63,13 +65,16 @@ class SupervisedWork:
         return {**self.plan.to_dict(), "seed": self.base.config.run.seed, "text": self._text}
 
     def start(self, say: Callable[[str], None]) -> None:
-        self._state = self.step.init(self.base.starting_params(), self.base.config.run.seed)
+        self.train_state = self.step.init(self.base.starting_params(), self.base.config.run.seed)
 
-    def update(self, number: int) -> tuple[StepMetrics, dict[str, float]]:
+    def read(self, number: int) -> Rows:
+        return self.stream.read(self._windows(number))
+
+    def update(self, number: int, rows: Rows | None = None) -> tuple[StepMetrics, dict[str, float]]:
         window = self._windows(number)
-        rows = self.stream.read(window)
+        rows = self.read(number) if rows is None else rows
         batch, padding = cut(rows, window.plan)
-        self._state, metrics = self.step(self._state, batch, window.rows)
+        self.train_state, metrics = self.step(self.train_state, batch, window.rows)
         epoch = (window.start + window.rows) / count(self.stream.rows)
         tokens = int((rows["segments"] > 0).sum())
         return metrics, {"tokens": tokens, "rows": window.rows, "epoch": epoch, "padding_fraction": padding}
@@ -78,18 +83,18 @@ class SupervisedWork:
         if not count(self.held_out):
             return {}
         plan = self.plan.plans["eval"]
-        found = held_out_means(self.base.forward, self.model, self._state.params, self.held_out, plan)
+        found = held_out_means(self.base.forward, self.model, self.train_state.params, self.held_out, plan)
         loss = found.pop(f"eval/{TERM}", None)
         return found if loss is None else {"eval/loss": loss, **found}
 
     def state(self) -> tuple[PyTree, dict[str, Any]]:
-        return flat(self._state), {}
+        return flat(self.train_state), {}
 
     def abstract_state(self) -> PyTree:
         return flat(self.step.abstract_state(self.base.init_params))
 
-    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
-        saved = host["plan"]
+    def check_resume(self, record: dict[str, Any]) -> None:
+        saved = record["plan"]
         train = {**saved["plans"]["train"], "seed": saved["seed"], "dataset_rows": saved["dataset_rows"]}
         mine = self.to_dict()
         difference = explain_difference(
@@ -97,10 +102,12 @@ class SupervisedWork:
         )
         if difference:
             raise ValueError(difference)
-        self._state = TrainState(**state)
+
+    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+        self.train_state = TrainState(**state)
 
     def summary(self) -> dict[str, Any]:
-        return {"applied_updates": int(self._state.step), "rows": count(self.stream.rows)}
+        return {"applied_updates": int(self.train_state.step), "rows": count(self.stream.rows)}
 
     def picture(self, directory: RunDirectory) -> None:
         plot_losses(directory.metrics, directory.picture)
@@ -133,7 +140,7 @@ def work_on(
     """
     config, length = base.config, train["tokens"].shape[1]
     needed = ["train", *purposes, *(["eval"] if count(held_out) else [])]
-    plans = {purpose: base.plan(purpose, config.batch.rows, length) for purpose in needed}
+    plans = planned(base, lambda base: base.plans(dict.fromkeys(needed, base.config.batch.rows), length))
     total = count(train)
     if not total:
         raise ValueError("[data] there is no row to train on; give more, or hold out fewer")

@@ -7,9 +7,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from jaxfb.data import Tokenizer
 
 LISTED = 200_000
 
@@ -53,6 +55,54 @@ class Task(Protocol):
 
     def is_correct(self, problem: Problem, response: Response) -> bool:
         """Whether the response counts as solved."""
+
+
+def checked_reward(task: Task, problem: Problem, response: Response) -> float:
+    """The task's reward of a response.
+
+    Raises:
+      ValueError: it is not a finite number; the message has the prompt and the response.
+    """
+    reward = task.reward(problem, response)
+    number = np.asarray(reward)
+    if number.shape == () and number.dtype.kind in "biuf" and np.isfinite(number):
+        return float(number)
+    raise ValueError(
+        f"[task] reward={reward!r} must be a finite number, for prompt {_short(problem.prompt)} and response "
+        f"{_short(response)}; return 0.0 for a response that cannot be judged"
+    )
+
+
+def check_task(task: Any, tokenizer: Tokenizer) -> None:
+    """Refuses a task that would fail in the middle of a run, before anything of it is computed.
+
+    Raises:
+      ValueError: a member is missing, there is nothing to train on or to measure on, a prompt is empty, or the
+        reward of a problem's own answer is no finite number.
+    """
+    missing = [name for name in ("train", "held_out", "reward", "is_correct") if not hasattr(task, name)]
+    if missing:
+        raise ValueError(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
+    for name, use in (
+        ("train", "rollouts draw their prompts from it"),
+        ("held_out", "accuracy is measured on it"),
+    ):
+        if len(getattr(task, name)) == 0:
+            raise ValueError(f"[task] {name} is empty, but {use}; give at least one problem")
+    problems = [*task.train, *task.held_out]
+    for problem, ids in zip(problems, tokenizer.encode([str(p.prompt) for p in problems]), strict=True):
+        if len(ids) == 0:
+            raise ValueError(
+                f"[task] the prompt of {problem!r} is empty, and sampling starts from a prompt; give it a text"
+            )
+    first = task.train[0]
+    (ids,) = tokenizer.encode([str(first.answer)])
+    checked_reward(task, first, Response.of(str(first.answer), ids, True))
+
+
+def _short(text: Any) -> str:
+    shown = repr(text if isinstance(text, tuple | list) else str(text))
+    return shown if len(shown) < 80 else shown[:77] + "..."
 
 
 @dataclass(frozen=True)

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, Window, explain_difference
 from jaxfb.checkpoint import CheckpointStore
@@ -49,6 +50,14 @@ class Run:
         self.done, self.resumed = 0, False
         self.metrics: dict[str, float] = {}
         self.metrics_at: int | None = None
+
+    @property
+    def config(self) -> Config:
+        return self.setup.config
+
+    @property
+    def mesh(self) -> Mesh:
+        return self.setup.mesh
 
     @property
     def total(self) -> int:

@@ -29,6 +29,7 @@ TINY = {
         "train": {"rows_per_microbatch": 4},
         "logprob_old": {"rows_per_microbatch": 8},
         "logprob_ref": {"rows_per_microbatch": 16},
+        "critic": {"rows_per_microbatch": 8},
         "value": {"rows_per_microbatch": 16},
     },
     "run": {"dir": "unused"},
@@ -110,7 +111,7 @@ def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
     one.update(0)
     other._rows, other._record = one._rows, one._record
     one.update(1)
-    other._state = other.step.init(jax.tree.map(np.asarray, started(config(tmp_path)).params), 0)
+    other.train_state = other.step.init(jax.tree.map(np.asarray, started(config(tmp_path)).params), 0)
     again = started(config(tmp_path))
     again._rows, again._record = one._rows, one._record
     again.update(1)
@@ -197,7 +198,7 @@ def test_every_estimator_makes_advantages_that_differ_by_row(tmp_path, name):
 def test_a_mask_that_went_astray_is_found(tmp_path):
     work = started(config(tmp_path, policy={"aggregation": "token-mean"}))
     work._roll_out(0)
-    metrics, _ = work.step(work._state, {name: leaf[:8] for name, leaf in work._rows.items()}), None
+    metrics, _ = work.step(work.train_state, {name: leaf[:8] for name, leaf in work._rows.items()}), None
     rows = {name: leaf[:8].copy() for name, leaf in work._rows.items()}
     work._check_weight(jax.device_get(metrics[1]), rows)
     rows["loss_mask"][0] = 0
@@ -238,6 +239,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled_and_rewards_see_the_ids(
         config(tmp_path, rollout={"max_new_tokens": 16, "temperature": 2.0}), Recorded(1, "+", 10)
     )
     work.start(lambda text: None)
+    work.task.seen.clear()  # of the answer that was tried beforehand
     metrics, record = work.update(0)
     seen = work.task.seen
     assert work.base.sizes.vocab_size == 384 and work.base.absent_ids == ((257, 384),)
@@ -263,3 +265,29 @@ def test_a_response_that_ends_exactly_at_the_limit_is_not_counted_as_cut():
     numbers = _numbers_of(np.zeros(3), np.zeros(3), responses, 1.0)
     np.testing.assert_allclose(numbers["at_length_limit"], 1 / 3)
     assert numbers["response_length_max"] == 3
+
+
+class Same(Evens):
+    """Every response is worth the same."""
+
+    def reward(self, problem: Problem, response: str) -> float:
+        return 0.5
+
+
+def test_prompts_without_a_better_and_a_worse_sample_are_counted_and_reported(tmp_path):
+    sizes = {"rollouts": 3, "epochs": 1, "rows_per_update": 16}
+    quiet = {"policy": {"kl_coef": 0.0, "entropy_coef": 0.0}, "plans": {"train": {"rows_per_microbatch": 16}}}
+    work = make_policy_work(config(tmp_path, quiet, rollout=sizes), Same(1, "+", 10))
+    heard = []
+    work.say = heard.append
+    work.start(lambda text: None)
+    for number in range(3):
+        metrics, record = work.update(number)
+        assert metrics.grad_norm == 0 and record["groups_without_signal"] == 1
+        assert record["rollouts_without_signal"] == number + 1
+    assert len(heard) == 2 and "rollout 2: all samples of each prompt have the same reward" in heard[1]
+    assert work.summary()["rollouts_without_signal"] == 3
+    rewards, groups = np.array([1, 1, 0, 1, 2, 2.0]), np.array([0, 0, 1, 1, 2, 2])
+    from jaxfb.rl.experience import _share_without_signal
+
+    np.testing.assert_allclose(_share_without_signal(rewards, groups), 2 / 3)

@@ -1,0 +1,145 @@
+"""Advice in refusals of a post-training config: keys to change, each change tried by the code that refused.
+
+Part of step one of a run. Plans speak of their own arguments (rows, remainder), which a config calls otherwise or does
+not have; here their choices become keys of the config, and those that would be refused in turn are left out.
+"""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import fields, replace
+from itertools import islice
+from math import gcd
+from typing import Any, TypeVar
+
+from jaxfb.batch_plan import PURPOSES, PlanError
+from jaxfb.batch_plan.plan import UPDATES
+from jaxfb.batch_plan.refusal import around
+from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.post_training import CutConfig, RLConfig, RolloutConfig
+from jaxfb.mesh import data_parallel
+
+MOST = 4  # changes that a sentence offers
+T = TypeVar("T")
+
+
+def planned(base: Any, make: Callable[[Any], T]) -> T:
+    """make(base), of which a refusal names changes of the config that `make` accepts.
+
+    base: a dataclass with `config` and `mesh`, such as `jaxfb.rl.start.Base`.
+
+    Raises:
+      PlanError: that of `make`; its `choices` are {dotted key: value}, each of which makes the config legal.
+    """
+    try:
+        return make(base)
+    except PlanError as error:
+        direct = list(filter(None, (_in_config(base.config, error, choice) for choice in error.choices)))
+        legal = [choice for choice in direct if _accepts(make, base, choice)]
+        if not legal:
+            legal = list(islice((c for c in _other_cuts(base) if _accepts(make, base, c)), 2))
+        reason = str(error).partition("; use ")[0]
+        raise PlanError(reason + _words(legal[:MOST]), legal[:MOST]) from None
+
+
+def changed(config: Any, choice: Mapping[str, Any]) -> Any:
+    """The config with these dotted keys set."""
+    values = config_to_dict(config)
+    for key, value in choice.items():
+        *sections, name = key.split(".")
+        node = values
+        for section in sections:
+            node[section] = node.get(section) or {}
+            node = node[section]
+        node[name] = value
+    return config_from_dict(values)
+
+
+def _accepts(make: Callable[[Any], Any], base: Any, choice: Mapping[str, Any]) -> bool:
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            make(replace(base, config=changed(base.config, choice)))
+    except ValueError:
+        return False
+    return True
+
+
+def _in_config(config: Any, error: PlanError, choice: Mapping[str, Any]) -> dict[str, Any] | None:
+    """A plan's choice in keys of the config; None where the config has no such key."""
+    who = re.match(r"\[(\w+)\]", str(error))
+    found = {_key(config, who[1] if who else "", name): value for name, value in choice.items()}
+    return None if None in found else found
+
+
+def _key(config: Any, who: str, name: str) -> str | None:
+    if "." in name:
+        return name
+    if who in PURPOSES and name in {field.name for field in fields(CutConfig)}:
+        return f"plans.{who}.{name}"
+    if name == "rows" and not isinstance(config, RLConfig):
+        return "batch.rows"
+    if name == "rows" and who in UPDATES:
+        return "rollout.rows_per_update"
+    if who == "rollout" and name in {field.name for field in fields(RolloutConfig)}:
+        return f"rollout.{name}"
+    return None
+
+
+def _other_cuts(base: Any) -> Iterator[dict[str, Any]]:
+    """Other rows of an update with cuts that divide them, the nearest first; where no rows fit, other prompts."""
+    config, replicas = base.config, data_parallel(base.mesh)
+    if not isinstance(config, RLConfig):
+        for rows in around(config.batch.rows, replicas):
+            yield {"batch.rows": rows, **_cuts(config, rows // replicas)}
+        return
+    sizes = config.rollout
+    whole, update = sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update
+    legal = [n for n in range(replicas, whole + 1, replicas) if whole % n == 0]
+    for rows in sorted(legal, key=lambda n: abs(n - update)):
+        yield _different(config, {"rollout.rows_per_update": rows, **_cuts(config, rows // replicas)})
+    for prompts in around(sizes.prompts, replicas // gcd(replicas, sizes.samples_per_prompt)):
+        rows = prompts * sizes.samples_per_prompt
+        rollout = {"rollout.prompts": prompts, "rollout.rows_per_update": rows}
+        yield _different(config, {**rollout, **_cuts(config, rows // replicas)})
+
+
+def _cuts(config: Any, rows: int) -> dict[str, int]:
+    """For every plan of an update that is cut by rows, the nearest cut below that divides so many rows of a replica."""
+    found = {}
+    for purpose in UPDATES:
+        cut: CutConfig | None = getattr(config.plans, purpose, None)
+        for name in ("rows_per_microbatch", "num_microbatches"):
+            if cut is not None and (value := getattr(cut, name)) is not None:
+                found[f"plans.{purpose}.{name}"] = max(
+                    n for n in range(1, min(value, rows) + 1) if rows % n == 0
+                )
+    return found
+
+
+def _different(config: Any, choice: Mapping[str, Any]) -> dict[str, Any]:
+    values = config_to_dict(config)
+
+    def present(key: str) -> Any:
+        node: Any = values
+        for name in key.split("."):
+            node = (node or {}).get(name)
+        return node
+
+    return {key: value for key, value in choice.items() if present(key) != value}
+
+
+def _words(choices: list[dict[str, Any]]) -> str:
+    """'; use plans.train.rows_per_microbatch=64 or 128, or rollout.prompts=4 with ...'."""
+    grouped: dict[str, list[str]] = {}
+    for choice in choices:
+        (key, first), *rest = choice.items()
+        grouped.setdefault(key, []).append(_yaml(first) + "".join(f" with {k}={_yaml(v)}" for k, v in rest))
+    options = [f"{key}={' or '.join(texts)}" for key, texts in grouped.items()]
+    return f"; use {', or '.join(options)}" if options else ""
+
+
+def _yaml(value: Any) -> str:
+    return "null" if value is None else str(value)

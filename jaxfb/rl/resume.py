@@ -1,0 +1,68 @@
+"""What a resumed run may change: refused by key where rows that are already made, or saved arrays, would not fit.
+
+Part of the loop, when a checkpoint is read. Which rows form an update is compared elsewhere (`explain_difference`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from jaxfb.config.post_training import RLConfig
+from jaxfb.training.changes import ABSENT, Change, changes_between
+
+# What a rollout's rows were made by, and what its updates compare them with.
+OF_A_ROLLOUT = (
+    "task.",
+    "rollout.",
+    "advantage.",
+    "policy.",
+    "reward.",
+    "critic.clip",
+    "start.stop_tokens",
+)
+LENGTH = "rollout.rollouts"
+
+
+def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int, per_rollout: int) -> None:
+    """Refuses to go on with rows of a rollout under settings that did not make them.
+
+    saved: the config in the checkpoint. update: how many updates are done. per_rollout: updates of one rollout.
+
+    Raises:
+      ValueError: names the keys, and the updates at which they may change.
+    """
+    changes = changes_between(saved, config)
+    lasting = [change for change in changes if _decides_what_is_saved(*change)]
+    if lasting:
+        raise ValueError(
+            f"[run] a resumed run cannot change {_words(lasting)}: the arrays that are saved with it depend on that; "
+            "keep the saved value, or begin a new run with start.run=the saved run's directory"
+        )
+    passed = update % per_rollout
+    changed = [change for change in changes if _is_of_a_rollout(change[0])]
+    if passed and changed:
+        raise ValueError(
+            f"[run] update {update} lies in the middle of a rollout, whose rows were made by the saved settings: "
+            f"it cannot go on with {_words(changed)}; keep the saved values until update "
+            f"{update - passed + per_rollout}, where the next rollout begins"
+        )
+
+
+def _is_of_a_rollout(key: str) -> bool:
+    return key != LENGTH and key.startswith(OF_A_ROLLOUT)
+
+
+def _decides_what_is_saved(key: str, old: Any, new: Any) -> bool:
+    """Whether the change adds or removes arrays, or gives them another shape."""
+    if key in ("policy.kl_coef", "reward.kl_coef"):
+        return bool(old) != bool(new)
+    if key == "critic.learning_rate":
+        return ABSENT in (old, new)
+    if key == "rollout.importance_cap":
+        return (old is None) != (new is None)
+    return key == "rollout.max_new_tokens"
+
+
+def _words(changes: list[Change]) -> str:
+    return ", ".join(f"{key}={new!r} (saved: {old!r})" for key, old, new in changes)

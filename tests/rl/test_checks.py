@@ -1,0 +1,214 @@
+"""What can be refused is refused before anything is computed, with advice that the same code accepts."""
+
+import re
+from typing import get_args
+
+import numpy as np
+import pytest
+
+from jaxfb.batch_plan import PlanError
+from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.post_training import PlansConfig, PolicyKL, RewardKL, RLConfig, SFTConfig
+from jaxfb.config.schema import all_keys
+from jaxfb.losses.kl import KL_ESTIMATORS
+from jaxfb.rl.advice import changed, planned
+from jaxfb.rl.policy import _rollout_plan, make_policy_work
+from jaxfb.rl.resume import refuse_other_rollout
+from jaxfb.rl.start import make_base
+from jaxfb.rl.tasks import Arithmetic, Problem, Response, checked_reward
+from jaxfb.training.changes import changes_between
+from tests.rl.test_policy import PPO, TINY
+
+LENGTH = 8
+
+
+def with_(*more, **sections):
+    values = dict(TINY)
+    for changes in (*more, sections):
+        for name, change in changes.items():
+            values[name] = {**values.get(name, {}), **change} if isinstance(change, dict) else change
+    return config_from_dict(values)
+
+
+def plan_of(config):
+    return planned(make_base(config), lambda base: _rollout_plan(base, LENGTH))
+
+
+# 16 rows a rollout, 8 an update
+BAD_PLANS = [
+    ({"plans": {"train": {"rows_per_microbatch": 5}}}, r"use plans.train.rows_per_microbatch=4 or 8$"),
+    ({"plans": {"train": {"num_microbatches": 3}}}, "use plans.train.num_microbatches=2 or 4$"),
+    ({"plans": {"train": {"rows_per_microbatch": 4, "num_microbatches": 3}}}, r"≠ .*; use "),
+    ({"plans": {"train": {"rows_per_microbatch": 100}}}, r"one microbatch is .*; use "),
+    ({"plans": {"train": {"max_tokens_per_microbatch": 4}}}, "use plans.train.max_tokens_per_microbatch=8$"),
+    ({"plans": {"logprob_old": None, "logprob_ref": None}}, r"plans.logprob_old and plans.logprob_ref"),
+    ({"plans": {"logprob_old": {"rows_per_microbatch": 8, "max_tokens_per_microbatch": 64}}}, "exclusive"),
+    ({"rollout": {"rows_per_update": 12}}, "leave 4 rows; use rollout.rows_per_update=8 or 16$"),
+    ({"rollout": {"rows_per_update": 32}}, "more than the 16 a rollout yields; use rollout.rows_per_update=16$"),
+    ({"rollout": {"rows_per_update": 7}, "mesh": {"data": 4}}, r"not a multiple of dp 4 × 4 = 16; use|; use "),
+    ({"rollout": {"prompts": 5, "samples_per_prompt": 3}, "mesh": {"data": 4}}, "; use rollout.prompts="),
+    ({"rollout": {"samples_per_prompt": 1, "rows_per_update": 4}}, "samples_per_prompt ≥ 2"),
+    (PPO | {"plans": {"critic": {"rows_per_microbatch": 3}}}, r"\[critic\] .*plans.critic.rows_per_microbatch=2 or 4$"),
+    (PPO | {"plans": {"critic": None}}, r"\[critic\] needs plans.critic .*; use plans.critic.rows_per_microbatch=8$"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", BAD_PLANS, ids=range(len(BAD_PLANS)))
+def test_advice_names_keys_of_the_config_and_is_itself_accepted(changes, message):
+    config = with_(*[{name: change} for name, change in changes.items()])
+    plans = {**config_to_dict(config)["plans"], **changes.get("plans", {})}
+    config = changed(config, {"plans": plans})
+    with pytest.raises(PlanError, match=message) as refusal:
+        plan_of(config)
+    known, sentence = set(all_keys(RLConfig)), str(refusal.value)
+    named = set(re.findall(r"\b([a-z_]+\.[a-z_.]+)=", sentence))
+    assert named <= known and refusal.value.choices and "remainder" not in sentence
+    for choice in refusal.value.choices:
+        assert set(choice) <= named
+        assert plan_of(changed(config, choice)).train.rows > 0
+
+
+def test_the_critic_is_updated_by_its_own_plan(tmp_path):
+    values = {"plans": {"critic": {"rows_per_microbatch": 2}}, "run": {"dir": str(tmp_path)}}
+    work = make_policy_work(with_(PPO, values), Arithmetic(1, "+", 10))
+    critic = work.critic.plan
+    assert (critic.purpose, critic.rows, critic.num_microbatches) == ("critic", 8, 4)
+    assert work.critic.step.plan is critic and work.step.plan is work.plan.train
+    assert work.plan.train.num_microbatches == 2
+    assert dict(work.plan.table())["[critic]"].endswith("critic.ppo_micro_batch_size_per_gpu")
+    with pytest.raises(PlanError, match=r'Critic got plan "train" .*; pass plans\["critic"\]'):
+        type(work.critic)(work.base, work.plan.train)
+
+
+def test_the_config_and_the_code_know_the_same_names():
+    assert set(get_args(PolicyKL)) == set(KL_ESTIMATORS)
+    assert set(get_args(RewardKL)) == {name for name in KL_ESTIMATORS if not name.endswith("+")} | {"k2"}
+    from jaxfb.batch_plan import PURPOSES
+
+    assert set(vars(PlansConfig(train=None))) == set(PURPOSES)
+
+
+BAD_SETTINGS = [
+    ({"reward": {"kl_coef": 0.1, "kl_estimator": "k7"}}, "reward.kl_estimator='k7' must be one of k1, k2, k3, abs"),
+    ({"reward": {"kl_coef": 0.1, "kl_estimator": "k3+"}}, "reward.kl_estimator='k3.' .*did you mean k3"),
+    ({"policy": {"kl_estimator": "k4"}}, r"policy.kl_estimator='k4' must be one of k1, k2, k3, abs, k1\+"),
+    ({"reward": {"target": 0.1}}, "target=0.1 steers kl_coef, which is 0 .*reward.kl_coef=0.001"),
+    ({"rollout": {"top_k": 258}}, "top_k=258 must be from 1 to the 257 tokens there are; use rollout.top_k=50"),
+    ({"policy": {"options": {"clip_low": "a"}}}, "clip_low='a' must be in"),
+    ({"policy": {"options": {"clip": 0.1}}}, "it has clip_low, clip_high, dual_clip"),
+    ({"policy": {"aggregation": "seq-mean-token-sum-norm"}}, "needs a positive constant scale"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("changes, message", BAD_SETTINGS, ids=range(len(BAD_SETTINGS)))
+def test_settings_are_refused_before_anything_is_computed(changes, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy_work(with_(changes))
+
+
+class Own:
+    """A task of one's own; members are given."""
+
+    def __init__(self, reward=1.0, train=None, held_out=None):
+        problem = Problem("1+1=", "2")
+        self.train = [problem] if train is None else train
+        self.held_out = [problem] if held_out is None else held_out
+        self._reward = reward
+
+    def reward(self, problem, response):
+        return self._reward
+
+    def is_correct(self, problem, response):
+        return True
+
+
+@pytest.mark.parametrize(
+    "task, message",
+    [
+        (Own(train=[]), "train is empty, but rollouts draw"),
+        (Own(held_out=[]), "held_out is empty, but accuracy is measured on it"),
+        (Own(held_out=[Problem("", "2")]), r"the prompt of Problem\(prompt='', answer='2'\) is empty"),
+        (Own(None), r"reward=None must be a finite number, for prompt '1\+1=' and response '2'"),
+        (Own(float("nan")), "reward=nan must be a finite number, for prompt"),
+        (Own(float("inf")), "reward=inf must be a finite number"),
+        (Own("1.0"), "reward='1.0' must be a finite number"),
+        (Own([1.0]), r"reward=\[1.0\] must be a finite number"),
+        (object(), "lacks train, held_out, reward, is_correct"),
+    ],
+)
+def test_a_task_that_cannot_work_is_refused_before_anything_is_computed(task, message):
+    with pytest.raises(ValueError, match=message):
+        make_policy_work(with_(), task)
+
+
+def test_rewards_may_be_of_any_kind_of_number():
+    response = Response.of("2", np.array([50, 256]), True)
+    for reward in (True, 1, 0.5, np.float32(0.5), np.array(1)):
+        assert checked_reward(Own(reward), Problem("1+1=", "2"), response) == float(reward)
+    assert response == "2" and response.ended and response.ids.tolist() == [50, 256]
+
+
+def test_what_a_resumed_run_may_change_depends_on_where_it_stopped():
+    saved = config_to_dict(with_(PPO))
+    for change in (
+        {"rollout": {"temperature": 0.5}},
+        {"policy": {"surrogate": "gspo", "options": {}}},
+        {"policy": {"kl_estimator": "k1"}},
+        {"advantage": {"name": "gae", "lam": 0.5}},
+        {"reward": {"kl_coef": 0.5, "target": 0.1}},
+        {"critic": {"learning_rate": 0.01, "clip": None}},
+    ):
+        config = with_(PPO, change)
+        changes = [key for key, _, _ in changes_between(saved, config)]
+        with pytest.raises(
+            ValueError, match="update 5 lies in the middle of a rollout.* until update 8"
+        ) as refusal:
+            refuse_other_rollout(saved, config, 5, 4)
+        assert all(key in str(refusal.value) for key in changes), changes
+        refuse_other_rollout(saved, config, 8, 4)
+    for harmless in (
+        {"rollout": {"rollouts": 9}},
+        {"optimizer": {"learning_rate": 1.0}},
+        {"eval": {"every": 3}},
+    ):
+        refuse_other_rollout(saved, with_(PPO, harmless), 5, 4)
+
+
+@pytest.mark.parametrize(
+    "before, after, key",
+    [
+        ({}, {"policy": {"kl_coef": 0.0}}, "policy.kl_coef=0.0"),
+        ({}, {"rollout": {"importance_cap": 2.0}}, "rollout.importance_cap=2.0"),
+        ({}, {"rollout": {"max_new_tokens": 5}}, r"rollout.max_new_tokens=5 \(saved: 4\)"),
+        ({}, PPO, "critic.learning_rate=0.01"),
+        (PPO, {}, "critic.learning_rate='.absent.'"),
+    ],
+)
+def test_what_decides_the_saved_arrays_cannot_change_at_all(before, after, key):
+    with pytest.raises(ValueError, match=rf"cannot change .*{key}"):
+        refuse_other_rollout(config_to_dict(with_(before)), with_(after), 8, 4)
+
+
+def test_advice_for_fine_tuning_names_its_own_keys(tmp_path):
+    values = {
+        "model": TINY["model"],
+        "start": {"tokenizer": "bytes"},
+        "conversations": {"path": "unused"},
+        "batch": {"rows": 10, "updates": 1},
+        "plans": {"train": {"rows_per_microbatch": 4}, "eval": {"rows_per_microbatch": 4}},
+        "run": {"dir": str(tmp_path)},
+        "optimizer": {"learning_rate": 0.1},
+        "mesh": {"data": 2},
+    }
+
+    def plans(config):
+        rows = lambda base: dict.fromkeys(("train", "eval"), base.config.batch.rows)  # noqa: E731
+        return planned(make_base(config), lambda base: base.plans(rows(base), LENGTH))
+
+    config = config_from_dict(values)
+    with pytest.raises(
+        PlanError, match=r"; use batch.rows=8 or 16, or plans.train.rows_per_microbatch=1 or 5$"
+    ) as refusal:
+        plans(config)
+    for choice in refusal.value.choices:
+        assert plans(changed(config, choice)) and set(choice) <= set(all_keys(SFTConfig))
