@@ -13,6 +13,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Generic, TypeVar
 
+from jaxfb.refusal import shown
+
 Part = TypeVar("Part")
 
 
@@ -66,10 +68,11 @@ class Registry(Generic[Part]):
         return name
 
     def _unknown(self, name: object) -> str:
-        near = difflib.get_close_matches(str(name).lower().replace("-", "_"), self.names, n=1, cutoff=0.0)
+        text = name if isinstance(name, str) and len(name) < 100 else ""
+        near = difflib.get_close_matches(text.lower().replace("-", "_"), self.names, n=1, cutoff=0.0)
         known = ", ".join(self.names)
         return (
-            f"[{self.what}] unknown {self.what} {name!r}; use {near[0]!r} (known: {known}), or your own as "
+            f"[{self.what}] unknown {self.what} {shown(name)}; use {near[0]!r} (known: {known}), or your own as "
             "'package.module:attribute'"
         )
 
@@ -82,14 +85,14 @@ def load(path: str, what: str) -> object:
     """
     module, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
-        raise ValueError(f"[{what}] {path!r} must be written as 'package.module:attribute'")
+        raise ValueError(f"[{what}] {shown(path)} must be written as 'package.module:attribute'")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         found = import_module(module)
-    except ImportError as error:
-        raise ValueError(f"[{what}] {path!r} cannot be imported: {error}") from error
+    except Exception as error:  # importing runs the module, which may fail in any way
+        raise ValueError(f"[{what}] {path!r} cannot be imported: {shown(error)}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
             raise ValueError(f"[{what}] {path!r}: {module} has no {attribute}")

@@ -1,7 +1,9 @@
 """Schedules by name (forward_backward step)."""
 
+from jaxfb.refusal import instance
 from jaxfb.schedules import gpipe, interleaved, one_f_one_b, v_shape, zero_bubble  # noqa: F401
 from jaxfb.schedules.kinds import KINDS, kind_of
+from jaxfb.schedules.sizes import checked_sizes
 from jaxfb.schedules.table import Schedule
 
 # Importing a file registers its kind. A new built-in kind is one file, and its name in the line above.
@@ -19,16 +21,10 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
       ValueError: an unknown name, a size below 1, or num_chunks that v_shape cannot use.
     """
     kind = kind_of(name)
-    for key, value in (
-        ("num_stages", num_stages),
-        ("num_microbatches", num_microbatches),
-        ("num_chunks", num_chunks),
-    ):
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ValueError(
-                f"[schedule] {key} must be an integer of at least 1; got {key}={value!r}; use {key}=1"
-            )
-    return kind.build(num_stages, num_microbatches, num_chunks)
+    sizes = checked_sizes(num_stages, num_microbatches, num_chunks)
+    return instance(
+        "name", kind.build(*sizes), Schedule, f"that of a function that returns a Schedule, {name!r}"
+    )
 
 
 def check_name(name: str) -> None:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from jaxfb.refusal import refuse
 from jaxfb.schedules.by_name import make
 from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time
+from jaxfb.schedules.sizes import checked_costs, checked_sizes
 
 
 class ComparisonRow(NamedTuple):
@@ -39,7 +41,8 @@ def comparison(
     `num_chunks` (at least two), zero_bubble both. Megatron's times are of independent ranks with free transport,
     ours of lockstep ticks.
     """
-    costs = {"forward": forward, "backward_input": backward_input, "backward_weight": backward_weight}
+    num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
+    costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     chunks = max(num_chunks, 2)
     kinds = [(name, v) for name in KINDS for v in KINDS[name].chunks(chunks)]
     rows = [_ours(name, num_stages, num_microbatches, v, costs) for name, v in kinds]
@@ -51,6 +54,8 @@ def comparison(
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> str:
     """The rows as a Markdown table with aligned columns."""
+    if not isinstance(rows, list | tuple) or not all(isinstance(row, ComparisonRow) for row in rows):
+        refuse("rows", rows, "a list of what comparison(...) returns", who="[schedule]")
     head = ("schedule", "chunks", "ticks", "time", "bubble", "peak activations by device", "in microbatches")
     cells = [head, *(_cells(row) for row in rows)]
     widths = [max(len(line[i]) for line in cells) for i in range(len(head))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from jaxfb.refusal import function
 from jaxfb.registry import Registry
 from jaxfb.schedules.table import Schedule
 
@@ -56,7 +57,11 @@ def schedule_kind(name: str, **known) -> Callable[[Build], Build]:
 def kind_of(name: str) -> Kind:
     """Returns the kind of a name; ValueError with the nearest name if there is none."""
     found = KINDS[name]
-    return found if isinstance(found, Kind) else Kind(found)
+    if isinstance(found, Kind):
+        return found
+    return Kind(
+        function("name", found, "(num_stages, num_microbatches, num_chunks) -> Schedule", who="[schedule]")
+    )
 
 
 def default_name(num_chunks: int) -> str:

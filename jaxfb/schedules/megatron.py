@@ -7,7 +7,9 @@ ticks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxfb.refusal import boolean, integer, refuse
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.sizes import WHO, checked_costs, checked_sizes
 
 
 @dataclass(frozen=True)
@@ -50,7 +52,10 @@ def megatron_order(
       ValueError: what Megatron refuses: a group smaller than num_stages or larger than M, or a last group
         that is shorter than num_stages.
     """
-    interleaved = num_chunks > 1 if interleaved is None else interleaved
+    num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
+    group_size = None if group_size is None else integer("group_size", group_size, who=WHO)
+    interleaved = num_chunks > 1 if interleaved is None else boolean("interleaved", interleaved, who=WHO)
+    boolean("forward_only", forward_only, who=WHO)
     group = group_size or num_stages
     if interleaved:
         _check_groups(num_stages, num_microbatches, group)
@@ -118,6 +123,13 @@ def most_in_flight(order: Sequence[Action]) -> int:
 
 def megatron_time(ranks: Sequence[MegatronRank], *, forward: float, backward: float) -> float:
     """Time of one step, transport free; costs are of one microbatch on all chunks of a rank."""
+    if (
+        not isinstance(ranks, list | tuple)
+        or not all(isinstance(rank, MegatronRank) for rank in ranks)
+        or not ranks
+    ):
+        refuse("ranks", ranks, "a list of what megatron_order(...) returns", who=WHO)
+    checked_costs(forward=forward, backward=backward)
     num_chunks = 1 + max(action.chunk for action in ranks[0].order)
     costs = {"F": forward / num_chunks, "B": backward / num_chunks}
     last = len(ranks) * num_chunks - 1

@@ -3,6 +3,10 @@
 A placement is a tuple: placement[device][chunk] is the stage, 0 .. num_stages * num_chunks - 1.
 """
 
+from typing import Any
+
+from jaxfb.refusal import integer, shown
+
 Placement = tuple[tuple[int, ...], ...]
 
 MIRROR = {"next": "prev", "prev": "next", "stay": "stay"}
@@ -16,6 +20,24 @@ def loop_placement(num_stages: int, num_chunks: int) -> Placement:
 def v_placement(num_stages: int) -> Placement:
     """Down and up again: device d holds stages d and 2P - 1 - d, so first and last stage share device 0."""
     return tuple((d, 2 * num_stages - 1 - d) for d in range(num_stages))
+
+
+def placement_of(given: Any, num_stages: int, num_chunks: int) -> Placement:
+    """Returns the placement that is asked for: "loop", "v", or placement[device][chunk]."""
+    if isinstance(given, str) and given == "loop":
+        return loop_placement(num_stages, num_chunks)
+    if isinstance(given, str) and given == "v":
+        return v_placement(num_stages)
+    rows = given if isinstance(given, list | tuple) else []
+    if len(rows) != num_stages or not all(isinstance(row, list | tuple) and row for row in rows):
+        raise ValueError(
+            f'[schedule] placement must be "loop", "v", or a list of stages for each of the {num_stages} devices, got '
+            f"{shown(given)}"
+        )
+    return tuple(
+        tuple(integer("each stage of placement", stage, who="[schedule]", least=0) for stage in row)
+        for row in rows
+    )
 
 
 def homes_of(placement: Placement) -> list[tuple[int, int]]:

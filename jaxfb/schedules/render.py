@@ -2,7 +2,10 @@
 
 from collections.abc import Sequence
 
+from jaxfb.refusal import instance, integer, shown
 from jaxfb.schedules.action import KINDS, Action, parse_action
+
+_MOST_IDLE = 1_000_000
 
 Mark = tuple[int, int, str]
 """(tick, device, kind) of a cell to mark."""
@@ -10,6 +13,7 @@ Mark = tuple[int, int, str]
 
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
     """A title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
+    integer("width", width, who="[schedule]")
     phases = [f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases]
     title = f"{headline(schedule)}; phases {', '.join(phases)}"
     starts = {phase.start for phase in schedule.phases if phase.start}
@@ -64,19 +68,34 @@ def parse_table(text: str) -> list[list[list[Action]]]:
     A line "tick N ..." gives the tick of the first cell of the lines below it (0 without one); lines of the
     same device add up; all other lines are ignored.
     """
+    instance("text", text, str, 'lines "device D ACTION ACTION ..."', who="[schedule]")
     cells: dict[tuple[int, int], list[Action]] = {}
     start = 0
     for line in text.splitlines():
         words = [word for word in line.split("<--")[0].replace("|", " ").split() if word]
         if words[:1] == ["tick"]:
-            start = int(words[1]) if len(words) > 1 else 0
+            start = _number(words[1], line) if len(words) > 1 else 0
         if words[:1] == ["device"] and len(words) > 1:
-            entries = [word for word in words[2:] if word not in KINDS]
+            device = _number(words[1].rstrip(":"), line)
+            entries = [word for word in words[2:] if word not in tuple(KINDS)]
             for i, entry in enumerate(entries):
                 parts = entry.strip("[]!").split("+")
                 found = [] if entry == "." else [parse_action(part) for part in parts]
-                cells.setdefault((start + i, int(words[1].rstrip(":"))), []).extend(found)
+                cells.setdefault((start + i, device), []).extend(found)
     if not cells:
-        raise ValueError('no line "device D ACTION ACTION ..." found, such as "device 0 F0.0 F1.0 . B0.0"')
+        raise ValueError(
+            '[schedule] the text has no line "device D ACTION ACTION ...", such as "device 0 F0.0 F1.0 . B0.0"'
+        )
     ticks, devices = (1 + max(key[i] for key in cells) for i in (0, 1))
+    if ticks * devices > len(cells) + _MOST_IDLE:
+        raise ValueError(
+            f"[schedule] the text has ticks up to {ticks - 1} and devices up to {devices - 1}, but only {len(cells)} "
+            "cells; count both from 0"
+        )
     return [[cells.get((t, d), []) for d in range(devices)] for t in range(ticks)]
+
+
+def _number(word: str, line: str) -> int:
+    if not (word.isascii() and word.isdecimal() and len(word) < 10):
+        raise ValueError(f"[schedule] the text must have a number after tick and device, got {shown(line)}")
+    return int(word)

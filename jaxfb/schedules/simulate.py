@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass
 
+from jaxfb.schedules.sizes import checked_costs
+
 
 @dataclass(frozen=True)
 class Simulation:
@@ -32,6 +34,7 @@ def simulate(
     schedule, *, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, head: float = 0
 ) -> Simulation:
     """Charges each tick for its phase's whole body, which lockstep devices execute, valid or not."""
+    checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head)
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
     tick_times = [
         sum(costs[kind] for kind in phase.kinds) / schedule.num_chunks

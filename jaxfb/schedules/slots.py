@@ -96,20 +96,37 @@ def unoccupied(
     schedule, by_device: list[list[Interval]], number: dict[Item, int], kind: str
 ) -> dict[tuple[int, int], int]:
     """(tick, device) of every bubble of that kind -> the lowest slot that no interval occupies then."""
-    taken: dict[tuple[int, int], set[int]] = {}
-    for device, found in enumerate(by_device):
-        for start, stop, item in found:
-            for tick in range(start, stop + 1):
-                taken.setdefault((tick, device), set()).add(number[item])
     valid = {
         (tick, schedule.device_chunk_of(s)[0]) for (k, _, s), tick in schedule.ticks.items() if k == kind
     }
     ticks = [
         tick for phase in schedule.phases if kind in phase.kinds for tick in range(phase.start, phase.stop)
     ]
-    bubbles = [(tick, device) for tick in ticks for device in range(schedule.num_stages)]
-    lowest = lambda slots: next(slot for slot in range(len(slots) + 1) if slot not in slots)  # noqa: E731
-    return {where: lowest(taken.get(where, ())) for where in bubbles if where not in valid}
+    slots: dict[tuple[int, int], int] = {}
+    for device, found in enumerate(by_device):
+        bubbles = [tick for tick in ticks if (tick, device) not in valid]
+        free = lowest_free(found, number, bubbles)
+        slots |= {(tick, device): slot for tick, slot in zip(bubbles, free, strict=True)}
+    return slots
+
+
+def lowest_free(found: list[Interval], number: dict[Item, int], ticks: list[int]) -> list[int]:
+    """The lowest slot that none of these intervals occupies in each of these ticks, which are in order."""
+    starting = sorted((start, number[item]) for start, _, item in found)[::-1]
+    stopping = sorted((stop, number[item]) for _, stop, item in found)[::-1]
+    occupied = [0] * len({slot for _, slot in starting})
+    free, lowest = list(range(len(occupied))), []
+    for tick in ticks:
+        while starting and starting[-1][0] <= tick:
+            occupied[starting.pop()[1]] += 1
+        while stopping and stopping[-1][0] < tick:
+            slot = stopping.pop()[1]
+            occupied[slot] -= 1
+            heapq.heappush(free, slot)
+        while free and occupied[free[0]]:
+            heapq.heappop(free)  # it is pushed again when its interval stops
+        lowest.append(free[0] if free else len(occupied))
+    return lowest
 
 
 def colour(found: list[Interval]) -> tuple[int, dict[Item, int]]:

@@ -8,9 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxfb.schedules.action import Action, parse_cell
+from jaxfb.refusal import instance, integer
+from jaxfb.schedules.action import Action, cells_of_table
 from jaxfb.schedules.phases import Phase, phases_of
-from jaxfb.schedules.placement import Placement, homes_of, loop_placement, v_placement
+from jaxfb.schedules.placement import Placement, homes_of, placement_of
 from jaxfb.schedules.program import Program, program_of
 from jaxfb.schedules.render import headline, parse_table, render
 from jaxfb.schedules.simulate import Simulation, simulate
@@ -53,16 +54,11 @@ class Schedule:
         Raises:
           ValueError: with the table printed and the bad cell marked.
         """
-        cells = tuple(tuple(parse_cell(cell) for cell in row) for row in table)
+        instance("name", name, str, "a text", who="[schedule]")
+        cells = cells_of_table(table)
         actions = [action for row in cells for cell in row for action in cell]
-        if not actions:
-            raise ValueError("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
         num_chunks = 1 + max(action.chunk for action in actions)
-        if placement == "loop":
-            placement = loop_placement(len(cells[0]), num_chunks)
-        elif placement == "v":
-            placement = v_placement(len(cells[0]))
-        placement = tuple(tuple(row) for row in placement)
+        placement = placement_of(placement, len(cells[0]), num_chunks)
         num_microbatches = 1 + max(action.microbatch for action in actions)
         return cls(name, len(cells[0]), num_microbatches, len(placement[0]), cells, placement).validate()
 
@@ -73,10 +69,13 @@ class Schedule:
 
     def stage_of(self, device: int, chunk: int) -> int:
         """The stage, 0 .. P*V - 1, that is this chunk of this device."""
+        integer("device", device, who="[schedule]", least=0, most=self.num_stages - 1)
+        integer("chunk", chunk, who="[schedule]", least=0, most=self.num_chunks - 1)
         return self.placement[device][chunk]
 
     def device_chunk_of(self, stage: int) -> tuple[int, int]:
         """(device, chunk) that hold a stage; the inverse of `stage_of`."""
+        integer("stage", stage, who="[schedule]", least=0, most=self.num_stages * self.num_chunks - 1)
         return self._homes[stage]
 
     @cached_property

@@ -39,7 +39,7 @@ def _check_cells(schedule) -> None:
 
 def _problem(schedule, tick: int, device: int, action: Action, seen: dict) -> str | None:
     kind, microbatch, chunk = action
-    if kind not in KINDS:
+    if kind not in tuple(KINDS):
         return (
             f"a kind is F, B or W; {action} on device {device} in tick {tick} is none of them; use F, B or W"
         )

@@ -79,7 +79,7 @@ class Call:
     """A public function, legal keyword arguments for it, and the rule of each argument that is put to the test.
 
     rules:   argument -> what is legal for it, a function value -> bool (`legal.py`).
-    names:   argument -> another text by which a refusal may name it.
+    names:   argument -> a pattern of other words by which a refusal may name it.
     use:     what is done with the result, so that nothing is put off until later.
     """
 
@@ -150,7 +150,7 @@ def refusal_problem(error: BaseException, *names: str) -> str | None:
         return f"more than one line: {kind}"
     if len(sentence) > 700:
         return f"a sentence of {len(sentence)} characters: {kind}"
-    if not any(re.search(rf"(?<!\w){re.escape(name)}", sentence) for name in names):
+    if not any(re.search(rf"(?<!\w)({name})", sentence) for name in names):
         return f"does not name {' or '.join(names)}: {kind}"
     return None
 
@@ -171,11 +171,12 @@ def _time_limit() -> Iterator[None]:
         raise TimeoutError(f"the call took more than {SECONDS} s")
 
     before = signal.signal(signal.SIGALRM, stop)
-    signal.alarm(SECONDS)
+    # again and again: an exception that is raised inside a garbage collection is lost
+    signal.setitimer(signal.ITIMER_REAL, SECONDS, 0.5)
     try:
         yield
     finally:
-        signal.alarm(0)
+        signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
 
 

@@ -1,0 +1,65 @@
+"""Sizes of a schedule, and costs of its actions (forward_backward step): what is refused before a table is built."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxfb.refusal import Refused, integer, number, shown
+
+WHO = "[schedule]"
+LARGEST = 500_000
+"""The most cells of a table: building and checking more takes minutes."""
+
+
+def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tuple[int, int, int]:
+    """Returns the sizes as ints.
+
+    Raises:
+      ValueError: one is no positive int, or their table would be too large to be built.
+    """
+    sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
+    stages, microbatches, chunks = (_size(name, value) for name, value in sizes.items())
+    if cells_of(stages, microbatches, chunks) > LARGEST:
+        choices = _smaller(stages, microbatches, chunks)
+        raise Refused(
+            f"{WHO} num_stages={stages} with num_chunks={chunks} and num_microbatches={microbatches} makes a table of "
+            f"more than {LARGEST} cells; use {' or '.join(_words(choice) for choice in choices)}",
+            choices,
+        )
+    return stages, microbatches, chunks
+
+
+def _size(name: str, value: Any) -> int:
+    try:
+        return integer(name, value, most=LARGEST)
+    except Refused as refused:
+        use = refused.choices or ({name: 1},)
+        most = f" and at most {LARGEST}" if use[0][name] == LARGEST else ""
+        raise Refused(
+            f"{WHO} {name} must be an integer of at least 1{most}; got {name}={shown(value)}; use {_words(use[0])}",
+            use,
+        ) from None
+
+
+def cells_of(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
+    """Returns about how many cells the forwards take, with the idle ones of the ramp."""
+    return num_stages * num_chunks * (num_microbatches + num_stages)
+
+
+def checked_costs(**costs: Any) -> dict[str, float]:
+    """Returns the costs by name; ValueError for one that is negative, infinite or no number."""
+    return {name: number(name, value, who=WHO, least=0) for name, value in costs.items()}
+
+
+def _smaller(stages: int, microbatches: int, chunks: int) -> list[dict[str, int]]:
+    """The largest sizes that fit: of one alone, as far as that is enough, else of all three."""
+    found = []
+    if (most := LARGEST // (stages * chunks) - stages) >= 1:
+        found.append({"num_microbatches": most})
+    if (most := LARGEST // (stages * (microbatches + stages))) >= 1:
+        found.append({"num_chunks": most})
+    return found or [{"num_stages": 64, "num_microbatches": 256, "num_chunks": min(chunks, 16)}]
+
+
+def _words(choice: dict[str, int]) -> str:
+    return " with ".join(f"{name}={value}" for name, value in choice.items())
