@@ -4,6 +4,7 @@
 from . import batch_plan, schedules
 from .batch_plan import BatchPlan, RolloutPlan, RunPlan
 from .callbacks import Callback, callback
+from .checking.at_hand import check_random
 from .config import load_config
 from .forward_backward import Microbatches, get_forward_backward_func
 from .forward_backward.equivalence import check_equivalence
@@ -39,6 +40,7 @@ __all__ = [
     "get_forward_backward_func",
     "Microbatches",
     "check_equivalence",
+    "check_random",
     "from_megatron",
     "schedules",
     "batch_plan",

@@ -30,6 +30,15 @@ HOSTS = {
     "processes": (int, "N", "how many processes the job has"),
     "process_id": (int, "I", "which of them this one is, from 0"),
 }
+RANDOM = {
+    "seed": (int, 0, "S", "of the draw (default: 0)"),
+    "first": (int, 0, "K", "the first case (default: 0); case K of a seed is always the same"),
+    "jobs": (int, 1, "J", "processes at a time (default: 1)"),
+    "limit": (float, 600.0, "SECONDS", "that one case may take (default: 600)"),
+    "tries": (int, 60, "T", "how many smaller cases to try for a finding (default: 60)"),
+    "model": (str, None, "MODULE:FUNCTION", "check the (model, params, batch) that this function returns"),
+    "axes": (str, None, "A,B", "axes that its mesh may have (default: pipe,data,fsdp,tensor)"),
+}
 POST_TRAINING = {
     "sft": "fine-tune on conversations: the assistant's tokens are learnt",
     "dpo": "learn from pairs of answers, one preferred to the other",
@@ -179,10 +188,15 @@ def _add_pretrained(verbs) -> None:
 
 
 def _add_check(verbs) -> None:
-    text = "gradients of a config's model on its mesh, or many, next to one device's"
+    text = "gradients of a config's model on its mesh, or many, next to one device's; or a random search"
     check = _verb(verbs, "check", _check, text)
-    _add_config(check)
+    check.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file or a run's directory")
+    check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     check.add_argument("--tolerance", type=float, default=None, help="relative (default: 1e-10 in float64)")
+    group = check.add_argument_group("random search", "draws models, meshes and options; takes no config")
+    group.add_argument("--random", type=int, metavar="N", help="how many cases")
+    for name, (kind, default, metavar, text) in RANDOM.items():
+        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
 
 def _add_schedule(verbs) -> None:
@@ -395,6 +409,10 @@ def _export_hf(options) -> None:
 
 
 def _check(options) -> int:
+    if options.random is not None:
+        return _check_random(options)
+    if options.config is None:
+        raise ValueError("check needs a config, such as configs/quickstart.yaml, or --random 20")
     from jaxfb.config import load_config
 
     config = load_config(options.config, options.overrides, "train")
@@ -413,6 +431,16 @@ def _check(options) -> int:
         print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
         return DIFFERS
     return 0
+
+
+def _check_random(options) -> int:
+    from jaxfb.checking.command import random_check
+
+    if options.config is not None or options.tolerance is not None:
+        raise ValueError("--random draws everything itself; leave out the config and --tolerance")
+    how = {name: getattr(options, name) for name in RANDOM}
+    axes = None if options.axes is None else options.axes.split(",")
+    return DIFFERS if random_check(options.random, **how | {"axes": axes}).findings else 0
 
 
 def _schedule(options) -> None:

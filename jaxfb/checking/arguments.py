@@ -1,0 +1,76 @@
+"""A case as the arguments that jaxfb's public functions get."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.checking.case import Case
+from jaxfb.checking.toys import tensor_specs
+from jaxfb.forward_backward import ForwardBackward, Microbatches, get_forward_backward_func
+from jaxfb.mesh import make_mesh
+from jaxfb.optim import DynamicLossScale, StaticLossScale
+
+PyTree = Any
+LOSS_SCALES = {None: None, "static": StaticLossScale(8.0), "dynamic": DynamicLossScale(initial=16.0)}
+
+
+def mesh_of(case: Case) -> Mesh:
+    """The mesh, on the first devices there are."""
+    return make_mesh(**case.mesh, devices=jax.devices()[: case.num_devices])
+
+
+def plan_of(case: Case) -> BatchPlan:
+    """The plan of one update."""
+    sizes = {"rows": case.rows, "rows_per_microbatch": case.rows_per_microbatch}
+    return BatchPlan(**sizes, data_parallel=case.data_parallel, remainder=case.remainder)
+
+
+def engine_options(case: Case) -> dict[str, Any]:
+    """Keyword arguments of `get_forward_backward_func` beside the mesh."""
+    specs = {"param_specs": tensor_specs} if case.tensor_specs and case.model == "loss" else {}
+    return case.engine_options() | specs
+
+
+def forward_backward_of(case: Case) -> ForwardBackward:
+    """The engine's function."""
+    return get_forward_backward_func(mesh_of(case), **engine_options(case))
+
+
+def rng_of(case: Case) -> jax.Array | None:
+    """The PRNG key, or keys, that the engine's function gets."""
+    seed = case.data_seed + 3
+    if case.rng == "none":
+        return None
+    if case.rng == "legacy":
+        return jax.random.PRNGKey(seed)
+    key = jax.random.key(seed)
+    return key if case.rng == "key" else jax.random.split(key, case.rows)
+
+
+def batch_as_called(case: Case, batch: PyTree) -> PyTree:
+    """The rows, in microbatches already if the case says so."""
+    if case.call != "split":
+        return batch
+    shape = (case.num_microbatches, case.rows_per_global_microbatch)
+    return Microbatches(jax.tree.map(lambda leaf: leaf.reshape(*shape, *leaf.shape[1:]), batch))
+
+
+def params_as_called(case: Case, params: PyTree) -> PyTree:
+    """The parameters, on one device already if the case says so."""
+    return jax.device_put(params, jax.devices()[0]) if case.call == "placed" else params
+
+
+def second_batch(case: Case, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Rows for a second update: as before, none that counts, or one that makes the loss infinite."""
+    changes = {}
+    if case.second == "empty":
+        names = ("mask", "weight", "loss_mask")
+        changes = {name: np.zeros_like(batch[name]) for name in names if name in batch}
+    if case.second == "nonfinite":
+        changes["scale"] = np.full_like(batch["scale"], np.inf)
+    return batch | changes if changes else batch

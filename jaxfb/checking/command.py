@@ -1,0 +1,61 @@
+"""`jaxfb check --random`: a search with its progress on stderr and its summary on stdout. No JAX in here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+
+from jaxfb import refusal
+from jaxfb.checking.draw import AXES
+from jaxfb.checking.found import Found
+from jaxfb.checking.search import search
+from jaxfb.checking.shrink import MOST_TRIES
+from jaxfb.checking.worker import Setup
+from jaxfb.training.simulated import simulate_devices
+
+
+def random_check(
+    number: int,
+    seed: int = 0,
+    first: int = 0,
+    jobs: int = 1,
+    limit: float = 600.0,
+    tries: int = MOST_TRIES,
+    model: str | None = None,
+    axes: Sequence[str] | None = None,
+) -> Found:
+    """Runs so many random cases in processes of their own, prints what came of them and returns it.
+
+    Args:
+      number, seed, first: cases first ... first + number - 1 of this seed; each is the same whenever it is drawn.
+      jobs: processes at a time.
+      limit: seconds that one case may take.
+      tries: how many smaller cases to try for a finding; 0 leaves it as it is.
+      model: "module:function" that gives (model, params, batch); None draws models as well.
+      axes: those that the mesh of that model may have; None for pipe (of a `Pipelined`), data, fsdp and tensor.
+
+    Raises:
+      ValueError: an argument is illegal, or the model cannot be used.
+    """
+    for name, value, least in (
+        ("--random", number, 1),
+        ("--first", first, 0),
+        ("--jobs", jobs, 1),
+        ("--tries", tries, 0),
+    ):
+        refusal.integer(name, value, least=least)
+    refusal.number("--limit", limit, above=0)
+    if axes is not None and model is None:
+        raise refusal.Refused(
+            "--axes limits the meshes of a model of one's own; give it by --model, or leave it out"
+        )
+    for axis in axes or ():
+        refusal.choice("each of --axes", axis, tuple(AXES))
+    simulate_devices({})
+    where = os.environ["JAX_PLATFORMS"]
+    print(f"{number} random cases of seed {seed}, each next to one device, on {where}", file=sys.stderr)
+    setup = Setup(seed, model, axes, limit)
+    found = search(number, setup, first, jobs, tries, lambda one: print(one, file=sys.stderr, flush=True))
+    print(found)
+    return found

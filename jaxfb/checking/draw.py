@@ -1,0 +1,285 @@
+"""Draws cases: case k of seed S is a pure function of (S, k), legal by construction. No JAX in here."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
+
+NUM_DEVICES = 8
+MOST_ROWS = 48
+AXES = {"pipe": 6, "data": 3, "fsdp": 4, "expert": 1, "context": 2, "tensor": 3}
+OWN_AXES = ("pipe", "data", "fsdp", "tensor")
+MODELS = {
+    **{"stages": 40, "loss": 20, "linen": 4, "nnx": 4, "equinox": 4},
+    **{"transformer": 6, "moe": 3, "sums": 8},
+}
+TOYS = ("stages", "loss")
+WITH_ANSWERS = (*TOYS, "linen", "nnx", "equinox")
+TERMS = ("rows", "sum", "shape", "negative")
+METRICS = (
+    *("mean", "sum_vector", "sum_vectors", "sum_undivided", "count"),
+    *("max", "max_vector", "max_int", "max_bool", "min", "min_vector", "min_int", "min_bool"),
+    *("last", "last_vector", "last_int", "last_bool"),
+)
+OUTPUTS = ("row", "token", "vector", "int", "bool", "id")
+LEAVES = ("empty", "unused", "stopped", "scalar")
+SCHEDULES = {
+    "1f1b": (1, 2),
+    "interleaved": (1, 2, 3),
+    "zero_bubble": (1, 2),
+    "v_shape": (2,),
+    "gpipe": (1, 2),
+}
+OPTIMIZERS = (
+    *("adamw", "lion", "adafactor", "muon", "sgd", "momentum"),
+    *(
+        "optax.adam",
+        "optax.rmsprop",
+        "optax.adafactor",
+        "optax.lamb",
+        "optax.optimistic",
+        "optax.schedule_free",
+    ),
+    *("optax.amsgrad", "optax.bfloat16_moments", "optax.masked", "optax.per_leaf", "optax.hyperparameters"),
+)
+FOR_FEW_BITS = ("sgd", "momentum", "lion", "optax.masked")
+"""Optimizers that do not divide by a moment that underflows in 16 bits."""
+
+
+@dataclass(frozen=True)
+class Own:
+    """What is drawn around a user's own model.
+
+    rows:        of its batch.
+    num_layers:  of a `Pipelined`, None for a loss function.
+    axes:        those that the mesh may have.
+    num_devices: that there are.
+    """
+
+    rows: int
+    num_layers: int | None
+    axes: tuple[str, ...] = OWN_AXES
+    num_devices: int = NUM_DEVICES
+
+
+class Dice:
+    """A random generator with the draws that cases are made of."""
+
+    def __init__(self, *seed: Any):
+        self._random = random.Random(" ".join(map(str, seed)))
+
+    def one(self, *choices: Any) -> Any:
+        """One of them, all equally likely."""
+        return self._random.choice(choices)
+
+    def weighted(self, choices: Mapping[Any, float]) -> Any:
+        """One of the keys, as often as its value says."""
+        return self._random.choices(list(choices), list(choices.values()))[0]
+
+    def chance(self, probability: float) -> bool:
+        """True so often."""
+        return self._random.random() < probability
+
+    def some(self, choices: Iterable[Any], probability: float) -> tuple:
+        """Each with that probability, in their order."""
+        return tuple(choice for choice in choices if self.chance(probability))
+
+    def cuts(self, total: int, parts: int, smallest: int = 1) -> tuple[int, ...]:
+        """`total` as a sum of so many ints, none below `smallest`."""
+        counts = [smallest] * parts
+        for _ in range(total - smallest * parts):
+            counts[self._random.randrange(parts)] += 1
+        return tuple(counts)
+
+
+def draw(seed: int, index: int, own: Own | None = None) -> Case:
+    """Case `index` of a seed; around a user's own model if `own` describes one."""
+    dice = Dice("jaxfb check", seed, index)
+    model = "own" if own else dice.weighted(MODELS)
+    mesh = _mesh(dice, model, own)
+    values: dict[str, Any] = {"model": model, "mesh": mesh, "data_seed": dice.one(*range(1000))}
+    values |= _dtypes(dice, model)
+    values |= _pipeline(dice, model, mesh, own) if "pipe" in mesh else _layers(dice, own)
+    values |= _rows(dice, values, own)
+    values |= _model(dice, values) if own is None else {}
+    values |= _engine(dice, mesh)
+    values |= _update(dice, values)
+    return Case(**values)
+
+
+def _mesh(dice: Dice, model: str, own: Own | None) -> dict[str, int]:
+    axes = {axis: weight for axis, weight in AXES.items() if _may_have(model, axis, own)}
+    large = (2, 2, 3, 4) if model in (*TOYS, "sums", "own") else (2,)
+    mesh: dict[str, int] = {}
+    for _ in range(dice.weighted({0: 1, 1: 6, 2: 8, 3: 6})):
+        left = (own.num_devices if own else NUM_DEVICES) // prod(mesh.values())
+        sizes = [size for size in large if size <= left]
+        if not sizes or not axes:
+            break
+        axis = dice.weighted(axes)
+        del axes[axis]
+        mesh[axis] = dice.one(*sizes)
+    if own and "pipe" in mesh:
+        mesh["pipe"] = min(mesh["pipe"], own.num_layers or 1)
+    return {axis: mesh[axis] for axis in AXES if mesh.get(axis, 1) > 1}
+
+
+def _may_have(model: str, axis: str, own: Own | None) -> bool:
+    if own:
+        return axis in own.axes and (axis != "pipe" or own.num_layers is not None)
+    if axis == "pipe":
+        return model in PIPELINED
+    return axis != "context" or model != "sums"
+
+
+def _dtypes(dice: Dice, model: str) -> dict[str, Any]:
+    if model == "sums":
+        param, compute = dice.one(("bfloat16", None), ("float16", None), ("float32", "bfloat16"))
+    elif model in ("moe", "own"):  # experts are chosen by comparing numbers: other rounding, other experts
+        param, compute = dice.weighted({"float64": 3, "float32": 1}), None
+    else:
+        param = dice.weighted({"float64": 10, "float32": 5, "bfloat16": 3, "float16": 2})
+        lower = {"float64": ("float32", "bfloat16"), "float32": ("bfloat16", "float16")}.get(
+            param, ("float32",)
+        )
+        compute = dice.one(*lower) if dice.chance(0.25) else None
+    accum = dice.weighted({None: 8, "float32": 1, "float64": 1})
+    x64 = "float64" in (param, compute, accum) or dice.chance(0.5)
+    return {"param_dtype": param, "compute_dtype": compute, "accum_dtype": accum, "x64": x64}
+
+
+def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> dict[str, Any]:
+    pipe = mesh["pipe"]
+    heavy = model in ("transformer", "moe")  # whose layers take long to compile
+    most = min(4 if heavy else NUM_DEVICES, own.num_layers if own else NUM_DEVICES)
+    fitting = {name: [c for c in chunks if c * pipe <= most] for name, chunks in SCHEDULES.items()}
+    schedule = dice.one(*(name for name, chunks in fitting.items() if chunks))
+    chunks = dice.one(*fitting[schedule])
+    stages = pipe * chunks
+    layers = own.num_layers if own else stages * (2 if stages <= 3 and not heavy and dice.chance(0.4) else 1)
+    per_stage = None
+    if layers % stages or dice.chance(0.25):
+        layers = layers if own else layers + dice.one(0, 1, 2)
+        per_stage = dice.cuts(layers, stages)
+    placements = ["last", "rows", None] + (["vocabulary"] if model in ("transformer", "moe") else [])
+    return {
+        "schedule": schedule,
+        "num_chunks": chunks,
+        "num_layers": layers,
+        "layers_per_stage": per_stage,
+        "head_placement": dice.one(*placements),
+    }
+
+
+def _layers(dice: Dice, own: Own | None) -> dict[str, Any]:
+    return {"num_layers": own.num_layers or 1 if own else dice.one(1, 2, 3)}
+
+
+def _rows(dice: Dice, values: dict[str, Any], own: Own | None) -> dict[str, Any]:
+    """Microbatches, their rows, and what is short of them or too much."""
+    replicas = prod(values["mesh"].get(axis, 1) for axis in REPLICA_AXES)
+    parts = values["mesh"]["pipe"] if values.get("head_placement") == "rows" else 1
+    if own:
+        return _own_rows(dice, replicas, parts, own.rows)
+    rows = parts * dice.one(1, 1, 2, 3)
+    microbatches = dice.one(1, 2, 3, 4, 5, 8)
+    microbatches = max(1, min(microbatches, MOST_ROWS // (replicas * rows)))
+    remainder = dice.weighted({"error": 6, "pad": 3, "drop": 2}) if replicas * rows > 1 else "error"
+    surplus = dice.one(*range(1, replicas * rows)) if remainder != "error" else 0
+    return {
+        "num_microbatches": microbatches,
+        "rows_per_microbatch": rows,
+        "remainder": remainder,
+        "surplus": surplus,
+    }
+
+
+def _own_rows(dice: Dice, replicas: int, parts: int, rows: int) -> dict[str, Any]:
+    """Microbatches that the rows at hand divide into, else as many whole ones as there are rows for."""
+    most = rows // (replicas * parts)
+    exact = [b * parts for b in range(1, most + 1) if rows % (replicas * parts * b) == 0]
+    each = dice.one(*exact) if exact else parts
+    microbatches = max(1, rows // (replicas * each))
+    surplus = rows - replicas * each * microbatches
+    return {
+        "num_microbatches": microbatches,
+        "rows_per_microbatch": each,
+        "remainder": "drop" if surplus else "error",
+        "surplus": surplus,
+    }
+
+
+def _model(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
+    model, mesh = values["model"], values["mesh"]
+    context = mesh.get("context", 1)
+    drawn: dict[str, Any] = {
+        "length": 2 * context * dice.one(1, 2) if context > 1 else dice.one(1, 3, 4),
+        "masks": dice.weighted({"full": 2, "ragged": 5, "empty_microbatch": 2, "empty": 1}),
+        "tensor_specs": "tensor" in mesh and dice.chance(0.7),
+    }
+    if model in ("transformer", "moe"):
+        drawn |= {"length": 8, "tied": dice.chance(0.5), "dropout": dice.chance(0.4), "tensor_specs": False}
+    if model in TOYS:
+        drawn |= {
+            "tied": dice.chance(0.5),
+            "dropout": dice.chance(0.4),
+            "container": dice.weighted({"dict": 5, "ordered": 1, "namedtuple": 2, "list": 1}),
+            "leaves": dice.some(LEAVES, 0.15),
+            "mixed": values["param_dtype"] in ("bfloat16", "float16") and dice.chance(0.4),
+            "layer_terms": model == "stages" and dice.chance(0.4),
+            "layer_metrics": model == "stages" and dice.chance(0.2),
+        }
+    if model in WITH_ANSWERS:
+        drawn |= _answers(dice, context > 1, values["remainder"] == "pad")
+    with_rng = ("key", "key", "rows", "legacy") if drawn.get("dropout") else ("none", "none", "none", "key")
+    return drawn | {"rng": dice.one(*with_rng)}
+
+
+def _answers(dice: Dice, context: bool, padded: bool) -> dict[str, Any]:
+    """What the loss function returns: nothing that means something else of padding, or of a part of the tokens."""
+    terms = dice.some([term for term in TERMS if not (padded and term == "shape")], 0.3)
+    metrics = [name for name in METRICS if not (padded and name.startswith("last"))]
+    outputs = [name for name in OUTPUTS if not context or name in ("row", "token", "vector")]
+    return {
+        "terms": ("tokens", *terms),
+        "metrics": dice.some(metrics, 0.2),
+        "outputs": dice.some(outputs, 0.3),
+    }
+
+
+def _engine(dice: Dice, mesh: dict[str, int]) -> dict[str, Any]:
+    shardings = {"none": 4, "data": 3} | ({} if "pipe" in mesh else {"gradients": 2})
+    return {
+        "normalize": dice.weighted({"global": 6, "microbatch": 3, "none": 2}),
+        "remat": dice.weighted({"none": 4, "selective": 2, "layer": 2, "full": 2}),
+        "fsdp_gather": dice.one("layer", "step"),
+        "optimizer_sharding": dice.weighted(shardings),
+        "poison_bubbles": "pipe" in mesh and dice.chance(0.5),
+        "forward_only": dice.chance(0.06),
+    }
+
+
+def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
+    """The optimizer's part, and how the function is called."""
+    plain = values["remainder"] == "error" and "context" not in values["mesh"]
+    calls = {"direct": 5, "jit": 2, "placed": 2} | ({"split": 2} if plain else {})
+    drawn: dict[str, Any] = {"call": dice.weighted(calls), "grad_scale": dice.weighted({1.0: 9, 4.0: 1})}
+    if values["forward_only"] or dice.chance(0.3):
+        return drawn
+    few_bits = values["param_dtype"] in ("bfloat16", "float16")
+    seconds = {"none": 3, "same": 2} | ({"nonfinite": 3} if values["model"] in WITH_ANSWERS else {})
+    if values["model"] in WITH_ANSWERS and not {"sum", "shape"} & set(values["terms"]):
+        seconds |= {"empty": 2}
+    return drawn | {
+        "update": True,
+        "optimizer": dice.one(*(FOR_FEW_BITS if few_bits else OPTIMIZERS)),
+        "max_grad_norm": dice.weighted({None: 3, 0.3: 2, 100.0: 1}),
+        "clip_convention": dice.one("exact", "torch"),
+        "loss_scale": dice.weighted({None: 6, "static": 1, "dynamic": 1}),
+        "second": dice.weighted(seconds),
+    }

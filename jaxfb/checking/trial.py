@@ -1,0 +1,154 @@
+"""One case run by the engine and by one device, and all that came out compared."""
+
+from __future__ import annotations
+
+import time
+import traceback
+import warnings
+from dataclasses import replace
+from types import TracebackType
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.checking import arguments, tolerance
+from jaxfb.checking.case import Case
+from jaxfb.checking.difference import Difference, compare
+from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
+from jaxfb.checking.problem import OwnModel, Problem, problem_of
+from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows
+from jaxfb.checking.update import differences_of_updates
+from jaxfb.types import ForwardBackwardOutput, Sum
+
+PyTree = Any
+
+
+def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
+    """Runs a case and says how it went, whatever it raises."""
+    begun = time.monotonic()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            outcome = _judged(differences(case, problem_of(case, own)))
+    except Exception as error:
+        outcome = _refused_or_failed(error)
+    jax.clear_caches()
+    return replace(outcome, seconds=round(time.monotonic() - begun, 1))
+
+
+def differences(case: Case, problem: Problem) -> list[Difference]:
+    """Everything that was compared, whether it differs or not."""
+    one_device = OneDevice(case, problem.model)
+    want = one_device(problem.params, problem.batch, keys_of_rows(arguments.rng_of(case), case.real_rows))
+    found = differences_of_outputs(case, problem, _engine(case, problem), want)
+    if case.update:
+        found += differences_of_updates(case, problem, one_device)
+    return found
+
+
+def differences_of_outputs(
+    case: Case, problem: Problem, got: ForwardBackwardOutput, want: Answer
+) -> list[Difference]:
+    """Of one call of the engine: loss, terms, weights, gradients, metrics, each microbatch, outputs."""
+    values, weights = tolerance.of_values(case), tolerance.of_weights(case)
+    totals = {"loss": got.loss, **_of_terms(case, got.terms)}
+    found = [
+        compare("loss", totals, {"loss": want.loss, **_of_terms(case, want.terms)}, values, floor=0.1),
+        compare("metrics", _values(got.metrics), _values(want.metrics), values, floor=1e-6),
+        compare("outputs", got.outputs, want.outputs, values),
+    ]
+    for part in ("total", "weight"):
+        allowed = values if part == "total" else weights
+        ours, theirs = (_parts(out.per_microbatch, part, want.terms) for out in (got, want))
+        found.append(compare(f"per_microbatch {part}", ours, theirs, allowed))
+    if case.normalize != "microbatch":
+        ours, theirs = (_parts(out.terms, "weight", want.terms) for out in (got, want))
+        found.append(compare("weights", ours, theirs, weights))
+    return found if case.forward_only else [*found, *_of_gradients(case, problem, got, want)]
+
+
+def _engine(case: Case, problem: Problem) -> ForwardBackwardOutput:
+    with jax.enable_x64(case.x64):
+        forward_backward, plan = arguments.forward_backward_of(case), arguments.plan_of(case)
+        how = {"forward_only": case.forward_only, "grad_scale": case.grad_scale}
+
+        def call(params, batch, rng):
+            return forward_backward(problem.model, params, batch, plan, rng, **how)
+
+        params = arguments.params_as_called(case, problem.params)
+        rows = arguments.batch_as_called(case, problem.batch)
+        call = jax.jit(call) if case.call == "jit" else call
+        return jax.device_get(call(params, rows, arguments.rng_of(case)))
+
+
+def _of_gradients(case: Case, problem: Problem, got, want) -> list[Difference]:
+    scaled = jax.tree.map(lambda leaf: leaf * case.grad_scale, want.grads)
+    asked = case.accum_dtype
+    expected = [asked or ("float64" if leaf.dtype == np.float64 else "float32") for leaf in _leaves(problem)]
+    made = [str(leaf.dtype) for leaf in jax.tree.leaves(got.grads)]
+    found = [compare("grads", got.grads, scaled, tolerance.of_gradients(case))]
+    if made != expected:
+        found.append(Difference("grads", problem=f"dtypes {made}, not {expected}"))
+    return found
+
+
+def _leaves(problem: Problem) -> list:
+    return jax.tree.leaves(problem.params)
+
+
+def _of_terms(case: Case, terms: dict[str, Sum]) -> dict[str, Any]:
+    """What the objective adds up: values, or totals under normalize="none"."""
+    return {name: term.total if case.normalize == "none" else _value(term) for name, term in terms.items()}
+
+
+def _value(metric: Any) -> np.ndarray:
+    """What is reported of a Sum, Max, Min or Last."""
+    if not isinstance(metric, Sum):
+        return np.asarray(metric.array)
+    if metric.weight is None:
+        return np.asarray(metric.total)
+    total, weight = np.broadcast_arrays(np.asarray(metric.total), np.asarray(metric.weight))
+    return np.where(weight != 0, total / np.where(weight != 0, weight, 1), 0.0)
+
+
+def _values(metrics: dict[str, Any]) -> dict[str, np.ndarray]:
+    return {name: _value(metric) for name, metric in metrics.items()}
+
+
+def _parts(terms: dict[str, Sum], part: str, like: dict[str, Sum]) -> dict[str, Any]:
+    """Totals, or weights of the terms that have one."""
+    names = [name for name in like if part == "total" or like[name].weight is not None]
+    return {name: getattr(terms[name], part) for name in names if name in terms}
+
+
+def _judged(found: list[Difference]) -> Outcome:
+    wrong = [one for one in found if one.found]
+    if not wrong:
+        largest = max(found, key=_share)
+        return Outcome(SAME, largest=_share(largest), kind=largest.quantity)
+    return Outcome(DIFFERENT, "; ".join(map(str, wrong)), wrong[0].quantity)
+
+
+def _share(one: Difference) -> float:
+    return one.size / one.allowed if one.allowed else 0.0
+
+
+def _refused_or_failed(error: Exception) -> Outcome:
+    text = str(error).strip() or repr(error)
+    if isinstance(error, ValueError) and _raised_in_jaxfb(error.__traceback__):
+        return Outcome(REFUSED, text.partition("\n")[0], "ValueError")
+    place = _place(error.__traceback__)
+    return Outcome(FAILED, f"{type(error).__name__}: {text[:600]}\n  in {place}", type(error).__name__)
+
+
+def _raised_in_jaxfb(trace: TracebackType | None) -> bool:
+    frames = list(traceback.walk_tb(trace))
+    return frames[-1][0].f_globals.get("__name__", "").startswith("jaxfb.")
+
+
+def _place(trace: TracebackType | None) -> str:
+    """The last line of jaxfb's own that an exception came through."""
+    ours = [frame for frame in traceback.extract_tb(trace) if "jaxfb" in frame.filename]
+    last = (ours or traceback.extract_tb(trace))[-1]
+    return f"{last.filename.rpartition('jaxfb/')[2]}:{last.lineno} {last.name}"

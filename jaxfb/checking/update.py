@@ -1,0 +1,146 @@
+"""Optimizer updates compared: one, and a second that may have to leave everything alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxfb.checking import arguments, tolerance
+from jaxfb.checking.case import Case
+from jaxfb.checking.difference import Difference, compare
+from jaxfb.checking.optimizers import OneUpdate, Update, optimizer_of
+from jaxfb.checking.problem import Problem
+from jaxfb.checking.reference import Answer, OneDevice
+from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+
+PyTree = Any
+
+
+def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) -> list[Difference]:
+    """Of parameters, optimizer state and `StepMetrics` after one update or two."""
+    updates = _Updates(case, problem, one_device)
+    with jax.enable_x64(case.x64):
+        step, params = _step(case, problem), arguments.params_as_called(case, problem.params)
+        state = step.init(params, rng=case.data_seed)
+    found = [_exactly("caller's parameters", jax.device_get(params), problem.params)]
+    state, more = updates.compare(step, state, problem.batch)
+    if case.second != "none":
+        _, others = updates.compare(step, state, arguments.second_batch(case, problem.batch))
+        more += [replace(one, quantity=f"second {one.quantity}") for one in others]
+    return [*found, *more, _exactly("caller's parameters", jax.device_get(params), problem.params)]
+
+
+class _Updates:
+    def __init__(self, case: Case, problem: Problem, one_device: OneDevice):
+        self._case, self._problem, self._one_device = case, problem, one_device
+        self._update = OneUpdate(case, tolerance.of_gradients(case))
+
+    def compare(
+        self, step: TrainStep, state: TrainState, batch: PyTree
+    ) -> tuple[TrainState, list[Difference]]:
+        """The state after one more update, and how it differs from what one device makes of the same state."""
+        case, before = self._case, jax.device_get(_plain(state))
+        with jax.enable_x64(case.x64):
+            keys = self._keys(state) if case.rng != "none" else None
+            state, metrics = step(state, arguments.batch_as_called(case, batch))
+            after, metrics = jax.device_get((_plain(state), metrics))
+        want = self._one_device(before.params, batch, keys)
+        if not want.counts or not _finite(want.grads):
+            return state, [_skips(metrics, True), *_unchanged(before, after)]
+        update = self._update(want.grads, before.opt_state, before.params)
+        return state, [_skips(metrics, False), *self._applied(before, after, metrics, want, update)]
+
+    def _keys(self, state: TrainState) -> jax.Array:
+        """The keys of the rows, as documented: the run's key folded with the attempt, then with the row."""
+        key = jax.random.fold_in(state.rng, state.attempts)
+        return jax.device_put(
+            jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self._case.real_rows)), jax.devices()[0]
+        )
+
+    def _applied(
+        self, before: TrainState, after: TrainState, metrics: StepMetrics, want: Answer, update: Update
+    ) -> list[Difference]:
+        case, allowed = self._case, tolerance.of_gradients(self._case)
+        found = [
+            compare("loss of the step", metrics.loss, want.loss, tolerance.of_values(case)),
+            _near("parameters", after.params, update.params, update.slack[0], allowed, old=before.params),
+            _near("optimizer state", after.opt_state, update.opt_state, update.slack[1], allowed),
+            _exactly("counters", _counters(after), _counters(before, applied=1, rows=case.real_rows)),
+        ]
+        norms = ("grad_norm", "clipped_grad_norm")
+        return found + [
+            compare(name, getattr(metrics, name), getattr(update, name), 4 * allowed) for name in norms
+        ]
+
+
+def _step(case: Case, problem: Problem) -> TrainStep:
+    return make_train_step(
+        problem.model,
+        optimizer_of(case.optimizer),
+        arguments.mesh_of(case),
+        arguments.plan_of(case),
+        loss_scale=arguments.LOSS_SCALES[case.loss_scale],
+        dropout=case.rng != "none",
+        **case.step_options(),
+        **arguments.engine_options(case),
+    )
+
+
+def _plain(state: TrainState) -> TrainState:
+    """The state without its key, which numpy cannot hold."""
+    return replace(state, rng=None)
+
+
+def _near(
+    quantity: str, got: PyTree, want: PyTree, slack: PyTree, allowed: float, old: PyTree = None
+) -> Difference:
+    """Compared number by number; what is allowed is measured by how far a leaf moved from `old`, if that is given.
+
+    Beyond it, each number may be off by its own rounding and by `slack`.
+    """
+    moved = None if old is None else jax.tree.map(_minus, want, old)
+    room = jax.tree.map(lambda slip, leaf: np.asarray(slip, np.float64) + _rounding(leaf), slack, want)
+    return compare(quantity, got, want, allowed, slack=room, measured_by=moved)
+
+
+def _minus(new: Any, old: Any) -> np.ndarray:
+    return np.asarray(new, np.float64) - np.asarray(old, np.float64)
+
+
+def _rounding(leaf: Any) -> np.ndarray:
+    """Four units in the last place of each number; nothing for integers."""
+    leaf = np.asarray(leaf)
+    epsilon = tolerance.EPSILON.get(str(leaf.dtype), 0.0)
+    return 4 * epsilon * np.abs(np.asarray(leaf, np.float64))
+
+
+def _skips(metrics: StepMetrics, expected: bool) -> Difference:
+    return _exactly("skipped", np.asarray(metrics.skipped), np.asarray(expected))
+
+
+def _unchanged(before: TrainState, after: TrainState) -> list[Difference]:
+    """A skipped update leaves parameters and optimizer state alone, bit for bit, and is counted."""
+    return [
+        _exactly("parameters after a skipped update", after.params, before.params),
+        _exactly("optimizer state after a skipped update", after.opt_state, before.opt_state),
+        _exactly("counters after a skipped update", _counters(after), _counters(before, skipped=1)),
+    ]
+
+
+def _exactly(quantity: str, got: PyTree, want: PyTree) -> Difference:
+    return compare(quantity, got, want, 0.0)
+
+
+def _counters(state: TrainState, applied: int = 0, rows: int = 0, skipped: int = 0) -> dict[str, np.ndarray]:
+    """Updates and rows so far, and how many updates were skipped, so many more than the state says."""
+    skips = state.nonfinite_updates + state.zero_weight_updates
+    counts = {"step": state.step + applied, "samples": state.samples + rows, "skipped": skips + skipped}
+    return {name: np.asarray(count) for name, count in counts.items()}
+
+
+def _finite(tree: PyTree) -> bool:
+    return all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(tree))

@@ -1,0 +1,148 @@
+"""Processes that run cases: an abort of XLA ends one of them and not the search, and a hang is waited for no longer.
+
+Nothing in here imports JAX but the process that runs cases.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import re
+import signal
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+from jaxfb.checking.case import Case
+from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
+from jaxfb.training.simulated import simulate_devices
+
+CASES_OF_ONE_PROCESS = 25  # compiled programs stay in memory
+START = 300.0  # seconds until a process has imported everything
+TOLD = re.compile(r"Check failed|Fatal|Termination timeout|Invalid|Unexpected|error", re.IGNORECASE)
+Request = int | Case
+"""The index of a case to draw, or a case."""
+
+
+@dataclass(frozen=True)
+class Setup:
+    """What a process is started with.
+
+    model: "module:function" that gives the user's (model, params, batch), or None for the toys.
+    axes: those that the mesh of a user's model may have; None for all but expert and context.
+    limit: seconds that one case may take.
+    """
+
+    seed: int = 0
+    model: str | None = None
+    axes: Sequence[str] | None = None
+    limit: float = 600.0
+
+
+class Worker:
+    """A process that runs one case after another, and another in its place when it ends."""
+
+    def __init__(self, setup: Setup):
+        self._setup = setup
+        self._process = self._pipe = self._errors = None
+        self._done = 0
+
+    def __call__(self, request: Request) -> tuple[Case, Outcome]:
+        """Runs a case. One that ends the process or hangs is tried once more, alone in a process of its own.
+
+        Raises:
+          ValueError: the user's model cannot be used.
+        """
+        company = self._done
+        case, outcome = self._ask(request)
+        if outcome.status not in (ABORTED, HUNG) or not company:
+            return case, outcome
+        _, alone = self._ask(case)
+        self.close()
+        if alone.status != SAME:
+            return case, alone
+        return case, replace(outcome, detail=f"after {company} other cases in one process: {outcome.detail}")
+
+    def close(self) -> None:
+        """Ends the process."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.join()
+            self._pipe.close()
+            Path(self._errors).unlink(missing_ok=True)
+        self._process, self._done = None, 0
+
+    def _ask(self, request: Request) -> tuple[Case, Outcome]:
+        if self._process is None or self._done >= CASES_OF_ONE_PROCESS:
+            self._start()
+        case = request if isinstance(request, Case) else None
+        try:
+            self._pipe.send(request)
+            case = self._receive(START)
+            outcome = self._receive(self._setup.limit)
+        except TimeoutError:
+            outcome = Outcome(HUNG, f"nothing came back within {self._setup.limit:g} seconds", HUNG)
+        except (EOFError, OSError):
+            self._process.join()
+            outcome = Outcome(ABORTED, self._last_words(), ABORTED)
+        if case is None:
+            raise RuntimeError(f"a process of the search could not start: {outcome.detail}")
+        self._done += 1
+        if outcome.status in (ABORTED, HUNG):
+            self.close()
+        return case, outcome
+
+    def _start(self) -> None:
+        self.close()
+        handle, self._errors = tempfile.mkstemp(prefix="jaxfb-check-", suffix=".log")
+        os.close(handle)
+        context = multiprocessing.get_context("spawn")
+        self._pipe, theirs = context.Pipe()
+        self._process = context.Process(target=_serve, args=(theirs, self._setup, self._errors), daemon=True)
+        self._process.start()
+        theirs.close()
+        if (refusal := self._receive(START)) is not None:
+            self.close()
+            raise ValueError(refusal)
+
+    def _receive(self, limit: float):
+        if not self._pipe.poll(limit):
+            raise TimeoutError
+        return self._pipe.recv()
+
+    def _last_words(self) -> str:
+        """How the process ended, and what it wrote about that."""
+        code = self._process.exitcode
+        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+        lines = Path(self._errors).read_text(errors="replace").splitlines()
+        telling = [line for line in lines if TOLD.search(line)] or lines[-3:]
+        return f"{how}: {' / '.join(line[:300] for line in telling[:3])}"
+
+
+def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
+    """Runs in the process: draws and runs what it is asked for, until the pipe closes."""
+    with open(errors, "a") as file:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    simulate_devices({})
+    from jaxfb.checking import problem
+    from jaxfb.checking.draw import draw
+    from jaxfb.checking.trial import try_case
+
+    try:
+        own = None if setup.model is None else problem.load(setup.model)
+        around = None if own is None else problem.facts(own, setup.axes)
+    except ValueError as refusal:
+        pipe.send(str(refusal))
+        return
+    pipe.send(None)
+    while True:
+        try:
+            request = pipe.recv()
+        except EOFError:
+            return
+        case = request if isinstance(request, Case) else draw(setup.seed, request, around)
+        pipe.send(case)
+        pipe.send(try_case(case, own))

@@ -1,0 +1,156 @@
+"""Fixed cases agree with one device, and every kind of fault put into the engine is found."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import pytest
+import users
+
+import jaxfb
+from jaxfb.checking.case import Case
+from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME
+from jaxfb.checking.program import program
+from jaxfb.checking.trial import try_case
+from jaxfb.forward_backward import engine
+from jaxfb.types import Sum
+
+SMALL = Case(
+    model="loss",
+    mesh={"data": 2},
+    num_layers=1,
+    length=1,
+    masks="ragged",
+    num_microbatches=2,
+    rows_per_microbatch=2,
+    metrics=("mean", "max"),
+    outputs=("row",),
+)
+UPDATED = SMALL.but(update=True, optimizer="momentum", second="same", metrics=(), outputs=())
+CASES = {
+    "accumulation": SMALL,
+    "two updates": UPDATED,
+    "a skipped update": UPDATED.but(second="nonfinite"),
+    "a pipeline": SMALL.but(
+        model="stages", mesh={"pipe": 2}, num_layers=2, schedule="1f1b", layer_terms=True
+    ),
+    "16 bits": SMALL.but(param_dtype="bfloat16", x64=False),
+    "sums": SMALL.but(model="sums", mesh={"fsdp": 2}, param_dtype="float16", metrics=(), outputs=()),
+    "a mean of means": SMALL.but(normalize="microbatch", remainder="pad", surplus=1, rng="key", dropout=True),
+}
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_equals_one_device(case):
+    outcome = try_case(case)
+    assert outcome.status == SAME, outcome
+    assert outcome.largest <= 1
+
+
+def changed(monkeypatch, change):
+    """The engine, with `change(ForwardBackwardOutput) -> ForwardBackwardOutput` at its end."""
+    right = engine._one_pass
+    monkeypatch.setattr(engine, "_one_pass", lambda *arguments: change(right(*arguments)))
+    jax.clear_caches()
+
+
+def field(name, change):
+    return lambda out: dataclasses.replace(out, **{name: jax.tree.map(change, getattr(out, name))})
+
+
+FAULTS = {
+    "loss": field("loss", lambda x: x * (1 + 1e-8)),
+    "grads": field("grads", lambda x: x + 1e-8),
+    "metrics": lambda out: dataclasses.replace(out, metrics=out.metrics | {"mean": Sum(jnp.ones(()), 1.0)}),
+    "outputs": field("outputs", lambda x: x[::-1]),
+    "per_microbatch total": field("per_microbatch", lambda x: x[::-1]),
+    "weights": lambda out: dataclasses.replace(
+        out, terms={name: Sum(2 * term.total, 2 * term.weight) for name, term in out.terms.items()}
+    ),
+}
+
+
+@pytest.mark.parametrize("quantity", FAULTS)
+def test_a_fault_is_found(quantity, monkeypatch):
+    changed(monkeypatch, FAULTS[quantity])
+    outcome = try_case(SMALL)
+    assert (outcome.status, outcome.kind) == (DIFFERENT, quantity), outcome
+
+
+def test_gradients_of_another_dtype_are_found(monkeypatch):
+    changed(monkeypatch, field("grads", lambda x: x.astype(jnp.float32).astype(x.dtype)))
+    assert try_case(SMALL).kind == "grads"
+    changed(monkeypatch, field("grads", lambda x: x.astype(jnp.float32)))
+    assert "dtypes ['float32'" in try_case(SMALL.but(param_dtype="float32", accum_dtype="float64")).detail
+
+
+def test_a_lost_bit_of_a_16_bit_sum_is_found(monkeypatch):
+    changed(monkeypatch, field("grads", lambda x: x.astype(jnp.bfloat16).astype(x.dtype)))
+    assert try_case(CASES["sums"].but(param_dtype="bfloat16")).kind == "grads"
+
+
+def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
+    from jaxfb import train_step
+
+    right = train_step.overwrite
+
+    def wrong(*arguments, **options):
+        updates, *others = right(*arguments, **options)
+        return jax.tree.map(lambda x: x * (1 + 1e-7), updates), *others
+
+    monkeypatch.setattr(train_step, "overwrite", wrong)
+    assert try_case(UPDATED).kind == "parameters"
+    monkeypatch.setattr(train_step, "overwrite", lambda *a, **o: (right(*a, **o)[0], a[2], a[2]))
+    assert try_case(UPDATED).kind == "optimizer state"
+
+
+def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
+    from jaxfb import train_step
+
+    monkeypatch.setattr(train_step, "_overwritten", lambda applied, new, old, updates: (new, 0.0, 0.0))
+    outcome = try_case(CASES["a skipped update"])
+    assert "second parameters after a skipped update" in outcome.detail
+
+
+def test_a_refusal_is_no_finding_and_any_other_error_is(monkeypatch):
+    refused = try_case(SMALL.but(accum_dtype="int32"))
+    assert refused.status == REFUSED and not refused.is_finding and "accum_dtype must be" in refused.detail
+    monkeypatch.setattr(engine, "_one_pass", lambda *_: {}["nothing"])
+    jax.clear_caches()
+    failed = try_case(SMALL)
+    assert (failed.status, failed.kind) == (FAILED, "KeyError") and failed.is_finding
+
+
+def test_a_model_at_hand():
+    found = jaxfb.check_random(*users.small(), cases=2, axes=["pipe", "data"])
+    found.raise_if_found()
+    assert [one.outcome.status for one in found.results] == [SAME, SAME]
+    assert str(found).startswith("2 cases of seed 0 in ")
+
+
+def test_a_mean_inside_the_loss_is_found_and_made_small():
+    found = jaxfb.check_random(*users.mean_inside(), cases=1, seed=1, axes=["data"], tries=10)
+    (one,) = found.findings
+    assert one.outcome.kind == "loss"
+    with pytest.raises(AssertionError, match="FOUND in case 0"):
+        found.raise_if_found()
+
+
+def test_the_program_of_a_finding_runs(capsys):
+    case = SMALL.but(update=True)
+    exec(program(case, try_case(case), "--xla_force_host_platform_device_count=8"), {})
+    out = capsys.readouterr().out
+    assert out.startswith("loss ") and "\nsame" in out
+
+
+@pytest.mark.parametrize(
+    "own, words",
+    [
+        ((None, {}, {"x": jnp.ones(4)}), "model must be a loss function or a jaxfb.Pipelined, got NoneType"),
+        ((users.small()[0], {}, {}), r"every leaf of the batch must be \[rows, ...\]"),
+        ((users.small()[0], {}, {"x": jnp.ones(4), "y": jnp.ones(3)}), r"got shapes \[\(4,\), \(3,\)\]"),
+    ],
+)
+def test_what_is_no_model_or_batch_is_refused(own, words):
+    with pytest.raises(ValueError, match=words):
+        jaxfb.check_random(*own)
