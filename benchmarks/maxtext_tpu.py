@@ -11,26 +11,12 @@ option that has the compiler write its report of HBM, nothing else is changed.
 from __future__ import annotations
 
 import json
-import os
-import sys
-import tempfile
 from pathlib import Path
-from unittest import mock
 
-os.environ |= {
-    "JAX_PLATFORMS": "cpu",
-    "DECOUPLE_GCLOUD": "TRUE",
-    "TPU_SKIP_MDS_QUERY": "1",
-    "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    "TPU_WORKER_HOSTNAMES": "localhost",
-}
-
-import jax
+from maxtext_compiled import compile_step  # isort: skip  (sets the environment that JAX reads)
 from abstract import compiled_for_tpu
 from accumulation_tpu import PATH as ACCUMULATION
 from accumulation_tpu import ROWS
-from maxtext.trainers.pre_train import train_compile
-from maxtext_step import ALONE, BASE
 from pipeline_tpu import CONFIG, DATA, PIPE, SEQ, megabytes
 from pipeline_tpu import PATH as PIPELINE
 
@@ -48,7 +34,7 @@ MODEL = {
     "remat_policy": "full",
     "ici_fsdp_parallelism": 1,
 }
-TARGET = {"compile_topology": f"v5e-{CHIPS}", "compile_topology_num_slices": 1, "steps": 6}
+TOPOLOGY = "v5e:4x4"
 
 
 def accumulated(num_microbatches: int) -> dict:
@@ -87,23 +73,17 @@ def put(path: Path, rows: dict[str, dict]) -> None:
 
 def measured(options: dict) -> dict[str, float]:
     """MB of a chip: temporaries and arguments by `memory_analysis`, HBM by the compiler's report."""
-    found, plain = {}, jax.stages.Lowered.compile
+    found = {}
 
-    def reporting(lowered, *_, **__):
-        with mock.patch.object(jax.stages.Lowered, "compile", plain):
-            program, found["hbm"] = compiled_for_tpu(lowered)
+    def compiled(lowered):
+        program, found["hbm"] = compiled_for_tpu(lowered)
         memory = program.memory_analysis()
         found["temp"], found["argument"] = map(
             megabytes, (memory.temp_size_in_bytes, memory.argument_size_in_bytes)
         )
         return program
 
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        mock.patch.object(jax.stages.Lowered, "compile", reporting),
-    ):
-        keys = ALONE | MODEL | TARGET | options | {"hardware": "tpu", "base_output_directory": folder}
-        train_compile.main([sys.argv[0], str(BASE), *(f"{name}={value}" for name, value in keys.items())])
+    compile_step(MODEL | options, TOPOLOGY, compiled)
     print(options, found, flush=True)
     return found
 

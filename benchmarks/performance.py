@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from page import accumulation, axes, pipeline, speed, whole
+from page import accumulation, axes, pipeline, real, speed, whole
 from page.markdown import Table, machines, settings_line
 from page.plots import Picture
 from page.section import Claim, Section, generic
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 SECTIONS = (
-    *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS, *speed.SECTIONS, *axes.SECTIONS
+    *real.SECTIONS, *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS, *speed.SECTIONS, *axes.SECTIONS
 )  # fmt: skip
 HEAD = """# Performance
 

@@ -1,0 +1,74 @@
+"""The section on models of real size, by the TPU's compiler, next to MaxText."""
+
+from __future__ import annotations
+
+from page.markdown import Table
+from page.section import Claim, Result, Section
+
+SIDES = {"jaxfb": "jaxfb", "maxtext": "MaxText"}
+
+
+def pairs(result: Result) -> dict[str, tuple[dict, dict]]:
+    """Row -> (ours, theirs), of the rows that both have."""
+    rows = result["rows"].items()
+    return {name: (row["jaxfb"], row["maxtext"]) for name, row in rows if set(SIDES) <= set(row)}
+
+
+def facts(result: Result) -> dict:
+    both = pairs(result).values()
+    memory = [ours["hbm_gb"] / theirs["hbm_gb"] for ours, theirs in both]
+    time = [ours["step_s"] / theirs["step_s"] for ours, theirs in both]
+    exposed = [row["jaxfb"]["exposed_s"] / row["jaxfb"]["step_s"] for row in result["rows"].values()]
+    return {
+        "seq": result["settings"]["seq"],
+        "count": len(memory),
+        "smaller": sum(ratio <= 1 for ratio in memory),
+        "least": min(memory),
+        "most": max(memory),
+        "faster": sum(ratio <= 1 for ratio in time),
+        "time_least": min(time),
+        "time_most": max(time),
+        "exposed_least": min(exposed),
+        "exposed_most": max(exposed),
+    }
+
+
+def table(result: Result) -> list[Table]:
+    head = {"job": "", "": "", "HBM GB": ".2f", "of it arguments": ".2f", "step s": ".2f", "work s": ".2f",
+            "products alone s": ".2f", "collectives s": ".2f", "exposed s": ".2f", "exposed": ".0%", "MFU": ".1%",
+            "compile CPU s": ".0f", "peak GB": ".1f"}  # fmt: skip
+    rows = []
+    for name, sides in result["rows"].items():
+        for side, row in sides.items():
+            times = [row[key] for key in ("step_s", "work_s", "products_s", "collectives_s", "exposed_s")]
+            share = row["exposed_s"] / row["collectives_s"] if row["collectives_s"] else None
+            compiler = (row["compile_cpu_s"], row["peak_memory_gb"])
+            rows.append(
+                [name, SIDES[side], row["hbm_gb"], row["arguments_gb"], *times, share, row["mfu"], *compiler]
+            )
+    return [Table(head, rows)]
+
+
+def claims(result: Result) -> list[Claim]:
+    found = []
+    for name, (ours, theirs) in pairs(result).items():
+        for what, key, unit in (("HBM of a chip", "hbm_gb", "GB"), ("a step's least time", "step_s", "s")):
+            said = f"{ours[key]:.2f} {unit}", f"MaxText: {theirs[key]:.2f} {unit}"
+            found.append(Claim(f"{what}, {name}", *said, ours[key] / theirs[key]))
+    return found
+
+
+SECTIONS = (
+    Section(
+        "real_sizes_tpu",
+        "Models of real size on a TPU pod, next to MaxText",
+        """Whole train steps of models of real size, rows of {seq:,} tokens, compiled ahead of time by the TPU's own
+        compiler: the same model, mesh, rows and microbatches for both, full recomputation, flash attention. A chip's
+        HBM by the compiler's report is no more than MaxText's in {smaller} of {count} rows, at **{least:.2f} to
+        {most:.2f}** times; the step's least time in {faster} of {count}, at **{time_least:.2f} to {time_most:.2f}**
+        times. Times are a roofline of the scheduled program, read instruction by instruction: no step can be faster,
+        and none has been run. Collectives that nothing hides are {exposed_least:.0%} to {exposed_most:.0%} of jaxfb's
+        step. Peak is the memory of the process that compiles.""",
+        facts, table, claims,
+    ),
+)  # fmt: skip

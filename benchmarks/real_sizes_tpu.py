@@ -1,0 +1,236 @@
+"""Compiles models of 8B and 70B for TPU pods, without a TPU: memory, work, exposed communication, next to MaxText.
+
+    python3.12 -m venv maxtext_env && maxtext_env/bin/pip install -r benchmarks/maxtext_requirements.txt
+    maxtext_env/bin/pip install --no-deps maxtext==0.2.5 && maxtext_env/bin/pip install libtpu==0.0.48
+    maxtext_env/bin/python benchmarks/real_sizes_tpu.py                        # two to ten minutes a row and side
+    maxtext_env/bin/python benchmarks/real_sizes_tpu.py --only "8B, v6e:8x8" --sides jaxfb
+
+Each row is one job, compiled by the same jax and libtpu for jaxfb and for MaxText: the same model, mesh, rows and
+microbatches, full recomputation and flash attention, in a process each. Rows that are asked for replace earlier ones.
+HBM is the compiler's report, arguments included. Seconds are `jaxfb/planner/hlo_cost.py`'s roofline of the scheduled
+program: what it cannot be faster than. MFU is of that time, by the model's operations without recomputation.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from report import RESULTS, machine
+
+from jaxfb.config import load_config
+from jaxfb.models.config import flops_per_token
+from jaxfb.planner import hlo_cost, parse_topology, tpu
+
+ROOT = Path(__file__).parent.parent
+PATH = RESULTS / "real_sizes_tpu.json"
+SIDES = ("jaxfb", "maxtext")
+
+
+@dataclass(frozen=True)
+class Job:
+    """config, overrides: of jaxfb. maxtext: the same in keys of its base.yml; None where it has nothing like it."""
+
+    config: str
+    topology: str
+    overrides: tuple[str, ...] = ()
+    maxtext: dict[str, Any] | None = field(default_factory=dict)
+
+
+PIPELINE = {
+    "ici_pipeline_parallelism": 8,
+    "ici_fsdp_parallelism": 8,
+    "ici_tensor_parallelism": 8,
+    "num_pipeline_microbatches": 64,
+    "num_layers_per_pipeline_stage": 10,
+    "per_device_batch_size": 1,
+    "gradient_accumulation_steps": 1,
+    "scan_layers": False,
+}
+TENSOR = {"ici_fsdp_parallelism": 64, "ici_tensor_parallelism": 8, "per_device_batch_size": 1 / 8}
+JOBS = {
+    "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
+    "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
+    "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
+    "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
+    "70B, v5p:8x8x8, fsdp 64 x tensor 8, sequence cut": Job(
+        "70b", "v5p:8x8x8", ("model.sequence_parallel=true",), None
+    ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
+        "70b",
+        "v5p:8x8x8",
+        ("mesh.pp=8", "mesh.fsdp=8", "mesh.tp=8", "batch.rows=512", "schedule=1f1b"),
+        PIPELINE,
+    ),
+}
+
+
+def main() -> None:
+    asked = arguments()
+    if asked.one:
+        row = measured(JOBS[asked.one], asked.sides[0], asked.keep)
+        Path(asked.into).write_text(json.dumps(row))
+        return
+    for name in asked.only:
+        for side in asked.sides:
+            if side == "jaxfb" or JOBS[name].maxtext is not None:
+                row = in_a_process_of_its_own(name, side, asked.keep)
+                print(name, side, json.dumps(row), flush=True)
+                save(name, side, row)
+
+
+def in_a_process_of_its_own(name: str, side: str, keep: str | None) -> dict[str, Any]:
+    with tempfile.TemporaryDirectory() as folder:
+        into = Path(folder) / "row.json"
+        command = [sys.executable, __file__, "--one", name, "--sides", side, "--into", str(into)]
+        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+        environment = {**os.environ, **tpu.ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
+        subprocess.run([*command, *(["--keep", keep] if keep else [])], check=True, env=environment)
+        return json.loads(into.read_text())
+
+
+def measured(job: Job, side: str, keep: str | None) -> dict[str, Any]:
+    """The row of one side, in the process that is its own."""
+    row: dict[str, Any] = {}
+
+    def compiled(lowered):
+        began, cpu = time.perf_counter(), time.process_time()
+        with tempfile.TemporaryDirectory() as folder:
+            program = lowered.compile(tpu.report_into(Path(folder)))
+            row["hbm_gb"] = gigabytes(tpu.reported_bytes(Path(folder)))
+        row["compile_s"] = round(time.perf_counter() - began, 1)
+        row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
+        row.update(numbers(program, job))
+        if keep:
+            Path(keep, f"{job.config}_{job.topology.replace(':', '_')}_{side}.hlo").write_text(
+                program.as_text()
+            )
+        return program
+
+    {"jaxfb": compile_jaxfb, "maxtext": compile_maxtext}[side](job, compiled)
+    return row | {"peak_memory_gb": gigabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
+
+
+def numbers(program, job: Job) -> dict[str, Any]:
+    """What a compiled program says of itself."""
+    import jax
+
+    topology, config = parse_topology(job.topology), jaxfb_config(job)
+    mesh = next(one.mesh for one in jax.tree.leaves(program.input_shardings) if hasattr(one, "mesh"))
+    cost = hlo_cost.cost_of(program.as_text(), mesh, topology.chip)
+    tokens = config.batch.rows * config.data.sequence_length
+    flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
+    return {
+        "arguments_gb": gigabytes(program.memory_analysis().argument_size_in_bytes),
+        "step_s": round(cost.seconds, 3),
+        "work_s": round(cost.work_seconds, 3),
+        "products_s": round(cost.product_seconds, 3),
+        "collectives_s": round(sum(one.seconds for one in cost.traffic.values()), 3),
+        "exposed_s": round(cost.exposed_seconds, 3),
+        "mfu": round(flops / topology.chip.flops / cost.seconds, 4),
+        "moved_gb": round(cost.bytes / 1e9, 1),
+        "traffic": {
+            f"{axes} {kind}": {
+                "count": one.count,
+                "gb": gigabytes(one.bytes),
+                "s": round(one.seconds, 3),
+                "exposed_s": round(one.exposed_seconds, 3),
+            }
+            for (axes, kind), one in sorted(cost.traffic.items())
+        },
+    }
+
+
+def jaxfb_config(job: Job):
+    return load_config(str(ROOT / "configs" / f"{job.config}.yaml"), job.overrides)
+
+
+def sizes(config):
+    from jaxfb.planner.job import model_sizes
+
+    return model_sizes(config)
+
+
+def compile_jaxfb(job: Job, compiled) -> None:
+    """The step of `jaxfb train`."""
+    from jaxfb.mesh import make_mesh
+    from jaxfb.planner.job import make_job
+
+    config, topology = jaxfb_config(job), parse_topology(job.topology)
+    made = make_job(config, make_mesh(**vars(config.mesh), devices=tpu.devices(topology)))
+    compiled(made.step.trace(made.state, made.batch).lower())
+
+
+def compile_maxtext(job: Job, compiled) -> None:
+    """The step of MaxText: Llama's decoder with the same sizes, a microbatch of the same rows."""
+    from maxtext_compiled import compile_step
+
+    config, devices = jaxfb_config(job), parse_topology(job.topology).num_devices
+    model = sizes(config)
+    keys = {
+        "decoder_block": "llama2",
+        "base_num_decoder_layers": model.num_layers,
+        "base_emb_dim": model.hidden_size,
+        "base_num_query_heads": model.num_heads,
+        "base_num_kv_heads": model.num_kv_heads,
+        "base_mlp_dim": model.mlp_size,
+        "head_dim": model.head_size,
+        "vocab_size": model.vocab_size,
+        "rope_max_timescale": int(config.model.rope_theta),
+        "max_target_length": config.data.sequence_length,
+        "attention": "flash",
+        "remat_policy": "full",
+        "ici_fsdp_parallelism": devices,
+        "per_device_batch_size": 1,
+        "gradient_accumulation_steps": 16,
+    }
+    compile_step(keys | job.maxtext, job.topology, compiled)
+
+
+def save(name: str, side: str, row: dict[str, Any]) -> None:
+    """Puts one row into the results, in the order of JOBS."""
+    before = json.loads(PATH.read_text())["rows"] if PATH.exists() else {}
+    before.setdefault(name, {})[side] = row
+    rows = {name: before[name] for name in JOBS if name in before}
+    versions = machine() | {"libtpu": importlib.metadata.version("libtpu")}
+    settings = {"seq": 4096, "compute_dtype": "bfloat16", "accum_dtype": "float32", "remat": "full"}
+    settings |= {"maxtext": version("maxtext")}
+    whole = {"benchmark": "real_sizes_tpu", "settings": settings, "machine": versions, "rows": rows}
+    PATH.write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def gigabytes(size: float) -> float:
+    return round(size / 1e9, 3)
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", nargs="+", default=[*JOBS], choices=[*JOBS], metavar="ROW")
+    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--keep", metavar="DIR", help="the compiled programs' texts, too")
+    parser.add_argument("--one", choices=[*JOBS], help=argparse.SUPPRESS)
+    parser.add_argument("--into", help=argparse.SUPPRESS)
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

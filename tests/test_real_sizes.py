@@ -1,0 +1,54 @@
+"""The jobs of the benchmark of real sizes are legal, and the same for both sides; nothing is compiled."""
+
+import sys
+from pathlib import Path
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+
+from page.real import SECTIONS  # noqa: E402
+from real_sizes_tpu import JOBS, jaxfb_config  # noqa: E402
+
+from jaxfb.mesh import mesh_sizes  # noqa: E402
+from jaxfb.planner import parse_topology  # noqa: E402
+
+AXES = {
+    "ici_pipeline_parallelism": "pipe",
+    "ici_fsdp_parallelism": "fsdp",
+    "ici_tensor_parallelism": "tensor",
+}
+ROW = dict(hbm_gb=8.0, arguments_gb=2.0, step_s=10.0, work_s=8.0, products_s=7.0, collectives_s=4.0, exposed_s=2.0,
+           mfu=0.6, compile_cpu_s=90.0, peak_memory_gb=2.0)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_both_sides_have_the_same_mesh_and_rows(name):
+    job, devices = JOBS[name], parse_topology(JOBS[name].topology).num_devices
+    config = jaxfb_config(job)
+    mesh = mesh_sizes(vars(config.mesh), devices, "none")
+    if job.maxtext is None:
+        return
+    theirs = {"ici_fsdp_parallelism": devices, "per_device_batch_size": 1, "gradient_accumulation_steps": 16}
+    theirs |= job.maxtext
+    assert {axis: theirs.get(key, 1) for key, axis in AXES.items()} == {
+        axis: mesh[axis] for axis in AXES.values()
+    }
+    rows = theirs["per_device_batch_size"] * devices
+    assert rows * theirs["gradient_accumulation_steps"] == config.batch.rows
+    microbatches = theirs.get("num_pipeline_microbatches", theirs["gradient_accumulation_steps"])
+    replicas = mesh["data"] * mesh["fsdp"]
+    assert config.batch.rows == microbatches * replicas * config.batch.rows_per_microbatch
+
+
+def test_the_section_counts_the_rows_that_both_sides_have():
+    (section,) = SECTIONS
+    alone, slower = {"jaxfb": ROW}, {"jaxfb": ROW | {"hbm_gb": 12.0, "step_s": 11.0}, "maxtext": ROW}
+    result = {
+        "settings": {"seq": 4096},
+        "rows": {"one": alone, "two": {"jaxfb": ROW, "maxtext": ROW}, "three": slower},
+    }
+    facts = section.facts(result)
+    assert (facts["smaller"], facts["faster"], facts["count"], facts["most"]) == (1, 1, 2, 1.5)
+    assert facts["exposed_most"] == 0.2 and "12.00 GB" in section.claims(result)[2].ours
+    assert len(section.tables(result)[0].lines()) == 2 + 5 + 1
