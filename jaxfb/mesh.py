@@ -12,11 +12,14 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
+
+from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 REPLICA_AXES = ("data", "fsdp", "expert")
 AUTOMATIC_AXES = ("tensor",)
+_MOST_SIMULATED = 1024
 
 
 def make_mesh(
@@ -39,7 +42,7 @@ def make_mesh(
       ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
     """
     given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
-    devices = list(jax.devices() if devices is None else devices)
+    devices = jax.devices() if devices is None else _checked_devices(devices)
     sizes = mesh_sizes(given, len(devices), devices[0].platform)
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
@@ -52,6 +55,9 @@ def make_mesh(
 
 def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
     """Axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`."""
+    if not isinstance(given, Mapping) or not set(given) <= set(AXES):
+        refuse("given", given, f"a mapping to sizes from axes, which are {', '.join(AXES)}")
+    integer("num_devices", num_devices)
     return _fill(_checked_sizes({axis: given.get(axis, 1) for axis in AXES}), num_devices, platform)
 
 
@@ -96,6 +102,7 @@ def check_mesh(mesh: Mesh) -> Mesh:
     Raises:
       ValueError: an axis has another name, or `tensor` is not an automatic axis.
     """
+    instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as jaxfb.make_mesh(data=2) makes")
     unknown = [axis for axis in mesh.axis_names if axis not in AXES]
     if unknown:
         raise ValueError(f"mesh axes must be among {AXES}, got {unknown}; jaxfb.make_mesh names them so")
@@ -108,37 +115,77 @@ def check_mesh(mesh: Mesh) -> Mesh:
     return mesh
 
 
-def _checked_sizes(given: dict[str, int]) -> dict[str, int]:
-    for axis, size in given.items():
-        if isinstance(size, bool) or not isinstance(size, int) or (size < 1 and size != -1):
-            raise ValueError(f"mesh size {axis} must be a positive int, or -1 for the rest, got {size!r}")
-    unknown = [axis for axis, size in given.items() if size == -1]
+def _checked_sizes(given: Mapping[str, Any]) -> dict[str, int]:
+    sizes = {axis: _checked_size(axis, size) for axis, size in given.items()}
+    unknown = [axis for axis, size in sizes.items() if size == -1]
     if len(unknown) > 1:
-        raise ValueError(
-            f"only one mesh size may be -1, got {' and '.join(unknown)}; give one of them a number"
+        raise Refused(
+            f"only one mesh size may be -1, got {' and '.join(unknown)}; give one of them a number, such as "
+            + ", ".join(f"{axis}=1" for axis in unknown[1:]),
+            [dict.fromkeys(unknown[1:], 1)],
         )
-    return given
+    return sizes
+
+
+def _checked_size(axis: str, size: Any) -> int:
+    try:
+        return -1 if type(size) is int and size == -1 else integer(f"mesh size {axis}", size)
+    except Refused:
+        most = f" of at most {INT32}" if type(size) is int and size > INT32 else ""
+        refuse(f"mesh size {axis}", size, f"a positive int{most}, or -1 for the rest")
+
+
+def _checked_devices(devices: Any) -> list:
+    """`devices` as a list; refuses none at all, what is no device, and one that is there twice."""
+    found = devices.flatten() if isinstance(devices, np.ndarray) else devices
+    found = list(found) if isinstance(found, list | tuple | np.ndarray) else []
+    if (
+        not found
+        or not all(hasattr(device, "device_kind") for device in found)
+        or len(set(found)) < len(found)
+    ):
+        refuse("devices", devices, "a list of different jax devices, or None for all")
+    return found
 
 
 def _fill(sizes: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
     known = math.prod(size for size in sizes.values() if size != -1)
     if num_devices % known:
         hint = f", or simulate: XLA_FLAGS=--xla_force_host_platform_device_count={known}"
-        more = hint if platform == "cpu" and known > num_devices else ""
-        raise ValueError(_misfit(sizes, known, num_devices) + more)
+        more = hint if platform == "cpu" and num_devices < known <= _MOST_SIMULATED else ""
+        choice = _nearest(sizes, known, num_devices)
+        raise Refused(_misfit(sizes, known, num_devices, choice) + more, [choice])
     return {axis: num_devices // known if size == -1 else size for axis, size in sizes.items()}
 
 
-def _misfit(sizes: dict[str, int], known: int, num_devices: int) -> str:
-    largest = max((axis for axis in sizes if sizes[axis] > 1), key=lambda axis: sizes[axis])
-    rest = known // sizes[largest]
-    legal = [size for size in range(1, num_devices + 1) if num_devices % (size * rest) == 0]
+def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping[str, int]) -> str:
+    words = " and ".join(f"{axis}={size}" for axis, size in choice.items())
+    rest = known // max(sizes.values())
     advice = (
-        f"use {largest}={min(legal, key=lambda size: (abs(size - sizes[largest]), size))}"
-        if legal
-        else f"the other axes alone need {rest}; make them smaller"
+        f"use {words}"
+        if len(choice) == 1
+        else f"the other axes alone need {rest}; make them smaller, such as {words}"
     )
     return f"{num_devices} devices cannot form {_product(sizes)} = {known}; {advice}"
+
+
+def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, int]:
+    """The change of the largest axis that makes the sizes fit; of others too where that is not enough."""
+    changed = [axis for axis, size in sizes.items() if size > 1]
+    changed.sort(key=lambda axis: -sizes[axis])
+    rest, left = known // sizes[changed[0]], num_devices
+    if num_devices % rest == 0:
+        return {changed[0]: _nearest_divisor(num_devices // rest, sizes[changed[0]])}
+    found = {}
+    for axis in changed:
+        found[axis] = _nearest_divisor(left, sizes[axis])
+        left //= found[axis]
+    return {axis: size for axis, size in found.items() if size != sizes[axis]}
+
+
+def _nearest_divisor(number: int, size: int) -> int:
+    small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
+    return min({*small, *(number // k for k in small)}, key=lambda divisor: (abs(divisor - size), divisor))
 
 
 def _product(sizes: dict[str, int]) -> str:
@@ -170,7 +217,7 @@ def across_slices(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
     Raises:
       ValueError: the axes outside tensor do not divide by the slices.
     """
-    left, parts = num_slices, {}
+    left, parts = integer("num_slices", num_slices), {}
     for axis, size in sizes.items():
         parts[axis] = 1 if axis == "tensor" else math.gcd(size, left)
         left //= parts[axis]
