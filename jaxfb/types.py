@@ -6,7 +6,7 @@ through `jax.jit`, `lax.scan` and `jax.shard_map` unchanged.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -41,17 +41,23 @@ class Sum(_Reduced):
     """An unreduced term: a sum and the weight it will be divided by. Loss functions never divide.
 
     total:  float[...], the sum over the rows or tokens of a microbatch (coefficients multiplied in).
-    weight: float or int, same shape or [], what was counted; it must depend on the data alone. None: nothing
-      divides the total, the objective has the sum itself.
+    weight: float or int, same shape or [], what was counted; it must depend on the data alone. None (the default):
+      nothing divides the total, the objective has the sum itself. A constant such as 1.0 is counted once for each
+      microbatch on each replica: right for what is the same in all of them, such as a penalty on the parameters.
     `a + b` adds totals and weights. `.value` is total / weight, and 0 where the weight is 0.
     """
 
     total: Any
-    weight: Any = 1.0
+    weight: Any = None
 
     def __add__(self, other: Sum) -> Sum:
-        if self.weight is None and other.weight is None:
-            return Sum(self.total + other.total, None)
+        if (self.weight is None) != (other.weight is None):
+            raise ValueError(
+                "Sums can be added where both have a weight or neither has, got Sum(total, weight) and Sum(total); "
+                "give both what they counted"
+            )
+        if self.weight is None:
+            return Sum(self.total + other.total)
         return Sum(self.total + other.total, self.weight + other.weight)
 
     @property
@@ -129,8 +135,9 @@ class Unembedding:
 class Pipelined:
     """A model cut for stages: three pure functions over `params`, a dict with "layers" and anything beside it.
 
-    `params["layers"]` has every leaf stacked [num_layers, ...]; `outer` is params without "layers", so tied
-    weights are simply used twice. `hidden` is any pytree of [rows, ...] arrays.
+    Any other mapping, such as an OrderedDict or an nnx.State, serves as well. `params["layers"]` has every leaf stacked
+    [num_layers, ...]; `outer` is params without "layers", so tied weights are simply used twice. `hidden` is any pytree
+    of [rows, ...] arrays.
 
     embed: (outer, microbatch, rng) -> hidden
     layer: (layer_params, hidden, microbatch, rng) -> hidden, or (hidden, {name: Sum}) whose sums are added
@@ -158,9 +165,15 @@ class Pipelined:
     check: Callable[[PyTree, int], None] | None = None
 
 
-def outer_params(params: dict) -> dict:
-    """What a `Pipelined` calls `outer`: everything beside the stacked layers."""
+def outer_params(params: Mapping) -> dict:
+    """Returns what a `Pipelined` calls `outer`: everything beside the stacked layers."""
     return {name: value for name, value in params.items() if name != "layers"}
+
+
+def restrict_to(like: PyTree, tree: PyTree) -> PyTree:
+    """Returns the leaves of `tree` that `like` has, found by their paths, in the containers of `like`."""
+    by_path = dict(jax.tree_util.tree_leaves_with_path(tree))
+    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], like)
 
 
 @dataclass(frozen=True)

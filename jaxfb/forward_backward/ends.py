@@ -17,6 +17,7 @@ from jax import lax
 
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.reduce import across
 from jaxfb.forward_backward.stage import Given
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
@@ -54,8 +55,9 @@ class Ends(ABC):
 
     def whole(self, out: LossOutput) -> LossOutput:
         """Every device's parts, [num_microbatches, ...] leaves, brought together over pipe."""
-        terms, summed = lax.psum((out.terms, _of(out.metrics, Sum, Last)), "pipe")
-        metrics = summed | lax.pmax(_of(out.metrics, Max), "pipe") | lax.pmin(_of(out.metrics, Min), "pipe")
+        terms, metrics = lax.psum((out.terms, _of(out.metrics, Sum)), "pipe")
+        for kind, collective in ((Last, lax.psum), (Max, lax.pmax), (Min, lax.pmin)):
+            metrics |= across(collective, _of(out.metrics, kind), ("pipe",))
         outputs = jax.tree.map(self._whole_output, out.outputs)
         return LossOutput(terms, {name: metrics[name] for name in out.metrics}, outputs)
 
@@ -96,8 +98,6 @@ class Ends(ABC):
 
     def _neutral_elsewhere(self, out: LossOutput) -> LossOutput:
         def neutral(metric):
-            if isinstance(metric, Sum):
-                metric = Sum(metric.total, jnp.broadcast_to(metric.weight, metric.total.shape))
             fill = {Max: _lowest, Min: _highest}.get(type(metric), lambda a: 0)
             mine = self._answers_last() if isinstance(metric, Last) else self._answers()
             return jax.tree.map(lambda a: jnp.where(mine, a, jnp.full_like(a, fill(a))), metric)
@@ -266,7 +266,7 @@ def _masked(mine: jax.Array, tree: PyTree) -> PyTree:
 
 def _psum(leaf: jax.Array) -> jax.Array:
     """Sum over pipe of an array that is zero on all devices but one; booleans too."""
-    return lax.psum(leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, "pipe").astype(leaf.dtype)
+    return across(lax.psum, leaf, ("pipe",))
 
 
 def _of(metrics: dict, *kinds: type) -> dict:
@@ -274,8 +274,12 @@ def _of(metrics: dict, *kinds: type) -> dict:
 
 
 def _lowest(a: jax.Array):
+    if a.dtype == bool:
+        return False
     return -jnp.inf if jnp.issubdtype(a.dtype, jnp.floating) else jnp.iinfo(a.dtype).min
 
 
 def _highest(a: jax.Array):
+    if a.dtype == bool:
+        return True
     return jnp.inf if jnp.issubdtype(a.dtype, jnp.floating) else jnp.iinfo(a.dtype).max

@@ -5,7 +5,6 @@ The function that does it and its checks; `frame.py` is the program it compiles.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -18,6 +17,16 @@ from jax.sharding import Mesh, NamedSharding
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
+from jaxfb.forward_backward.arguments import (
+    check_accum_dtype,
+    check_call_options,
+    check_model,
+    check_params,
+    check_plan,
+    float_dtype,
+    layer_counts,
+    specs_like,
+)
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
 from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
@@ -27,9 +36,10 @@ from jaxfb.forward_backward.packed import Packed
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
-from jaxfb.mesh import axis_size, check_mesh, data_parallel, make_mesh
+from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.parallel import data, pipe, sharding
-from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params
+from jaxfb.refusal import Refused, choice, shown
+from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params, restrict_to
 
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
@@ -86,22 +96,27 @@ def get_forward_backward_func(
       ValueError: an argument is not among the legal choices, or they do not fit together.
     """
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
+    layers_per_stage = layer_counts(layers_per_stage)
     _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
+    if param_specs is not None and not callable(param_specs):
+        raise Refused(
+            f"param_specs must be a function from params to PartitionSpecs, got {shown(param_specs)}"
+        )
     if optimizer_sharding == "gradients" and axis_size(mesh, "pipe") > 1:
-        raise ValueError('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
+        raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
     return ForwardBackward(
         mesh,
         schedule or schedules.default_name(num_chunks),
         num_chunks,
-        _choice("normalize", normalize, NORMALIZATIONS),
-        _float_dtype("accum_dtype", accum_dtype),
-        _float_dtype("compute_dtype", compute_dtype),
-        _choice("remat", remat or "none", REMAT_POLICIES),
-        _choice("fsdp_gather", fsdp_gather, data.GATHERS),
-        _choice("optimizer_sharding", optimizer_sharding or "none", OPTIMIZER_SHARDINGS),
+        choice("normalize", normalize, NORMALIZATIONS),
+        float_dtype("accum_dtype", accum_dtype),
+        float_dtype("compute_dtype", compute_dtype),
+        choice("remat", remat or "none", REMAT_POLICIES),
+        choice("fsdp_gather", fsdp_gather, data.GATHERS),
+        choice("optimizer_sharding", optimizer_sharding or "none", OPTIMIZER_SHARDINGS),
         param_specs,
         head_placement,
-        None if layers_per_stage is None else tuple(layers_per_stage),
+        layers_per_stage,
         poison_bubbles,
     )
 
@@ -145,13 +160,14 @@ class ForwardBackward:
           batch: pytree of [rows, ...] arrays in global row order, or `Microbatches`. With a token budget a dict
             with `segments`, arranged on the host, so then the call is not part of the caller's own `jax.jit`.
           plan: of purpose "train" or "critic" (any purpose if forward_only).
-          rng: None, one PRNG key (row r gets `fold_in(rng, r)`), or keys [rows].
+          rng: None, one PRNG key or its int seed (row r gets `fold_in(rng, r)`), or keys [rows].
           forward_only: no backward; `grads` is None.
           grad_scale: float[]; gradients come out multiplied by it (fp16 loss scaling), the loss does not.
 
         Raises:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
+        check_call_options(forward_only, grad_scale)
         self.check(model, params, plan, forward_only)
         if plan.by_tokens:
             packed = Packed(batch, plan)
@@ -173,14 +189,30 @@ class ForwardBackward:
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
     ) -> None:
         """Raises the ValueError of a call with these (possibly abstract) params and this plan, if it would."""
-        _check_call(self, model, params, plan, forward_only)
+        check_model(model)
+        check_plan(plan, self.mesh, forward_only)
+        check_params(params, forward_only)
+        check_accum_dtype(self.accum_dtype, plan)
+        if not isinstance(model, Pipelined):
+            if self.pipe > 1:
+                raise Refused(
+                    f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
+                    f"got {shown(model)}; use pipe=1 for a plain loss function"
+                )
+            return
+        num_layers(params)
+        if not plan.by_tokens:  # the plan that it is arranged into comes here again
+            _check_stages(self, model, params, plan, forward_only)
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
         pipelined = isinstance(model, Pipelined)
         rule = self.tensor_specs or (model.param_specs if pipelined else None)
-        pipe_dims = self._pipe_dims(model, params) if pipelined and self.pipe > 1 else None
-        return sharding.param_specs(params, self.mesh, rule and rule(params), pipe_dims, stacked=pipelined)
+        tensor_specs = rule and specs_like(params, rule(params))
+        pipe_dims = (
+            restrict_to(params, self._pipe_dims(model, params)) if pipelined and self.pipe > 1 else None
+        )
+        return sharding.param_specs(params, self.mesh, tensor_specs, pipe_dims, stacked=pipelined)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each gradient lives: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
@@ -221,13 +253,13 @@ class ForwardBackward:
 @partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     counted = _counted(model)
-    if counted is None or counted.before is None:
-        return _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale)
-    with jax.named_scope("count"):
-        metrics = _one_pass(fb, model, plan, True, params, microbatches, keys, grad_scale).metrics
-    told = counted.before(params, metrics)
-    out = _one_pass(fb, model, plan, forward_only, told, microbatches, keys, grad_scale)
-    return replace(out, grads=None if forward_only else _those_of(params, out.grads))
+    complete = dict(params) if isinstance(model, Pipelined) else params
+    if counted is not None and counted.before is not None:
+        with jax.named_scope("count"):
+            metrics = _one_pass(fb, model, plan, True, complete, microbatches, keys, grad_scale).metrics
+        complete = counted.before(complete, metrics)
+    out = _one_pass(fb, model, plan, forward_only, complete, microbatches, keys, grad_scale)
+    return replace(out, grads=None if forward_only else restrict_to(params, out.grads))
 
 
 def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
@@ -269,12 +301,6 @@ def _counted(model: LossFn | Pipelined) -> Counted | None:
     return model.counted if isinstance(model, Pipelined) else None
 
 
-def _those_of(params: PyTree, grads: PyTree) -> PyTree:
-    """The gradients of the leaves that params has, out of those of a tree with more."""
-    by_path = dict(jax.tree_util.tree_leaves_with_path(grads))
-    return jax.tree_util.tree_map_with_path(lambda path, _: by_path[path], params)
-
-
 def _layout(fb: ForwardBackward, schedule: schedules.Schedule, params: PyTree) -> pipe.Layout:
     return pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
 
@@ -286,7 +312,7 @@ def _make_schedule(name: str, pipe: int, num_microbatches: int, num_chunks: int)
 
 def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:
     if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
-        raise ValueError(
+        raise Refused(
             f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "
             f"microbatches, the call has pipe={pipe} and {num_microbatches}; make it for these"
         )
@@ -297,7 +323,7 @@ def _check_pipeline(
     mesh: Mesh, schedule: Any, num_chunks: int, head_placement: Any, layers_per_stage: Any
 ) -> None:
     if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
-        raise ValueError(f"num_chunks must be a positive int, got {num_chunks!r}; 1 is one stage a device")
+        raise Refused(f"num_chunks must be a positive int, got {shown(num_chunks)}; 1 is one stage a device")
     given = {
         "schedule": schedule,
         "num_chunks": num_chunks if num_chunks > 1 else None,
@@ -307,15 +333,15 @@ def _check_pipeline(
     if axis_size(mesh, "pipe") == 1:
         set_ = [f"{name}={value!r}" for name, value in given.items() if value is not None]
         if set_:
-            raise ValueError(
+            raise Refused(
                 f"{' and '.join(set_)} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
                 "make the mesh with pipe=2 or more, or leave them out"
             )
-    elif isinstance(schedule, schedules.Schedule):
-        _check_schedule(schedule, axis_size(mesh, "pipe"), schedule.num_microbatches)
-    else:
-        if head_placement is not None:
-            _choice("head_placement", head_placement, tuple(PLACEMENTS))
+    if head_placement is not None:
+        choice("head_placement", head_placement, tuple(PLACEMENTS))
+    if isinstance(schedule, schedules.Schedule):
+        _check_schedule(schedule.validate(), axis_size(mesh, "pipe"), schedule.num_microbatches)
+    elif axis_size(mesh, "pipe") > 1:
         name = schedule or schedules.default_name(num_chunks)
         _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
 
@@ -331,69 +357,18 @@ def _place(params: PyTree, shardings: PyTree) -> PyTree:
     return params if is_traced(params) else jax.tree.map(move, params, shardings)
 
 
-def _check_call(fb: ForwardBackward, model: Any, params: PyTree, plan: BatchPlan, forward_only: bool) -> None:
-    if not isinstance(plan, BatchPlan):
-        raise ValueError(
-            f"plan must be a jaxfb.BatchPlan, got {plan!r}; sizes are given there and nowhere else"
+def _check_stages(fb: ForwardBackward, model: Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool):
+    schedule = fb.schedule_for(plan.num_microbatches)
+    if schedule is None:
+        return
+    if not forward_only and not schedule.has_backward:
+        raise Refused(
+            f"schedule {schedule.name!r} has no backward, so it serves forward_only=True alone; pass one with B for "
+            'every F, such as schedules.make("1f1b", num_stages, num_microbatches)'
         )
-    if not forward_only and plan.purpose != "critic":
-        plan.require("train")
-    replicas = data_parallel(fb.mesh)
-    if plan.data_parallel != replicas:
-        raise ValueError(
-            f"plan {plan.purpose!r} is for data_parallel={plan.data_parallel} replicas, the mesh has "
-            f"data * fsdp * expert = {replicas}; make the plan with data_parallel={replicas}"
-        )
-    _check_params(params, plan, forward_only, fb.accum_dtype)
-    if isinstance(model, Pipelined):
-        num_layers(params)
-        if plan.by_tokens:  # the plan that it is arranged into comes here again
-            return
-        if schedule := fb.schedule_for(plan.num_microbatches):
-            _layout(fb, schedule, params)
-            check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
-    elif fb.pipe > 1:
-        raise ValueError(
-            f"a mesh with pipe={fb.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), got "
-            f"{model!r}; use pipe=1 for a plain loss function"
-        )
-
-
-def _check_params(params: PyTree, plan: BatchPlan, forward_only: bool, accum_dtype: Any) -> None:
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        if not jnp.issubdtype(jnp.result_type(leaf), jnp.floating) and not forward_only:
-            raise ValueError(
-                f"every parameter must be a float array to have a gradient, params{jax.tree_util.keystr(path)} "
-                f"is {jnp.result_type(leaf)}; pass it in the batch or close over it"
-            )
-    if accum_dtype is not None and jnp.finfo(accum_dtype).bits < 32 and plan.num_microbatches != 1:
-        warnings.warn(
-            f"accum_dtype={accum_dtype} sums {plan.num_microbatches or 'several'} microbatches below float32; "
-            "leave it None unless the memory is worth the lost bits",
-            stacklevel=3,
-        )
+    _layout(fb, schedule, params)
+    check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
 
 
 def _accum_dtype(dtype: Any, asked: Any) -> Any:
     return asked or (jnp.float64 if dtype == jnp.float64 else jnp.float32)
-
-
-def _choice(name: str, value: Any, legal: tuple[str, ...]) -> Any:
-    if value not in legal:
-        raise ValueError(f"{name} must be one of {', '.join(map(repr, legal))}, got {value!r}")
-    return value
-
-
-def _float_dtype(name: str, value: Any) -> Any:
-    if value is None:
-        return None
-    try:
-        dtype = jnp.dtype(value)
-    except TypeError:
-        dtype = None
-    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
-        raise ValueError(
-            f"{name} must be a float dtype such as 'float32' or 'bfloat16', or None, got {value!r}"
-        )
-    # by name, since dtype('float64') == None, and these decide whether a compiled program is used again
-    return dtype.name

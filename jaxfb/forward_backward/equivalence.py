@@ -17,11 +17,13 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward.arguments import check_model, check_params
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.loss import as_loss_output
-from jaxfb.forward_backward.microbatches import row_keys
+from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.sequential import sequential
-from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
+from jaxfb.refusal import Refused, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.types import LossFn, Pipelined
 
@@ -152,14 +154,18 @@ def check_equivalence(
       `Equivalence`: print it, or call `.raise_if_above(tolerance)`. A mesh or schedule that does not fit the model
       is listed with the reason.
     Raises:
-      ValueError: the model breaks its contract already on one device.
+      ValueError: an argument is not what it must be, or the model breaks its contract already on one device.
     """
+    check_model(model)
+    check_params(params, forward_only=False)
+    _check_rows(batch)
+    meshes = _allowed(model) if meshes is None else _check_meshes(meshes)
     dtype = "float64" if jax.config.jax_enable_x64 else "float32"
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
     whole = _whole(model, params, batch, rng)
     found = []
-    for mesh in _allowed(model) if meshes is None else meshes:
+    for mesh in meshes:
         for schedule in _kinds(mesh, schedules):
             compare = _Comparison(model, params, batch, rng, rows_per_microbatch, options)
             found.append(compare(mesh, schedule, whole))
@@ -198,6 +204,22 @@ class _Comparison:
             options = {name: value for name, value in options.items() if name not in _PIPELINE_OPTIONS}
         fb = get_forward_backward_func(mesh, **options)
         return plan, fb(self.model, self.params, self.batch, plan, self.rng)
+
+
+def _check_rows(batch: PyTree) -> None:
+    check_leaves(batch)
+    rows = sorted({leaf.shape[0] for leaf in jax.tree.leaves(batch)})
+    if len(rows) > 1:
+        raise Refused(f"every leaf of a batch must have the same rows, got leaves of {rows} rows")
+
+
+def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
+    meshes = [meshes] if isinstance(meshes, (Mapping, Mesh)) else meshes
+    for mesh in meshes:
+        if not isinstance(mesh, Mesh) and not (isinstance(mesh, Mapping) and set(mesh) <= set(AXES)):
+            example = "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]"
+            refuse("meshes", mesh, f"{example}, with axes among {', '.join(AXES)}")
+    return meshes
 
 
 def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -> tuple[float, PyTree]:

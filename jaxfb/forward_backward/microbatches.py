@@ -5,6 +5,7 @@ Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and replica d tak
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,8 +15,10 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward.arguments import prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
+from jaxfb.refusal import Refused, shown
 
 PyTree = Any
 
@@ -83,15 +86,14 @@ def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> Py
     return jax.lax.with_sharding_constraint(rows, NamedSharding(mesh, PartitionSpec()))
 
 
-def row_keys(rng: jax.Array | None, plan: BatchPlan) -> jax.Array | None:
+def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
     """One PRNG key a row, keys[rows]: `fold_in(rng, row)`, or `rng` itself if it already holds one a row.
 
     A row's key depends on its place in the global batch and on nothing about how the batch was split.
     """
+    rng = prng_keys(rng)
     if rng is None:
         return None
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        rng = jax.random.wrap_key_data(rng)
     if rng.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(plan.padded_rows))
     if rng.shape != (plan.rows,):
@@ -128,22 +130,43 @@ def _in_context_order(batch: PyTree, size: int) -> PyTree:
 
 
 def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
+    check_leaves(batch)
     if isinstance(batch, dict):
         plan.check_keys(batch)
-    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
-        if not hasattr(leaf, "shape") or not leaf.shape:
-            raise ValueError(
-                "every leaf of a batch must be an array [rows, ...]; "
-                f"batch{jax.tree_util.keystr(path)} is {leaf!r}"
-            )
+    for leaf in jax.tree.leaves(batch):
         plan.check_rows(leaf.shape[0])
+
+
+def check_leaves(batch: PyTree) -> None:
+    """Raises ValueError for a batch that is no tree of arrays of numbers [rows, ...]."""
+    parts = isinstance(batch, (list, tuple)) and batch and all(isinstance(part, Mapping) for part in batch)
+    if parts or isinstance(batch, Iterator):
+        raise Refused(
+            "batch must be the whole global batch, one tree of arrays [rows, ...], got a "
+            f"{type(batch).__name__}{f' of {len(batch)} dicts' if parts else ''}; concatenate microbatches, "
+            "jax.tree.map(lambda *parts: jnp.concatenate(parts), *batch), and the plan cuts them again"
+        )
+    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    if not leaves:
+        raise Refused(f"batch must have at least one array [rows, ...], got {shown(batch)}")
+    for path, leaf in leaves:
+        if not hasattr(leaf, "dtype") or not getattr(leaf, "shape", ()):
+            raise Refused(
+                "every leaf of a batch must be an array [rows, ...]; "
+                f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
+            )
+        if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
+            raise Refused(
+                f"every leaf of a batch must hold numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "
+                "keep names and other text outside the batch"
+            )
 
 
 def _check_split(batch: Microbatches, plan: BatchPlan) -> Microbatches:
     wanted = (plan.num_microbatches, plan.rows_per_global_microbatch)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch.leaves):
         if leaf.shape[:2] != wanted:
-            raise ValueError(
+            raise Refused(
                 f"a split batch must be [microbatches, rows, ...] = {list(wanted)} by plan {plan.purpose!r}; "
                 f"leaf {jax.tree_util.keystr(path)} has shape {leaf.shape}"
             )

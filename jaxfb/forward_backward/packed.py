@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
 from jaxfb.compat import is_traced
+from jaxfb.forward_backward.arguments import prng_keys
 
 PyTree = Any
 SEGMENTS, POSITIONS = "segments", "positions"
@@ -43,12 +44,13 @@ class Packed:
         without packing also [array rows, ...] to [rows, ...]."""
         return jax.tree.map(self._restored, outputs)
 
-    def keys(self, rng: jax.Array | None) -> jax.Array | None:
+    def keys(self, rng: jax.Array | int | None) -> jax.Array | None:
         """The same key for each row as without a budget: one key, or one an array row from one a row.
 
         Raises:
           PlanError: rows share array rows.
         """
+        rng = prng_keys(rng)
         if rng is None:
             return None
         if self._packing:
@@ -56,8 +58,9 @@ class Packed:
                 "[budget] packed rows share array rows, which have one key each, so dropout would depend on the "
                 "packing; use packing=False, or no rng"
             )
-        one_key = rng.ndim == (0 if jax.dtypes.issubdtype(rng.dtype, jax.dtypes.prng_key) else 1)
-        return rng if one_key else rng[np.array([bin_[0] if bin_ else 0 for bin_ in self.arrangement.bins])]
+        return (
+            rng if rng.ndim == 0 else rng[np.array([row[0] if row else 0 for row in self.arrangement.bins])]
+        )
 
     def _arranged(self, batch: dict) -> dict:
         valid = self._segment > 0

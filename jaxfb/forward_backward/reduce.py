@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,7 +21,7 @@ def reduce_records(values: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Sums [num_microbatches] leaves over replicas, in all-reduces of a fixed size."""
     length = jax.tree.leaves(values)[0].shape[0]
     padded = jax.tree.map(lambda v: jnp.pad(v, (0, -length % RECORD)), values)
-    return jax.tree.map(lambda v: v[:length], _psum(padded, axes))
+    return jax.tree.map(lambda v: v[:length], across(lax.psum, padded, axes))
 
 
 def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> dict:
@@ -34,17 +35,24 @@ def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
     return {name: term.value for name, term in terms.items()}
 
 
+def across(collective: Callable, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
+    """Applies psum, pmax or pmin to every leaf; booleans, which have no such collective, travel as int8."""
+    if not axes:
+        return tree
+    numbers = jax.tree.map(lambda leaf: leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, tree)
+    return jax.tree.map(lambda old, new: new.astype(old.dtype), tree, collective(numbers, axes))
+
+
 def _reduce_sum(metric: Sum, axes) -> Sum:
-    weight = jnp.broadcast_to(metric.weight, metric.total.shape)
-    return _psum(Sum(metric.total.sum(0), weight.sum(0)), axes)
+    return across(lax.psum, jax.tree.map(lambda leaf: leaf.sum(0), metric), axes)
 
 
 def _reduce_max(metric: Max, axes) -> Max:
-    return Max(lax.pmax(metric.array.max(0), axes) if axes else metric.array.max(0))
+    return across(lax.pmax, Max(metric.array.max(0)), axes)
 
 
 def _reduce_min(metric: Min, axes) -> Min:
-    return Min(lax.pmin(metric.array.min(0), axes) if axes else metric.array.min(0))
+    return across(lax.pmin, Min(metric.array.min(0)), axes)
 
 
 def _reduce_last(metric: Last, axes) -> Last:
@@ -53,8 +61,4 @@ def _reduce_last(metric: Last, axes) -> Last:
     for axis in axes:
         here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
     last = metric.array[-1]
-    return Last(_psum(jnp.where(here, last, jnp.zeros_like(last)), axes))
-
-
-def _psum(tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    return lax.psum(tree, axes) if axes else tree
+    return across(lax.psum, Last(jnp.where(here, last, jnp.zeros_like(last))), axes)

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.loss import as_loss_output, wide
+from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum, outer_params
 
 PyTree = Any
@@ -59,7 +59,7 @@ def num_layers(params: dict) -> int:
     Raises:
       ValueError: params has no "layers", or its leaves are stacked to different lengths.
     """
-    if not isinstance(params, dict) or not jax.tree.leaves(params.get("layers")):
+    if not isinstance(params, Mapping) or "layers" not in params or not jax.tree.leaves(params["layers"]):
         raise ValueError(
             'params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]'
         )
@@ -77,16 +77,16 @@ def layer_keys(rng: jax.Array | None, index: jax.Array) -> jax.Array | None:
 
 
 def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
-    """What a layer returned, as (hidden, its terms and metrics)."""
+    """Splits what a layer returned into (hidden, its terms and metrics)."""
     if not (isinstance(out, tuple) and len(out) == 2):
         return out, LossOutput({})
-    hidden, said = out
-    if isinstance(said, dict) and all(isinstance(term, Sum) for term in said.values()):
-        said = LossOutput(said)
-    if not isinstance(said, LossOutput):
+    hidden, reported = out
+    if isinstance(reported, dict) and (not reported or any(isinstance(t, Sum) for t in reported.values())):
+        reported = LossOutput(reported)
+    if not isinstance(reported, LossOutput):
         return out, LossOutput({})
-    terms = {name: wide(term) for name, term in said.terms.items()}
-    return hidden, LossOutput(terms, {name: _layer_metric(name, m) for name, m in said.metrics.items()})
+    terms = {name: as_term(name, term) for name, term in reported.terms.items()}
+    return hidden, LossOutput(terms, {name: _layer_metric(name, m) for name, m in reported.metrics.items()})
 
 
 def sum_of_layers(stacked: LossOutput) -> LossOutput:
@@ -107,8 +107,7 @@ def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
 def _layer_metric(name: str, metric: Any) -> Sum:
     if not isinstance(metric, Sum):
         raise ValueError(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
-    metric = wide(metric)
-    return Sum(metric.total, jnp.broadcast_to(metric.weight, metric.total.shape))
+    return as_metric(name, metric)
 
 
 def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:

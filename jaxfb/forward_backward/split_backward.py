@@ -102,7 +102,9 @@ def _cheaper_now(now: list, later: list, only_now: list, cotangents: list, outva
             made |= set(eqn.outvars)
         else:
             made_later |= set(eqn.outvars)
-    read_later = {var for eqn in _without(later, moved) for var in _variables(eqn)} | set(outvars)
+    # a gradient that is constantly zero is a literal of the program: nothing computes it and it has no hash
+    results = {var for var in outvars if not isinstance(var, Literal)}
+    read_later = {var for eqn in _without(later, moved) for var in _variables(eqn)} | results
     read_now, back = set(), []
     for eqn in reversed(moved):
         new = [var for var in _variables(eqn) if var in made and var not in read_later]

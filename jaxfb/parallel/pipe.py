@@ -48,12 +48,11 @@ class Layout:
 
     @cached_property
     def index(self) -> list:
-        """[device][chunk][longest]: the layer in the model; places beyond a stage's last layer repeat it."""
-        first = [sum(self.layers_per_stage[:stage]) for stage in range(len(self.layers_per_stage))]
+        """[device][chunk][longest]: the layer in the model; places beyond a stage's last repeat a layer that exists."""
 
         def layers(stage):
-            count = self.layers_per_stage[stage]
-            return [first[stage] + min(j, count - 1) for j in range(self.longest)]
+            first, end = sum(self.layers_per_stage[:stage]), sum(self.layers_per_stage[: stage + 1])
+            return [min(first + j, max(end - 1, 0)) for j in range(self.longest)]
 
         return [[layers(stage) for stage in row] for row in self.placement]
 
@@ -90,7 +89,7 @@ class Layout:
 
 
 def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[int] | None = None) -> Layout:
-    """Cuts `num_layers` into the stages of a schedule's placement.
+    """Cuts `num_layers` into the stages of a schedule's placement; a stage may have none and pass hidden on.
 
     Raises:
       ValueError: they do not divide and no explicit `layers_per_stage` says how, or it does not add up.
@@ -105,11 +104,11 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
     if (
         len(layers_per_stage) != num_stages
         or sum(layers_per_stage) != num_layers
-        or min(layers_per_stage) < 1
+        or min(layers_per_stage) < 0
     ):
         raise ValueError(
-            f"layers_per_stage={list(layers_per_stage)} must give each of {num_stages} stages at least one of the "
-            f"{num_layers} layers; try {_balanced(num_layers, num_stages)}"
+            f"layers_per_stage={list(layers_per_stage)} must give each of {num_stages} stages its number of the "
+            f"{num_layers} layers, 0 for a stage that passes hidden on; try {_balanced(num_layers, num_stages)}"
         )
     return Layout(placement, layers_per_stage)
 
@@ -162,7 +161,7 @@ def _blocks(leaf: jax.Array, layout: Layout) -> jax.Array:
 
 
 def _joined(leaf: jax.Array) -> jax.Array:
-    return leaf.reshape(-1, *leaf.shape[2:])
+    return leaf.reshape(leaf.shape[0] * leaf.shape[1], *leaf.shape[2:])
 
 
 def _mine(table: Sequence) -> jax.Array:
@@ -200,8 +199,7 @@ def _uneven(num_layers: int, num_stages: int, num_devices: int) -> str:
     legal = [v for v in range(1, num_layers // num_devices + 1) if num_layers % (v * num_devices) == 0]
     advice = [f"chunks={min(legal, key=lambda v: abs(v - chunks))}"] if legal else []
     advice.append(f"{max(1, round(num_layers / num_stages)) * num_stages} layers")
-    if num_layers > num_stages:
-        advice.append(f"layers_per_stage={_balanced(num_layers, num_stages)}")
+    advice.append(f"layers_per_stage={_balanced(num_layers, num_stages)}")
     return (
         f"{num_layers} layers do not divide into {num_stages} stages "
         f"(pipe {num_devices} x chunks {chunks}); use {' or '.join(advice)}"

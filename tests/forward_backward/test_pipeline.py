@@ -17,6 +17,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfb
 from jaxfb.forward_backward import ends, pipeline, stage
+from jaxfb.parallel import pipe
 
 TOLERANCE = 1e-12
 KEY = jax.random.key(3)
@@ -260,10 +261,14 @@ UNEVEN = [
     Uneven("1f1b", 4, 1, "P-1", "tensor", remat="full", lengths=(1, 3, 2, 1)),
     Uneven("v_shape", 2, 2, "2P", "zero1", remat="selective", head="rows", lengths=(1, 1, 2, 1)),
     Uneven("interleaved", 2, 2, "2P+1", "data", dropout=False, remat="layer", lengths=(2, 2, 2, 2)),
+    Uneven("zero_bubble", 4, 1, "P", lengths=(0, 3, 3, 0)),
+    Uneven("1f1b", 4, 1, "P-1", "fsdp layer", remat="full", lengths=(0, 1, 1, 0)),
+    Uneven("v_shape", 2, 2, "P", remat="layer", lengths=(3, 0, 0, 3)),
+    Uneven("interleaved", 2, 2, "2P", tied=False, lengths=(0, 2, 0, 3)),
 ]
 
 
-@pytest.mark.parametrize("case", some_slow(UNEVEN, fast=UNEVEN[:1]))
+@pytest.mark.parametrize("case", some_slow(UNEVEN, fast=(UNEVEN[0], UNEVEN[4])))
 def test_stages_of_different_lengths(case):
     check(case)
 
@@ -283,7 +288,12 @@ def test_stages_of_different_lengths(case):
         ),
         (6, None, "6 layers do not divide into 4 .*; use chunks=1 or 8 layers or layers_per_stage"),
         (7, (3, 4), "must give each of 4 stages"),
-        (7, (0, 2, 2, 3), "at least one"),
+        (7, (0, 2, 2, 2), r"0 for a stage that passes hidden on; try \[2, 2, 2, 1\]"),
+        (
+            2,
+            None,
+            r"2 layers do not divide into 4 .*; use chunks=1 or 4 layers or layers_per_stage=\[0, 1, 1, 0\]",
+        ),
     ],
 )
 def test_layers_that_do_not_fit_the_stages_are_refused(layers, lengths, words):
@@ -295,6 +305,15 @@ def test_layers_that_do_not_fit_the_stages_are_refused(layers, lengths, words):
             toy.batch(rows=4),
             jaxfb.BatchPlan(rows=4, rows_per_microbatch=2),
         )
+
+
+@pytest.mark.parametrize("layers", [1, 2, 3, 5, 7])
+def test_the_layers_per_stage_that_a_refusal_proposes_are_legal(layers):
+    placement = jaxfb.schedules.make("1f1b", 4, 4).placement
+    with pytest.raises(ValueError, match="layers_per_stage=") as refusal:
+        pipe.layout_of(layers, placement)
+    proposed = [int(n) for n in str(refusal.value).split("layers_per_stage=[")[1].split("]")[0].split(",")]
+    assert pipe.layout_of(layers, placement, proposed).layers_per_stage == tuple(proposed)
 
 
 # What must not pass: each mutant takes one mask or one piece of bookkeeping out of the executor.

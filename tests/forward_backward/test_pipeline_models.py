@@ -201,3 +201,13 @@ def test_gradients_of_megatrons_own_pipelines(golden, name):
     out = run_golden(given, mesh, num_chunks=given["num_chunks"], layers_per_stage=lengths)
     np.testing.assert_allclose(out.loss, case["expected"]["normalised_loss"], rtol=1e-9)
     assert_golden_grads(out.grads, case)
+
+
+@pytest.mark.parametrize("lengths", [(0, 2, 2, 0), pytest.param((2, 0, 0, 2), marks=pytest.mark.slow)])
+def test_stages_without_layers_give_the_same_gradients(golden, lengths):
+    """Megatron's stages of embedding or loss alone; its gradients do not depend on where the layers are."""
+    cases = {case["name"]: case for case in golden("megatron_pipeline_grads.json")["cases"]}
+    case = cases["base_sum3_per_token_P4_V1"]
+    out = run_golden(case["inputs"], jaxfb.make_mesh(pipe=4), layers_per_stage=lengths)
+    np.testing.assert_allclose(out.loss, case["expected"]["normalised_loss"], rtol=1e-9)
+    assert_golden_grads(out.grads, case)

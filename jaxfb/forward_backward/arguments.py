@@ -1,0 +1,200 @@
+"""Checks of what a caller hands to forward and backward; each refusal is one sentence that names the argument."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import operator
+import warnings
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.mesh import data_parallel
+from jaxfb.refusal import Refused, boolean, function, shown
+from jaxfb.types import Pipelined
+
+PyTree = Any
+_LOSS_FN = "(params, microbatch, rng)"
+_STAGES = {
+    "embed": "(outer, microbatch, rng)",
+    "layer": "(layer_params, hidden, microbatch, rng)",
+    "head": "(outer, hidden, microbatch, rng)",
+}
+_MODEL = f"a loss function {_LOSS_FN} -> LossOutput or Sum, or a jaxfb.Pipelined(embed, layer, head)"
+_WITHOUT_THE_REST = (
+    "leave it out and close over it, by eqx.partition(model, eqx.is_inexact_array) in Equinox or "
+    "nnx.split(model, nnx.Param, ...) in Flax NNX"
+)
+
+
+def check_model(model: Any) -> None:
+    """Raises ValueError for what is no loss function and no `Pipelined`, or takes other arguments than these do."""
+    if isinstance(model, Pipelined):
+        for name, arguments in _STAGES.items():
+            _check_function(f"Pipelined.{name}", getattr(model, name), arguments)
+    elif not callable(model) or isinstance(model, type):
+        raise Refused(f"model must be {_MODEL}, got {shown(model)}")
+    else:
+        _check_function("a loss function", model, _LOSS_FN)
+    try:
+        hash(model)
+    except TypeError as error:
+        raise Refused(
+            f"a model must be hashable, since it decides which compiled program runs, but {_called(model)} is not "
+            f"({error}); write a plain function {_LOSS_FN} that is given its arrays in params"
+        ) from None
+
+
+def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
+    """Raises ValueError for a plan of another purpose, or for another number of replicas than the mesh has."""
+    if not isinstance(plan, BatchPlan):
+        raise Refused(
+            f"plan must be a jaxfb.BatchPlan, got {shown(plan)}; sizes are given there and nowhere else"
+        )
+    if not forward_only and plan.purpose != "critic":
+        plan.require("train")
+    replicas = data_parallel(mesh)
+    if plan.data_parallel != replicas:
+        raise Refused(
+            f"plan {plan.purpose!r} is for data_parallel={plan.data_parallel} replicas, the mesh has "
+            f"data * fsdp * expert = {replicas}; make the plan with data_parallel={replicas}"
+        )
+
+
+def check_params(params: PyTree, forward_only: bool) -> None:
+    """Raises ValueError for a leaf that is no array or, where there is a backward, no float array."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        name = f"params{jax.tree_util.keystr(path)}"
+        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
+            raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
+        if not forward_only and not jnp.issubdtype(leaf.dtype, jnp.floating):
+            raise Refused(
+                f"every parameter must be a float array to have a gradient, {name} is {leaf.dtype}; pass it in the "
+                "batch or close over it"
+            )
+
+
+def check_accum_dtype(accum_dtype: Any, plan: BatchPlan) -> None:
+    """Warns of a sum over several microbatches in fewer bits than float32 has."""
+    if accum_dtype is not None and jnp.finfo(accum_dtype).bits < 32 and plan.num_microbatches != 1:
+        warnings.warn(
+            f"accum_dtype={accum_dtype} sums {plan.num_microbatches or 'several'} microbatches below float32; "
+            "leave it None unless the memory is worth the lost bits",
+            stacklevel=4,
+        )
+
+
+def check_call_options(forward_only: Any, grad_scale: Any) -> None:
+    """Raises ValueError for a `forward_only` that is no bool, or a `grad_scale` that is no number."""
+    boolean("forward_only", forward_only)
+    number = isinstance(grad_scale, (int, float, np.ndarray, np.generic, jax.Array))
+    if not number or jnp.shape(grad_scale) or not jnp.issubdtype(jnp.result_type(grad_scale), jnp.number):
+        raise Refused(
+            f"grad_scale must be one number, which gradients are multiplied by, got {shown(grad_scale)}"
+        )
+
+
+def specs_like(params: PyTree, specs: PyTree) -> PyTree:
+    """Returns the PartitionSpecs that a rule gave for `params`, as a tree of the same kinds of nodes.
+
+    Raises:
+      ValueError: a parameter has no PartitionSpec or one of more entries than it has dims, or a spec no parameter.
+    """
+    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
+    given = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec))
+
+    def one(path, leaf):
+        spec = given.pop(path, None)
+        if not is_spec(spec) or len(spec) > len(leaf.shape):
+            raise Refused(
+                "param_specs must give a PartitionSpec for each parameter, of at most as many entries as it has dims; "
+                f"for params{jax.tree_util.keystr(path)} of shape {tuple(leaf.shape)} it gives {spec!r}"
+            )
+        return spec
+
+    found = jax.tree_util.tree_map_with_path(one, params)
+    if given:
+        names = ", ".join(f"params{jax.tree_util.keystr(path)}" for path in given)
+        raise Refused(f"param_specs gives specs for what is no parameter: {names}")
+    return found
+
+
+def prng_keys(rng: Any) -> jax.Array | None:
+    """Returns one key or an array of keys: of an int its `jax.random.key`, of raw uint32 data the keys that it is.
+
+    Raises:
+      ValueError: rng is none of these.
+    """
+    if rng is None:
+        return None
+    if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
+        return jax.random.key(int(rng))
+    if isinstance(rng, (jax.Array, np.ndarray)) and rng.ndim:
+        with contextlib.suppress(TypeError):  # raised for data that is no key
+            rng = jax.random.wrap_key_data(rng) if rng.dtype == jnp.uint32 else rng
+    if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
+        return rng
+    raise Refused(
+        f"rng must be None, an int, a key such as jax.random.key(0), or keys [rows], got {shown(rng)}"
+    )
+
+
+def float_dtype(name: str, value: Any) -> str | None:
+    """Returns the name of a float dtype, or None, or raises ValueError."""
+    if value is None:
+        return None
+    try:
+        dtype = jnp.dtype(value)
+    except TypeError:
+        dtype = None
+    if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
+        raise Refused(
+            f"{name} must be a float dtype such as 'float32' or 'bfloat16', or None, got {shown(value)}"
+        )
+    # by name, since dtype('float64') == None, and these decide whether a compiled program is used again
+    return dtype.name
+
+
+def layer_counts(value: Any) -> tuple[int, ...] | None:
+    """Returns `layers_per_stage` as a tuple, or raises ValueError if it is no sequence of non-negative ints."""
+    if value is None:
+        return None
+    try:
+        if any(isinstance(count, bool) for count in value):
+            raise TypeError
+        counts = tuple(map(operator.index, value))
+    except TypeError:
+        counts = (-1,)
+    if min(counts, default=-1) < 0:
+        raise Refused(
+            "layers_per_stage must be a list of the numbers of layers of each stage, such as [2, 3, 3, 2], or None, "
+            f"got {shown(value)}"
+        )
+    return counts
+
+
+def _check_function(what: str, given: Any, arguments: str) -> None:
+    function(what, given, arguments)
+    try:
+        signature = inspect.signature(given)
+    except (TypeError, ValueError):  # builtins have none
+        return
+    try:
+        signature.bind(*arguments.split(","))
+    except TypeError:
+        raise Refused(
+            f"{what} must take {arguments}, but {_called(given)} takes {signature}; rng is an array of keys, one for "
+            "each row, or None"
+        ) from None
+
+
+def _called(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)

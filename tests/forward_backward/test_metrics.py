@@ -1,0 +1,115 @@
+"""Metrics of every kind, shape and dtype are those of the whole batch, however it is split."""
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxfb
+from jaxfb import Last, LossOutput, Max, Min, Pipelined, Sum
+
+ROWS, WIDTH = 8, 4
+RNG = np.random.default_rng(0)
+PARAMS = {"layers": RNG.normal(size=(4, WIDTH, WIDTH))}
+BATCH = {"x": RNG.normal(size=(ROWS, WIDTH)), "mask": np.array([1.0, 0, 1, 1, 0, 0, 1, 1])}
+
+
+def metrics_of(hidden, microbatch):
+    """Two numbers a row, so that the vectors are as long as there are microbatches."""
+    pairs, mask, rows = hidden[:, :2], microbatch["mask"], hidden.shape[0]
+    return {
+        "scalar": Sum((pairs[:, 0] * mask).sum(), mask.sum()),
+        "vector": Sum((pairs * mask[:, None]).sum(0), mask.sum()),
+        "matrix": Sum((pairs[:, :, None] * pairs[:, None, :]).sum(0), rows),
+        "weights": Sum(pairs.sum(0), jnp.stack([mask.sum(), (2 * mask).sum()])),
+        "halves": Sum((pairs > 0).sum(0), 0.5 * rows),
+        "undivided": Sum(pairs.sum(0), None),
+        "default": Sum(pairs.sum()),
+        "counts": Sum((pairs > 0).sum(0), None),
+        "largest": Max(pairs.max(0)),
+        "largest int": Max((10 * pairs).astype(jnp.int32).max()),
+        "any": Max((pairs > 1).any(0)),
+        "smallest": Min(pairs.min()),
+        "smallest int": Min((10 * pairs).astype(jnp.int8).min(0)),
+        "all": Min((pairs > -1).all()),
+        "last": Last(pairs[-1]),
+        "last int": Last((10 * pairs[-1]).astype(jnp.int32)),
+        "last bool": Last(pairs[-1] > 0),
+    }
+
+
+def embed(outer, microbatch, rng):
+    return microbatch["x"]
+
+
+def layer(weights, hidden, microbatch, rng):
+    return jnp.tanh(hidden @ weights)
+
+
+def head(outer, hidden, microbatch, rng):
+    loss = Sum((hidden.sum(1) * microbatch["mask"]).sum(), microbatch["mask"].sum())
+    return LossOutput({"loss": loss}, metrics_of(hidden, microbatch))
+
+
+def loss_fn(params, microbatch, rng):
+    hidden = microbatch["x"]
+    for weights in params["layers"]:
+        hidden = layer(weights, hidden, microbatch, rng)
+    return head({}, hidden, microbatch, rng)
+
+
+MODEL = Pipelined(embed, layer, head)
+CASES = {
+    "one device": (loss_fn, {}, {}),
+    "data": (loss_fn, {"data": 2}, {}),
+    "fsdp": (MODEL, {"data": 2, "fsdp": 2}, {}),
+    "1f1b": (MODEL, {"pipe": 2}, dict(schedule="1f1b")),
+    "interleaved": (MODEL, {"pipe": 2}, dict(schedule="interleaved", num_chunks=2)),
+    "zero_bubble": (MODEL, {"pipe": 2, "data": 2}, dict(schedule="zero_bubble")),
+    "v_shape": (MODEL, {"pipe": 2}, dict(schedule="v_shape", num_chunks=2)),
+    "gpipe": (MODEL, {"pipe": 2, "data": 2}, dict(schedule="gpipe", head_placement="rows")),
+}
+
+
+def run(case, **call):
+    model, sizes, options = CASES[case]
+    replicas = int(np.prod([size for axis, size in sizes.items() if axis != "pipe"], dtype=int))
+    plan = jaxfb.BatchPlan(rows=ROWS, num_microbatches=2, data_parallel=replicas)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**sizes), **options)
+    return fb(model, PARAMS, BATCH, plan, **call)
+
+
+def reported(rows=slice(None)):
+    """name -> (value, dtype) of these rows at once."""
+    out = loss_fn(PARAMS, jax.tree.map(lambda leaf: jnp.asarray(leaf[rows]), BATCH), None)
+    return {name: jnp.asarray(metric.value) for name, metric in out.metrics.items()}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_are_those_of_the_whole_batch(case):
+    got, wanted = {name: metric.value for name, metric in run(case).metrics.items()}, reported()
+    chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-13)
+    for name in ("last bool", "any", "all", "last int", "smallest int"):
+        assert got[name].dtype == wanted[name].dtype, name
+
+
+def test_forward_only_reports_the_same():
+    both, forward = run("zero_bubble"), run("zero_bubble", forward_only=True)
+    chex.assert_trees_all_close(both.metrics, forward.metrics, rtol=0, atol=1e-13)
+
+
+def test_metrics_of_layers_may_have_any_weight():
+    def counting(weights, hidden, microbatch, rng):
+        after = layer(weights, hidden, microbatch, rng)
+        sums = {"one": Sum(after.sum(0), 2.0), "none": Sum(after.sum(0)), "bool": Sum((after > 0).any(), 1.0)}
+        return after, LossOutput({}, sums)
+
+    model, plan = Pipelined(embed, counting, head), jaxfb.BatchPlan(rows=ROWS, num_microbatches=2)
+    meshes = (None, jaxfb.make_mesh(pipe=2))
+    one, other = (
+        jaxfb.get_forward_backward_func(mesh)(model, PARAMS, BATCH, plan).metrics for mesh in meshes
+    )
+    chex.assert_trees_all_close(one, other, rtol=0, atol=1e-13)
+    assert one["none"].value.shape == (4, WIDTH) and one["none"].weight is None
+    np.testing.assert_allclose(one["one"].value, one["none"].value / 4, rtol=1e-13)
