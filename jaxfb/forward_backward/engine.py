@@ -331,7 +331,7 @@ def _check_pipeline(
         "layers_per_stage": layers_per_stage,
     }
     if axis_size(mesh, "pipe") == 1:
-        set_ = [f"{name}={value!r}" for name, value in given.items() if value is not None]
+        set_ = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
         if set_:
             raise Refused(
                 f"{' and '.join(set_)} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
