@@ -132,8 +132,8 @@ def test_an_int_is_the_seed_of_a_key():
 
 
 OPTIONS = {
-    "mesh": (dict(mesh="cpu"), "mesh must be a jax.sharding.Mesh .*got 'cpu'"),
-    "sizes": (dict(mesh={"data": 2}), "mesh must be a jax.sharding.Mesh .*make_mesh"),
+    "mesh": (dict(mesh="cpu"), "mesh must be a jax.sharding.Mesh.*got 'cpu'"),
+    "sizes": (dict(mesh={"data": 2}), "mesh must be a jax.sharding.Mesh.*make_mesh"),
     "remat": (dict(remat=["full"]), r"remat must be one of .*got \['full'\]"),
     "lengths of text": (
         dict(mesh={"pipe": 2}, layers_per_stage="12"),
