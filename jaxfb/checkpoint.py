@@ -27,6 +27,10 @@ RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, host
 DAMAGED_SUFFIX = ".damaged"
 
 
+class CannotWrite(OSError):
+    """Something of a run could not be written (disk full, no permission); one sentence that says what is saved."""
+
+
 class CheckpointStore:
     """The checkpoints of one run: `directory/<step>/`, each either complete or invisible.
 
@@ -58,6 +62,7 @@ class CheckpointStore:
         self._keep = keep
         self._writer: ocp.training.Checkpointer | None = None
         self._pending: ocp.AsyncResponse | None = None
+        self._pending_step: int | None = None
         self._damaged: set[int] = set()
 
     def save(self, step: int, state: Any, host: Mapping[str, Any]) -> None:
@@ -69,7 +74,7 @@ class CheckpointStore:
           host: a JSON-able dict, such as data position, config, metrics, versions; equal on every process.
         Raises:
           ValueError: the step exists, a leaf is no array, or `host` is not JSON.
-          Exception: whatever the previous asynchronous save failed with.
+          CannotWrite: this save failed, or the previous asynchronous one.
         """
         self.wait()
         leaves = _named_leaves(state)
@@ -81,9 +86,14 @@ class CheckpointStore:
                 "into another run directory"
             )
         parts = {"state": leaves, RECORD: record}
-        self._pending = writer.save_checkpointables_async(step, parts, metrics=self._score(host))
+        try:
+            self._pending = writer.save_checkpointables_async(step, parts, metrics=self._score(host))
+        except OSError as error:
+            self._abandon_writer()
+            raise self._cannot_write(step, error) from error
         if self._pending is None:
             raise RuntimeError(f"[checkpoint] the writer declined to save step {step}")
+        self._pending_step = step
         if not self.asynchronous:
             self.wait()
 
@@ -151,15 +161,22 @@ class CheckpointStore:
         return -min(scored)[1] if scored else None
 
     def wait(self) -> None:
-        """Returns when the last save is committed; raises what it failed with."""
+        """Returns when the last save is committed.
+
+        Raises:
+          CannotWrite: it failed.
+        """
         pending, self._pending = self._pending, None
         if pending is None:
             return
         try:
             pending.result()
-        except BaseException:
+        except BaseException as error:
             self._abandon_writer()
-            raise
+            # A lost process shows up as an error of the runtime; that is for whoever watches the processes.
+            if not isinstance(error, Exception) or isinstance(error, jax.errors.JaxRuntimeError):
+                raise
+            raise self._cannot_write(self._pending_step, error) from error
 
     def close(self) -> None:
         """Waits, then releases the writer. The store can still be read afterwards."""
@@ -251,6 +268,13 @@ class CheckpointStore:
         value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
         return {"score": float(value)} if value is not None and math.isfinite(value) else None
 
+    def _cannot_write(self, step: int | None, error: BaseException) -> CannotWrite:
+        have = ", ".join(map(str, self.steps())) or "none"
+        reason = _root_of(error)
+        return CannotWrite(
+            f"[checkpoint] step {step} could not be written to {self.directory}: {reason}; complete steps: {have}"
+        )
+
     def _no_step(self, step: int | None) -> str:
         have = ", ".join(map(str, self.steps())) or "none"
         what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
@@ -327,8 +351,18 @@ def _as_json(host: Mapping[str, Any]) -> dict:
         raise ValueError(f"[checkpoint] host must hold JSON values only: {error}") from None
 
 
-def _first_line(error: Exception) -> str:
+def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
+
+
+def _root_of(error: BaseException) -> str:
+    """The first line of what the system said, if it is in the chain of causes; otherwise of the error itself."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__cause__ or cause.__context__
+    return _first_line(error)
 
 
 def _unused(path: epath.Path) -> epath.Path:

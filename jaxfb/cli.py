@@ -1,14 +1,15 @@
 """The command line: `jaxfb train configs/quickstart.yaml model.num_layers=6`; `trainer.py` does the work.
 
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
-Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 75 stopped
-by a signal, saved, to be resumed; 76 another process of the job was lost; 78 given up because gradients stayed
-non-finite.
+Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 74 something
+could not be written or read, as on a full disk; 75 stopped by a signal, saved, to be resumed; 76 another process of
+the job was lost; 78 given up because updates stayed non-finite.
 """
 
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import sys
 import traceback
@@ -23,7 +24,24 @@ from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, spare_threads, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
-RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 75, 76, 78, 1, 1
+UNWRITTEN, RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 74, 75, 76, 78, 1, 1
+# What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
+OF_THE_DISK = frozenset(
+    getattr(errno, name)
+    for name in (
+        "ENOSPC",
+        "EDQUOT",
+        "EROFS",
+        "EACCES",
+        "EPERM",
+        "EIO",
+        "EFBIG",
+        "ESTALE",
+        "ELOOP",
+        "ENAMETOOLONG",
+    )
+    if hasattr(errno, name)
+)
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 HOSTS = {
     "coordinator": (str, "HOST:PORT", "of process 0 (short for hosts.coordinator=...)"),
@@ -84,6 +102,12 @@ def _run(options: argparse.Namespace) -> int:
             raise
         print(f"jaxfb: {error}", file=sys.stderr)
         return 2
+    except OSError as error:
+        if error.errno not in OF_THE_DISK and not _is_refusal(error):
+            raise
+        where = f": {error.filename}" if error.filename else ""
+        print(f"jaxfb: {f'{error.strerror}{where}' if error.errno else error}", file=sys.stderr)
+        return UNWRITTEN
     except KeyboardInterrupt:
         print("jaxfb: stopped", file=sys.stderr)
         return 130

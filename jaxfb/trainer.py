@@ -14,8 +14,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import jax
+
 from jaxfb.callbacks import Callback, callback, combine
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.config import Config, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
@@ -24,6 +26,7 @@ from jaxfb.train_step import StepMetrics
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.ending import after_failures, what_is_saved
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import NonFiniteAbort, SkipGuard
 from jaxfb.training.hosts import Hosts, LostProcess
@@ -35,7 +38,7 @@ from jaxfb.training.run_lock import RunLock, claim, move_aside
 from jaxfb.training.sample import continue_text
 from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
 
-__all__ = ["LostProcess", "NonFiniteAbort", "Result", "evaluate", "generate", "train"]
+__all__ = ["CannotWrite", "LostProcess", "NonFiniteAbort", "Result", "evaluate", "generate", "train"]
 SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
 
@@ -77,7 +80,8 @@ def train(
       ValueError: an impossible size, a missing file, a saved run in the way or one that is in progress, a checkpoint
         that does not fit.
       LostProcess: another process of the job is gone; what was saved is whole.
-      NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
+      NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
+      CannotWrite: the disk is full or not writable; the message says which update is saved.
     """
     callbacks = [combine(callbacks)]
     directory = RunDirectory.of(config)
@@ -167,16 +171,21 @@ def generate(
 def _train(hosts: Hosts, run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Result:
     """The loop between its hooks, and how it ended. Process 0 logs; the caller's hooks are called on every one."""
     began = time.monotonic()
-    with Log(run) if hosts.is_first else nullcontext(Callback()) as log:
+    with Log(run, interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
         hooks = combine([callback(on_step_start=hosts.reach), log, *callbacks])
         hooks.on_train_start(run)
+        params = abstract_params(run.setup.config, run.setup.sizes)
+        guard = SkipGuard.of(run.setup.config, params, lambda text: run.say(text))
         try:
-            _loop(run, hooks, SkipGuard.of(run), interrupt)
-        except NonFiniteAbort:
-            _save(run, hooks)
-            raise
+            _loop(run, hooks, guard, interrupt)
+        except NonFiniteAbort as error:
+            run.wait_saved()
+            raise NonFiniteAbort(f"{error}; {after_failures(run.newest_saved(), _again(run))}") from None
+    run.wait_saved()
+    if interrupt.failure:
+        raise CannotWrite(f"{interrupt.failure}; {_saved(run)}; make room, then go on with: {_again(run)}")
     if not run.finished:
-        hosts.say(_how_to_go_on(run, interrupt.signal))
+        hosts.say(f"{interrupt.signal}: {_saved(run)}; go on with: {_again(run)}")
         return Result("interrupted", run.directory.path, run.done)
     sample = report.sample(run)
     summary = hosts.first(lambda: report.summarize(run, time.monotonic() - began, sample))
@@ -194,6 +203,7 @@ def _loop(run: Run, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> 
     XLA:CPU can deadlock with several queued.
     """
     pending, on_cpu = Pending(), run.setup.mesh.devices.flat[0].platform == "cpu"
+    saves = False  # stays due while the latest updates failed
 
     def arrive(arrived: tuple[int, StepMetrics] | None) -> None:
         if arrived is not None:
@@ -205,20 +215,31 @@ def _loop(run: Run, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> 
     for window in run.windows():
         step = window.update + 1
         hooks.on_step_start(step)
-        batch = run.read(window)
+        try:
+            batch = run.read(window)
+        except ValueError as error:
+            arrive(pending.flush())
+            raise _unreadable(run, hooks, guard, error) from None
         hooks.before_update(step, batch)
         if on_cpu:
             arrive(pending.flush())
         arrive(pending.push(step, run.update(window, batch)))
-        evaluates, saves = run.is_due("eval"), interrupt.is_due(step) or run.is_due("checkpoint")
+        evaluates, saves = run.is_due("eval"), interrupt.is_due(step) or run.is_due("checkpoint") or saves
         if evaluates or saves:
             arrive(pending.flush())
         if evaluates:
-            hooks.on_eval(step, run.evaluate())
-        if saves:
+            try:
+                metrics = run.evaluate()
+            except ValueError as error:
+                raise _unreadable(run, hooks, guard, error) from None
+            hooks.on_eval(step, metrics)
+        if saves and not guard.failed:
             _save(run, hooks)
+            saves = False
         if interrupt.signal is not None:
             return
+    if guard.failed:
+        raise NonFiniteAbort(f"[train] the last updates of the run, {guard.failed} of them, were not finite")
 
 
 def _save(run: Run, hooks: Callback) -> None:
@@ -281,6 +302,21 @@ def _where_from(run: Run, resume: bool) -> str:
     return f"nothing to resume in {run.directory.path}: starting at update 0" if resume else "starting"
 
 
-def _how_to_go_on(run: Run, signal: str | None) -> str:
-    again = f"{report.command()} train {run.directory.path} --resume"
-    return f"{signal}: saved after update {run.done} of {run.total}; go on with: {again}"
+def _unreadable(run: Run, hooks: Callback, guard: SkipGuard, error: ValueError) -> ValueError:
+    """The refusal of rows that cannot be read, after what can still be saved was saved.
+
+    On several processes the others wait in the next update, so that there is nobody to save with.
+    """
+    if jax.process_count() > 1 or guard.failed or not run.done:
+        return error
+    _save(run, hooks)
+    run.wait_saved()
+    return ValueError(f"{error}; {_saved(run)}")
+
+
+def _saved(run: Run) -> str:
+    return what_is_saved(run.done, run.total, run.newest_saved())
+
+
+def _again(run: Run) -> str:
+    return f"{report.command()} train {run.directory.path} --resume"

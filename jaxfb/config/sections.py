@@ -232,7 +232,11 @@ class ParallelConfig:
 
 @dataclass(frozen=True)
 class CheckpointConfig:
-    """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`."""
+    """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
+
+    keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
+      was applied. While updates fail, and where the state is not finite, none is written and none is removed.
+    """
 
     every: int | None = None
     keep: int = 3

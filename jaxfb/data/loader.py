@@ -75,7 +75,10 @@ class Loader:
     def __next__(self) -> Batch:
         if self._iterator is None:
             self._iterator = self._read_from(self._consumed_rows)
-        consumed, batch = next(self._iterator)
+        try:
+            consumed, batch = next(self._iterator)
+        except ValueError as error:  # grain appends lines of its own to the message
+            raise ValueError(str(error).partition("\n")[0]) from None
         if batch is None:
             self.close()
             raise StopIteration

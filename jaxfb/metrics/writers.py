@@ -41,15 +41,16 @@ class JsonlWriter:
         records = [] if resume is None else read_jsonl(self.path)
         kept = [record for record in records if record["step"] <= resume]
         _replace(self.path, "".join(_line(record) for record in kept))
-        self._file = self.path.open("a")
+        # Not buffered: what a full disk did not take must not be tried again at the end.
+        self._file = self.path.open("ab", buffering=0)
 
     def write(self, step: int, record: Mapping[str, Any]) -> None:
-        self._file.write(_line({"step": int(step), **{name: _plain(v) for name, v in record.items()}}))
-        self._file.flush()
+        line = _line({"step": int(step), **{name: _plain(v) for name, v in record.items()}}).encode()
+        while line:
+            line = line[self._file.write(line) :]
 
     def close(self) -> None:
         if not self._file.closed:
-            self._file.flush()
             os.fsync(self._file.fileno())
             self._file.close()
 

@@ -7,7 +7,8 @@ pre-training (`jaxfb.training.run_dir`).
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -16,25 +17,26 @@ import jax
 from jax.sharding import Mesh
 
 from jaxfb.callbacks import Callback, combine
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress, print_table
 from jaxfb.metrics import Pending, Throughput, make_writers, scalars
-from jaxfb.optim import DynamicLossScale
 from jaxfb.rl.rows import Rows
 from jaxfb.rl.start import Base
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import check_changes
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.ending import after_failures, what_is_saved
+from jaxfb.training.guard import NonFiniteAbort, SkipGuard, listed, unsound_leaves
 from jaxfb.training.interrupt import Interrupt
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
 from jaxfb.training.run_lock import RunLock, claim, move_aside
-from jaxfb.training.setup import abstract_params, loss_scale
+from jaxfb.training.setup import abstract_params
 
 PyTree = Any
+TRAINED = ("params", "opt_state", "critic")  # what of a saved state must be finite
 
 
 class Work(Protocol):
@@ -111,7 +113,8 @@ def run(
 
     Raises:
       ValueError: an impossible size, a saved run in the way, a checkpoint that does not fit.
-      NonFiniteAbort: too many updates in a row had non-finite gradients; the last good state is saved.
+      NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
+      CannotWrite: the disk is full or not writable; the message says which update is saved.
     """
     hooks, directory = combine(callbacks), RunDirectory.of(config)
     if not fresh and (found := directory.finished(config)):
@@ -133,12 +136,13 @@ class _Loop:
     def __init__(self, work: Work, directory: RunDirectory):
         self.work, self.directory, self.config = work, directory, work.base.config
         settings = self.config.checkpoint
-        self._store = CheckpointStore(
-            directory.checkpoints, settings.keep, settings.keep_best, settings.asynchronous
-        )
+        # at least two: the newest is known to be good only when an update after it has been applied
+        keep = max(settings.keep, 2)
+        self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
         self._pending, self._throughput, self._timed = Pending(), Throughput(), False
         self._on_cpu = work.base.mesh.devices.flat[0].platform == "cpu"
-        self.done, self._saved = 0, None
+        self.done, self._saved, self._postponed = 0, None, False
+        self._unwritten: str | None = None
         self.metrics: dict[str, float] = {}
         self.say: Callable[[str], None] = print
 
@@ -188,12 +192,14 @@ class _Loop:
                 self._evaluate(hooks)
                 self._save(hooks)
             self._updates(hooks, self._guard(), interrupt)
-        self._writer.close()
-        if self.done < self.work.total:
-            again = f"{command()} {_verb(self.config)} {self.directory.path} --resume"
-            print(
-                f"{interrupt.signal}: saved after update {self.done} of {self.work.total}; go on with: {again}"
+        with self._noticing():
+            self._writer.close()
+        if self._unwritten:
+            raise CannotWrite(
+                f"{self._unwritten}; {self._what_is_saved()}; make room, then go on with: {self._again()}"
             )
+        if self.done < self.work.total:
+            print(f"{interrupt.signal}: {self._what_is_saved()}; go on with: {self._again()}")
             return Result("interrupted", self.directory.path, self.done, self.metrics)
         self._end(time.monotonic() - began)
         hooks.on_train_end(self.done, self.metrics)
@@ -201,13 +207,19 @@ class _Loop:
 
     def _updates(self, hooks: Callback, guard: SkipGuard, interrupt: Interrupt) -> None:
         try:
-            while self.done < self.work.total and not interrupt.is_due(self.done):
+            while self.done < self.work.total and not self._unwritten and not interrupt.is_due(self.done):
                 self._one(hooks, guard)
-        except NonFiniteAbort:
-            self._save(hooks)
-            raise
-        self._arrive(self._pending.flush(), hooks, guard)
-        self._save(hooks)
+            self._arrive(self._pending.flush(), hooks, guard)
+            if not guard.failed:
+                self._save(hooks)
+            elif self.done == self.work.total:
+                raise NonFiniteAbort(
+                    f"[train] the last updates of the run, {guard.failed} of them, were not finite"
+                )
+        except NonFiniteAbort as error:
+            self._store.wait()
+            raise NonFiniteAbort(f"{error}; {after_failures(self._store.latest(), self._again())}") from None
+        self._store.wait()
 
     def _one(self, hooks: Callback, guard: SkipGuard) -> None:
         hooks.on_step_start(self.done + 1)
@@ -221,9 +233,11 @@ class _Loop:
         if self._due("eval"):
             self._arrive(self._pending.flush(), hooks, guard)
             self._evaluate(hooks)
-        if self._due("checkpoint"):
+        if self._due("checkpoint") or self._postponed:
             self._arrive(self._pending.flush(), hooks, guard)
-            self._save(hooks)
+            self._postponed = guard.failed > 0
+            if not self._postponed:
+                self._save(hooks)
 
     def _arrive(self, arrived: tuple | None, hooks: Callback, guard: SkipGuard) -> None:
         if arrived is None:
@@ -235,7 +249,7 @@ class _Loop:
         due = step % self.config.log.every == 0 or step in (1, self.work.total)
         self._progress.update(step, record, self._throughput.seconds_left(self.work.total), line=due)
         if due or record["skipped"]:
-            self._writer.write(step, record)
+            self._write(step, record)
         hooks.on_step_end(step, record)
 
     def _count(self, step: int, record: dict) -> None:
@@ -256,16 +270,32 @@ class _Loop:
         found = self.work.evaluate()
         if found:
             self.metrics = found
-            self._writer.write(self.done, found)
+            self._write(self.done, found)
             numbers = "  ".join(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in found.items())
             self._progress.say(f"{self.done}/{self.work.total}  held-out {numbers}")
         hooks.on_eval(self.done, found)
         self._throughput.start(self.done)
 
+    def _write(self, step: int, record: Mapping[str, Any]) -> None:
+        if not self._unwritten:
+            with self._noticing():
+                self._writer.write(step, record)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """Where a record cannot be written the run ends after this update, saved."""
+        try:
+            yield
+        except OSError as error:
+            reason = error.strerror or error
+            self._unwritten = self._unwritten or f"[log] {self.directory.metrics} cannot be written: {reason}"
+
     def _save(self, hooks: Callback) -> None:
         if self._saved == self.done:
             return
         state, host = self.work.state()
+        if bad := unsound_leaves({name: state[name] for name in TRAINED if name in state}):
+            raise NonFiniteAbort(f"[train] the state after update {self.done} is not finite in {listed(bad)}")
         record = {"update": self.done, "metrics": self.metrics, "work": host, "plan": self.work.to_dict()}
         self._store.save(
             self.done,
@@ -304,10 +334,15 @@ class _Loop:
                 "its file and tokenizer, another run.dir, or --allow-changes to go on all the same"
             )
 
+    def _what_is_saved(self) -> str:
+        return what_is_saved(self.done, self.work.total, self._store.latest())
+
+    def _again(self) -> str:
+        return f"{command()} {_verb(self.config)} {self.directory.path} --resume"
+
     def _guard(self) -> SkipGuard:
         params = abstract_params(self.config, self.work.base.sizes)
-        patient = isinstance(loss_scale(self.config), DynamicLossScale)
-        return SkipGuard(self.config.run.max_nonfinite, params, self._progress.say, patient)
+        return SkipGuard.of(self.config, params, self._progress.say)
 
     def _end(self, seconds: float) -> None:
         self.work.picture(self.directory)

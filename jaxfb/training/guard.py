@@ -1,65 +1,121 @@
-"""Updates that were skipped: said with the names of the leaves, and the end of a run that only skips."""
+"""Updates that were skipped: reported with what was not finite, and the end of a run that only skips.
+
+A checkpoint is worth having only if training can go on from it. So nothing is saved while the latest updates failed,
+nor where the state itself holds a nan or an inf.
+"""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfb.optim import DynamicLossScale
 from jaxfb.train_step import StepMetrics
-from jaxfb.training.run import Run
 from jaxfb.training.setup import loss_scale
 
 SHOWN = 4
 
 
 class NonFiniteAbort(RuntimeError):
-    """So many updates in a row had gradients that were not finite that going on is pointless."""
+    """So many updates in a row were not finite that going on is pointless, or the state itself is not."""
 
 
 class SkipGuard:
-    """Watches every update. A skipped one changed no parameter, so the state after it is still good.
+    """Watches every update. A skipped one changed no parameter, but they may have been bad before it.
 
-    limit:   end the run after so many non-finite updates in a row; None never does.
-    patient: do not count them while a dynamic loss scale can still go down.
+    limit:   end the run after so many failed updates in a row; None never does.
+    patient: do not count gradients that overflow while a dynamic loss scale can still go down.
     params:  anything with the tree structure of the parameters, for the names.
+
+    failed: updates in a row, up to the latest, that were not finite; while it is not 0 nothing is to be saved.
     """
 
     def __init__(self, limit: int | None, params: Any, say: Callable[[str], None], patient: bool = False):
         self._limit, self._params, self._say, self._patient = limit, params, say, patient
-        self._in_a_row = 0
+        self._in_a_row = self.failed = 0
 
     @classmethod
-    def of(cls, run: Run) -> SkipGuard:
-        config = run.setup.config
-        params = jax.eval_shape(lambda: run.setup.init_params(jax.random.key(0)))
-        patient = isinstance(loss_scale(config), DynamicLossScale)
-        return cls(config.run.max_nonfinite, params, lambda text: run.say(text), patient)
+    def of(cls, config: Any, params: Any, say: Callable[[str], None]) -> SkipGuard:
+        """The guard that a config asks for."""
+        return cls(config.run.max_nonfinite, params, say, isinstance(loss_scale(config), DynamicLossScale))
 
     def check(self, step: int, metrics: StepMetrics) -> None:
         """Reports a skipped update; raises NonFiniteAbort at the limit. Metrics are on the host."""
-        if not metrics.skipped:
-            self._in_a_row = 0
-        elif math.isfinite(metrics.grad_norm):
-            self._say(f"update {step} skipped: its rows count nothing, their loss mask is zero")
-        elif self._patient and metrics.loss_scale > 1:
+        causes = _causes(metrics, self._params)
+        if not causes:
+            if metrics.skipped:
+                self._say(f"update {step} skipped: its rows count nothing, their loss mask is zero")
+            else:
+                self._in_a_row = self.failed = 0
+        elif self._patient and metrics.loss_scale > 1 and "parameters" not in causes:
+            # Gradients alone may overflow, and the next scale is lower; a loss that does is a sign of more.
+            self.failed += "loss" in causes
             self._say(f"update {step} skipped: overflow at loss scale {float(metrics.loss_scale):g}")
         else:
-            self._count(step, metrics, metrics.nonfinite_leaves(self._params))
+            self._count(step, metrics, described(causes))
 
-    def _count(self, step: int, metrics: StepMetrics, leaves: list[str]) -> None:
-        self._in_a_row += 1
-        names = ", ".join(leaves[:SHOWN]) + (f" and {len(leaves) - SHOWN} more" if leaves[SHOWN:] else "")
+    def _count(self, step: int, metrics: StepMetrics, what: str) -> None:
+        self._in_a_row, self.failed = self._in_a_row + 1, self.failed + 1
         self._say(
-            f"update {step} skipped: loss {float(metrics.loss):.4g}, gradient not finite in "
-            f"{names or 'its norm'}; {self._in_a_row} in a row"
+            f"update {step} skipped: loss {float(metrics.loss):.4g}, not finite in {what}; {self._in_a_row} in a row"
         )
         if self._in_a_row == self._limit:
             raise NonFiniteAbort(
-                f"[train] {self._in_a_row} updates in a row, up to update {step}, had gradients that are not "
-                f"finite, in {names or 'their norm'}; the parameters of before are saved: lower "
-                "optimizer.learning_rate or look at the data, then go on with --resume"
+                f"[train] {self._in_a_row} updates in a row, up to update {step}, were not finite in {what}"
             )
+
+
+def _causes(metrics: StepMetrics, params: Any) -> dict[str, list[str]]:
+    if hasattr(metrics, "nonfinite_causes"):
+        return metrics.nonfinite_causes(params)
+    causes = {} if np.isfinite(metrics.loss) else {"loss": []}
+    leaves = metrics.nonfinite_leaves(params)
+    return causes | ({"gradients": leaves} if leaves or not np.isfinite(metrics.grad_norm) else {})
+
+
+def described(causes: dict[str, list[str]]) -> str:
+    """`parameter ['norm']['scale'], the loss, gradient of ['embed'] and 3 more`: what spoils the rest comes first.
+
+    causes: from `StepMetrics.nonfinite_causes`.
+    """
+    words = {
+        "parameters": "parameter ",
+        "loss": "the loss",
+        "gradients": "gradient of ",
+        "updates": "update of ",
+    }
+    return ", ".join(word + listed(causes[part]) for part, word in words.items() if part in causes)
+
+
+def listed(names: list[str]) -> str:
+    """The first names, and how many more there are."""
+    return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
+
+
+def unsound_leaves(tree: Any) -> list[str]:
+    """Returns the paths of the float leaves with a nan in them, or an inf; a single number may be infinite.
+
+    (Some optimizers begin with an infinite best value.) Every process of a job must call it; it waits for the devices.
+    """
+    leaves = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
+        if jnp.issubdtype(leaf.dtype, jnp.inexact)
+    }
+    if not leaves:
+        return []
+    sharding = next(iter(leaves.values())).sharding
+    everywhere = (
+        NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
+    )
+    flags = jax.jit(_unsound, out_shardings=everywhere)(list(leaves.values()))
+    return [name for name, flag in zip(leaves, np.asarray(flags), strict=True) if flag]
+
+
+def _unsound(leaves: list[jax.Array]) -> jax.Array:
+    return jnp.stack([jnp.any(jnp.isnan(x) if x.size == 1 else ~jnp.isfinite(x)) for x in leaves])

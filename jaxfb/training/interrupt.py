@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM end a run between two updates: the state is saved, nothing is lost."""
+"""SIGINT, SIGTERM or a failure that can wait end a run between two updates: the state is saved, nothing is lost."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ class Interrupt:
 
     def __init__(self):
         self.signal: str | None = None
+        self.failure: str | None = None
         self._before = {}
         self._several = jax.process_count() > 1
 
@@ -42,6 +43,14 @@ class Interrupt:
         if self._several and multihost_utils.reached_preemption_sync_point(update):
             self.signal = signal.SIGTERM.name
         return self.signal is not None
+
+    def fail(self, what: str) -> None:
+        """Ends the run after this update, saved; `failure` then says what went wrong. Asked by any process."""
+        self.failure = what
+        if self._several:
+            os.kill(os.getpid(), signal.SIGTERM)
+        else:
+            self.signal = self.signal or what
 
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number).name

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from jaxfb.batch_plan import Window
@@ -17,14 +18,19 @@ from jaxfb.training.run import Run
 
 
 class Log(Callback):
-    """Shows every step on a live line and writes every `log.every`-th record; used as a context."""
+    """Shows every step on a live line and writes every `log.every`-th record; used as a context.
 
-    def __init__(self, run: Run):
+    fail: called once, with a sentence, where a record cannot be written; none is tried after that.
+    """
+
+    def __init__(self, run: Run, fail: Callable[[str], None]):
+        self._fail, self._failed = fail, False
         self._config, self._total = run.setup.config, run.total
         self._progress = Progress(run.total, run.done)
         self._throughput, self._timed = Throughput(), False
         self._flops = flops_per_token(run.setup.sizes, self._config.data.sequence_length)
         self._devices = run.setup.mesh.size
+        self._path = run.directory.metrics
         self._writer = make_writers(
             self._config.log.writers,
             run.directory.path,
@@ -38,7 +44,8 @@ class Log(Callback):
 
     def __exit__(self, *error) -> None:
         self._progress.__exit__(*error)
-        self._writer.close()
+        with self._noticing():
+            self._writer.close()
 
     def say(self, text: str) -> None:
         """A line of its own."""
@@ -53,16 +60,31 @@ class Log(Callback):
         record = {**metrics, **self._speed()}
         self._progress.update(step, record, self._throughput.seconds_left(self._total), line=due)
         if due or metrics["skipped"]:
-            self._writer.write(step, record)
+            self._write(step, record)
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
-            self._writer.write(step, metrics)
+            self._write(step, metrics)
             self.say(f"{step}/{self._total}  held-out {held_out(metrics)}")
         self._throughput.start(step)
 
     def on_save(self, step: int, directory: Any) -> None:
         self._throughput.start(step)
+
+    def _write(self, step: int, record: Mapping[str, Any]) -> None:
+        if not self._failed:
+            with self._noticing():
+                self._writer.write(step, record)
+
+    @contextmanager
+    def _noticing(self) -> Iterator[None]:
+        """A failing write ends the run in an orderly way, not where it happens: the state is still to be saved."""
+        try:
+            yield
+        except OSError as error:
+            if not self._failed:
+                self._failed = True
+                self._fail(f"[log] {self._path} cannot be written: {error.strerror or error}")
 
     def _count(self, step: int, tokens: int) -> None:
         """The first step of a process compiles: time is counted from its end."""

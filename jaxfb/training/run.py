@@ -19,6 +19,7 @@ from jaxfb.training.agreement import package_versions
 from jaxfb.training.batches import HostBatch, WindowReader, place
 from jaxfb.training.changes import check_changes
 from jaxfb.training.evaluate import HeldOut
+from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import Setup, optimizer, run_plan
 
@@ -37,9 +38,9 @@ class Run:
     def __init__(self, setup: Setup, directory: RunDirectory, say: Callable[[str], None] = print):
         self.setup, self.directory, self.say = setup, directory, say
         settings = setup.config.checkpoint
-        self._store = CheckpointStore(
-            directory.checkpoints, settings.keep, settings.keep_best, settings.asynchronous
-        )
+        # At least two: the newest is known to be good only when an update after it has been applied.
+        keep = max(settings.keep, 2)
+        self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
         self._reader = WindowReader(setup.corpus.train, setup.plan, setup.config.data.seed, setup.mesh)
         self._steps: dict[BatchPlan, TrainStep] = {}
         self._compiled: set[BatchPlan] = set()
@@ -94,6 +95,11 @@ class Run:
         setup = self.setup
         abstract = self._step(setup.plan.train).abstract_state(setup.init_params)
         state, host = self._store.restore(abstract)
+        if bad := unsound_leaves((state.params, state.opt_state)):
+            raise ValueError(
+                f"[checkpoint] update {host['update']} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
+                f"move its directory away to go on from an earlier one{self._earlier(host['update'])}"
+            )
         self._check_same_rows(host)
         check_changes(host["config"], setup.config, host["update"], allow=allow_changes, say=self.say)
         if allow_changes:
@@ -147,12 +153,27 @@ class Run:
         return self.metrics
 
     def save(self) -> bool:
-        """Hands the state to the checkpoint writer; False if this very state is saved already."""
+        """Hands the state to the checkpoint writer; False if this very state is saved already.
+
+        Raises:
+          NonFiniteAbort: the state holds a nan or an inf, and is not saved.
+          CannotWrite: it cannot be written, or the one before could not.
+        """
         if self._saved == self.done:
             return False
+        if bad := unsound_leaves((self.state.params, self.state.opt_state)):
+            raise NonFiniteAbort(f"[train] the state after update {self.done} is not finite in {listed(bad)}")
         self._store.save(self.done, self.state, self._host())
         self._saved = self.done
         return True
+
+    def wait_saved(self) -> None:
+        """Returns when the last save is on the disk; CannotWrite if it failed."""
+        self._store.wait()
+
+    def newest_saved(self) -> int | None:
+        """The update of the newest checkpoint that is complete."""
+        return self._store.latest()
 
     def __enter__(self) -> Run:
         return self
@@ -178,6 +199,10 @@ class Run:
             "plan": setup.plan.to_dict(),
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
         }
+
+    def _earlier(self, update: int) -> str:
+        steps = [str(step) for step in self._store.steps() if step < update]
+        return f" ({', '.join(steps)})" if steps else ", of which there is none"
 
     def _say_rate(self, saved: dict[str, Any]) -> None:
         """Prints the learning rate of the next update where the saved config would have used another one.

@@ -1,0 +1,24 @@
+"""What a run that ends early tells of what is saved: the same sentences for pre-training and post-training."""
+
+from __future__ import annotations
+
+
+def what_is_saved(done: int, total: int, newest: int | None) -> str:
+    """Returns what there is to go on from, after `done` of `total` updates, with `newest` the last one saved."""
+    if newest == done:
+        return f"saved after update {done} of {total}"
+    return f"update {done} of {total} is not saved, since the latest updates failed; {_newest(newest)} saved"
+
+
+def after_failures(newest: int | None, again: str) -> str:
+    """Returns what a run that was given up leaves, and how to go on; `again` is the command for it."""
+    if newest is None:
+        return "nothing is saved: lower optimizer.learning_rate or look at the data, then start again"
+    return (
+        f"nothing was saved since update {newest}, whose state is finite: lower optimizer.learning_rate or look at the "
+        f"data, then go on from it with: {again}"
+    )
+
+
+def _newest(update: int | None) -> str:
+    return "nothing is" if update is None else f"update {update} is"
