@@ -16,7 +16,9 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
+import math
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -24,11 +26,14 @@ import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 from report import RESULTS, machine
 
 from jaxfb.config import load_config
+from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import hlo_cost, parse_topology, tpu
 
@@ -78,18 +83,29 @@ JOBS = {
 def main() -> None:
     asked = arguments()
     if asked.one:
-        row = measured(JOBS[asked.one], asked.sides[0], asked.keep)
+        row = measured(asked.one, asked.sides[0], asked.keep)
         Path(asked.into).write_text(json.dumps(row))
         return
     for name in asked.only:
         for side in asked.sides:
             if side == "jaxfb" or JOBS[name].maxtext is not None:
-                row = in_a_process_of_its_own(name, side, asked.keep)
+                row = (
+                    read_again(name, side, asked.reread)
+                    if asked.reread
+                    else compile_row(name, side, asked.keep)
+                )
                 print(name, side, json.dumps(row), flush=True)
                 save(name, side, row)
 
 
-def in_a_process_of_its_own(name: str, side: str, keep: str | None) -> dict[str, Any]:
+def read_again(name: str, side: str, folder: str) -> dict[str, Any]:
+    """The row that is there, with what a kept program says to the reader of today."""
+    text = text_path(folder, name, side).read_text()
+    return json.loads(PATH.read_text())["rows"][name][side] | numbers(text, JOBS[name])
+
+
+def compile_row(name: str, side: str, keep: str | None) -> dict[str, Any]:
+    """The row of one side, in a process of its own."""
     with tempfile.TemporaryDirectory() as folder:
         into = Path(folder) / "row.json"
         command = [sys.executable, __file__, "--one", name, "--sides", side, "--into", str(into)]
@@ -99,8 +115,8 @@ def in_a_process_of_its_own(name: str, side: str, keep: str | None) -> dict[str,
         return json.loads(into.read_text())
 
 
-def measured(job: Job, side: str, keep: str | None) -> dict[str, Any]:
-    """The row of one side, in the process that is its own."""
+def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
+    """Lowers, compiles and reads one step."""
     row: dict[str, Any] = {}
 
     def compiled(lowered):
@@ -110,28 +126,28 @@ def measured(job: Job, side: str, keep: str | None) -> dict[str, Any]:
             row["hbm_gb"] = gigabytes(tpu.reported_bytes(Path(folder)))
         row["compile_s"] = round(time.perf_counter() - began, 1)
         row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
-        row.update(numbers(program, job))
+        text = program.as_text()
+        row["arguments_gb"] = gigabytes(program.memory_analysis().argument_size_in_bytes)
+        row.update(numbers(text, JOBS[name]))
         if keep:
-            Path(keep, f"{job.config}_{job.topology.replace(':', '_')}_{side}.hlo").write_text(
-                program.as_text()
-            )
+            text_path(keep, name, side).write_text(text)
         return program
 
-    {"jaxfb": compile_jaxfb, "maxtext": compile_maxtext}[side](job, compiled)
+    {"jaxfb": compile_jaxfb, "maxtext": compile_maxtext}[side](JOBS[name], compiled)
     return row | {"peak_memory_gb": gigabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
 
 
-def numbers(program, job: Job) -> dict[str, Any]:
-    """What a compiled program says of itself."""
-    import jax
+def text_path(folder: str, name: str, side: str) -> Path:
+    return Path(folder, re.sub(r"\W+", "_", name) + f"_{side}.hlo")
 
+
+def numbers(text: str, job: Job) -> dict[str, Any]:
+    """What a compiled program says of itself."""
     topology, config = parse_topology(job.topology), jaxfb_config(job)
-    mesh = next(one.mesh for one in jax.tree.leaves(program.input_shardings) if hasattr(one, "mesh"))
-    cost = hlo_cost.cost_of(program.as_text(), mesh, topology.chip)
+    cost = hlo_cost.cost_of(text, layout(job), topology.chip)
     tokens = config.batch.rows * config.data.sequence_length
     flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
     return {
-        "arguments_gb": gigabytes(program.memory_analysis().argument_size_in_bytes),
         "step_s": round(cost.seconds, 3),
         "work_s": round(cost.work_seconds, 3),
         "products_s": round(cost.product_seconds, 3),
@@ -149,6 +165,13 @@ def numbers(program, job: Job) -> dict[str, Any]:
             for (axes, kind), one in sorted(cost.traffic.items())
         },
     }
+
+
+def layout(job: Job) -> SimpleNamespace:
+    """What the reader asks of a mesh; both sides count the devices of theirs in this order."""
+    shape = mesh_sizes(vars(jaxfb_config(job).mesh), parse_topology(job.topology).num_devices, "none")
+    places = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
+    return SimpleNamespace(axis_names=tuple(shape), devices=places, size=places.size)
 
 
 def jaxfb_config(job: Job):
@@ -227,6 +250,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--only", nargs="+", default=[*JOBS], choices=[*JOBS], metavar="ROW")
     parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
     parser.add_argument("--keep", metavar="DIR", help="the compiled programs' texts, too")
+    parser.add_argument("--reread", metavar="DIR", help="compile nothing, read the texts of --keep again")
     parser.add_argument("--one", choices=[*JOBS], help=argparse.SUPPRESS)
     parser.add_argument("--into", help=argparse.SUPPRESS)
     return parser.parse_args()
