@@ -177,6 +177,9 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
     generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
     generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    generate.add_argument(
+        "--raw", action="store_true", help="continue the prompt without the run's chat template"
+    )
 
 
 def _add_launch(verbs) -> None:
@@ -398,7 +401,9 @@ def _generate(options) -> None:
     given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
     from jaxfb import trainer
 
-    text = trainer.generate(run_dir, options.prompt, **{k: v for k, v in given.items() if v is not None})
+    given = {name: value for name, value in given.items() if value is not None}
+    raw = {"raw": True} if options.raw else {}
+    text = trainer.generate(run_dir, options.prompt, **given, **raw)
     print(text)
 
 

@@ -21,6 +21,7 @@ from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.config import Config, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
+from jaxfb.data.chat import saved_chat
 from jaxfb.metrics import Pending
 from jaxfb.train_step import StepMetrics
 from jaxfb.training import report
@@ -146,8 +147,13 @@ def generate(
     tokens: int | None = None,
     temperature: float | None = None,
     seed: int = 0,
+    raw: bool = False,
 ) -> str:
-    """The prompt and its continuation by a run's newest checkpoint; the training text is not needed."""
+    """The prompt and its continuation by a run's newest checkpoint; the training text is not needed.
+
+    A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or imported with one) is given the prompt as a user's
+    message, and its answer follows on a line of its own; raw: the prompt is continued as it stands all the same.
+    """
     use_compile_cache()
     directory, config = RunDirectory(Path(run_dir)), load_config(run_dir)
     enable_float64(config)
@@ -156,6 +162,7 @@ def generate(
     tokenizer = load_tokenizer(directory.tokenizer)
     sizes = model_sizes(config, tokenizer.vocab_size)
     params, _ = _restore(config, directory, abstract_params(config, sizes))
+    chat = None if raw else saved_chat(run_dir, tokenizer)
     text = continue_text(
         sizes,
         params,
@@ -164,8 +171,9 @@ def generate(
         tokens=tokens or config.eval.tokens,
         temperature=config.eval.temperature if temperature is None else temperature,
         seed=seed,
+        chat=chat,
     )
-    return prompt + text
+    return prompt + ("" if chat is None or chat.template == "none" else "\n") + text
 
 
 def _train(hosts: Hosts, run: Run, callbacks: Iterable[Callback], interrupt: Interrupt) -> Result:

@@ -6,6 +6,7 @@ kind has: `conversations` (`jaxfb sft`), `preferences` (`jaxfb dpo`), `task` (`j
 
 from __future__ import annotations
 
+import difflib
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -44,6 +45,7 @@ LogProbs = Literal["recompute", "sampler"]
 RewardKL = Literal["k1", "k2", "k3", "abs"]
 PolicyKL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 FROM_SAMPLER = "sampler"
+TEMPLATES = ("chatml", "plain", "none")
 
 
 @dataclass(frozen=True)
@@ -86,11 +88,20 @@ class PlansConfig:
 class StartConfig:
     """Where the parameters come from: the newest checkpoint of `run` (a run's directory), or at random (null).
 
-    tokenizer: "bytes", the path of a tokenizer.json, or null for that of the run.
+    tokenizer:   "bytes", the path of a tokenizer.json or of a directory with one, or null for that of the run.
+    stop_tokens: names or ids of tokens, any of which ends an answer; null: those that the tokenizer's files, the
+                 template and the run name.
     """
 
     run: str | None = None
     tokenizer: str | None = None
+    stop_tokens: tuple[str | int, ...] | None = None
+
+    def __post_init__(self):
+        if self.stop_tokens is not None and not self.stop_tokens:
+            raise ValueError(
+                "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the template"
+            )
 
 
 @dataclass(frozen=True)
@@ -98,7 +109,8 @@ class ConversationsConfig:
     """Conversations to learn from, one JSON object a line: {"messages": [{"role", "content"}, ...]}.
 
     path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
-    template:        "chatml", "plain" (roles in words) or "none" (contents alone); see docs/post_training.md.
+    template:        "chatml", "plain" (roles in words), "none" (contents alone), or the path of a .jinja file; null:
+                     that of `start.run` or of the tokenizer's own files, else "chatml"; see docs/post_training.md.
     learn:           which messages count: those of the "assistant", or its "last" one.
     sequence_length: tokens of a row; a longer conversation is refused, or cut at its end with truncate.
     """
@@ -106,7 +118,7 @@ class ConversationsConfig:
     path: str
     held_out_path: str | None = None
     held_out_fraction: float = 0.05
-    template: Literal["chatml", "plain", "none"] = "chatml"
+    template: str | None = None
     learn: Literal["assistant", "last"] = "assistant"
     sequence_length: int = 512
     truncate: bool = False
@@ -114,6 +126,7 @@ class ConversationsConfig:
     def __post_init__(self):
         positive("conversations", sequence_length=self.sequence_length)
         share(self, "conversations")
+        known_template("conversations", self.template)
 
 
 @dataclass(frozen=True)
@@ -130,7 +143,7 @@ class PreferencesConfig:
     path: str
     held_out_path: str | None = None
     held_out_fraction: float = 0.05
-    template: Literal["chatml", "plain", "none"] = "chatml"
+    template: str | None = None
     sequence_length: int = 512
     truncate: bool = False
     beta: float = 0.1
@@ -140,6 +153,7 @@ class PreferencesConfig:
     def __post_init__(self):
         positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
         share(self, "preferences")
+        known_template("preferences", self.template)
         if not 0 <= self.label_smoothing < 0.5:
             raise ValueError(
                 f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0"
@@ -170,6 +184,8 @@ class TaskConfig:
     digits:    of each operand, at most. operations: "+", "-", "*", or several such as "+-".
     held_out:  problems that are never trained on, and that accuracy is measured on.
     seed:      of the problems.
+    template:  how a prompt becomes a user's message: as for conversations, but null without a template of the run or of
+               the tokenizer is "none", the prompt alone.
     """
 
     name: Literal["arithmetic"] = "arithmetic"
@@ -177,8 +193,10 @@ class TaskConfig:
     operations: str = "+"
     held_out: int = 512
     seed: int = 0
+    template: str | None = None
 
     def __post_init__(self):
+        known_template("task", self.template)
         positive("task", digits=self.digits, held_out=self.held_out)
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
@@ -429,6 +447,18 @@ def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
         raise ValueError(
             f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05"
         )
+
+
+def known_template(section: str, template: str | None) -> None:
+    """Refuses a name that is no template and no file of one."""
+    if template is None or template in TEMPLATES or template.endswith(".jinja"):
+        return
+    near = difflib.get_close_matches(template, TEMPLATES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use {section}.template=null for the tokenizer's own"
+    raise ValueError(
+        f"[{section}] template={template!r} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, or null; "
+        f"{hint}"
+    )
 
 
 def _numbers(section) -> dict[str, float]:

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -26,26 +26,39 @@ BYTES_FILE = {"jaxfb_tokenizer": "bytes"}
 
 
 class Tokenizer(Protocol):
-    """What the rest of jaxfb needs of a tokenizer. It neither adds special tokens nor reads them out of text.
+    """What the rest of jaxfb needs of a tokenizer. It adds no special tokens, and `encode` reads none out of text.
 
     vocab_size: ids lie in [0, vocab_size).
     start_id, eos_id: put before and after each document; None where the vocabulary has none.
     fingerprint: 16 hexadecimal digits; equal fingerprints encode alike.
+    special_names: of special tokens, which only a chat template may write. added_names: of these and of all others that
+      are found in a text before it is cut into words.
     """
 
     vocab_size: int
     start_id: int | None
     eos_id: int | None
     fingerprint: str
+    special_names: tuple[str, ...]
+    added_names: tuple[str, ...]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """One i32[num_tokens] a text."""
+
+    def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
+        """One i32[num_tokens] a text, with names of special tokens read as these tokens.
+
+        continued: whether a text goes on another one; some tokenizers put a space before a text that does not.
+        """
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Text of the ids; special tokens are left out, or appear by name."""
 
     def id_of(self, name: str) -> int | None:
         """Of a special token such as <|im_start|>; None where the vocabulary has none of that name."""
+
+    def name_of(self, token: int) -> str:
+        """Of an id: the inverse of `id_of`."""
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
         """Share of the characters (white space left out) that are in no token but the unknown one, and some of them."""
@@ -66,16 +79,29 @@ class ByteTokenizer:
     vocab_size = 257
     start_id = eos_id = 256
     fingerprint = "bytes-257"
+    special_names = added_names = (END_TOKEN,)
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
+
+    def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
+        end = np.array([self.eos_id], np.int32)
+        return [
+            np.concatenate([piece for part in self.encode(text.split(END_TOKEN)) for piece in (part, end)])[
+                :-1
+            ]
+            for text in texts
+        ]
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         special = END_TOKEN.encode() if keep_special else b""
         return b"".join(bytes([i]) if i < 256 else special for i in map(int, ids)).decode("utf-8", "replace")
 
     def id_of(self, name: str) -> int | None:
-        return None
+        return self.eos_id if name == END_TOKEN else None
+
+    def name_of(self, token: int) -> str:
+        return self.decode([token], keep_special=True)
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
         return 0.0, []
@@ -97,6 +123,8 @@ class LibraryTokenizer:
         from tokenizers import Tokenizer as Implementation
 
         self._implementation = Implementation.from_str(serialized)
+        self._implementation.no_truncation()  # a file may say that texts are cut, or padded
+        self._implementation.no_padding()
         # Text that happens to contain the name of a special token must not become that token.
         self._implementation.encode_special_tokens = True
         self._serialized = serialized
@@ -110,11 +138,51 @@ class LibraryTokenizer:
         encodings = self._implementation.encode_batch_fast(texts, add_special_tokens=False)
         return [np.asarray(encoding.ids, np.int32) for encoding in encodings]
 
+    def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
+        # What follows a special token is in the middle of a text, so one is put before and taken off again.
+        before = [self._anchor if goes_on else "" for goes_on in continued]
+        whole = [anchor + text for anchor, text in zip(before, texts, strict=True)]
+        encodings = self._reads_names.encode_batch_fast(whole, add_special_tokens=False)
+        return [
+            np.asarray(encoding.ids, np.int32)[bool(anchor) :]
+            for anchor, encoding in zip(before, encodings, strict=True)
+        ]
+
+    @cached_property
+    def added_names(self) -> tuple[str, ...]:
+        return tuple(token.content for token in self._reads_names.get_added_tokens_decoder().values())
+
+    @cached_property
+    def special_names(self) -> tuple[str, ...]:
+        added = self._reads_names.get_added_tokens_decoder().values()
+        return tuple(token.content for token in added if token.special)
+
+    @cached_property
+    def _reads_names(self) -> Any:
+        """The same tokenizer, which reads names of special tokens in a text, those of the ends of a text among them."""
+        from tokenizers import Tokenizer as Implementation
+
+        made = Implementation.from_str(self._serialized)
+        made.no_truncation()
+        made.no_padding()
+        made.add_special_tokens([self.name_of(i) for i in (self.start_id, self.eos_id) if i is not None])
+        made.encode_special_tokens = False
+        return made
+
+    @cached_property
+    def _anchor(self) -> str:
+        """The name of a special token after which a text is encoded as it stands; "" if there is none."""
+        added = self._reads_names.get_added_tokens_decoder()
+        return next((token.content for token in added.values() if token.special and not token.rstrip), "")
+
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         return self._implementation.decode([int(i) for i in ids], skip_special_tokens=not keep_special)
 
     def id_of(self, name: str) -> int | None:
         return self._vocab.get(name)
+
+    def name_of(self, token: int) -> str:
+        return self._implementation.id_to_token(int(token))
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
         lost, total = Counter(), 0

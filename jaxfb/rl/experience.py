@@ -25,7 +25,7 @@ from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.rl.advantage import BY_GROUP, advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
-from jaxfb.rl.tasks import Problem, Response, Task, checked_reward
+from jaxfb.rl.tasks import Problem, Response, Task, checked_reward, messages_of
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -138,7 +138,7 @@ class Experience:
         return [train[chosen[group]] for group in groups], groups
 
     def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
-        return self.base.tokenizer.encode([problem.prompt for problem in problems])
+        return self.base.chat.prompts([messages_of(problem) for problem in problems])
 
     def _texts(self, responses: Responses) -> list[Response]:
         """What rewards read. Special tokens inside a response appear by name: left out, they would go unnoticed."""

@@ -173,6 +173,8 @@ class _Loop:
     def run(self, resume: bool, allow_changes: bool, hooks: Callback, interrupt: Interrupt) -> Result:
         began, resumed = time.monotonic(), resume and self._resume(allow_changes)
         self.directory.create(self.config, self.work.to_dict(), self.work.base.tokenizer, self.done)
+        self.work.base.chat.save(self.directory.path)
+        print_table("chat", self.work.base.chat.table())
         for title, rows in self.work.tables():
             print_table(title, rows)
         self._writer = make_writers(

@@ -36,7 +36,7 @@ from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
-from jaxfb.rl.tasks import Arithmetic, Task, check_task
+from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training.changes import changes_between
 from jaxfb.training.run_dir import RunDirectory
@@ -188,7 +188,7 @@ class PolicyWork:
     def _warm_start(self, params: Any, say: Callable[[str], None]) -> PyTree:
         settings = self._config.warm_start
         problems = self.task.train[: settings.problems]
-        pairs = [(problem.prompt, problem.answer) for problem in problems]
+        pairs = [(messages_of(problem), problem.answer) for problem in problems]
         return fine_tuned(self.base, params, pairs, self.experience.length, settings, say)
 
     def _check_weight(self, metrics: StepMetrics, rows: Rows) -> None:
@@ -218,8 +218,7 @@ def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
     """
     base = make_base(config)
     task = make_task(config) if task is None else task
-    check_task(task, base.tokenizer)
-    sampler = _sampler(config, base, task)
+    sampler = _sampler(config, base, check_task(task, base.chat))
     length = _row_length(base, sampler)
     plan = planned(base, lambda base: _rollout_plan(base, length))
     loss = PolicyLoss(
@@ -245,15 +244,14 @@ def make_task(config: RLConfig) -> Task:
     return Arithmetic(task.digits, task.operations, task.held_out, task.seed)
 
 
-def _sampler(config: RLConfig, base: Base, task: Task) -> Sampler:
-    problems = [problem.prompt for problem in task.train + task.held_out]
+def _sampler(config: RLConfig, base: Base, prompt_width: int) -> Sampler:
     dtype = config.precision.compute_dtype
     return Sampler(
         base.sizes,
         base.mesh,
-        prompt_width=max(map(len, base.tokenizer.encode(problems))),
+        prompt_width=prompt_width,
         max_new_tokens=config.rollout.max_new_tokens,
-        stop_tokens=(base.stop_token,),
+        stop_tokens=base.chat.stop_tokens,
         absent_ids=base.absent_ids,
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,

@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from jaxfb.config.post_training import DPOConfig
-from jaxfb.data.conversations import Pair, cut_to, encode_pairs, read_preferences, split_held_out
+from jaxfb.data.conversations import cut_to, encode_pairs, longest, read_preferences, split_held_out
 from jaxfb.data.token_rows import token_rows
 from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
 from jaxfb.losses.preference import PreferenceLoss
 from jaxfb.rl.rows import Rows, batches, count
-from jaxfb.rl.start import Base, make_base
+from jaxfb.rl.start import make_base
 from jaxfb.rl.supervised import SupervisedWork, row_length, work_on
 
 PyTree = Any
@@ -71,21 +71,22 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
         held_out = read_preferences(section.held_out_path)
     else:
         train, held_out = split_held_out(train, section.held_out_fraction)
-    length = row_length(base, section.sequence_length)
-    rows = [pair_rows(pairs, base, length, config) for pairs in (train, held_out)]
+    encoded = [encode_pairs(pairs, base.chat) for pairs in (train, held_out)]
+    tokens = longest(*(ids for sides in encoded for ids, _ in sides))
+    length = row_length(base, "preferences", tokens, sequences=2)
+    dtype = np.float64 if config.precision.compute_dtype == "float64" else np.float32
+    rows = [pair_rows(sides, length, dtype) for sides in encoded]
     loss = PreferenceLoss(section.kind, section.beta, section.label_smoothing)
     return work_on(PreferenceWork, base, *rows, policy_loss_fn(base.model, loss), ("logprob_ref",))
 
 
-def pair_rows(pairs: Sequence[Pair], base: Base, length: int, config: DPOConfig) -> Rows:
-    """Leaves [pairs, length]: two conversations a row, of length / 2 slots at most each; log-probs still zero."""
-    half, section = length // 2, config.preferences
-    sides = []
-    for ids, counts in encode_pairs(pairs, base.tokenizer, section.template):
-        sides.append(token_rows(*cut_to(ids, counts, half, section.truncate, "preferences"), half))
-    return _side_by_side(
-        *sides, length, np.float64 if config.precision.compute_dtype == "float64" else np.float32
-    )
+def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> Rows:
+    """Leaves [pairs, length]: two conversations a row, of length / 2 slots at most each; log-probs still zero.
+
+    sides: (ids, counts) of the chosen conversations, and of the rejected ones.
+    """
+    half = length // 2
+    return _side_by_side(*(token_rows(*cut_to(*side, half), half) for side in sides), length, dtype)
 
 
 def _side_by_side(chosen: Rows, rejected: Rows, length: int, dtype: type) -> Rows:

@@ -18,8 +18,9 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.batch_plan.plan import UPDATES
 from jaxfb.checkpoint import CheckpointStore
-from jaxfb.config.post_training import CutConfig, PostTrainingConfig
+from jaxfb.config.post_training import KINDS, CutConfig, PostTrainingConfig, RLConfig
 from jaxfb.data import Tokenizer, load_tokenizer
+from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, absent_ids
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
@@ -59,14 +60,14 @@ class Base:
     def model(self) -> Pipelined:
         return transformer(self.sizes)
 
-    @property
-    def stop_token(self) -> int:
-        """Ends a response."""
-        if self.tokenizer.eos_id is None:
-            raise ValueError(
-                "[start] this tokenizer has no token that ends a text; use one with </s>, <eos> or <|end_of_text|>"
-            )
-        return self.tokenizer.eos_id
+    @cached_property
+    def chat(self) -> Chat:
+        """How messages become token ids: by the config's template, or by that of the run or of the tokenizer.
+
+        Raises:
+          ValueError: the template cannot be read, or a stop token is not the tokenizer's.
+        """
+        return _chat(self.config, self.tokenizer)
 
     @cached_property
     def absent_ids(self) -> IdRanges:
@@ -174,7 +175,39 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
         raise ValueError(
             "[start] needs tokenizer where there is no run to take it from; use start.tokenizer=bytes"
         )
-    path = Path(asked) if asked else Path(config.start.run) / "tokenizer.json"
+    path = (
+        _tokenizer_directory(config) / "tokenizer.json" if not asked or Path(asked).is_dir() else Path(asked)
+    )
     if not path.is_file():
         raise ValueError(f"[start] there is no tokenizer {path}; give start.tokenizer, or a run that has one")
     return load_tokenizer(path)
+
+
+def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
+    """Where the tokenizer's files lie; None for bytes."""
+    asked = config.start.tokenizer
+    if asked == "bytes":
+        return None
+    path = Path(asked or config.start.run)
+    return path if path.is_dir() else path.parent
+
+
+def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
+    """The template that the config names, else that of the run it starts from or of the tokenizer's files."""
+    section = next(found for name in KINDS if (found := getattr(config, name, None)) is not None)
+    places = [Path(config.start.run)] if config.start.run else []
+    places += [place for place in [_tokenizer_directory(config)] if place is not None]
+    known = next((chat for place in places if (chat := saved_chat(place, tokenizer))), None)
+    asked, stops = section.template, config.start.stop_tokens
+    if asked is None and known is not None:
+        return known if stops is None else make_chat(tokenizer, known.template, stops, known.variables)
+    if asked is None:
+        asked = "none" if isinstance(config, RLConfig) else "chatml"
+    template = asked if asked in BUILT_IN else _read_template(Path(asked))
+    return make_chat(tokenizer, template, stops, known.variables if known else None)
+
+
+def _read_template(path: Path) -> str:
+    if not path.is_file():
+        raise ValueError(f"[start] there is no chat template {path}; use one of {', '.join(BUILT_IN)}")
+    return path.read_text(encoding="utf-8")

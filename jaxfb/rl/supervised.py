@@ -14,8 +14,9 @@ import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import SFTConfig, WarmStartConfig
-from jaxfb.data.conversations import cut_to, encode_conversations, read_conversations, split_held_out
-from jaxfb.data.token_rows import prompt_and_response, token_rows
+from jaxfb.data.chat import Message
+from jaxfb.data.conversations import cut_to, longest, read_conversations, split_held_out
+from jaxfb.data.token_rows import token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
@@ -122,13 +123,10 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
         held_out = read_conversations(section.held_out_path)
     else:
         train, held_out = split_held_out(train, section.held_out_fraction)
-    length = row_length(base, section.sequence_length)
-
-    def rows(conversations: Sequence) -> Rows:
-        encoded = encode_conversations(conversations, base.tokenizer, section.template, section.learn)
-        return token_rows(*cut_to(*encoded, length, section.truncate, "conversations"), length)
-
-    return work_on(SupervisedWork, base, rows(train), rows(held_out), base.model)
+    encoded = [base.chat.encode(conversations, section.learn) for conversations in (train, held_out)]
+    length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
+    rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
+    return work_on(SupervisedWork, base, *rows, base.model)
 
 
 def work_on(
@@ -149,17 +147,28 @@ def work_on(
     return kind(base, run, Stream(train, config.run.seed), held_out, step, model)
 
 
-def row_length(base: Base, length: int) -> int:
-    """`length`, which the mesh must be able to cut.
+def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:
+    """The section's `sequence_length`: slots of a row, which hold the longest sequence and which the mesh can cut.
+
+    tokens: of the longest sequence; it needs one slot less. sequences: how many share a row in equal parts.
 
     Raises:
-      ValueError: the context axis does not divide it.
+      ValueError: a sequence is longer and the section does not say `truncate`, or the mesh cannot cut a row.
     """
-    multiple = row_multiple(base.mesh)
+    section = getattr(base.config, name)
+    length, multiple = section.sequence_length, row_multiple(base.mesh)
+    needed = max(tokens - 1, 1) * sequences
+    if needed > sequences * (length // sequences) and not section.truncate:
+        enough = -(-needed // multiple) * multiple
+        each = f", {length // sequences} for each of {sequences}" * (sequences > 1)
+        raise ValueError(
+            f"[{name}] sequence_length={length} has slots for {length} tokens{each}, the longest item needs "
+            f"{tokens - 1}; use {name}.sequence_length={enough}, or {name}.truncate=true to cut it"
+        )
     if length % multiple:
         raise ValueError(
-            f"[data] sequence_length={length} is not a multiple of 2 * mesh.context = {multiple}; use "
-            f"{-(-length // multiple) * multiple}"
+            f"[{name}] sequence_length={length} is not a multiple of 2 * mesh.context = {multiple}; use "
+            f"{name}.sequence_length={-(-length // multiple) * multiple}"
         )
     return length
 
@@ -167,12 +176,12 @@ def row_length(base: Base, length: int) -> int:
 def fine_tuned(
     base: Base,
     params: PyTree | Callable[[jax.Array], PyTree],
-    pairs: Sequence[tuple[str, str]],
+    pairs: Sequence[tuple[Sequence[Message], str]],
     length: int,
     settings: WarmStartConfig,
     say: Callable[[str], None],
 ) -> PyTree:
-    """Parameters after `settings.updates` updates on (prompt, answer) texts; answers and the end token are learnt."""
+    """Parameters after `settings.updates` updates on (messages, answer); answers and their stop tokens are learnt."""
     rows = _answered(base, pairs, length)
     plan = BatchPlan(
         rows=settings.rows, num_microbatches=1, data_parallel=data_parallel(base.mesh), remainder="pad"
@@ -192,9 +201,10 @@ def fine_tuned(
     return state.params
 
 
-def _answered(base: Base, pairs: Sequence[tuple[str, str]], length: int) -> Rows:
-    prompts = base.tokenizer.encode([prompt for prompt, _ in pairs])
-    answers = base.tokenizer.encode([answer for _, answer in pairs])
-    stop = np.array([base.stop_token], np.int32)
-    both = [prompt_and_response(p, np.concatenate([a, stop])) for p, a in zip(prompts, answers, strict=True)]
-    return token_rows([ids for ids, _ in both], [counts for _, counts in both], length)
+def _answered(base: Base, pairs: Sequence[tuple[Sequence[Message], str]], length: int) -> Rows:
+    """Rows of prompts with their answers, without what a template writes after the stop token."""
+    whole = [(*prompt, {"role": "assistant", "content": answer}) for prompt, answer in pairs]
+    ids, counts = base.chat.encode(whole, "last", "task")
+    ends = [int(np.flatnonzero(one)[-1]) + 1 for one in counts]
+    kept = [[one[:end] for one, end in zip(part, ends, strict=True)] for part in (ids, counts)]
+    return token_rows(*kept, length)

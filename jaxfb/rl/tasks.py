@@ -5,22 +5,30 @@ First step of a rollout. A task of one's own is any object with these members.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from jaxfb.data import Tokenizer
+from jaxfb.data.chat import Chat, Message
 
 LISTED = 200_000
 
 
 class Problem(NamedTuple):
-    """A prompt and its right answer, as text."""
+    """A prompt, a text or the messages of a conversation, and its right answer."""
 
-    prompt: str
+    prompt: str | Sequence[Message]
     answer: str
+
+
+def messages_of(problem: Problem) -> Sequence[Message]:
+    """The conversation that waits for an answer: a prompt that is a text is the user's message."""
+    return (
+        [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
+    )
 
 
 class Response(str):
@@ -73,8 +81,8 @@ def checked_reward(task: Task, problem: Problem, response: Response) -> float:
     )
 
 
-def check_task(task: Any, tokenizer: Tokenizer) -> None:
-    """Refuses a task that would fail in the middle of a run, before anything of it is computed.
+def check_task(task: Any, chat: Chat) -> int:
+    """The tokens of the longest prompt of a task that will not fail in the middle of a run.
 
     Raises:
       ValueError: a member is missing, there is nothing to train on or to measure on, a prompt is empty, or the
@@ -90,14 +98,16 @@ def check_task(task: Any, tokenizer: Tokenizer) -> None:
         if len(getattr(task, name)) == 0:
             raise ValueError(f"[task] {name} is empty, but {use}; give at least one problem")
     problems = [*task.train, *task.held_out]
-    for problem, ids in zip(problems, tokenizer.encode([str(p.prompt) for p in problems]), strict=True):
-        if len(ids) == 0:
-            raise ValueError(
-                f"[task] the prompt of {problem!r} is empty, and sampling starts from a prompt; give it a text"
-            )
+    lengths = [len(ids) for ids in chat.prompts([messages_of(problem) for problem in problems])]
+    if min(lengths) == 0:
+        empty = problems[lengths.index(0)]
+        raise ValueError(
+            f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it a text"
+        )
     first = task.train[0]
-    (ids,) = tokenizer.encode([str(first.answer)])
-    checked_reward(task, first, Response.of(str(first.answer), ids, True))
+    (ids,) = chat.tokenizer.encode([str(first.answer)])
+    checked_reward(task, first, Response.of(str(first.answer), np.append(ids, chat.stop_tokens[0]), True))
+    return max(lengths)
 
 
 def _short(text: Any) -> str:

@@ -6,9 +6,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.data import Tokenizer
+from jaxfb.data.chat import Chat
 from jaxfb.data.tokenizer import absent_ids
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
@@ -24,18 +26,14 @@ def continue_text(
     temperature: float,
     seed: int = 0,
     mesh: Mesh | None = None,
+    chat: Chat | None = None,
 ) -> str:
     """The text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
 
     An empty prompt is the start of a document. mesh: where the parameters are, if on several processes: each
-    of them must call this, and gets the text.
+    of them must call this, and gets the text. chat: makes the prompt a user's message, and the text the answer to it.
     """
-    start = [] if tokenizer.start_id is None else [tokenizer.start_id]
-    ids = [*start, *tokenizer.encode([prompt])[0].tolist()] if not prompt else tokenizer.encode([prompt])[0]
-    if len(ids) == 0:
-        raise ValueError(
-            "[generate] the prompt is empty and this tokenizer has no start token; give a prompt"
-        )
+    ids, stops = _prompt(tokenizer, prompt, chat)
 
     def draw(params):
         return generate(
@@ -44,11 +42,26 @@ def continue_text(
             jnp.asarray(ids, jnp.int32)[None],
             tokens,
             temperature=temperature,
-            stop_token=tokenizer.eos_id,
+            stop_token=stops,
             absent_ids=absent_ids(tokenizer, sizes.vocab_size),
             key=jax.random.key(seed),
         )
 
     if mesh is not None:
         draw = jax.jit(draw, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    return tokenizer.decode(jax.device_get(draw(params).tokens)[0])
+    drawn = jax.device_get(draw(params).tokens)[0]
+    ends = np.flatnonzero(np.isin(drawn, stops))
+    return tokenizer.decode(drawn[: ends[0]] if len(ends) else drawn)
+
+
+def _prompt(tokenizer: Tokenizer, prompt: str, chat: Chat | None) -> tuple[np.ndarray, tuple[int, ...]]:
+    """The ids of the prompt, and those that end what follows it."""
+    if chat is not None:
+        return chat.prompts([[{"role": "user", "content": prompt}]])[0], chat.stop_tokens
+    start = [tokenizer.start_id] if not prompt and tokenizer.start_id is not None else []
+    ids = np.array([*start, *tokenizer.encode([prompt])[0]], np.int32)
+    if len(ids) == 0:
+        raise ValueError(
+            "[generate] the prompt is empty and this tokenizer has no start token; give a prompt"
+        )
+    return ids, () if tokenizer.eos_id is None else (tokenizer.eos_id,)

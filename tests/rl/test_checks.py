@@ -212,3 +212,22 @@ def test_advice_for_fine_tuning_names_its_own_keys(tmp_path):
         plans(config)
     for choice in refusal.value.choices:
         assert plans(changed(config, choice)) and set(choice) <= set(all_keys(SFTConfig))
+
+
+def test_a_policy_is_asked_and_warmed_up_through_the_template():
+    from jaxfb.rl.supervised import _answered
+
+    for template, asked in (("none", "1+1="), ("plain", "User: 1+1=\n\nAssistant: ")):
+        problem = Problem("1+1=", "2")
+        work = make_policy_work(with_({"task": {"template": template}}), Own())
+        (ids,) = work.experience._encoded([problem])
+        assert work.base.tokenizer.decode(ids) == asked
+        assert work.experience.sampler.prompt_width == len(asked)
+        assert work.experience.sampler.stop_tokens == (256,)
+        rows = _answered(work.base, [([{"role": "user", "content": "1+1="}], "2")], work.experience.length)
+        learnt = rows["targets"][rows["loss_mask"] > 0]
+        assert learnt.tolist() == [ord("2"), 256]
+    messages = [{"role": "system", "content": "Add."}, {"role": "user", "content": "1+1="}]
+    task = Own(train=[Problem(messages, "2")])
+    work = make_policy_work(with_({"task": {"template": "plain"}}), task)
+    assert work.experience.sampler.prompt_width == len("System: Add.\n\nUser: 1+1=\n\nAssistant: ")

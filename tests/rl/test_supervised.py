@@ -10,7 +10,8 @@ import yaml
 
 from jaxfb.cli import main
 from jaxfb.config import load_config
-from jaxfb.data.conversations import encode_conversations, encode_pairs, read_conversations, read_preferences
+from jaxfb.data.chat import make_chat
+from jaxfb.data.conversations import encode_pairs, read_conversations, read_preferences
 from jaxfb.data.tokenizer import ByteTokenizer
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.preference import make_preference_work
@@ -71,13 +72,13 @@ def text_of(ids, counts):
 def test_only_the_assistant_is_learnt(template, learn, whole, learnt):
     turns = [("system", "Add."), ("user", "1"), ("assistant", "2"), ("user", "3"), ("assistant", "4")]
     messages = [{"role": role, "content": content} for role, content in turns]
-    (ids,), (counts,) = encode_conversations([messages], ByteTokenizer(), template, learn)
+    (ids,), (counts,) = make_chat(ByteTokenizer(), template).encode([messages], learn)
     assert text_of(ids, counts) == (whole, learnt)
 
 
 def test_both_answers_follow_the_same_prompt():
     pairs = read_preferences(DATA / "preferences.jsonl")[:3]
-    (chosen, _), (rejected, _) = encode_pairs(pairs, ByteTokenizer(), "plain")
+    (chosen, _), (rejected, _) = encode_pairs(pairs, make_chat(ByteTokenizer(), "plain"))
     for pair, one, other in zip(pairs, chosen, rejected, strict=True):
         assert text_of(one, one >= 0)[0].endswith(f"Assistant: {pair.chosen}$")
         assert text_of(other, other >= 0)[0].endswith(f"Assistant: {pair.rejected}$")
@@ -158,6 +159,92 @@ def test_sft_then_dpo_from_the_command_line_stopped_and_resumed(tmp_path, capsys
     assert json.loads((tmp_path / "whole" / "run" / "summary.json").read_text())["updates"] == 6
     capsys.readouterr()
     assert main(["generate", str(tmp_path / "whole" / "run"), "--prompt", "User: 1+1", "--tokens", "3"]) == 0
-    assert capsys.readouterr().out.startswith("User: 1+1")
+    assert capsys.readouterr().out.startswith("User: 1+1\n")
+    raw = ["generate", str(tmp_path / "whole" / "run"), "--raw", "--prompt", "User: 1+1\n\nAssistant: "]
+    assert main([*raw, "--tokens", "3"]) == 0
+    assert main(["generate", str(tmp_path / "whole" / "run"), "--prompt", "1+1", "--tokens", "3"]) == 0
+    continued, answered = capsys.readouterr().out.split("Assistant: ")[1].split("\n", 1)
+    assert answered == f"1+1\n{continued}\n"
     assert main(["sft", str(whole)]) == 2
     assert "is a config for `jaxfb dpo`, not for `jaxfb sft`" in capsys.readouterr().err
+
+
+TURNS = [{"role": "user", "content": "1+1"}]
+
+
+def chat_of(path, *sections, **more):
+    """The chat of a config, from a run's directory or a tokenizer's."""
+    from jaxfb.rl.start import make_base
+
+    return make_base(load_config(write(path, *sections, **more))).chat
+
+
+def test_one_template_from_the_tokenizer_through_fine_tuning_to_a_policy(tmp_path, golden):
+    """Each run keeps the template and the stop tokens that it used, and the next one takes them from there."""
+    files = golden("chat_templates.json")
+    hub = tmp_path / "hub"
+    hub.mkdir()
+    (hub / "tokenizer.json").write_text(json.dumps(files["tokenizer"]))
+    (hub / "tokenizer_config.json").write_text(
+        json.dumps({"chat_template": files["templates"]["llama3"], "eos_token": "<|eot_id|>"})
+    )
+    sft = {"conversations": {"path": "unused"}}
+    first = chat_of(tmp_path / "sft", sft, start={"tokenizer": str(hub)})
+    assert first.template == files["templates"]["llama3"]
+    names = {first.tokenizer.name_of(i) for i in first.stop_tokens}
+    assert names == {"<|end_of_text|>", "<|eot_id|>"}
+    run = tmp_path / "sft" / "run"
+    run.mkdir()
+    (run / "config.yaml").write_text((tmp_path / "sft" / "config.yaml").read_text())
+    first.tokenizer.save(run / "tokenizer.json")
+    first.save(run)
+    rl = {"task": {}, "rollout": {"prompts": 1, "samples_per_prompt": 2, "rows_per_update": 2, "rollouts": 1}}
+    rl["rollout"]["max_new_tokens"] = 4
+    for kind in ({"preferences": {"path": "unused"}, "batch": BASE["batch"]}, rl):
+        values = {**kind, "start": {"run": str(run)}, "model": None}
+        config = {
+            name: value for name, value in {**BASE, **values}.items() if name != "batch" or "batch" in kind
+        }
+        path = tmp_path / ("rl" if kind is rl else "dpo")
+        path.mkdir()
+        (path / "config.yaml").write_text(yaml.safe_dump({**config, "run": {"dir": str(path / "run")}}))
+        from jaxfb.rl.start import make_base
+
+        chat = make_base(load_config(path / "config.yaml")).chat
+        assert (chat.template, chat.stop_tokens) == (first.template, first.stop_tokens)
+        np.testing.assert_array_equal(chat.prompts([TURNS])[0], first.prompts([TURNS])[0])
+        asked = make_base(load_config(path / "config.yaml", ["start.stop_tokens=[<|eot_id|>]"])).chat
+        assert asked.stop_tokens == (first.tokenizer.id_of("<|eot_id|>"),)
+        other = make_base(load_config(path / "config.yaml", [f"{next(iter(kind))}.template=plain"])).chat
+        assert other.template == "plain"
+
+
+def test_without_a_template_of_its_own_a_tokenizer_gets_a_built_in_one(tmp_path):
+    assert chat_of(tmp_path, {"conversations": {"path": "unused"}}).template == "chatml"
+    with pytest.raises(ValueError, match=r"template='chatlm' must be one of chatml, .*did you mean chatml"):
+        chat_of(tmp_path, {"conversations": {"path": "unused", "template": "chatlm"}})
+    with pytest.raises(ValueError, match="there is no chat template nowhere.jinja"):
+        chat_of(tmp_path, {"conversations": {"path": "unused", "template": "nowhere.jinja"}})
+    with pytest.raises(ValueError, match=r"stop_tokens=\[\] would never end an answer"):
+        chat_of(
+            tmp_path, {"conversations": {"path": "unused"}}, start={"tokenizer": "bytes", "stop_tokens": []}
+        )
+
+
+@pytest.mark.parametrize("kind", [SFT, DPO], ids=["sft", "dpo"])
+def test_rows_too_short_are_refused_once_with_a_length_that_holds_all(tmp_path, kind):
+    (section,) = kind
+    short = {section: {**kind[section], "sequence_length": 10}}
+    make = make_supervised_work if kind is SFT else make_preference_work
+    with pytest.raises(
+        ValueError, match=rf"use {section}.sequence_length=(\d+), or {section}.truncate=true"
+    ) as refusal:
+        make(load_config(write(tmp_path, short)))
+    length = int(str(refusal.value).split("sequence_length=")[2].split(",")[0])
+    for legal in (length, length - 1):
+        config = load_config(write(tmp_path, short), [f"{section}.sequence_length={legal}"])
+        if legal == length:
+            assert make(config).stream.rows["tokens"].shape[1] == length
+        else:
+            with pytest.raises(ValueError, match=f"use {section}.sequence_length={length}"):
+                make(config)

@@ -1,0 +1,355 @@
+"""Chat templates: messages become one text, whose special tokens are the template's and never the messages'.
+
+Step of the story: data (post-training's documents, and the prompts of a policy). A template is that of the tokenizer,
+written in Jinja as Hugging Face's are, or one of three built-in ones. The text of a prompt is encoded by itself, and so
+is each message of the assistant: what a model has learnt to answer is then what it is asked.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxfb.data.jinja import compile_template
+from jaxfb.data.tokenizer import Tokenizer
+
+Message = Mapping[str, str]
+BUILT_IN = ("chatml", "plain", "none")
+FILE = "chat.json"
+# One of these, which no text holds, is put inside names of special tokens that a message holds.
+_MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
+
+
+class Piece(NamedTuple):
+    """Text between two ends of tokens, in parts that are encoded apart. learnt: what the assistant is to write."""
+
+    parts: tuple[str, ...]
+    learnt: bool = False
+
+
+@dataclass(frozen=True)
+class Chat:
+    """How messages become token ids, and which ids end an answer.
+
+    tokenizer:   that the ids are of.
+    template:    a name in BUILT_IN, or the source of a Jinja template.
+    stop_tokens: ids, any of which ends an answer.
+    variables:   what the template reads beside the messages: bos_token, eos_token and the like, by name.
+    """
+
+    tokenizer: Tokenizer
+    template: str
+    stop_tokens: tuple[int, ...]
+    variables: Mapping[str, str] = field(default_factory=dict)
+
+    def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
+        """i32[n] of each conversation, which then waits for the assistant.
+
+        Raises:
+          ValueError: the template refuses the messages.
+        """
+        return [ids for ids, _ in self._encoded([self._pieces(one, "none", True) for one in conversations])]
+
+    def encode(
+        self, conversations: Sequence[Sequence[Message]], learn: str = "assistant", who: str = "conversations"
+    ) -> tuple[list[np.ndarray], list[np.ndarray]]:
+        """(ids i32[n], counts bool[n]) of each conversation; what counts is to be learnt.
+
+        learn: "assistant", all its messages, or "last", the last of them. An answer is learnt up to and with the
+        stop token that ends it. who: the section of the config that refusals name.
+
+        Raises:
+          ValueError: the template refuses the messages, writes an answer otherwise once others follow, or ends it
+            with no stop token.
+        """
+        pieces = []
+        for number, one in enumerate(conversations):
+            try:
+                pieces.append(self._pieces(one, learn, False))
+            except ValueError as error:
+                raise ValueError(f"[{who}] item {number}: {str(error).partition('] ')[2]}") from None
+        encoded = self._encoded(pieces)
+        counts = [self._counts(*one, who) for one in zip(pieces, encoded, strict=True)]
+        return [ids for ids, _ in encoded], counts
+
+    def render(self, messages: Sequence[Message], opening: bool = False) -> str:
+        """The text of the messages, with what stands before the assistant's next words if `opening`.
+
+        Names of special tokens in it are the template's and the messages' alike: to be read, not to be encoded.
+        """
+        made = _BUILT_IN.get(self.template)
+        if made is not None:
+            return made(messages, opening, self._end_after("<|im_end|>"), self.variables.get("eos_token", ""))
+        plain = [dict(message) for message in messages]
+        return self._compiled(messages=plain, add_generation_prompt=opening, **self.variables)
+
+    def table(self) -> list[tuple[str, str]]:
+        """(name, what it is), for the start of a run."""
+        template = self.template if self.template in BUILT_IN else "the tokenizer's own, or a file's (Jinja)"
+        stops = ", ".join(f"{self.tokenizer.name_of(i)} ({i})" for i in self.stop_tokens)
+        return [("template", template), ("stop tokens", stops)]
+
+    def save(self, directory: Path) -> None:
+        """Writes it beside the tokenizer, for `read_chat`."""
+        values = {"template": self.template, "stop_tokens": list(self.stop_tokens)}
+        text = json.dumps({**values, "variables": dict(self.variables)}, indent=2)
+        (Path(directory) / FILE).write_text(text + "\n", encoding="utf-8")
+
+    @cached_property
+    def _compiled(self) -> Any:
+        return compile_template(self.template)
+
+    @cached_property
+    def _special(self) -> re.Pattern:
+        return _any_of(self.tokenizer.special_names)
+
+    @cached_property
+    def _of_template(self) -> re.Pattern:
+        """Special tokens, and all others that the template writes."""
+        added = [name for name in self.tokenizer.added_names if name in self.template]
+        return _any_of([*self.tokenizer.special_names, *added])
+
+    def _end_after(self, name: str) -> str:
+        """The end of a text, where the vocabulary has no such token that could end an answer."""
+        known = self.tokenizer.id_of(name) is not None
+        return "" if known else self.variables.get("eos_token", "")
+
+    def _pieces(self, messages: Sequence[Message], learn: str, opening: bool, number: int = 0) -> list[Piece]:
+        """The conversation's text, cut before and after each answer."""
+        mark = _unused(messages)
+        messages = [self._escaped(message, mark) for message in messages]
+        whole, at, found = self.render(messages, opening), 0, []
+        answers = [k for k, message in enumerate(messages) if message["role"] == "assistant"]
+        for k in answers:
+            before = self._before(messages[:k])
+            through = self.render(messages[: k + 1])
+            learnt = learn == "assistant" or (learn == "last" and k == answers[-1])
+            if at <= len(before) and through.startswith(before) and whole.startswith(through):
+                found += [(whole[at : len(before)], False), (through[len(before) :], learnt)]
+                at = len(through)
+            elif learnt:
+                raise ValueError(
+                    f"[chat] the template writes message {k + 1} otherwise once others follow, so what is to be learnt "
+                    "of it cannot be marked; use conversations.learn=last, or another template"
+                )
+        return [Piece(tuple(text.split(mark)), learnt) for text, learnt in [*found, (whole[at:], False)]]
+
+    def _before(self, messages: Sequence[Message]) -> str:
+        """What stands before an answer to these messages; nothing, where a template wants at least one."""
+        try:
+            return self.render(messages, True)
+        except ValueError:
+            if messages:
+                raise
+            return ""
+
+    def _escaped(self, message: Message, mark: str) -> Message:
+        """The message with a mark in each name of a control token, after its first character.
+
+        The assistant's words keep tokens that are not special, such as <think>: a model may be taught them.
+        """
+        names = self._special if message["role"] == "assistant" else self._of_template
+        return {
+            **message,
+            "content": names.sub(lambda name: name[0][0] + mark + name[0][1:], message["content"]),
+        }
+
+    def _encoded(self, conversations: list[list[Piece]]) -> list[tuple[np.ndarray, list[int]]]:
+        """(ids, how many of them each piece has). Parts are encoded apart, so that a name cut in two does not form."""
+        flat = [
+            (part, k + j > 0)
+            for ps in conversations
+            for k, p in enumerate(ps)
+            for j, part in enumerate(p.parts)
+        ]
+        encoded = iter(
+            self.tokenizer.encode_template([part for part, _ in flat], [later for _, later in flat])
+        )
+        found = []
+        for pieces in conversations:
+            ids = [np.concatenate([next(encoded) for _ in piece.parts]) for piece in pieces]
+            found.append((np.concatenate(ids).astype(np.int32), [len(one) for one in ids]))
+        return found
+
+    def _counts(self, pieces: list[Piece], encoded: tuple[np.ndarray, list[int]], who: str) -> np.ndarray:
+        ids, sizes = encoded
+        counts, at = np.zeros(len(ids), bool), 0
+        for piece, size in zip(pieces, sizes, strict=True):
+            if piece.learnt:
+                ends = np.flatnonzero(np.isin(ids[at : at + size], self.stop_tokens))
+                if not len(ends):
+                    raise ValueError(f"[{who}] {self._no_end(''.join(piece.parts))}")
+                counts[at : at + ends[-1] + 1] = True
+            at += size
+        return counts
+
+    def _no_end(self, text: str) -> str:
+        names = [self.tokenizer.name_of(i) for i in self.stop_tokens]
+        last = [name[0] for name in self._special.finditer(text)][-1:]
+        use = f"start.stop_tokens=[{last[0]!r}]" if last else "another template"
+        return (
+            f"the template ends the answer {text[-40:]!r} with none of the stop tokens "
+            f"{', '.join(map(repr, names))}, so a model could not learn to stop; use {use}"
+        )
+
+
+def make_chat(
+    tokenizer: Tokenizer,
+    template: str,
+    stop_tokens: Sequence[str | int] | None = None,
+    variables: Mapping[str, str] | None = None,
+    more_stops: Sequence[int] = (),
+) -> Chat:
+    """A chat whose template and stop tokens are known to work.
+
+    stop_tokens: names or ids; None are those that end a text, `more_stops`, and the special token that the template
+      writes after an answer.
+
+    Raises:
+      ValueError: the template cannot be read, a stop token is not the tokenizer's, or there is none.
+    """
+    names = {"bos_token": tokenizer.start_id, "eos_token": tokenizer.eos_id}
+    found = {name: tokenizer.name_of(i) for name, i in names.items() if i is not None}
+    chat = Chat(tokenizer, template, (), {**found, **(variables or {})})
+    if stop_tokens is not None:
+        stops = [_id_of(tokenizer, one) for one in stop_tokens]
+    else:
+        ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
+        stops = [*ends, *more_stops, *_end_of_turn(chat)]
+    if not stops:
+        raise ValueError(
+            "[start] neither the tokenizer nor the template has a token that ends an answer; give start.stop_tokens, a "
+            "list of names of tokens"
+        )
+    return Chat(tokenizer, template, tuple(dict.fromkeys(stops)), chat.variables)
+
+
+def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
+    """The chat that a run saved (`Chat.save`), or that a tokenizer's own files describe; None if there is none.
+
+    Those files are chat_template.jinja or tokenizer_config.json's "chat_template", the names of its special tokens, and
+    generation_config.json's "eos_token_id".
+    """
+    path = Path(directory)
+    if (path / FILE).is_file():
+        saved = _json(path / FILE)
+        return make_chat(tokenizer, saved["template"], saved["stop_tokens"], saved["variables"])
+    config, generation = _json(path / "tokenizer_config.json"), _json(path / "generation_config.json")
+    template = _template_of(path, config)
+    if template is None:
+        return None
+    ends = generation.get("eos_token_id")
+    ends = [ends] if isinstance(ends, int) else ends or []
+    variables = {name: _text(config[name]) for name in _VARIABLES if config.get(name)}
+    if end := variables.get("eos_token"):
+        ends = [*ends, *[i for i in [tokenizer.id_of(end)] if i is not None]]
+    return make_chat(tokenizer, template, None, variables, ends)
+
+
+def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
+    """The chat of a run's directory: its own, or that of the model that it was imported from (`RUN/hf`)."""
+    places = (Path(directory), Path(directory) / "hf")
+    return next((chat for place in places if (chat := read_chat(place, tokenizer))), None)
+
+
+_VARIABLES = ("bos_token", "eos_token", "unk_token", "pad_token", "sep_token", "cls_token", "mask_token")
+
+
+def _chatml(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
+    ends = {"assistant": end}
+    turns = [
+        f"<|im_start|>{m['role']}\n{m['content']}<|im_end|>{ends.get(m['role'], '')}\n" for m in messages
+    ]
+    return "".join(turns) + "<|im_start|>assistant\n" * opening
+
+
+def _plain(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
+    ends = {"assistant": eos}
+    turns = [f"{m['role'].capitalize()}: {m['content']}{ends.get(m['role'], chr(10) * 2)}" for m in messages]
+    return "".join(turns) + "Assistant: " * opening
+
+
+def _none(messages: Sequence[Message], opening: bool, end: str, eos: str) -> str:
+    return "".join(m["content"] + eos * (m["role"] == "assistant") for m in messages)
+
+
+_BUILT_IN = {"chatml": _chatml, "plain": _plain, "none": _none}
+
+
+def _unused(messages: Sequence[Message]) -> str:
+    """A character that is in none of the messages."""
+    text = "".join(message["content"] for message in messages)
+    free = [mark for mark in _MARKS if mark not in text]
+    if not free:
+        raise ValueError(
+            "[conversations] a conversation holds all of the noncharacters U+FDD0 to U+FDEF; remove one of them"
+        )
+    return free[-1]
+
+
+def _any_of(names: Sequence[str]) -> re.Pattern:
+    """Finds the names, the longest first, in any case: a tokenizer may lower it before it looks for them."""
+    longest_first = sorted(set(names), key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first)) or "(?!)", re.IGNORECASE)
+
+
+def _end_of_turn(chat: Chat) -> list[int]:
+    """The first special token that the template writes after an answer, if there is one."""
+    answer = "an answer"
+    text = chat.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
+    name = chat._special.search(text, text.rfind(answer) + len(answer))
+    known = None if name is None else chat.tokenizer.id_of(name[0])
+    return [] if known is None else [known]
+
+
+def _id_of(tokenizer: Tokenizer, asked: str | int) -> int:
+    if isinstance(asked, str):
+        found = tokenizer.id_of(asked)
+        if found is None:
+            near = (
+                difflib.get_close_matches(asked, tokenizer.special_names, n=1) or tokenizer.special_names[:3]
+            )
+            raise ValueError(
+                f"[start] stop_tokens: this tokenizer has no token {asked!r}; use {', '.join(map(repr, near))}"
+            )
+        return found
+    if isinstance(asked, bool) or not 0 <= asked < tokenizer.vocab_size or not tokenizer.is_token()[asked]:
+        raise ValueError(
+            f"[start] stop_tokens: this tokenizer has no token {asked!r}, its ids lie below {tokenizer.vocab_size}; "
+            "use the name of a token"
+        )
+    return int(asked)
+
+
+def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
+    file = path / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    given = config.get("chat_template")
+    if isinstance(given, list):  # several by name
+        named = {one.get("name"): one.get("template") for one in given if isinstance(one, dict)}
+        given = named.get("default")
+    return given if isinstance(given, str) else None
+
+
+def _text(value: Any) -> str:
+    """Of a token that is written as its name, or as a dict with it."""
+    return str(value.get("content", "")) if isinstance(value, dict) else str(value)
+
+
+def _json(file: Path) -> dict[str, Any]:
+    if not file.is_file():
+        return {}
+    try:
+        values = json.loads(file.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"[start] {file} is not JSON: {error}") from None
+    return values if isinstance(values, dict) else {}
