@@ -51,6 +51,7 @@ def test_clipping_sees_the_unscaled_gradient():
     scaled = {"w": jnp.array([3.0, 4.0], jnp.float16) * 1024}
     grads = unscale(scaled, 1024.0)
     assert grads["w"].dtype == jnp.float32
+    np.testing.assert_allclose(global_norm(grads), 5.0, rtol=1e-6)
     clipped, _ = clip_by_global_norm(grads, global_norm(grads), 1.0)
     np.testing.assert_allclose(global_norm(clipped), 1.0, rtol=1e-6)
     assert unscale(scaled, None) is scaled

@@ -2,6 +2,7 @@
 
 from functools import partial
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -219,6 +220,17 @@ def test_only_matrices_decay_unless_a_mask_says_otherwise():
     optimizer = make_optimizer("sgd", learning_rate=0.5, weight_decay=0.1, mask=only_norm)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
     assert (updates["norm"] != 0).all() and not any(x.any() for x in jax.tree.leaves(updates["layers"]))
+
+
+def test_norms_biases_and_embeddings_do_not_decay_whatever_their_shape():
+    """By name, for a norm's scale may be [heads, head size] and a bias [experts, width]."""
+    matrix = jnp.ones([3, 2])
+    decayed = {"w": True, "RMSNorm_0": {"scale": False}, "qk_norm": False, "bias": False, "Embed_0": False}
+    params = {
+        "layers": jax.tree.map(lambda _: jnp.ones([4, 3, 2]), decayed),
+        "outer": jax.tree.map(lambda _: matrix, decayed),
+    }
+    chex.assert_trees_all_equal(decay_mask(params), {"layers": decayed, "outer": decayed})
 
 
 def test_rates_by_samples_follow_the_rows_consumed():

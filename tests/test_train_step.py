@@ -10,7 +10,7 @@ import pytest
 import toy
 
 import jaxfb
-from jaxfb import BatchPlan, Sum, make_mesh, make_train_step
+from jaxfb import BatchPlan, LossOutput, Sum, make_mesh, make_train_step
 
 CASES = [
     "clip_torch",
@@ -243,6 +243,35 @@ def test_an_update_of_rows_that_count_nothing_is_skipped_and_counted():
     assert bool(metrics.skipped) and metrics.loss == 0
     assert (int(state.zero_weight_updates), int(state.nonfinite_updates), int(state.step)) == (1, 0, 1)
     same_bits((state.params, state.opt_state), (before.params, before.opt_state))
+
+
+def test_weights_that_cancel_are_not_weights_that_are_zero():
+    def two_terms(params, microbatch, rng):
+        term = loss(params, microbatch, rng)
+        return LossOutput({"plus": term, "minus": Sum(3 * term.total, -term.weight)})
+
+    step = make_train_step(two_terms, optax.sgd(0.1), make_mesh(), plan_of())
+    state, metrics = step(step.init(W), batch_of(0))
+    assert not bool(metrics.skipped) and int(state.step) == 1 and metrics.update_norm > 0
+
+
+def test_a_skipped_update_does_not_repeat_its_dropout():
+    """The key is that of the attempt: drawn again, the same mask might overflow again and again."""
+
+    def drawn(params, microbatch, rng):
+        draw = jax.vmap(jax.random.uniform)(rng)
+        term = loss(params, microbatch, rng)
+        return LossOutput({"loss": term}, {"draw": Sum(draw.sum(), float(len(draw)))})
+
+    step = make_train_step(drawn, optax.sgd(0.1), make_mesh(), plan_of())
+    state, poisoned = step.init(W), batch_of(1)
+    poisoned["x"][3, 1] = np.inf
+    draws, skipped = [], []
+    for batch in (batch_of(0), poisoned, batch_of(2)):
+        state, metrics = step(state, batch)
+        draws.append(float(metrics.metrics["draw"]))
+        skipped.append(bool(metrics.skipped))
+    assert skipped == [False, True, False] and len(set(draws)) == 3
 
 
 # Where things live

@@ -1,5 +1,6 @@
 """A token budget changes neither loss nor gradient nor what is collected: widths, packing, replicas, microbatches."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,6 +9,7 @@ import pytest
 
 import jaxfb
 from jaxfb.batch_plan import PlanError
+from jaxfb.forward_backward.packed import Packed
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import apply, init_params, transformer
@@ -124,3 +126,17 @@ def test_what_a_budget_cannot_do_is_refused(params, batch):
         jaxfb.make_train_step(MODEL, optax.sgd(0.1), None, plan)
     with pytest.raises(PlanError, match="row 1 has 11 tokens"):
         fb(MODEL, params, batch, plan.replace(sequence_length=9, widths=(9,)))
+
+
+@pytest.mark.parametrize("packing", [False, True])
+def test_outputs_at_padding_reach_no_row(packing):
+    """What a model gives at padding is whatever it is; every token gets back its own, and only its own."""
+    lengths = np.array([3, 1, 4, 2, 5])
+    segments = (np.arange(6) < lengths[:, None]).astype(int)
+    names = 1 + np.arange(5 * 6).reshape(5, 6)
+    plan = jaxfb.BatchPlan("eval", rows=5, max_tokens_per_microbatch=16, sequence_length=6, packing=packing)
+    packed = Packed({"tokens": names, "segments": segments}, plan)
+    real = np.arange(packed.arrangement.width) < packed.arrangement.width
+    given = np.where(packed.batch["segments"] > 0, packed.batch["tokens"], -7) * real
+    chex.assert_trees_all_equal(packed.restore({"out": given})["out"] * segments, names * segments)
+    assert (packed.restore(given)[segments == 0] == 0).all()

@@ -2,6 +2,7 @@
 
 import re
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -49,10 +50,10 @@ def _chunked(hidden, kernel, microbatch, **where):
     return {name: term.total for name, term in out.terms.items()}
 
 
-def _seeded(totals):
+def _seeded(totals, seeds=SEEDS):
     def run(*inputs, **where):
         terms = totals(*inputs, **where)
-        return sum(SEEDS[name] * total for name, total in terms.items()), terms
+        return sum(seeds[name] * total for name, total in terms.items()), terms
 
     return jax.value_and_grad(run, (0, 1), has_aux=True)
 
@@ -67,6 +68,18 @@ def test_every_term_and_its_gradient_equal_the_plain_formula():
     (_, got), grads = jax.jit(_seeded(_chunked))(hidden, kernel, microbatch)
     _same(got, wanted)
     _same(grads, (jnp.where(microbatch["loss_mask"][..., None] == 0, 0, hidden_grad), kernel_grad))
+
+
+@pytest.mark.parametrize("size", [1.0, 1e-12, 1e12])
+def test_negative_cotangents_of_any_size_keep_their_gradient(size):
+    """The backward scales its seeds by the largest of them, which is the largest in size and not in value."""
+    hidden, kernel, microbatch = _inputs()
+    hidden = np.where(microbatch["loss_mask"][..., None] == 0, 0, hidden)
+    seeds = {name: -size * abs(seed) for name, seed in SEEDS.items()}
+    wanted = _seeded(_plain, seeds)(hidden, kernel, microbatch)[1]
+    got = jax.jit(_seeded(_chunked, seeds))(hidden, kernel, microbatch)[1]
+    wanted, got = (jax.tree.map(lambda leaf: leaf / size, grads) for grads in (wanted, got))
+    chex.assert_trees_all_close(got, wanted, rtol=1e-11, atol=1e-12)
 
 
 def test_a_vocabulary_cut_over_two_axes_changes_nothing():

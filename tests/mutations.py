@@ -1,0 +1,319 @@
+"""Small mistakes, each of which a fast test must notice: `python -m tests.mutations` makes them in copies one by one.
+
+    python -m tests.mutations                  all of them
+    python -m tests.mutations signed_weight    those whose name contains one of the words
+    python -m tests.mutations --list           their names, files and tests
+
+A mutation replaces one short text that occurs once in its file. `tests/test_mutations.py` checks that it still does,
+so a change of the code takes its mutations along.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+LINKED = ("configs", "docs", "examples", "pyproject.toml", "README.md")
+
+
+@dataclass(frozen=True)
+class Mutation:
+    """name: unique. file: below jaxfb/. old, new: texts. test: file::function below tests/, which must turn red."""
+
+    name: str
+    file: str
+    old: str
+    new: str
+    test: str
+
+    @property
+    def path(self) -> Path:
+        """The file that it changes."""
+        return ROOT / "jaxfb" / self.file
+
+    def applied(self, text: str) -> str:
+        """`text` with the mistake in it; ValueError unless the old text is there once."""
+        if text.count(self.old) != 1:
+            raise ValueError(f"{self.name}: {self.old!r} occurs {text.count(self.old)} times in {self.file}")
+        return text.replace(self.old, self.new)
+
+
+MUTATIONS = (
+    # schedules
+    Mutation(
+        "backward_starts_late",
+        "schedules/lockstep.py",
+        "return (num_chunks - 1) * pitch + num_stages - 1",
+        "return (num_chunks - 1) * pitch + num_stages",
+        "schedules/test_built_in_schedules.py::test_loss_is_taken_in_the_tick_in_which_the_last_stage_runs",
+    ),
+    Mutation(
+        "transport_takes_no_tick",
+        "schedules/validate.py",
+        "if tick >= ready + delay:",
+        "if tick >= ready:",
+        "schedules/test_custom_schedules.py::test_bad_cell_is_marked",
+    ),
+    Mutation(
+        "slot_freed_in_the_tick_of_its_last_reader",
+        "schedules/slots.py",
+        "while busy and busy[0][0] < start:",
+        "while busy and busy[0][0] <= start:",
+        "schedules/test_built_in_schedules.py::test_program_executes_the_table_and_overwrites_no_live_slot",
+    ),
+    Mutation(
+        "weights_of_a_table_without_w",
+        "schedules/simulate.py",
+        'costs["B"] = backward_input + backward_weight',
+        'costs["B"] = backward_input',
+        "schedules/test_custom_schedules.py::test_own_table_has_phases_slots_and_costs_like_a_built_in_one",
+    ),
+    # batch plan
+    Mutation(
+        "rows_of_a_replica_stay_together",
+        "batch_plan/plan.py",
+        "(microbatch * self.data_parallel + replica) * self.rows_per_microbatch",
+        "(replica * self.num_microbatches + microbatch) * self.rows_per_microbatch",
+        "test_batch_plan.py::test_rows_of_partitions_the_rows_in_megatron_order",
+    ),
+    Mutation(
+        "ramp_up_one_row_late",
+        "batch_plan/ramp_up.py",
+        "bisect_right(self.steps",
+        "bisect_left(self.steps",
+        "test_batch_plan.py::test_windows_are_those_of_a_plain_loop",
+    ),
+    Mutation(
+        "epoch_without_its_rest",
+        "batch_plan/run.py",
+        'count = min(fit, divide(change - position, plan.real_rows, "pad"), update_limit - update)',
+        'count = min(fit, divide(change - position, plan.real_rows, "drop"), update_limit - update)',
+        "test_batch_plan.py::test_windows_are_those_of_a_plain_loop",
+    ),
+    Mutation(
+        "budget_of_all_replicas",
+        "batch_plan/budget.py",
+        "most = plan.max_tokens_per_microbatch // width",
+        "most = plan.data_parallel * plan.max_tokens_per_microbatch // width",
+        "test_rollout_plan.py::test_a_token_budget_is_strict_and_loses_no_row",
+    ),
+    # forward_backward
+    Mutation(
+        "grad_scale_dropped_per_microbatch",
+        "forward_backward/weights.py",
+        "* (scale / num_parts)",
+        "* (jnp.asarray(1, dtype) / num_parts)",
+        "forward_backward/test_seeds.py::test_gradients_carry_the_scale_and_the_loss_does_not",
+    ),
+    Mutation(
+        "reciprocal_of_positive_weights",
+        "forward_backward/weights.py",
+        "return jnp.where(weight != 0, 1 / jnp.where",
+        "return jnp.where(weight > 0, 1 / jnp.where",
+        "forward_backward/test_seeds.py::test_a_negative_weight_divides_like_any_other",
+    ),
+    Mutation(
+        "restore_reads_padding",
+        "forward_backward/packed.py",
+        "valid = (self._segment > 0) & (self._column < length)",
+        "valid = self._column < length",
+        "forward_backward/test_budget.py::test_outputs_at_padding_reach_no_row",
+    ),
+    Mutation(
+        "row_keys_by_place_in_the_microbatch",
+        "forward_backward/microbatches.py",
+        "jnp.arange(plan.padded_rows))",
+        "jnp.arange(plan.padded_rows) % plan.rows_per_microbatch)",
+        "forward_backward/test_law.py::test_a_split_changes_nothing",
+    ),
+    Mutation(
+        "sum_in_the_parameters_dtype",
+        "forward_backward/accumulate.py",
+        "wide = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, accum_dtypes)",
+        "wide = grads",
+        "forward_backward/test_dtypes.py::test_the_accumulator_is_float32_unless_asked_and_asking_for_less_warns",
+    ),
+    # parallel
+    Mutation(
+        "experts_own_gradients_summed",
+        "parallel/data.py",
+        'if axis in ("pipe", "expert")}',
+        'if axis in ("pipe",)}',
+        "models/test_moe.py::test_a_split_changes_nothing",
+    ),
+    Mutation(
+        "zigzag_without_the_late_piece",
+        "parallel/context.py",
+        "pieces[[c, 2 * size - 1 - c]]",
+        "pieces[[2 * c, 2 * c + 1]]",
+        "parallel/test_context.py::test_zigzag_gives_every_device_an_early_and_a_late_piece",
+    ),
+    Mutation(
+        "fsdp_cuts_the_layers",
+        "parallel/sharding.py",
+        "first_dim = int(stacked and _in_layers(path))",
+        "first_dim = 0",
+        "parallel/test_sharding.py::test_the_stacked_dim_of_layers_is_never_cut_over_fsdp",
+    ),
+    # losses
+    Mutation(
+        "z_loss_scale_without_abs",
+        "losses/cross_entropy.py",
+        "scale = jnp.max(jnp.abs(jnp.stack(cotangents[0])))",
+        "scale = jnp.max(jnp.stack(cotangents[0]))",
+        "losses/test_regularizers.py::test_negative_cotangents_of_any_size_keep_their_gradient",
+    ),
+    Mutation(
+        "clip_on_the_wrong_side",
+        "losses/surrogates.py",
+        "return jnp.maximum(free, clipped), clipped > free",
+        "return jnp.minimum(free, clipped), clipped > free",
+        "losses/test_surrogates.py::test_values_gradients_and_metrics_are_the_references",
+    ),
+    Mutation(
+        "masked_tokens_counted",
+        "losses/cross_entropy.py",
+        "jnp.sum(jnp.where(mask != 0, mask * per_token, 0))",
+        "jnp.sum(mask * per_token)",
+        "losses/test_cross_entropy.py::test_masked_slots_are_inert_whatever_they_hold",
+    ),
+    # optim and the step
+    Mutation(
+        "norms_decay",
+        "optim/weight_decay.py",
+        'not has_word(path, "embed", "norm", "bias")',
+        'not has_word(path, "embed", "bias")',
+        "test_optim.py::test_norms_biases_and_embeddings_do_not_decay_whatever_their_shape",
+    ),
+    Mutation(
+        "warmup_one_late",
+        "optim/learning_rate.py",
+        "rise(jnp.minimum(count / max(warmup, 1), 1))",
+        "rise(jnp.minimum(count / max(warmup + 1, 1), 1))",
+        "test_optim_schedules.py::test_rates_are_those_of_transformers",
+    ),
+    Mutation(
+        "hysteresis_ignored",
+        "optim/loss_scale.py",
+        "scale=jnp.where(left == 0, smaller, state.scale)",
+        "scale=smaller",
+        "test_loss_scale.py::test_backs_off_and_grows_like_megatron",
+    ),
+    Mutation(
+        "clip_of_the_scaled_gradient",
+        "gradients.py",
+        "_wide(g) / jnp.asarray(loss_scale, _wide(g).dtype)",
+        "_wide(g)",
+        "test_gradients.py::test_clipping_sees_the_unscaled_gradient",
+    ),
+    Mutation(
+        "skip_by_the_signed_sum_of_weights",
+        "train_step.py",
+        "sum(jnp.abs(term.weight)",
+        "sum((term.weight)",
+        "test_train_step.py::test_weights_that_cancel_are_not_weights_that_are_zero",
+    ),
+    Mutation(
+        "dropout_key_by_step",
+        "train_step.py",
+        "jax.random.fold_in(state.rng, state.attempts)",
+        "jax.random.fold_in(state.rng, state.step)",
+        "test_train_step.py::test_a_skipped_update_does_not_repeat_its_dropout",
+    ),
+    # data
+    Mutation(
+        "position_of_the_padding",
+        "data/loader.py",
+        "return min(stop, self._end), self._batch(start, stop - start)",
+        "return stop, self._batch(start, stop - start)",
+        "data/test_loader.py::test_a_short_last_window",
+    ),
+    Mutation(
+        "target_of_the_next_document",
+        "data/packing.py",
+        "slots = np.maximum(np.asarray(lengths, np.int64) - 1, 0)",
+        "slots = np.maximum(np.asarray(lengths, np.int64), 0)",
+        "data/test_packing.py::test_rows_hold_every_pair_of_neighbours_once",
+    ),
+    Mutation(
+        "neighbouring_seeds_share_epochs",
+        "data/loader.py",
+        "mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])",
+        "mixed = seed",
+        "data/test_loader.py::test_each_epoch_is_another_permutation",
+    ),
+    # checkpoint
+    Mutation(
+        "dtypes_unchecked",
+        "checkpoint.py",
+        "if name in saved and saved[name] != leaf",
+        'if name in saved and saved[name]["shape"] != leaf["shape"]',
+        "test_checkpoint.py::test_refuses_what_orbax_would_cast",
+    ),
+    Mutation(
+        "oldest_is_the_best",
+        "checkpoint.py",
+        'scored.append((score["score"], -step))',
+        'scored.append((-score["score"], -step))',
+        "test_checkpoint.py::test_keeps_newest_and_best",
+    ),
+)
+
+
+def copy_with(mutation: Mutation | None, directory: Path) -> None:
+    """The package and its tests in `directory`, with one mistake in it, or none."""
+    shutil.copytree(ROOT / "jaxfb", directory / "jaxfb", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(ROOT / "tests", directory / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in LINKED:
+        (directory / name).symlink_to(ROOT / name)
+    if mutation is not None:
+        target = directory / "jaxfb" / mutation.file
+        target.write_text(mutation.applied(target.read_text()))
+
+
+def run(tests: list[str], directory: Path, seconds: float = 600) -> tuple[int, str]:
+    """(exit status, end of the output) of pytest on these tests of a copy."""
+    cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax"))
+    environment = {**os.environ, "PYTHONPATH": str(directory), "JAX_COMPILATION_CACHE_DIR": cache}
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-m", "not slow", "-p", "no:cacheprovider"]
+    command += [f"tests/{test}" for test in tests]
+    try:
+        done = subprocess.run(
+            command, cwd=directory, env=environment, capture_output=True, text=True, timeout=seconds
+        )
+    except subprocess.TimeoutExpired:
+        return 1, f"took more than {seconds} s"  # a mistake that makes a test hang is noticed
+    return done.returncode, done.stdout[-2000:]
+
+
+def outcome(mutation: Mutation) -> str:
+    """ "caught", "SURVIVED", or what went wrong: pytest's 1 means that a test failed, 0 that all passed."""
+    with tempfile.TemporaryDirectory() as directory:
+        copy_with(mutation, Path(directory))
+        status, output = run([mutation.test], Path(directory))
+    return {0: "SURVIVED", 1: "caught"}.get(status, f"BROKEN ({status}): {output}")
+
+
+def main(words: list[str]) -> int:
+    """Prints a line for each mutation; the exit status is the number of those that were not caught."""
+    chosen = [one for one in MUTATIONS if not words or any(word in one.name for word in words)]
+    missed = 0
+    for one in chosen:
+        found = outcome(one)
+        missed += found != "caught"
+        print(f"{one.name:<42} {found:<10} {one.test}", flush=True)
+    print(f"{len(chosen) - missed} of {len(chosen)} caught")
+    return min(missed, 99)
+
+
+if __name__ == "__main__":
+    if "--list" in sys.argv:
+        print("\n".join(f"{one.name:<42} {one.file:<34} {one.test}" for one in MUTATIONS))
+        sys.exit()
+    sys.exit(main(sys.argv[1:]))
