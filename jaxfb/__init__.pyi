@@ -18,7 +18,8 @@ from .losses.value import ValueLoss, value_fn, value_loss_fn
 from .mesh import make_mesh
 from .optim import DynamicLossScale, StaticLossScale, lr_schedule, make_optimizer
 from .rl import post_train
-from .train_step import StepMetrics, TrainState, make_train_step
+from .train_state import StepMetrics, TrainState
+from .train_step import make_train_step
 from .trainer import train
 from .types import ForwardBackwardOutput, Last, LossOutput, Max, Min, Pipelined, Sum
 

@@ -27,8 +27,7 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     Outside shard_map a sharded leaf is one array, so every parameter is counted once on any mesh.
     """
-    squares = [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
-    return jnp.sqrt(sum(squares, jnp.float32(0)))
+    return jnp.sqrt(sum(_squares(tree), jnp.float32(0)))
 
 
 def clip_by_global_norm(
@@ -59,15 +58,34 @@ def check_clipping(max_norm: float | None, convention: str = "exact") -> None:
 
 
 def nonfinite_leaves(tree: PyTree) -> jax.Array:
-    """bool[num_leaves], in the order of `jax.tree.leaves`: whether a leaf has an inf or a nan in it."""
-    flags = [~jnp.all(jnp.isfinite(leaf)) for leaf in jax.tree.leaves(tree)]
-    return jnp.stack(flags) if flags else jnp.zeros([0], bool)
+    """Flags the leaves that make `global_norm` inf or nan: bool[num_leaves], in the order of `jax.tree.leaves`.
+
+    Those are the leaves with an inf or a nan, or with a norm that overflows. Where only the sum over all leaves
+    overflows, all are flagged.
+    """
+    squares = _squares(tree)
+    if not squares:
+        return jnp.zeros([0], bool)
+    flags = ~jnp.stack([jnp.isfinite(square) for square in squares])
+    return flags | (~jnp.isfinite(sum(squares)) & ~jnp.any(flags))
+
+
+def num_zeros(tree: PyTree) -> jax.Array:
+    """Counts the numbers that are exactly zero, over all leaves together: float[]."""
+    # by rows in int32, which float32 cannot count beyond 2**24, and then in float, which does not overflow
+    rows = [jnp.sum(jnp.atleast_1d(leaf) == 0, axis=-1, dtype=jnp.int32) for leaf in jax.tree.leaves(tree)]
+    return sum((jnp.sum(row.astype(float)) for row in rows), jnp.zeros([], float))
 
 
 def names_of(flags: jax.typing.ArrayLike, tree: PyTree) -> list[str]:
     """On the host: the paths of the leaves whose flag is set, such as `["['layers']['w1']"]`."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag]
+
+
+def _squares(tree: PyTree) -> list[jax.Array]:
+    """The sum of squares of each leaf."""
+    return [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
 
 
 def _wide(x: jax.Array) -> jax.Array:

@@ -8,8 +8,8 @@ Everything behind `forward_backward` sees whole arrays; XLA cuts them as paramet
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,95 +23,12 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.optim import learning_rate_of
-from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
-from jaxfb.optim.overwrite import overwrite
+from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.parallel.sharding import abstract, adopt, shardings
+from jaxfb.train_state import NonFinite, StepMetrics, TrainState, is_init_function
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
 PyTree = Any
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class TrainState:
-    """All that one update reads and writes; what a checkpoint holds.
-
-    step:                i32[], applied updates. The learning rate is a function of it, and of nothing else.
-    samples:             i32[], rows of the applied updates.
-    params:              the master parameters, float32 as a rule.
-    opt_state:           the optimizer's; there is no microbatch in it.
-    rng:                 PRNG key of the whole run; an update's key is folded from it.
-    nonfinite_updates:   i32[], updates skipped because the gradient norm was not finite.
-    zero_weight_updates: i32[], updates skipped because their rows counted nothing.
-    loss_scale:          fp16 loss scaling, or None.
-    """
-
-    step: jax.Array
-    samples: jax.Array
-    params: PyTree
-    opt_state: PyTree
-    rng: jax.Array
-    nonfinite_updates: jax.Array
-    zero_weight_updates: jax.Array
-    loss_scale: LossScaleState | None = None
-
-    @classmethod
-    def create(
-        cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None
-    ) -> TrainState:
-        """A fresh state. `rng` is a seed or a key; `loss_scale` a DynamicLossScale, StaticLossScale or None."""
-        key = jax.random.key(rng) if isinstance(rng, int) else rng
-        zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
-        scale = loss_scale and loss_scale.init()
-        return cls(zero(), zero(), params, optimizer.init(params), key, zero(), zero(), scale)
-
-    @property
-    def attempts(self) -> jax.Array:
-        """i32[], global batches consumed: applied and skipped updates."""
-        return self.step + self.nonfinite_updates + self.zero_weight_updates
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class StepMetrics:
-    """The record of one update; scalars on the device, float32 unless said otherwise.
-
-    step:              i32, index of this update (applied updates before it).
-    loss:              of the whole global batch.
-    terms, weights:    name -> value of each term, and the weight that divided it.
-    metrics:           name -> value of the loss function's metrics.
-    grad_norm:         global norm of the reduced, divided, unscaled gradients.
-    clipped_grad_norm: the same after clipping.
-    clip_coefficient:  what the gradients were multiplied by.
-    param_norm:        global norm of the parameters before the update ("weight norm").
-    update_norm:       global norm of what was added to them (0 if skipped).
-    learning_rate:     the one that this update used; nan for a transformation that does not tell.
-    loss_scale:        that this update used, 1 without loss scaling.
-    skipped:           bool, the update was not applied.
-    nonfinite:         bool[num_leaves], which gradient leaves hold an inf or a nan; see `nonfinite_leaves`.
-    nonfinite_updates, zero_weight_updates: i32, skipped so far, this one included.
-    """
-
-    step: jax.Array
-    loss: jax.Array
-    terms: dict
-    weights: dict
-    metrics: dict
-    grad_norm: jax.Array
-    clipped_grad_norm: jax.Array
-    clip_coefficient: jax.Array
-    param_norm: jax.Array
-    update_norm: jax.Array
-    learning_rate: jax.Array
-    loss_scale: jax.Array
-    skipped: jax.Array
-    nonfinite: jax.Array
-    nonfinite_updates: jax.Array
-    zero_weight_updates: jax.Array
-
-    def nonfinite_leaves(self, params: PyTree) -> list[str]:
-        """Paths of the gradient leaves with an inf or a nan in them, such as "['layers']['mlp']['up']"."""
-        return gradients.names_of(self.nonfinite, params)
 
 
 def make_train_step(
@@ -124,6 +41,7 @@ def make_train_step(
     clip_convention: str = "exact",
     loss_scale: DynamicLossScale | StaticLossScale | None = None,
     dropout: bool = True,
+    count_zeros: bool = False,
     **forward_backward_options,
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
@@ -136,6 +54,7 @@ def make_train_step(
       clip_convention: "exact" min(1, max/norm), "torch" min(1, max/(norm + 1e-6)).
       loss_scale: for float16; the loss itself is reported unscaled.
       dropout: False hands None to the model as rng; a plan that packs rows asks for that.
+      count_zeros: fills in `StepMetrics.num_zeros`, at the price of another pass over the gradients.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
@@ -150,20 +69,33 @@ def make_train_step(
             "make_train_step, or a plan with packing=False"
         )
     fb = get_forward_backward_func(mesh, **forward_backward_options)
-    return TrainStep(fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout)
+    return TrainStep(
+        fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout, count_zeros
+    )
 
 
 class TrainStep:
     """A compiled update, and where its state lives; made by `make_train_step`."""
 
     def __init__(
-        self, forward_backward, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout
+        self,
+        forward_backward,
+        model,
+        optimizer,
+        plan,
+        max_grad_norm,
+        clip_convention,
+        loss_scale,
+        dropout,
+        count_zeros,
     ):
         self.forward_backward: ForwardBackward = forward_backward
         self.model, self.optimizer, self.plan = model, optimizer, plan
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
         self._loss_scale, self._dropout = loss_scale, dropout
+        self._count_zeros = count_zeros
         self._jitted = jax.jit(self._update, static_argnums=3, donate_argnums=0)
+        self._copied = jax.jit(self._create)
         self._shardings: dict = {}
         self._numbers: dict[int, jax.Array] = {}
 
@@ -202,20 +134,26 @@ class TrainStep:
         return self._jitted.trace(state, batch, self.plan.real_rows, self.plan)
 
     def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
-        """A fresh state on the mesh.
+        """Returns a fresh state on the mesh, whose arrays are its own: `params` stay the caller's.
 
         Args:
-          params: the parameters, or a function key -> parameters, which is then run sharded, so that no
-            device ever holds them whole.
+          params: the parameters, any pytree of float arrays; a model that can be called, such as an Equinox module, is
+            one. Or a function key -> parameters (see `is_init_function`), which is then run sharded, so that no device
+            ever holds them whole.
+          rng: a seed, or a PRNG key.
         """
         key = jax.random.key(rng) if isinstance(rng, int) else rng
-        if not callable(params):
-            state = TrainState.create(params, self.optimizer, key, self._loss_scale)
-            # a copy, since the state is donated and `params` are the caller's
-            return jax.device_put(state, self.state_shardings(state), may_alias=False)
+        if is_init_function(params):
+            create = self._creator(params)
+            return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+        mesh = self.forward_backward.mesh
+        places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
+        return self._copied(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
 
-        create = self._creator(params)
-        return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+    def _create(self, params: PyTree, key: jax.Array) -> TrainState:
+        """A fresh state made of copies: it will be donated, and where `device_put` moved nothing these are not ours."""
+        state = TrainState.create(jax.tree.map(jnp.copy, params), self.optimizer, key, self._loss_scale)
+        return jax.lax.with_sharding_constraint(state, self.state_shardings(state))
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
         """What `init` would give for a function key -> parameters, as shapes, dtypes and shardings: nothing is made."""
@@ -263,15 +201,25 @@ class TrainStep:
         rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
         out = self.forward_backward(self.model, state.params, batch, plan, rng, grad_scale=scale)
         grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
-        norm = gradients.global_norm(grads)
-        finite, counted = jnp.isfinite(norm), _weight(out) > 0
-        clipped, coefficient = gradients.clip_by_global_norm(
-            grads, norm, self._max_grad_norm, self._clip_convention
+        param_norm = gradients.global_norm(state.params)
+        norm, counted = gradients.global_norm(grads), _counts(out, self.forward_backward.normalize)
+        # Tried first, for its flags and norms alone: nothing of its arrays is stored. What is kept is computed again,
+        # inside the branch, where the compiler may overwrite parameters and moments where they are.
+        tried = self._attempt(state, out, norm, scale)
+        nonfinite = _nonfinite(out.loss, grads, state.params, tried, counted)
+        # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
+        # parameters, else a compiler copies them.
+        applied = ~nonfinite.any & counted & ~jnp.isnan(param_norm)
+        params, opt_state = jax.lax.cond(
+            applied,
+            lambda: self._kept(state, self._attempt(state, out, norm, scale)),
+            lambda: (state.params, state.opt_state),
         )
-        applied = finite & counted
-        params, opt_state, updates, said = self._apply(state, clipped, out.metrics, applied)
-        params, param_norm, update_norm = _overwritten(applied, params, state.params, updates)
-        new = _advance(state, params, opt_state, finite, counted, rows, self._loss_scale)
+        new = _advance(state, params, opt_state, applied, nonfinite, rows)
+        new = replace(
+            new,
+            loss_scale=self._loss_scale and self._loss_scale.update(state.loss_scale, jnp.isfinite(norm)),
+        )
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         return new, StepMetrics(
             step=state.step,
@@ -280,72 +228,94 @@ class TrainStep:
             weights={name: term.weight for name, term in out.terms.items()},
             metrics={name: metric.value for name, metric in out.metrics.items()},
             grad_norm=norm,
-            clipped_grad_norm=norm * coefficient,
-            clip_coefficient=coefficient,
+            clipped_grad_norm=norm * tried.clip_coefficient,
+            clip_coefficient=tried.clip_coefficient,
             param_norm=param_norm,
-            update_norm=jnp.where(applied, update_norm, 0),
-            learning_rate=learning_rate_of(self.optimizer, state.opt_state, state.samples, updated=said),
+            update_norm=jnp.where(applied, gradients.global_norm(tried.updates), 0),
+            learning_rate=learning_rate_of(
+                self.optimizer, state.opt_state, state.samples, updated=tried.opt_state
+            ),
             loss_scale=scale,
             skipped=~applied,
-            nonfinite=gradients.nonfinite_leaves(grads),
+            nonfinite=nonfinite,
             nonfinite_updates=new.nonfinite_updates,
             zero_weight_updates=new.zero_weight_updates,
+            num_zeros=gradients.num_zeros(grads) if self._count_zeros else None,
         )
 
-    def _apply(self, state: TrainState, grads: PyTree, metrics: dict, applied: jax.Array) -> tuple:
-        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted.
-
-        (parameters if it applies, optimizer state, updates, what the optimizer says of it).
-        """
+    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, scale: Any) -> _Attempt:
+        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted."""
         with jax.named_scope("optimizer"):
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-            updates, opt_state, said = overwrite(
-                self.optimizer, grads, state.opt_state, state.params, applied, samples=state.samples
+            grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
+            grads, coefficient = gradients.clip_by_global_norm(
+                grads, norm, self._max_grad_norm, self._clip_convention
             )
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            update = optax.with_extra_args_support(self.optimizer).update
+            updates, opt_state = update(grads, state.opt_state, state.params, samples=state.samples)
             counted = self.model.counted if isinstance(self.model, Pipelined) else None
             if counted is not None:
                 leaves = counted.leaves(state.params)
                 updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)
             params = optax.apply_updates(state.params, updates)
         if counted is not None and counted.after is not None:
-            params = counted.after(params, metrics)
-        return params, opt_state, updates, said
+            params = counted.after(params, out.metrics)
+        return _Attempt(params, opt_state, updates, coefficient)
+
+    def _kept(self, state: TrainState, attempt: _Attempt) -> tuple[PyTree, PyTree]:
+        """The parameters and the optimizer's state after an attempt that is applied, of the dtypes of before."""
+        old = (state.params, state.opt_state)
+        new = jax.tree.map(_of_dtype, (attempt.params, attempt.opt_state), old)
+        places = self.state_shardings(state)
+        return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
 
 
-def _overwritten(applied: jax.Array, new: PyTree, old: PyTree, updates: PyTree) -> tuple:
-    """(`new` where applied, else `old`; global norms of old and of updates), written where `old` is.
+class _Attempt(NamedTuple):
+    """One optax update, whether it will be applied or not."""
 
-    A compiler copies `old` unless the choice waits for the last that reads it. A GPU's takes the norm of the updates in
-    the pass that writes parameters; the one for CPU gives that a pass of its own, which has to come first.
-    """
-    norms = gradients.global_norm(old), gradients.global_norm(updates)
-    wait = jax.lax.optimization_barrier
-    chosen, of_old, of_updates = jax.lax.platform_dependent(
-        applied,
-        *norms,
-        cpu=lambda *values: wait(values),
-        default=lambda applied, of_old, of_updates: (*wait((applied, of_old)), of_updates),
-    )
-    return jax.tree.map(lambda a, b: jnp.where(chosen, a, b), new, old), of_old, of_updates
+    params: PyTree
+    opt_state: PyTree
+    updates: PyTree
+    clip_coefficient: jax.Array
 
 
-def _advance(state, params, opt_state, finite, counted, rows, loss_scale) -> TrainState:
+def _nonfinite(loss, grads, params, tried: _Attempt, counted) -> NonFinite:
+    """What was not finite, each part where it begins; without counted rows no update was wanted."""
+    of_gradients = gradients.nonfinite_leaves(grads)
+    of_updates = gradients.nonfinite_leaves(tried.updates) & ~jnp.any(of_gradients) & counted
+
+    def is_bad(old, update, new):
+        return ~jnp.all(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)))
+
+    flags = jax.tree.leaves(jax.tree.map(is_bad, params, tried.updates, tried.params))
+    of_parameters = jnp.stack(flags) if flags else of_gradients
+    return NonFinite(~jnp.isfinite(loss), of_gradients, of_updates, of_parameters)
+
+
+def _advance(state, params, opt_state, applied, nonfinite, rows) -> TrainState:
     """The state after this attempt: what is kept of parameters and moments, and the counters."""
-    applied = finite & counted
     return replace(
         state,
         params=params,
         opt_state=opt_state,
         step=state.step + applied,
         samples=state.samples + jnp.where(applied, rows, 0),
-        nonfinite_updates=state.nonfinite_updates + ~finite,
-        zero_weight_updates=state.zero_weight_updates + (finite & ~counted),
-        loss_scale=loss_scale and loss_scale.update(state.loss_scale, finite),
+        nonfinite_updates=state.nonfinite_updates + nonfinite.any,
+        zero_weight_updates=state.zero_weight_updates + (~nonfinite.any & ~applied),
     )
 
 
-def _weight(out: ForwardBackwardOutput) -> jax.Array:
-    return sum(jnp.abs(term.weight).astype(jnp.float32) for term in out.terms.values())
+def _counts(out: ForwardBackwardOutput, normalize: str) -> jax.Array:
+    """bool[], whether the rows count: some term has a divisor other than zero.
+
+    That is its weight over the global batch, or where each microbatch is divided by itself, its weight there.
+    """
+    divided = out.terms if normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
+    return jnp.any(jnp.stack([jnp.any(term.weight != 0) for term in divided.values()]))
+
+
+def _of_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
 
 
 def _moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTree:

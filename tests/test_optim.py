@@ -11,7 +11,6 @@ import pytest
 
 from jaxfb.gradients import clip_by_global_norm, global_norm, names_of, nonfinite_leaves
 from jaxfb.optim import decay_mask, learning_rate_of, lr_schedule, make_optimizer, weight_decay_schedule
-from jaxfb.optim.overwrite import overwrite
 
 OPTIMIZERS = ["adamw", "lion", "adafactor", "muon", "sgd"]
 
@@ -262,41 +261,6 @@ def test_the_rate_of_optax_transformations_is_read_from_their_state():
         state = after
     plain = optax.adam(1.0)
     assert jnp.isnan(learning_rate_of(plain, plain.init(params)))
-
-
-def twice():
-    """An optimizer with one array at two places of its state, which were different before."""
-
-    def update(grads, state, params):
-        total = jax.tree.map(jnp.add, grads, state[0])
-        return total, (total, total)
-
-    return optax.GradientTransformation(lambda params: (params, jax.tree.map(jnp.zeros_like, params)), update)
-
-
-ANY = {
-    "one array twice": twice(),
-    "rate in its state": optax.inject_hyperparams(optax.adam)(
-        learning_rate=optax.linear_schedule(1.0, 0.0, 4)
-    ),
-    "compiled": optax.GradientTransformation(optax.adam(1e-2).init, jax.jit(optax.adam(1e-2).update)),
-    "muon": make_optimizer("muon", learning_rate=1e-2, weight_decay=0.1),
-}
-
-
-@pytest.mark.parametrize("name", ANY)
-def test_the_state_is_overwritten_or_stays(name):
-    optimizer, params = ANY[name], mixed_params()
-    grads = jax.tree.map(jnp.sin, params)
-    _, state = optimizer.update(grads, optimizer.init(params), params)
-    updates, after = optimizer.update(grads, state, params)
-    made, kept, _ = overwrite(optimizer, grads, state, params, jnp.asarray(True))
-    # to rounding: what optax compiles as one runs here operation by operation
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6), (made, kept), (updates, after))
-    _, kept, said = overwrite(optimizer, grads, state, params, jnp.asarray(False))
-    jax.tree.map(np.testing.assert_array_equal, kept, state)
-    rates = (learning_rate_of(optimizer, state, updated=one) for one in (said, after))
-    np.testing.assert_array_equal(*rates)
 
 
 @pytest.mark.parametrize(

@@ -403,3 +403,64 @@ def test_options_that_are_not_legal_are_refused(options, message):
     plan = options.pop("plan", plan_of())
     with pytest.raises(ValueError, match=message):
         make_train_step(loss, optax.sgd(0.1), make_mesh(), plan, **options)
+
+
+# Whose arrays they are, and what counts as a function
+
+
+def caller_params(mesh):
+    """Arrays on one device, on the host and already on the mesh: any of them may share a buffer with the state."""
+    replicated = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    return [
+        jax.tree.map(jnp.array, W),
+        jax.tree.map(np.array, W),
+        jax.device_put(W, replicated),
+    ]
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"fsdp": 2}, {"data": 2, "tensor": 2}], ids=str)
+def test_the_arrays_that_a_state_is_made_of_stay_the_callers(sizes):
+    mesh = make_mesh(**sizes)
+    replicas = mesh.shape["data"] * mesh.shape["fsdp"]
+    optimizer = optax.contrib.schedule_free_sgd(0.1)  # its state has the parameters once more
+    step = make_train_step(loss, optimizer, mesh, plan_of(2, replicas))
+    for params in caller_params(mesh):
+        ends = []
+        for _ in range(2):
+            state = step.init(params)
+            ends.append(step(state, batch_of(0))[0].params)
+        same_bits(*ends)
+        same_bits(params, W)
+
+
+def test_a_host_array_that_its_owner_changes_does_not_change_the_state():
+    for sizes in ({}, {"data": 2}):
+        mesh = make_mesh(**sizes)
+        params = {"w": np.zeros(2048), "b": np.zeros(1)}
+        state = make_train_step(loss, optax.sgd(0.1), mesh, plan_of(2, mesh.shape["data"])).init(params)
+        params["w"][:] = 7
+        assert not np.any(host(state.params["w"]))
+
+
+class Affine:
+    def make(self, key):
+        return W
+
+    def __call__(self, key):
+        return W
+
+
+MAKERS = {
+    "function": lambda key: W,
+    "method": Affine().make,
+    "callable object": Affine(),
+    "partial": partial(lambda tree, key: tree, W),
+    "jax partial": jax.tree_util.Partial(lambda tree, key: tree, W),
+    "jitted": jax.jit(lambda key: W),
+}
+
+
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_function_makes_the_parameters_whatever_kind_it_is(name):
+    step = make_train_step(loss, optax.sgd(0.1), None, plan_of())
+    same_bits(step.init(MAKERS[name]).params, W)

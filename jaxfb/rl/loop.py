@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -358,9 +358,8 @@ class _Loop:
 
 def _record_of(metrics: StepMetrics) -> dict[str, float]:
     """The numbers of one update by name."""
-    named = scalars(jax.device_get(metrics))
+    named = scalars(jax.device_get(replace(metrics, nonfinite=None)))
     named["applied_updates"] = named.pop("step")
-    named.pop("nonfinite", None)
     return {name.removeprefix("metrics/"): value for name, value in named.items()}
 
 

@@ -46,7 +46,7 @@ class SkipGuard:
 
     def check(self, step: int, metrics: StepMetrics) -> None:
         """Reports a skipped update; raises NonFiniteAbort at the limit. Metrics are on the host."""
-        causes = _causes(metrics, self._params)
+        causes = metrics.nonfinite_causes(self._params)
         if not causes:
             if metrics.skipped:
                 self._say(f"update {step} skipped: its rows count nothing, their loss mask is zero")
@@ -68,14 +68,6 @@ class SkipGuard:
             raise NonFiniteAbort(
                 f"[train] {self._in_a_row} updates in a row, up to update {step}, were not finite in {what}"
             )
-
-
-def _causes(metrics: StepMetrics, params: Any) -> dict[str, list[str]]:
-    if hasattr(metrics, "nonfinite_causes"):
-        return metrics.nonfinite_causes(params)
-    causes = {} if np.isfinite(metrics.loss) else {"loss": []}
-    leaves = metrics.nonfinite_leaves(params)
-    return causes | ({"gradients": leaves} if leaves or not np.isfinite(metrics.grad_norm) else {})
 
 
 def described(causes: dict[str, list[str]]) -> str:

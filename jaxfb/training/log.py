@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 from jaxfb.batch_plan import Window
@@ -112,9 +113,8 @@ def record_of(metrics: StepMetrics, window: Window, rows_an_epoch: int) -> dict[
     A metric of many numbers, such as the load of each expert of each layer, is a list, and its "/min", "/mean" and
     "/max" are numbers beside it.
     """
-    named = scalars(metrics) | arrays(metrics.metrics)
+    named = scalars(replace(metrics, nonfinite=None)) | arrays(metrics.metrics)
     named["applied_updates"] = named.pop("step")
-    named.pop("nonfinite", None)
     record = {name.removeprefix("metrics/"): value for name, value in named.items()}
     tokens = record.pop(f"weights/{TERM}")
     epoch = (window.start + window.rows) / rows_an_epoch

@@ -1,0 +1,294 @@
+"""An update is applied wholly or not at all: what skips it, what is counted and named, and that every bit stays."""
+
+from collections import OrderedDict
+from dataclasses import replace
+from typing import NamedTuple
+
+import equinox as eqx
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import optax.contrib
+import pytest
+from flax import nnx
+
+import jaxfb
+from jaxfb import BatchPlan, Sum, make_mesh, make_train_step
+
+ROWS = 4
+PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
+
+
+def batch_of(seed=0, **controls):
+    """Rows, and what makes an update of them go wrong: by default nothing does."""
+    rng = np.random.default_rng(seed)
+    rows = {"x": rng.normal(size=(ROWS, 3)), "weight": np.ones(ROWS)}
+    neutral = {"added": 0.0, "slope": 0.0, "under_root": 1.0}
+    return rows | {name: np.full(ROWS, value) for name, value in (neutral | controls).items()}
+
+
+def loss_of(matrix, vector, microbatch):
+    """A loss of a [3, 3] and a [3] leaf, whose value or gradient the batch can spoil, one without the other.
+
+    added: a constant of the loss. slope: of the vector's first number. under_root: 0 makes the vector's gradient nan.
+    """
+    dtype = matrix.dtype
+    out = jnp.tanh(microbatch["x"].astype(dtype) @ matrix) @ vector
+    first = lambda name: microbatch[name][0].astype(dtype)  # noqa: E731
+    spoiled = first("slope") * vector[0] + jnp.sqrt(first("under_root") * jnp.sum(vector**2))
+    return Sum((out**2).sum() + spoiled + first("added"), microbatch["weight"].sum())
+
+
+def dict_loss(params, microbatch, rng):
+    return loss_of(params["matrix"], params["vector"], microbatch)
+
+
+def arrays(dtype=np.float32):
+    rng = np.random.default_rng(1)
+    return rng.normal(size=(3, 3)).astype(dtype), rng.normal(size=3).astype(dtype)
+
+
+def params_of(dtype=np.float32):
+    return dict(zip(("matrix", "vector"), arrays(dtype), strict=True))
+
+
+def bits(tree):
+    """Every leaf's dtype and bytes, on the host, since the state is donated."""
+    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
+    return [(str(leaf.dtype), np.asarray(plain(leaf)).tobytes()) for leaf in jax.tree.leaves(tree)]
+
+
+# Whatever the optimizer, the dtype and the tree
+
+
+class Pair(NamedTuple):
+    matrix: jax.Array
+    vector: jax.Array
+
+
+class Module(eqx.Module):
+    matrix: jax.Array
+    vector: jax.Array
+
+    def __call__(self, x):
+        raise AssertionError("a module is parameters, not a function that makes some")
+
+
+class Layer(nnx.Module):
+    def __init__(self, matrix, vector):
+        self.matrix, self.vector = nnx.Param(jnp.asarray(matrix)), nnx.Param(jnp.asarray(vector))
+
+
+def by_attribute(params, microbatch, rng):
+    return loss_of(params.matrix, params.vector, microbatch)
+
+
+def of_state(params, microbatch, rng):
+    return loss_of(params["matrix"][...], params["vector"][...], microbatch)
+
+
+TREES = {
+    "dict": (lambda matrix, vector: {"matrix": matrix, "vector": vector}, dict_loss),
+    "OrderedDict": (lambda *both: OrderedDict(zip(("vector", "matrix"), both[::-1], strict=True)), dict_loss),
+    "NamedTuple": (Pair, by_attribute),
+    "equinox": (lambda *both: Module(*map(jnp.asarray, both)), by_attribute),
+    "nnx": (lambda *both: nnx.state(Layer(*both)), of_state),
+    "with empty leaves": (
+        lambda *both: {**TREES["dict"][0](*both), "none": np.zeros((0, 3), both[0].dtype)},
+        dict_loss,
+    ),
+}
+
+injected = optax.inject_hyperparams(optax.adam)(learning_rate=optax.linear_schedule(0.1, 0.0, 9))
+split = optax.multi_transform(
+    {"fast": optax.sgd(0.1), "slow": optax.rmsprop(1e-3)}, {"matrix": "fast", "vector": "slow"}
+)
+CASES = {
+    "adamw": (jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1), "float32", "nnx"),
+    "sgd": (optax.sgd(0.1, momentum=0.9), "bfloat16", "OrderedDict"),
+    "lion": (jaxfb.make_optimizer("lion", learning_rate=0.01), "float16", "NamedTuple"),
+    "adafactor": (jaxfb.make_optimizer("adafactor", learning_rate=0.1), "float32", "with empty leaves"),
+    "muon": (jaxfb.make_optimizer("muon", learning_rate=0.1), "float32", "equinox"),
+    "lamb": (optax.lamb(0.1), "float64", "dict"),
+    "optimistic": (optax.optimistic_gradient_descent(0.1), "float32", "dict"),
+    "optimistic in bfloat16": (optax.optimistic_gradient_descent(0.1), "bfloat16", "nnx"),
+    "schedule-free": (optax.contrib.schedule_free_adamw(0.1), "float32", "equinox"),
+    "inject_hyperparams": (injected, "float64", "NamedTuple"),
+    "multi_transform": (split, "float16", "dict"),
+    "apply_if_finite": (optax.apply_if_finite(optax.adam(0.1), 1), "float32", "OrderedDict"),
+    "MultiSteps": (optax.MultiSteps(optax.adam(0.1), 2).gradient_transformation(), "float32", "dict"),
+    "noisy": (optax.noisy_sgd(0.1, key=0), "bfloat16", "dict"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been(name):
+    optimizer, dtype, tree = CASES[name]
+    make, loss = TREES[tree]
+    step = make_train_step(loss, optimizer, None, PLAN, max_grad_norm=1.0, dropout=False)
+    ends = []
+    for bad in (True, False):
+        state, _ = step(step.init(make(*arrays(dtype))), batch_of(0))
+        before = bits((state.params, state.opt_state))
+        if bad:
+            state, metrics = step(state, batch_of(1, under_root=0.0))
+            assert bool(metrics.skipped) and np.isfinite(metrics.loss) and not np.isfinite(metrics.grad_norm)
+            assert bits((state.params, state.opt_state)) == before
+        state, metrics = step(state, batch_of(2))
+        assert not bool(metrics.skipped) and metrics.update_norm > 0
+        assert {str(leaf.dtype) for leaf in jax.tree.leaves(state.params)} == {dtype}
+        ends.append(bits((state.params, state.opt_state)))
+        assert ends[-1] != before
+    assert ends[0] == ends[1]
+
+
+# What skips an update, and the names it gets
+
+
+@pytest.fixture(scope="module")
+def sgd():
+    return make_train_step(dict_loss, optax.sgd(0.1, momentum=0.9), None, PLAN, dropout=False)
+
+
+def attempt(step, params, batch, change=lambda state: state):
+    """(state before, state after, metrics) of one update from fresh parameters."""
+    state = change(step.init(params))
+    before = jax.tree.map(jnp.copy, state)
+    return before, *step(state, batch)
+
+
+@pytest.mark.parametrize("bad", [np.nan, np.inf, -np.inf])
+def test_a_loss_that_is_not_finite_skips_the_update_though_the_gradient_is(sgd, bad):
+    before, after, metrics = attempt(sgd, params_of(), batch_of(added=bad))
+    assert np.isfinite(metrics.grad_norm) and not np.any(metrics.nonfinite.gradients)
+    assert metrics.nonfinite_causes(after.params) == {"loss": []}
+    assert_skipped(before, after, metrics)
+
+
+def test_a_gradient_that_is_not_finite_is_named_by_its_leaf(sgd):
+    before, after, metrics = attempt(sgd, params_of(), batch_of(under_root=0.0))
+    assert np.isfinite(metrics.loss)
+    assert metrics.nonfinite_causes(after.params) == {"gradients": ["['vector']"]}
+    assert_skipped(before, after, metrics)
+
+
+def test_a_gradient_whose_norm_overflows_is_named_by_its_leaf(sgd):
+    before, after, metrics = attempt(sgd, params_of(), batch_of(slope=1e30))
+    assert np.isfinite(metrics.loss) and metrics.grad_norm == np.inf
+    assert metrics.nonfinite_causes(after.params) == {"gradients": ["['vector']"]}
+    assert_skipped(before, after, metrics)
+
+
+def test_a_moment_that_is_not_finite_skips_every_update_and_its_leaf_is_named(sgd):
+    def poisoned(state):
+        trace = state.opt_state[0].trace
+        trace = trace | {"matrix": trace["matrix"].at[1, 2].set(jnp.nan)}
+        return replace(state, opt_state=(state.opt_state[0]._replace(trace=trace), state.opt_state[1]))
+
+    before, after, metrics = attempt(sgd, params_of(), batch_of(), poisoned)
+    assert np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+    assert metrics.nonfinite_causes(after.params) == {"updates": ["['matrix']"]}
+    assert_skipped(before, after, metrics)
+
+
+def test_a_parameter_that_is_not_finite_skips_every_update_though_the_loss_does_not_read_it(sgd):
+    params = params_of() | {"unread": np.array([0.0, np.nan], np.float32)}
+    before, after, metrics = attempt(sgd, params, batch_of())
+    assert np.isfinite(metrics.loss) and np.isfinite(metrics.grad_norm)
+    assert metrics.nonfinite_causes(after.params) == {"parameters": ["['unread']"]}
+    assert_skipped(before, after, metrics)
+
+
+def test_a_finite_update_that_would_make_a_parameter_overflow_is_skipped():
+    """65504 is the largest float16; with 100 added it is infinite."""
+
+    def loss(params, microbatch, rng):
+        return Sum(-100 * params["far"].astype(jnp.float32).sum(), microbatch["weight"].sum() / ROWS)
+
+    plan = BatchPlan(rows=ROWS, num_microbatches=1)
+    step = make_train_step(loss, optax.sgd(1.0), None, plan, dropout=False)
+    params = {"far": np.array([1.0, 65504.0], np.float16)}
+    before, after, metrics = attempt(step, params, batch_of())
+    assert metrics.nonfinite_causes(after.params) == {"parameters": ["['far']"]}
+    assert_skipped(before, after, metrics)
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_a_learning_rate_that_is_not_finite_skips_the_update(dtype):
+    step = make_train_step(dict_loss, optax.adam(lambda count: jnp.nan), None, PLAN, dropout=False)
+    before, after, metrics = attempt(step, params_of(dtype), batch_of())
+    assert metrics.nonfinite_causes(after.params) == {"updates": ["['matrix']", "['vector']"]}
+    assert_skipped(before, after, metrics)
+
+
+def assert_skipped(before, after, metrics):
+    assert bool(metrics.skipped) and metrics.update_norm == 0
+    assert bits((before.params, before.opt_state)) == bits((after.params, after.opt_state))
+    assert (int(after.step), int(after.samples), int(after.attempts)) == (0, 0, 1)
+    assert int(after.nonfinite_updates) == int(metrics.nonfinite_updates) == 1
+    assert int(after.zero_weight_updates) == 0
+
+
+@pytest.mark.parametrize("normalize", ["global", "microbatch", "none"])
+def test_rows_that_count_nothing_skip_the_update_in_every_normalization(normalize):
+    optimizer = jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1)
+    step = make_train_step(masked_loss, optimizer, None, PLAN, normalize=normalize, dropout=False)
+    before, after, metrics = attempt(step, params_of(), batch_of(weight=0.0))
+    assert bool(metrics.skipped) and metrics.nonfinite_causes(after.params) == {}
+    assert bits((before.params, before.opt_state)) == bits((after.params, after.opt_state))
+    counters = (after.step, after.samples, after.nonfinite_updates, after.zero_weight_updates, after.attempts)
+    assert [int(count) for count in counters] == [0, 0, 0, 1, 1]
+    after, metrics = step(after, batch_of())
+    assert not bool(metrics.skipped)
+
+
+def masked_loss(params, microbatch, rng):
+    counted = microbatch["weight"] > 0
+    per_row = jnp.where(counted, (microbatch["x"] @ params["matrix"] @ params["vector"]) ** 2, 0)
+    return Sum(per_row.sum(), microbatch["weight"].sum())
+
+
+def test_weights_of_opposite_signs_are_no_reason_to_skip():
+    """What matters is whether each term is divided by something, not what all the weights add up to."""
+
+    def two_terms(params, microbatch, rng):
+        square, weight = (params["vector"] ** 2).sum(), microbatch["weight"].sum()
+        return jaxfb.LossOutput(terms={"a": Sum(2 * square * weight, weight), "b": Sum(square, -weight)})
+
+    step = make_train_step(two_terms, optax.sgd(0.1), None, PLAN, dropout=False)
+    _, after, metrics = attempt(step, params_of(), batch_of())
+    assert metrics.weights["a"] == -metrics.weights["b"] == ROWS
+    assert not bool(metrics.skipped) and int(after.step) == 1
+
+
+def test_an_update_after_a_skipped_one_draws_other_dropout_masks():
+    """Keys are folded from the attempts: a batch that was skipped is not met with the same masks again."""
+
+    def drawn(params, microbatch, rng):
+        draw = jax.vmap(jax.random.uniform)(rng).sum()
+        out = dict_loss(params, microbatch, rng)
+        return jaxfb.LossOutput(terms={"loss": out}, metrics={"drawn": jaxfb.Max(draw)})
+
+    step = make_train_step(drawn, optax.sgd(0.1), None, PLAN)
+    state, draws = step.init(params_of()), []
+    for controls in ({"under_root": 0.0}, {"weight": 0.0, "added": 0.0}, {}, {}):
+        state, metrics = step(state, batch_of(**controls))
+        draws.append(float(metrics.metrics["drawn"]))
+    assert (int(state.nonfinite_updates), int(state.zero_weight_updates), int(state.step)) == (1, 1, 2)
+    assert len(set(draws)) == 4
+
+
+def test_zeros_of_the_gradient_are_counted_where_that_is_asked_for():
+    def loss(params, microbatch, rng):
+        kept = jnp.array([1.0, 0.0, 1.0]) * params["vector"]
+        return Sum((microbatch["x"][:, :1] * kept).sum(), microbatch["weight"].sum())
+
+    counts = []
+    for mesh in (make_mesh(), make_mesh(data=2)):
+        plan = BatchPlan(rows=ROWS, num_microbatches=2, data_parallel=mesh.shape["data"])
+        step = make_train_step(loss, optax.sgd(0.1), mesh, plan, count_zeros=True, max_grad_norm=1.0)
+        counts.append(float(step(step.init(params_of()), batch_of())[1].num_zeros))
+    assert counts == [10, 10]  # the matrix, which is unread, and one number of the vector
+    step = make_train_step(loss, optax.sgd(0.1), None, PLAN)
+    assert step(step.init(params_of()), batch_of())[1].num_zeros is None
