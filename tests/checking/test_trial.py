@@ -90,24 +90,29 @@ def test_a_lost_bit_of_a_16_bit_sum_is_found(monkeypatch):
 
 
 def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
-    from jaxfb import train_step
+    from jaxfb.train_step import TrainStep
 
-    right = train_step.overwrite
+    right = TrainStep._attempt
 
-    def wrong(*arguments, **options):
-        updates, *others = right(*arguments, **options)
-        return jax.tree.map(lambda x: x * (1 + 1e-7), updates), *others
+    def of_wrong_size(step, state, *others):
+        made = right(step, state, *others)
+        params = jax.tree.map(lambda old, new: old + (new - old) * (1 + 1e-7), state.params, made.params)
+        return made._replace(params=params)
 
-    monkeypatch.setattr(train_step, "overwrite", wrong)
+    def of_old_moments(step, state, *others):
+        return right(step, state, *others)._replace(opt_state=state.opt_state)
+
+    monkeypatch.setattr(TrainStep, "_attempt", of_wrong_size)
     assert try_case(UPDATED).kind == "parameters"
-    monkeypatch.setattr(train_step, "overwrite", lambda *a, **o: (right(*a, **o)[0], a[2], a[2]))
+    monkeypatch.setattr(TrainStep, "_attempt", of_old_moments)
     assert try_case(UPDATED).kind == "optimizer state"
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
     from jaxfb import train_step
 
-    monkeypatch.setattr(train_step, "_overwritten", lambda applied, new, old, updates: (new, 0.0, 0.0))
+    right = train_step._nonfinite
+    monkeypatch.setattr(train_step, "_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args)))
     outcome = try_case(CASES["a skipped update"])
     assert "second parameters after a skipped update" in outcome.detail
 
