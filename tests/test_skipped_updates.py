@@ -249,36 +249,6 @@ def masked_loss(params, microbatch, rng):
     return Sum(per_row.sum(), microbatch["weight"].sum())
 
 
-def test_weights_of_opposite_signs_are_no_reason_to_skip():
-    """What matters is whether each term is divided by something, not what all the weights add up to."""
-
-    def two_terms(params, microbatch, rng):
-        square, weight = (params["vector"] ** 2).sum(), microbatch["weight"].sum()
-        return jaxfb.LossOutput(terms={"a": Sum(2 * square * weight, weight), "b": Sum(square, -weight)})
-
-    step = make_train_step(two_terms, optax.sgd(0.1), None, PLAN, dropout=False)
-    _, after, metrics = attempt(step, params_of(), batch_of())
-    assert metrics.weights["a"] == -metrics.weights["b"] == ROWS
-    assert not bool(metrics.skipped) and int(after.step) == 1
-
-
-def test_an_update_after_a_skipped_one_draws_other_dropout_masks():
-    """Keys are folded from the attempts: a batch that was skipped is not met with the same masks again."""
-
-    def drawn(params, microbatch, rng):
-        draw = jax.vmap(jax.random.uniform)(rng).sum()
-        out = dict_loss(params, microbatch, rng)
-        return jaxfb.LossOutput(terms={"loss": out}, metrics={"drawn": jaxfb.Max(draw)})
-
-    step = make_train_step(drawn, optax.sgd(0.1), None, PLAN)
-    state, draws = step.init(params_of()), []
-    for controls in ({"under_root": 0.0}, {"weight": 0.0, "added": 0.0}, {}, {}):
-        state, metrics = step(state, batch_of(**controls))
-        draws.append(float(metrics.metrics["drawn"]))
-    assert (int(state.nonfinite_updates), int(state.zero_weight_updates), int(state.step)) == (1, 1, 2)
-    assert len(set(draws)) == 4
-
-
 def test_zeros_of_the_gradient_are_counted_where_that_is_asked_for():
     def loss(params, microbatch, rng):
         kept = jnp.array([1.0, 0.0, 1.0]) * params["vector"]
