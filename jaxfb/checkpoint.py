@@ -129,6 +129,16 @@ class CheckpointStore:
                 self._damaged.add(candidate)
         raise FileNotFoundError(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
 
+    def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
+        """Compares names, shapes and dtypes with those of a complete step, without reading its arrays.
+
+        Raises:
+          ValueError: they differ; the message lists them.
+        """
+        wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(abstract_state).items()}
+        where = f"step {step} of {self.directory}"
+        _check_fit(self._record(step)["leaves"], _manifest(wanted), where, partial)
+
     def host(self, step: int | None = None) -> dict:
         """The host dict of a step (None: the newest complete), read without its arrays."""
         step = self.latest() if step is None else step
@@ -235,10 +245,9 @@ class CheckpointStore:
             multihost_utils.sync_global_devices("jaxfb set aside damaged checkpoints")
 
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
+        self.check_fit(abstract_state, step, partial)
         record = self._record(step)
         wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(abstract_state).items()}
-        where = f"step {step} of {self.directory}"
-        _check_fit(record["leaves"], _manifest(wanted), where, partial)
         skipped = {name: ocp.PLACEHOLDER for name in record["leaves"] if name not in wanted}
         with _context():
             path = self.directory / str(step)

@@ -549,6 +549,11 @@ def _is_refusal(error: Exception) -> bool:
     """Whether a `raise` statement of jaxfb made it; what another library raised keeps its traceback."""
     from dis import opmap
 
+    from jaxfb.refusal import Refused
+
+    if isinstance(error, Refused):
+        return True
+
     trace = error.__traceback__
     while trace.tb_next is not None:
         trace = trace.tb_next

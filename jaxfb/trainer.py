@@ -23,6 +23,7 @@ from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.data.chat import saved_chat
 from jaxfb.metrics import Pending
+from jaxfb.refusal import integer, number, refuse
 from jaxfb.train_step import StepMetrics
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made, what_runs
@@ -153,7 +154,20 @@ def generate(
 
     A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or imported with one) is given the prompt as a user's
     message, and its answer follows on a line of its own; raw: the prompt is continued as it stands all the same.
+
+    tokens: at most so many, at least 1. temperature: at least 0, which takes the likeliest token. seed: below 2**32.
+
+    Raises:
+      ValueError: one of them is not that, or the run cannot be read.
     """
+    who = "[generate]"
+    integer("seed", seed, who=who, least=0, most=2**32 - 1)
+    if tokens is not None:
+        integer("tokens", tokens, who=who)
+    if temperature is not None:
+        number("temperature", temperature, who=who, least=0)
+    if any("\ud800" <= character <= "\udfff" for character in prompt):
+        refuse("prompt", prompt, "text in UTF-8", who=who)
     use_compile_cache()
     directory, config = RunDirectory(Path(run_dir)), load_config(run_dir)
     enable_float64(config)

@@ -1,5 +1,7 @@
 """The command line refuses in one sentence, quickly, and hands the trainer what was asked for."""
 
+import errno
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -96,3 +98,33 @@ def test_help_imports_nothing_heavy():
     heavy = {"jax", "numpy", "yaml", "pydantic", "flax", "optax", "orbax", "rich", "matplotlib"}
     assert not heavy & set(done.stdout.split())
     assert "train" in done.stdout and "generate" in done.stdout
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--temperature", "nan"], "temperature must be a finite number of at least 0, got nan"),
+        (["--temperature", "-1"], "temperature must be a finite number of at least 0, got -1.0"),
+        (
+            ["--seed", str(10**20)],
+            f"seed must be an int that is not negative of at most {2**32 - 1}, got {10**20}",
+        ),
+        (["--seed", "-1"], "seed must be an int that is not negative, got -1"),
+        (["--tokens", "0"], "tokens must be a positive int, got 0"),
+        (["--prompt", "caf\udce9"], "prompt must be text in UTF-8, got 'caf\\udce9'"),
+    ],
+)
+def test_what_cannot_be_generated_is_refused_before_anything_is_read(tmp_path, capsys, arguments, sentence):
+    (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
+    assert main(["generate", str(tmp_path), "--prompt", "def ", *arguments]) == 2
+    assert capsys.readouterr().err == f"jaxfb: [generate] {sentence}\n"
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_what_a_disk_refuses_is_a_sentence_and_code_74(calls, capsys, number):
+    calls.error = OSError(number, os.strerror(number), "runs/x/plan.json.tmp")
+    assert main(["train", QUICKSTART]) == 74
+    assert capsys.readouterr().err == f"jaxfb: {os.strerror(number)}: runs/x/plan.json.tmp\n"
+    calls.error = OSError(errno.EBADF, "a bug")
+    with pytest.raises(OSError, match="a bug"):
+        main(["train", QUICKSTART])

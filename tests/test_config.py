@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 
 import pytest
 
-from jaxfb.config import config_from_dict, config_to_dict, load_config, save_yaml, table
+from jaxfb.config import ConfigError, config_from_dict, config_to_dict, load_config, save_yaml, table
 from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
@@ -172,3 +172,26 @@ def test_keys_of_a_policy_run(override, message):
 def test_a_config_of_another_command_is_refused():
     with pytest.raises(ValueError, match="is a config for `jaxfb rl`, not for `jaxfb train`"):
         load_config(CONFIGS / "grpo_arithmetic.yaml", command="train")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    [
+        (b"run: 2001-13-45\n", r"a value that YAML cannot read: '2001-13-45' in line 1, read as timestamp"),
+        (b"run:\n  epochs: !!float abc\n", r"cannot read: 'abc' in line 2, read as float"),
+        (b"run: !!timestamp abc\n", r"cannot read: 'abc' in line 1, read as timestamp"),
+        (b"run: !!int abc\n", r"cannot read: 'abc' in line 1, read as int"),
+        (b"run: " + b"9" * 5000, r"cannot read: '9999.*\.\.\. in line 1, read as int"),
+        (b"{a: " * 2500 + b"1" + b"}" * 2500, r"maps or lists too deep inside each other"),
+        (b"[" * 2500 + b"]" * 2500, r"maps or lists too deep inside each other"),
+        (b"run: \xff\xfe", r"is not UTF-8: invalid start byte at offset 5"),
+    ],
+)
+def test_odd_yaml_is_refused_in_a_sentence(tmp_path, content, sentence):
+    (tmp_path / "odd.yaml").write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"\[config\] .*odd\.yaml.*{sentence}") as refusal:
+        load_config(tmp_path / "odd.yaml")
+    assert len(str(refusal.value).splitlines()) == 1
+    if content.startswith(b"run: ") and b"\xff" not in content:
+        with pytest.raises(ConfigError, match=rf"\[config\] run\.epochs.*{sentence}"):
+            load_config(QUICKSTART, [f"run.epochs={content[5:].decode().strip()}"])

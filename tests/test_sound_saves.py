@@ -147,7 +147,7 @@ def test_a_checkpoint_with_a_nan_is_not_resumed(config, capsys):
     setup = trainer.make_setup(config)
     state, host = store.restore(setup.train_step(setup.plan.train).abstract_state(setup.init_params))
     into_parameters(state)
-    store.save(9, state, {**host, "update": 9})
+    store.save(9, state, {**host, "update": 9, "data": {**host["data"], "consumed_rows": 9 * 8}})
     store.close()
     assert main(["train", str(RunDirectory.of(config).path), "--resume", "run.updates=20"]) == 2
     said = capsys.readouterr().err

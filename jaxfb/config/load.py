@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
 from jaxfb.config.starter import starter_names, starter_text
+from jaxfb.refusal import shown
 
 MAX_BYTES = 1 << 20
 
@@ -94,10 +95,19 @@ def _read(path: Path) -> dict:
         raise ConfigError(
             f"[config] {path} has {path.stat().st_size} bytes; a config has at most {MAX_BYTES}"
         )
-    values = _parse(path.read_text(), str(path))
+    values = _parse(_text(path), str(path))
     if not isinstance(values, dict):
         raise ConfigError(f"[config] {path} must hold sections such as {', '.join(fields_of(Config))}")
     return values
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"[config] {path} is not UTF-8: {error.reason} at offset {error.start}") from None
+    except OSError as error:
+        raise ConfigError(f"[config] {path} cannot be read: {error.strerror}") from None
 
 
 def _parse(text: str, where: str) -> Any:
@@ -109,6 +119,39 @@ def _parse(text: str, where: str) -> Any:
         raise ConfigError(f"[config] {where}{line}: {error.problem}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
+    except RecursionError:
+        raise ConfigError(f"[config] {where} has maps or lists too deep inside each other") from None
+    except (ValueError, AttributeError, TypeError, OverflowError):  # of the values: 2001-13-45, !!float abc
+        raise ConfigError(f"[config] {where} has a value that YAML cannot read: {_culprit(text)}") from None
+
+
+def _culprit(text: str) -> str:
+    """The first value that cannot be read alone, with its line."""
+    for node in _scalars(yaml.compose(text, _Loader)):
+        try:
+            _Loader("").construct_object(node)
+        except (ValueError, AttributeError, TypeError, OverflowError):
+            tag = (
+                ""
+                if node.tag.startswith("tag:yaml.org,2002:str")
+                else f", read as {node.tag.rpartition(':')[2]}"
+            )
+            return (
+                f"{shown(node.value, 40)} in line {node.start_mark.line + 1}{tag}; put quotes around a text"
+            )
+    return "put quotes around texts"
+
+
+def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
+    if isinstance(node, yaml.ScalarNode):
+        yield node
+    elif isinstance(node, yaml.MappingNode):
+        for pair in node.value:
+            for part in pair:
+                yield from _scalars(part)
+    elif isinstance(node, yaml.SequenceNode):
+        for part in node.value:
+            yield from _scalars(part)
 
 
 def _not_found(path: Path) -> str:

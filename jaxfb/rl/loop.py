@@ -25,7 +25,7 @@ from jaxfb.rl.rows import Rows
 from jaxfb.rl.start import Base
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import package_versions
-from jaxfb.training.changes import check_changes
+from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.ending import after_failures, what_is_saved
 from jaxfb.training.guard import NonFiniteAbort, SkipGuard, listed, unsound_leaves
@@ -316,6 +316,8 @@ class _Loop:
         state, host = self._store.restore(self.work.abstract_state())
         if host["update"] != newest:
             self._check_record(host, allow_changes)
+        if changes := listing(changes_between(host["config"], self.config)):
+            print(f"changed since update {host['update']}:{changes}")
         self.work.restore(state, host["work"])
         self.done = self._saved = host["update"]
         self.metrics = host["metrics"]
@@ -323,8 +325,8 @@ class _Loop:
 
     def _check_record(self, host: dict[str, Any], allow_changes: bool) -> None:
         """Refuses to go on from a checkpoint of that record."""
-        check_changes(host["config"], self.config, host["update"], allow=allow_changes)
         if not allow_changes:
+            check_changes(host["config"], self.config, host["update"])
             self._check_same_text(host["plan"])
         self.work.check_resume(host)
 

@@ -7,7 +7,7 @@ file is about what no shape shows: a model that reads the same parameters in ano
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.config import config_from_dict, config_to_dict
@@ -32,34 +32,27 @@ FIXED_OF_ROWS = ("held_out_fraction", "template", "learn", "sequence_length", "t
 Change = tuple[str, Any, Any]
 
 
-def check_changes(
-    saved: Mapping[str, Any],
-    config: Any,
-    update: int,
-    *,
-    allow: bool = False,
-    say: Callable[[str], None] = print,
-) -> None:
-    """Prints every key whose value is not the saved run's, and refuses those that change what was saved.
+def check_changes(saved: Mapping[str, Any], config: Any, update: int) -> None:
+    """Refuses a config that gives what was saved another meaning.
 
     Args:
       saved: the config of the checkpoint, as plain nested values.
       config: the one to go on with.
       update: of the checkpoint.
-      allow: go on with any change.
     Raises:
-      ValueError: a changed key gives the saved parameters or rows another meaning, and `allow` is False.
+      ValueError: a key has another value that the saved parameters, rows or rollout were made with.
     """
-    changes = changes_between(saved, config)
-    if fixed := [change for change in changes if is_fixed(change[0])]:
-        if not allow:
-            raise ValueError(
-                f"[config] the run saved at update {update} has {_listed(fixed)}, which would give its parameters or "
-                f"its rows another meaning; use the saved values, another run.dir, or {FLAG} to go on all the same"
-            )
-    if changes:
-        lines = "".join(f"\n  {key}: {_text(old)} -> {_text(new)}" for key, old, new in changes)
-        say(f"changed since update {update}:{lines}")
+    if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
+        had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in fixed)
+        raise ValueError(
+            f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "
+            f"meaning; use the saved values, another run.dir, or {FLAG} to go on all the same"
+        )
+
+
+def listing(changes: list[Change]) -> str:
+    """One indented line for each change, each after a line break; empty where there is none."""
+    return "".join(f"\n  {key}: {_text(old)} -> {_text(new)}" for key, old, new in changes)
 
 
 def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
@@ -97,10 +90,6 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
     for name, value in values.items():
         found |= _flat(value, f"{prefix}.{name}" if prefix else name)
     return found
-
-
-def _listed(changes: list[Change]) -> str:
-    return " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
 
 
 def _text(value: Any) -> str:

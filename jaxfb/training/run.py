@@ -17,7 +17,7 @@ from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.batches import HostBatch, WindowReader, place
-from jaxfb.training.changes import check_changes
+from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.run_dir import RunDirectory
@@ -94,14 +94,20 @@ class Run:
             return False
         setup = self.setup
         abstract = self._step(setup.plan.train).abstract_state(setup.init_params)
+        newest = self._store.latest()
+        if newest is not None:  # refused before arrays are read, which may take minutes
+            self._store.check_fit(abstract, newest)
+            self._check_record(self._store.host(newest), allow_changes)
         state, host = self._store.restore(abstract)
         if bad := unsound_leaves((state.params, state.opt_state)):
             raise ValueError(
                 f"[checkpoint] update {host['update']} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
                 f"move its directory away to go on from an earlier one{self._earlier(host['update'])}"
             )
-        self._check_same_rows(host)
-        check_changes(host["config"], setup.config, host["update"], allow=allow_changes, say=self.say)
+        if host["update"] != newest:
+            self._check_record(host, allow_changes)
+        if changes := listing(changes_between(host["config"], setup.config)):
+            self.say(f"changed since update {host['update']}:{changes}")
         if allow_changes:
             self._reader.seek(host["data"]["consumed_rows"])
         else:
@@ -220,6 +226,11 @@ class Run:
         count = self.state.samples if config.lr.unit == "samples" else self.state.step
         with warnings.catch_warnings(action="ignore"):
             return float(optimizer(config, plan).learning_rate(int(count)))
+
+    def _check_record(self, host: dict[str, Any], allow_changes: bool) -> None:
+        self._check_same_rows(host)
+        if not allow_changes:
+            check_changes(host["config"], self.setup.config, host["update"])
 
     def _check_same_rows(self, host: dict[str, Any]) -> None:
         plan, saved = self.setup.plan, host["plan"]
