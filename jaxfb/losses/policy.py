@@ -23,6 +23,7 @@ from jaxfb.losses.kl import check_kl_estimator, kl_penalty
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
+from jaxfb.refusal import function
 from jaxfb.types import LossOutput, Max, Min, Sum
 
 
@@ -71,6 +72,7 @@ class PolicyLoss:
     on_policy: bool = False
 
     def __post_init__(self):
+        function("surrogate", self.surrogate, "(tokens, sequences), such as PPOClip()", who="[loss]")
         check_aggregation(self._aggregation, self.scale)
         check_kl_estimator(self.kl_estimator)
         check_not_negative("loss", "0 for no such term", kl_coef=self.kl_coef)

@@ -13,6 +13,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxfb.refusal import Refused, shown
+
 
 def check_number(
     who: str, name: str, value: Any, is_legal: Callable[[Any], bool], rule: str, use: Any
@@ -23,7 +25,8 @@ def check_number(
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
     if not is_number or math.isnan(value) or not is_legal(value):
-        raise ValueError(f"[{who}] {name}={value!r} must be {rule}; use {use}")
+        choices = [{name: use}] if isinstance(use, Real) else []
+        raise Refused(f"[{who}] {name}={shown(value)} must be {rule}; use {use}", choices)
 
 
 def check_positive(who: str, use: Any, **values: Any) -> None:

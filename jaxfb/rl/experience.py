@@ -25,7 +25,7 @@ from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
 from jaxfb.rl.advantage import BY_GROUP, advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
-from jaxfb.rl.tasks import Problem, Response, Task, checked_reward, messages_of
+from jaxfb.rl.tasks import Problem, Response, Task, checked_correct, checked_reward, messages_of
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -93,7 +93,7 @@ class Experience:
             full = part + [part[0]] * (self.plan.rows - len(part))  # one shape, one program
             responses = self.sampler(placed, self._encoded(full), None, greedy=True)
             texts = self._texts(responses)[: len(part)]
-            solved += sum(self.task.is_correct(p, text) for p, text in zip(part, texts, strict=True))
+            solved += sum(checked_correct(self.task, p, text) for p, text in zip(part, texts, strict=True))
         return solved / len(problems)
 
     @cached_property
@@ -151,7 +151,7 @@ class Experience:
     def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
         answered = list(zip(problems, self._texts(responses), strict=True))
         rewards = np.array([checked_reward(self.task, problem, text) for problem, text in answered])
-        return rewards, np.array([self.task.is_correct(problem, text) for problem, text in answered], bool)
+        return rewards, np.array([checked_correct(self.task, problem, text) for problem, text in answered])
 
     def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
         """float[R], of the greedy response to each row's prompt: the baseline of ReMax."""

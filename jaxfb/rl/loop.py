@@ -23,6 +23,7 @@ from jaxfb.display import Progress, print_table
 from jaxfb.metrics import Pending, Throughput, make_writers, scalars
 from jaxfb.rl.rows import Rows
 from jaxfb.rl.start import Base
+from jaxfb.rl.tasks import BadJudgement
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
@@ -221,6 +222,12 @@ class _Loop:
         except NonFiniteAbort as error:
             self._store.wait()
             raise NonFiniteAbort(f"{error}; {after_failures(self._store.latest(), self._again())}") from None
+        except BadJudgement as error:  # of a rollout of which nothing has been learnt yet
+            self._arrive(self._pending.flush(), hooks, guard)
+            if not guard.failed:
+                self._save(hooks)
+            self._store.wait()
+            raise BadJudgement(f"{error} ({self._what_is_saved()})") from None
         self._store.wait()
 
     def _one(self, hooks: Callback, guard: SkipGuard) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -160,7 +161,8 @@ class PolicyWork:
         return {**counted, "applied_updates": int(self.train_state.step)}
 
     def picture(self, directory: RunDirectory) -> None:
-        plot_policy([directory.metrics], directory.path / "accuracy.png")
+        if find_spec("matplotlib"):
+            plot_policy([directory.metrics], directory.path / "accuracy.png")
 
     @property
     def params(self) -> PyTree:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -111,7 +112,8 @@ class SupervisedWork:
         return {"applied_updates": int(self.train_state.step), "rows": count(self.stream.rows)}
 
     def picture(self, directory: RunDirectory) -> None:
-        plot_losses(directory.metrics, directory.picture)
+        if find_spec("matplotlib"):
+            plot_losses(directory.metrics, directory.picture)
 
 
 def make_supervised_work(config: SFTConfig) -> SupervisedWork:

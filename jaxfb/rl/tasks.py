@@ -65,20 +65,41 @@ class Task(Protocol):
         """Whether the response counts as solved."""
 
 
+class BadJudgement(ValueError):
+    """A task gave something else than a finite reward, or than a yes or no."""
+
+
 def checked_reward(task: Task, problem: Problem, response: Response) -> float:
-    """The task's reward of a response.
+    """Returns the task's reward of a response.
 
     Raises:
-      ValueError: it is not a finite number; the message has the prompt and the response.
+      BadJudgement: it is not a finite number; the message has the prompt and the response.
     """
     reward = task.reward(problem, response)
     number = np.asarray(reward)
-    if number.shape == () and number.dtype.kind in "biuf" and np.isfinite(number):
-        return float(number)
-    raise ValueError(
-        f"[task] reward={reward!r} must be a finite number, for prompt {_short(problem.prompt)} and response "
-        f"{_short(response)}; return 0.0 for a response that cannot be judged"
-    )
+    if number.shape != () or number.dtype.kind not in "biuf" or not np.isfinite(number):
+        rule = "a finite number; return 0.0 for a response that cannot be judged"
+        raise BadJudgement(_refusal("reward", reward, rule, problem, response))
+    return float(number)
+
+
+def checked_correct(task: Task, problem: Problem, response: Response) -> bool:
+    """Returns whether the task counts a response as solved.
+
+    Raises:
+      BadJudgement: it is neither True nor False; the message has the prompt and the response.
+    """
+    correct = task.is_correct(problem, response)
+    answer = np.asarray(correct)
+    if answer.shape != () or answer.dtype.kind not in "biu":
+        raise BadJudgement(_refusal("is_correct", correct, "True or False", problem, response))
+    return bool(answer)
+
+
+def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Response) -> str:
+    where = f"for prompt {_short(problem.prompt)} and response {_short(response)}"
+    rule, _, use = rule.partition("; ")
+    return f"[task] {name}={value!r} must be {rule}, {where}{'; ' * bool(use)}{use}"
 
 
 def check_task(task: Any, chat: Chat) -> int:
@@ -106,7 +127,9 @@ def check_task(task: Any, chat: Chat) -> int:
         )
     first = task.train[0]
     (ids,) = chat.tokenizer.encode([str(first.answer)])
-    checked_reward(task, first, Response.of(str(first.answer), np.append(ids, chat.stop_tokens[0]), True))
+    response = Response.of(str(first.answer), np.append(ids, chat.stop_tokens[0]), True)
+    checked_reward(task, first, response)
+    checked_correct(task, first, response)
     return max(lengths)
 
 

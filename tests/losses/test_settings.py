@@ -129,3 +129,9 @@ def test_a_kl_that_is_not_finite_leaves_the_coefficient_as_it_is():
 def test_a_scale_is_asked_for():
     with pytest.raises(ValueError, match="needs a positive constant scale, got None"):
         check_aggregation("seq-mean-token-sum-norm", None)
+
+
+def test_a_surrogate_must_be_a_function():
+    for wrong in (None, "ppo", SURROGATES["ppo"]):
+        with pytest.raises(ValueError, match=r"\[loss\] surrogate must be a function .* such as PPOClip\(\)"):
+            PolicyLoss(wrong)

@@ -15,7 +15,7 @@ from jaxfb.rl.advice import changed, planned
 from jaxfb.rl.policy import _rollout_plan, make_policy_work
 from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.start import make_base
-from jaxfb.rl.tasks import Arithmetic, Problem, Response, checked_reward
+from jaxfb.rl.tasks import Arithmetic, BadJudgement, Problem, Response, checked_reward
 from jaxfb.training.changes import changes_between
 from tests.rl.test_policy import PPO, TINY
 
@@ -109,17 +109,17 @@ def test_settings_are_refused_before_anything_is_computed(changes, message):
 class Own:
     """A task of one's own; members are given."""
 
-    def __init__(self, reward=1.0, train=None, held_out=None):
+    def __init__(self, reward=1.0, train=None, held_out=None, correct=True):
         problem = Problem("1+1=", "2")
         self.train = [problem] if train is None else train
         self.held_out = [problem] if held_out is None else held_out
-        self._reward = reward
+        self._reward, self._correct = reward, correct
 
     def reward(self, problem, response):
         return self._reward
 
     def is_correct(self, problem, response):
-        return True
+        return self._correct
 
 
 @pytest.mark.parametrize(
@@ -133,6 +133,8 @@ class Own:
         (Own(float("inf")), "reward=inf must be a finite number"),
         (Own("1.0"), "reward='1.0' must be a finite number"),
         (Own([1.0]), r"reward=\[1.0\] must be a finite number"),
+        (Own(correct=None), r"is_correct=None must be True or False, for prompt '1\+1='"),
+        (Own(correct="no"), "is_correct='no' must be True or False"),
         (object(), "lacks train, held_out, reward, is_correct"),
     ],
 )
@@ -231,3 +233,25 @@ def test_a_policy_is_asked_and_warmed_up_through_the_template():
     task = Own(train=[Problem(messages, "2")])
     work = make_policy_work(with_({"task": {"template": "plain"}}), task)
     assert work.experience.sampler.prompt_width == len("System: Add.\n\nUser: 1+1=\n\nAssistant: ")
+
+
+@pytest.mark.slow
+def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
+    """The first rollout is learnt, the second cannot be judged: the run is saved between them."""
+    from jaxfb.rl import post_train
+    from jaxfb.training.run_dir import RunDirectory
+
+    class Fails(Own):
+        calls = 0
+
+        def reward(self, problem, response):
+            self.calls += 1
+            return float(len(response)) if self.calls <= 1 + 16 else None  # a trial, and a rollout
+
+    sizes = {"rollouts": 2, "epochs": 1}
+    config = with_({"rollout": sizes, "run": {"dir": str(tmp_path / "run")}})
+    with pytest.raises(
+        BadJudgement, match=r"reward=None .* for prompt '1\+1=' .*\(saved after update 2 of 4\)"
+    ):
+        post_train(config, task=Fails())
+    assert RunDirectory(tmp_path / "run").newest_update() == 2
