@@ -13,7 +13,7 @@ import errno
 import os
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -163,6 +163,7 @@ def _add_training(verbs) -> None:
         verb = _verb(verbs, name, _post_train, text)
         verb.set_defaults(command=name)
         _add_config(verb)
+        _add_hosts(verb)
         _add_where_to_begin(verb)
 
 
@@ -353,15 +354,7 @@ def _train_on(config, options) -> int:
         from jaxfb.training.profile import Profile
 
         more["callbacks"] = [Profile()]
-    try:
-        result = trainer.train(config, resume=options.resume, fresh=options.fresh, **more)
-    except trainer.NonFiniteAbort as error:
-        print(f"jaxfb: {error}", file=sys.stderr)
-        return GAVE_UP
-    except trainer.LostProcess as error:
-        print(f"jaxfb: {error}", file=sys.stderr)
-        return LOST
-    return RESUMABLE if result.status == "interrupted" else 0
+    return _ended(lambda: trainer.train(config, resume=options.resume, fresh=options.fresh, **more))
 
 
 def _post_train(options) -> int:
@@ -371,15 +364,24 @@ def _post_train(options) -> int:
 
 def _post_train_on(config, options) -> int:
     from jaxfb import rl
-    from jaxfb.training.cluster import refuse_several
-    from jaxfb.training.guard import NonFiniteAbort
 
-    refuse_several(options.command)
+    return _ended(
+        lambda: rl.post_train(config, resume=options.resume, fresh=options.fresh, **_changes(options))
+    )
+
+
+def _ended(train: Callable[[], Any]) -> int:
+    """Returns the exit code of a training command."""
+    from jaxfb import trainer
+
     try:
-        result = rl.post_train(config, resume=options.resume, fresh=options.fresh, **_changes(options))
-    except NonFiniteAbort as error:
+        result = train()
+    except trainer.NonFiniteAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return GAVE_UP
+    except trainer.LostProcess as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return LOST
     return RESUMABLE if result.status == "interrupted" else 0
 
 

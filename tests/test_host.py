@@ -7,24 +7,24 @@ from tiny import write_tiny
 from jaxfb import trainer
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
+from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.profile import Profile
-from jaxfb.training.run import Run
 
 
 @pytest.fixture(scope="module")
 def guarded(tmp_path_factory):
     """A run of six updates in which every update but the first is dispatched under a transfer guard."""
-    update, seen = Run.update, []
+    update, seen = Pretraining.update, []
 
-    def guarded_update(run, window, batch):
-        if window.update == 0:
-            return update(run, window, batch)
+    def guarded_update(work, number, batch):
+        if number == 0:
+            return update(work, number, batch)
         with jax.transfer_guard("disallow"):
-            seen.append(window.update)
-            return update(run, window, batch)
+            seen.append(number)
+            return update(work, number, batch)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Run, "update", guarded_update)
+        patch.setattr(Pretraining, "update", guarded_update)
         config = load_config(
             write_tiny(tmp_path_factory.mktemp("host"), run={"updates": 6}, eval={"prompt": ""})
         )

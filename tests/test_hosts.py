@@ -17,7 +17,7 @@ from jaxfb.config import load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
-from jaxfb.training.cluster import Place, find_place, refuse_several
+from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.hosts import Hosts
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
@@ -93,12 +93,6 @@ def test_a_process_finds_its_place(config, environment, place, monkeypatch):
 def test_half_a_place_is_refused(config, environment, sentence):
     with pytest.raises(ValueError, match=sentence):
         find_place(HostsConfig(**config), environment)
-
-
-def test_a_command_for_one_process_does_not_start_in_copies():
-    refuse_several("rl", {})
-    with pytest.raises(ValueError, match="jaxfb rl runs as one process, this is process 3 of 4; start one"):
-        refuse_several("rl", GIVEN)
 
 
 def test_who_differs_in_what_is_one_sentence():

@@ -71,7 +71,7 @@ def refused(capsys, *arguments):
         ("run.seed=1", "has run.seed=0 (now 1)"),
         ("data.seed=1", "belongs to rows with seed=0, these have seed=1"),
         ("batch.rows=4", "resuming would train other rows"),
-        ("model.hidden_size=32", "does not fit this run"),
+        ("model.hidden_size=32", "has model.hidden_size=16 (now 32)"),
         ("log.writers=[wandb, tensorboard]", "needs the package"),
     ],
 )

@@ -17,7 +17,7 @@ from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.metrics import JsonlWriter, read_jsonl
 from jaxfb.training.guard import NonFiniteAbort, unsound_leaves
-from jaxfb.training.run import Run
+from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.run_dir import RunDirectory
 
 SHORT = {
@@ -87,13 +87,13 @@ def test_poison_before_the_first_checkpoint_saves_nothing(config):
 
 def test_a_loss_that_is_not_finite_is_a_failed_update(config, monkeypatch):
     """Its gradients are finite; nothing is saved until an update is applied again."""
-    update, steps = Run.update, []
+    update, steps = Pretraining.update, []
 
-    def infinite(self, window, batch):
-        metrics = update(self, window, batch)
-        return metrics if window.update != 3 else fails(metrics)
+    def infinite(work, number, batch):
+        metrics, more = update(work, number, batch)
+        return (metrics if number != 3 else fails(metrics)), more
 
-    monkeypatch.setattr(Run, "update", infinite)
+    monkeypatch.setattr(Pretraining, "update", infinite)
     trainer.train(config, callbacks=[callback(on_save=lambda step, directory: steps.append(step))])
     assert steps == [2, 5, 6, 8]
 

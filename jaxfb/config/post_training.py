@@ -12,6 +12,7 @@ from typing import Literal
 
 from jaxfb.config.sections import (
     CheckpointConfig,
+    HostsConfig,
     LearningRateConfig,
     LogConfig,
     MeshConfig,
@@ -388,6 +389,7 @@ class PostTrainingConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
     log: LogConfig = field(default_factory=LogConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
         if (self.model is None) == (self.start.run is None):

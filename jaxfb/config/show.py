@@ -34,6 +34,25 @@ def table(config: Any) -> list[tuple[str, Any]]:
     return list(_rows(config_to_dict(config), ""))
 
 
+def changed_keys(config: Any) -> list[tuple[str, Any]]:
+    """Returns (dotted key, value) of every leaf that differs from its default or has none."""
+    return list(_changed(config, ""))
+
+
+def _changed(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    for field in dataclasses.fields(config):
+        if not field.init:
+            continue
+        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        if dataclasses.is_dataclass(value):
+            yield from _changed(value, f"{name}.")
+        elif field.default_factory is not dataclasses.MISSING:
+            if value != field.default_factory():
+                yield name, _plain(value)
+        elif value != field.default:
+            yield name, _plain(value)
+
+
 def _rows(values: dict, prefix: str) -> Iterator[tuple[str, Any]]:
     for name, value in values.items():
         if isinstance(value, dict) and value:

@@ -2,8 +2,8 @@
 
     sample -> reward -> log-probs (old, reference, values) -> advantages -> [rows -> one update] x K x epochs
 
-`policy.py` is that line; `supervised.py` and `preference.py` are the other two kinds of run; `loop.py` is what all
-share. Every pass is the same `forward_backward` call, with the plan of its purpose.
+`policy.py` is that line; `supervised.py` and `preference.py` are the other two kinds of run; `training/loop.py` is
+what all share, pretraining too. Every pass is the same `forward_backward` call, with the plan of its purpose.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 
 if TYPE_CHECKING:
     from jaxfb.callbacks import Callback
-    from jaxfb.rl.loop import Result
     from jaxfb.rl.tasks import Task
+    from jaxfb.training.session import Result
 
 
 def post_train(
@@ -40,9 +40,9 @@ def post_train(
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
       CannotWrite: the disk is full or not writable; the message says which update is saved.
     """
-    from jaxfb.rl import loop
+    from jaxfb.training import loop
 
-    def make() -> Any:
+    def make(config: Any, hosts: Any) -> Any:
         if isinstance(config, SFTConfig):
             from jaxfb.rl.supervised import make_supervised_work
 
@@ -53,8 +53,6 @@ def post_train(
             return make_preference_work(config)
         from jaxfb.rl.policy import make_policy_work
 
-        return make_policy_work(config, task)
+        return make_policy_work(config, task, hosts.first)
 
-    return loop.run(
-        make, config, resume=resume, fresh=fresh, allow_changes=allow_changes, callbacks=callbacks
-    )
+    return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)

@@ -9,8 +9,9 @@ are numpy, [R, S] with R = prompts * samples_per_prompt rows and S slots, aligne
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import jax
@@ -51,7 +52,13 @@ class Rollout(NamedTuple):
 
 @dataclass(frozen=True)
 class Experience:
-    """Makes rollouts. `length`: slots of a row. value_model: of the critic, whose outputs are {"values"}."""
+    """Makes rollouts.
+
+    length:      slots of a row.
+    value_model: of the critic, whose outputs are {"values"}.
+    once:        calls a function on process 0 and returns its JSON-able value on every process of the job; rewards may
+      be costly or random, so they are computed once.
+    """
 
     base: Base
     task: Task
@@ -59,6 +66,7 @@ class Experience:
     sampler: Sampler
     length: int
     value_model: Pipelined | None = None
+    once: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
 
     def rollout(self, number: int, models: Models, kl: AdaptiveKL) -> Rollout:
         """Rollout `number` of the run, from 0: a function of it, the seed and the models."""
@@ -93,8 +101,11 @@ class Experience:
             full = part + [part[0]] * (self.plan.rows - len(part))  # one shape, one program
             responses = self.sampler(placed, self._encoded(full), None, greedy=True)
             texts = self._texts(responses)[: len(part)]
-            solved += sum(checked_correct(self.task, p, text) for p, text in zip(part, texts, strict=True))
+            solved += self.once(partial(self._solved, part, texts))
         return solved / len(problems)
+
+    def _solved(self, problems: list[Problem], texts: list[Response]) -> int:
+        return sum(bool(checked_correct(self.task, p, text)) for p, text in zip(problems, texts, strict=True))
 
     @cached_property
     def leaves(self) -> tuple[str, ...]:
@@ -150,8 +161,13 @@ class Experience:
 
     def _rewards(self, problems: list[Problem], responses: Responses) -> tuple[np.ndarray, np.ndarray]:
         answered = list(zip(problems, self._texts(responses), strict=True))
-        rewards = np.array([checked_reward(self.task, problem, text) for problem, text in answered])
-        return rewards, np.array([checked_correct(self.task, problem, text) for problem, text in answered])
+
+        def judge() -> tuple[list[float], list[bool]]:
+            rewards = [float(checked_reward(self.task, problem, text)) for problem, text in answered]
+            return rewards, [bool(checked_correct(self.task, problem, text)) for problem, text in answered]
+
+        rewards, correct = self.once(judge)
+        return np.array(rewards), np.array(correct, bool)
 
     def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
         """float[R], of the greedy response to each row's prompt: the baseline of ReMax."""

@@ -9,7 +9,7 @@ of it. The critic, where there is one, is updated on the same rows by its own pl
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from typing import Any
@@ -31,13 +31,13 @@ from jaxfb.rl.advantage import BY_GROUP
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
 from jaxfb.rl.experience import Experience, Models
-from jaxfb.rl.loop import flat
 from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
 from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
+from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training.changes import changes_between
 from jaxfb.training.run_dir import RunDirectory
@@ -47,8 +47,8 @@ WITHOUT_SIGNAL = "rollouts_without_signal"
 
 
 @dataclass
-class PolicyWork:
-    """A run of rollouts and updates; see `loop.Work`. Made by `make_policy_work`."""
+class PolicyWork(PostTraining):
+    """A run of rollouts and updates. Made by `make_policy_work`."""
 
     base: Base
     task: Task
@@ -72,6 +72,7 @@ class PolicyWork:
         return self.plan.total_updates
 
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+        yield "chat", self.base.chat.table()
         yield "rollout plan (what it is, what it counts, what verl calls it)", self.plan.table()
         for purpose, plan in self.plan.plans.items():
             if plan.by_tokens:
@@ -97,8 +98,8 @@ class PolicyWork:
             self._roll_out(which.rollout)
         return {name: leaf[list(which.rows)] for name, leaf in self._rows.items()}
 
-    def update(self, number: int, rows: Rows | None = None) -> tuple[StepMetrics, dict[str, float]]:
-        rows, which = self.read(number) if rows is None else rows, self.plan.update(number)
+    def update(self, number: int, rows: Rows) -> tuple[StepMetrics, dict[str, Any]]:
+        which = self.plan.update(number)
         began = time.monotonic()
         batch, padding = cut(rows, self.plan.train)
         self.train_state, metrics = self.step(self.train_state, batch)
@@ -113,13 +114,20 @@ class PolicyWork:
     def evaluate(self) -> dict[str, float]:
         return {"eval/accuracy": self.experience.accuracy(self.train_state.params, self.task.held_out)}
 
-    def state(self) -> tuple[PyTree, dict[str, Any]]:
+    @property
+    def row_length(self) -> int:
+        return self.experience.length
+
+    def state(self) -> PyTree:
         arrays = {**flat(self.train_state), "rollout": self._rows_on_devices()}
         if self._reference is not None:
             arrays["reference"] = self._reference
         if self.critic:
             arrays["critic"] = flat(self.critic.state)
-        return arrays, {"record": self._record, "kl_coefficient": self._kl.coefficient}
+        return arrays
+
+    def host(self, done: int) -> dict[str, Any]:
+        return {"work": {"record": self._record, "kl_coefficient": self._kl.coefficient}}
 
     def abstract_state(self) -> PyTree:
         """Shapes and shardings, without a value being made."""
@@ -131,7 +139,7 @@ class PolicyWork:
             arrays["critic"] = flat(self.critic.abstract_state())
         return arrays
 
-    def check_resume(self, record: dict[str, Any]) -> None:
+    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
         saved = record["plan"]
         sizes = {name: value for name, value in self.plan.to_dict().items() if name != "plans"}
         difference = explain_difference(
@@ -146,8 +154,9 @@ class PolicyWork:
         changes = changes_between(record["config"], self._config)
         self._keeps_kl = not any(key.startswith("reward.") for key, _, _ in changes)
 
-    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
-        rows, self._reference = state.pop("rollout"), state.pop("reference", None)
+    def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
+        rows, host = state.pop("rollout"), record["work"]
+        self._reference = state.pop("reference", None)
         self._rows = {name: np.asarray(leaf) for name, leaf in rows.items()}
         if self.critic:
             self.critic.state = TrainState(**state.pop("critic"))
@@ -160,7 +169,7 @@ class PolicyWork:
         counted = {name: self._record.get(name) for name in ("reward", WITHOUT_SIGNAL)}
         return {**counted, "applied_updates": int(self.train_state.step)}
 
-    def picture(self, directory: RunDirectory) -> None:
+    def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):
             plot_policy([directory.metrics], directory.path / "accuracy.png")
 
@@ -210,10 +219,12 @@ class PolicyWork:
         return jax.device_put(self._rows, NamedSharding(self.base.mesh, P()))
 
 
-def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
+def make_policy_work(
+    config: RLConfig, task: Task | None = None, once: Callable[[Callable[[], Any]], Any] | None = None
+) -> PolicyWork:
     """Everything a run is made of; nothing is compiled.
 
-    task: of one's own, in place of the config's.
+    task: of one's own, in place of the config's. once: see `Experience`.
 
     Raises:
       ValueError: an impossible size, in one sentence with the nearest legal choice.
@@ -236,7 +247,8 @@ def make_policy_work(config: RLConfig, task: Task | None = None) -> PolicyWork:
     run = RunPlan(plan.train, updates=plan.total_updates)
     step = base.train_step(model, plan.train, run)
     critic = Critic(base, plan.plan("critic")) if config.critic else None
-    experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model)
+    shared = {} if once is None else {"once": once}
+    experience = Experience(base, task, plan, sampler, length, critic and critic.forward_model, **shared)
     return PolicyWork(base, task, plan, experience, step, critic)
 
 

@@ -8,7 +8,7 @@ rows and a pair is never torn. The reference is the policy at the start; its log
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,18 +35,17 @@ class PreferenceWork(SupervisedWork):
         for rows in (self.stream.rows, self.held_out):
             rows[REFERENCE] = self._reference_of(rows)
 
-    def state(self) -> tuple[PyTree, dict[str, Any]]:
-        state, host = super().state()
-        return {**state, "reference": self._log_probs()}, host
+    def state(self) -> PyTree:
+        return {**super().state(), "reference": self._log_probs()}
 
     def abstract_state(self) -> PyTree:
         return {**super().abstract_state(), "reference": self._log_probs()}
 
-    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+    def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         reference = state.pop("reference")
         for name, rows in (("train", self.stream.rows), ("held_out", self.held_out)):
             rows[REFERENCE] = np.asarray(reference[name])
-        super().restore(state, host)
+        super().restore(state, record, allow_changes)
 
     def _log_probs(self) -> dict[str, np.ndarray]:
         return {"train": self.stream.rows[REFERENCE], "held_out": self.held_out[REFERENCE]}

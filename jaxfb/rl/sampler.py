@@ -100,8 +100,9 @@ class Sampler:
             key=None if greedy else key,
             log_prob_temperature=1.0 if greedy else self.temperature,
         )
-        whole = NamedSharding(self.mesh, P())
-        tokens, log_probs = (np.asarray(leaf) for leaf in jax.device_put(tuple(drawn), whole))
+        # on several processes each receives the rows of all, in their order
+        gather = jax.jit(lambda *leaves: leaves, out_shardings=NamedSharding(self.mesh, P()))
+        tokens, log_probs = (np.asarray(leaf) for leaf in gather(*drawn))
         return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_tokens)
 
     def _padded(self, prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:

@@ -5,7 +5,7 @@ conversations -> rows -> [rows of one window -> forward_backward -> one optax up
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Any
@@ -22,9 +22,9 @@ from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
 from jaxfb.rl.advice import planned
-from jaxfb.rl.loop import flat
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
+from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import step_options
@@ -34,8 +34,8 @@ TERM = "cross_entropy"
 
 
 @dataclass
-class SupervisedWork:
-    """A run over rows in memory; see `loop.Work`. Also the part that preferences share: only the loss differs.
+class SupervisedWork(PostTraining):
+    """A run over rows in memory. Also the part that preferences share: only the loss differs.
 
     model: a Pipelined with a loss, updated and evaluated.
     """
@@ -58,10 +58,15 @@ class SupervisedWork:
         return self.plan.total_updates
 
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
+        yield "chat", self.base.chat.table()
         yield "rows", [("train", count(self.stream.rows)), ("held out", count(self.held_out))]
         for purpose, plan in self.plan.plans.items():
             yield f"batch plan: {purpose}", plan.table()[1:]
         yield "run plan", self.plan.table()
+
+    @property
+    def row_length(self) -> int:
+        return self.stream.rows["tokens"].shape[1]
 
     def to_dict(self) -> dict[str, Any]:
         return {**self.plan.to_dict(), "seed": self.base.config.run.seed, "text": self._text}
@@ -72,9 +77,8 @@ class SupervisedWork:
     def read(self, number: int) -> Rows:
         return self.stream.read(self._windows(number))
 
-    def update(self, number: int, rows: Rows | None = None) -> tuple[StepMetrics, dict[str, float]]:
+    def update(self, number: int, rows: Rows) -> tuple[StepMetrics, dict[str, Any]]:
         window = self._windows(number)
-        rows = self.read(number) if rows is None else rows
         batch, padding = cut(rows, window.plan)
         self.train_state, metrics = self.step(self.train_state, batch, window.rows)
         epoch = (window.start + window.rows) / count(self.stream.rows)
@@ -89,14 +93,19 @@ class SupervisedWork:
         loss = found.pop(f"eval/{TERM}", None)
         return found if loss is None else {"eval/loss": loss, **found}
 
-    def state(self) -> tuple[PyTree, dict[str, Any]]:
-        return flat(self.train_state), {}
+    def state(self) -> PyTree:
+        return flat(self.train_state)
+
+    def host(self, done: int) -> dict[str, Any]:
+        return {}
 
     def abstract_state(self) -> PyTree:
         return flat(self.step.abstract_state(self.base.init_params))
 
-    def check_resume(self, record: dict[str, Any]) -> None:
+    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
         saved = record["plan"]
+        if not allow_changes:
+            self.check_same_text(saved)
         train = {**saved["plans"]["train"], "seed": saved["seed"], "dataset_rows": saved["dataset_rows"]}
         mine = self.to_dict()
         difference = explain_difference(
@@ -105,13 +114,13 @@ class SupervisedWork:
         if difference:
             raise ValueError(difference)
 
-    def restore(self, state: PyTree, host: dict[str, Any]) -> None:
+    def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.train_state = TrainState(**state)
 
     def summary(self) -> dict[str, Any]:
         return {"applied_updates": int(self.train_state.step), "rows": count(self.stream.rows)}
 
-    def picture(self, directory: RunDirectory) -> None:
+    def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):
             plot_losses(directory.metrics, directory.picture)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+from jax.sharding import Mesh
 
 from jaxfb.config import Config, table
 from jaxfb.training.setup import Setup
@@ -32,14 +33,22 @@ def what_runs(config: Config, **more: Any) -> dict[str, Any]:
 
 def what_is_made(setup: Setup) -> dict[str, Any]:
     """The text as rows, every plan, the mesh, and the devices of a process."""
-    corpus, devices = setup.corpus, jax.local_devices()
+    corpus = setup.corpus
     rows = {"train": corpus.train, "held out": corpus.held_out}
     return {
         **{f"text: {name}": f"{split.fingerprint} ({len(split):,} rows)" for name, split in rows.items()},
         "vocabulary": corpus.vocab_size,
         **{f"plan: {purpose}": plan.fingerprint() for purpose, plan in setup.plan.plans.items()},
         "updates": setup.plan.total_updates,
-        "mesh": " x ".join(f"{axis} {size}" for axis, size in setup.mesh.shape.items()),
+        **devices_and_mesh(setup.mesh),
+    }
+
+
+def devices_and_mesh(mesh: Mesh) -> dict[str, str]:
+    """Returns the mesh, and the devices of a process, in words."""
+    devices = jax.local_devices()
+    return {
+        "mesh": " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items()),
         "devices": f"{len(devices)} x {devices[0].device_kind}",
     }
 

@@ -57,19 +57,6 @@ def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ)
     return Place(*_checked(given), local_devices)
 
 
-def refuse_several(command: str, environment: Mapping[str, str] = os.environ) -> None:
-    """For a command that runs as one process: copies of it would write over each other.
-
-    Raises:
-      ValueError: a launcher has started several.
-    """
-    if place := find_place(HostsConfig(), environment):
-        raise ValueError(
-            f"[hosts] jaxfb {command} runs as one process, this is process {place.process_id} of {place.processes}; "
-            "start one (jaxfb train and eval run as several)"
-        )
-
-
 def _given(config: HostsConfig, environment: Mapping[str, str]) -> dict[str, str | int | None]:
     """What the config says, then the environment."""
     given = {}

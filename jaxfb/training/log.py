@@ -7,15 +7,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
-from jaxfb.batch_plan import Window
 from jaxfb.callbacks import Callback
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
-from jaxfb.models.config import flops_per_token
 from jaxfb.train_step import StepMetrics
-from jaxfb.training.evaluate import TERM
-from jaxfb.training.run import Run
+from jaxfb.training.session import Run
 
 
 class Log(Callback):
@@ -25,19 +22,18 @@ class Log(Callback):
     """
 
     def __init__(self, run: Run, fail: Callable[[str], None]):
-        self._fail, self._failed = fail, False
-        self._config, self._total = run.setup.config, run.total
+        self._fail, self._failed, self._path = fail, False, run.directory.metrics
+        self._every, self._total = run.config.log.every, run.total
         self._progress = Progress(run.total, run.done)
         self._throughput, self._timed = Throughput(), False
-        self._flops = flops_per_token(run.setup.sizes, self._config.data.sequence_length)
-        self._devices = run.setup.mesh.size
-        self._path = run.directory.metrics
+        self._flops, self._devices = run.work.flops_per_token, run.work.mesh.size
         self._writer = make_writers(
-            self._config.log.writers,
+            run.config.log.writers,
             run.directory.path,
-            config_to_dict(self._config),
+            config_to_dict(run.config),
             resume=run.done if run.resumed else None,
         )
+        run.say = self._progress.say
 
     def __enter__(self) -> Log:
         self._progress.__enter__()
@@ -48,17 +44,10 @@ class Log(Callback):
         with self._noticing():
             self._writer.close()
 
-    def say(self, text: str) -> None:
-        """A line of its own."""
-        self._progress.say(text)
-
-    def on_train_start(self, run: Run) -> None:
-        run.say = self.say
-
-    def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._count(step, int(metrics["tokens"]))
-        due = step % self._config.log.every == 0 or step in (1, self._total)
-        record = {**metrics, **self._speed()}
+    def on_step_end(self, step: int, metrics: Mapping[str, Any]) -> None:
+        self._count(step, int(metrics.get("tokens", 0)))
+        due = step % self._every == 0 or step in (1, self._total)
+        record = {**self._speed(), **metrics}
         self._progress.update(step, record, self._throughput.seconds_left(self._total), line=due)
         if due or metrics["skipped"]:
             self._write(step, record)
@@ -66,7 +55,7 @@ class Log(Callback):
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
         if metrics:
             self._write(step, metrics)
-            self.say(f"{step}/{self._total}  held-out {held_out(metrics)}")
+            self._progress.say(f"{step}/{self._total}  held-out {held_out(metrics)}")
         self._throughput.start(step)
 
     def on_save(self, step: int, directory: Any) -> None:
@@ -79,7 +68,7 @@ class Log(Callback):
 
     @contextmanager
     def _noticing(self) -> Iterator[None]:
-        """A failing write ends the run in an orderly way, not where it happens: the state is still to be saved."""
+        """Ends the run in an orderly way where a write fails, not right there: the state is still to be saved."""
         try:
             yield
         except OSError as error:
@@ -88,7 +77,7 @@ class Log(Callback):
                 self._fail(f"[log] {self._path} cannot be written: {error.strerror or error}")
 
     def _count(self, step: int, tokens: int) -> None:
-        """The first step of a process compiles: time is counted from its end."""
+        """Counts time from the end of the first step of a process, which compiles."""
         if self._timed:
             self._throughput.update(step, tokens)
         else:
@@ -99,29 +88,30 @@ class Log(Callback):
         rate, seconds = self._throughput.tokens_per_second, self._throughput.seconds_per_step
         if rate is None or seconds is None:
             return {}
-        teraflops = rate * self._flops / self._devices / 1e12
-        return {
-            "tokens_per_second": rate,
-            "seconds_per_step": seconds,
-            "teraflops_per_device": teraflops,
-        }
+        speed = {"tokens_per_second": rate, "seconds_per_step": seconds}
+        if self._flops is not None:
+            speed["teraflops_per_device"] = rate * self._flops / self._devices / 1e12
+        return speed
 
 
-def record_of(metrics: StepMetrics, window: Window, rows_an_epoch: int) -> dict[str, Any]:
-    """The numbers of one update by name; `tokens` are those that its loss counted.
+def named_numbers(metrics: StepMetrics) -> dict[str, Any]:
+    """Returns the numbers of one update by name.
 
     A metric of many numbers, such as the load of each expert of each layer, is a list, and its "/min", "/mean" and
     "/max" are numbers beside it.
     """
     named = scalars(replace(metrics, nonfinite=None)) | arrays(metrics.metrics)
     named["applied_updates"] = named.pop("step")
-    record = {name.removeprefix("metrics/"): value for name, value in named.items()}
-    tokens = record.pop(f"weights/{TERM}")
-    epoch = (window.start + window.rows) / rows_an_epoch
-    return {**record, "tokens": tokens, "rows": window.rows, "epoch": epoch}
+    return {name.removeprefix("metrics/"): value for name, value in named.items()}
 
 
 def held_out(metrics: Mapping[str, float]) -> str:
-    """`loss 3.2101 nats/token  1.981 bits/byte`."""
-    bits = metrics.get("eval/bits_per_byte")
-    return f"loss {metrics['eval/loss']:.4f} nats/token" + ("" if bits is None else f"  {bits:.4f} bits/byte")
+    """Returns `loss 3.2101 nats/token  1.9810 bits/byte  accuracy 0.3300`."""
+    units = {"eval/loss": ("loss ", " nats/token"), "eval/bits_per_byte": ("", " bits/byte")}
+    shown = [
+        f"{before}{metrics[name]:.4f}{after}" for name, (before, after) in units.items() if name in metrics
+    ]
+    rest = {n: value for n, value in metrics.items() if n not in units and n != "eval/tokens"}
+    if "eval/loss" in metrics and "eval/bits_per_byte" in metrics:
+        rest = {}
+    return "  ".join([*shown, *(f"{name.removeprefix('eval/')} {value:.4f}" for name, value in rest.items())])

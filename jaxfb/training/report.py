@@ -1,63 +1,65 @@
-"""What a run says at its start and at its end: tables of what was decided, then what came of it."""
+"""What a pretraining run prints at its start and at its end: what was decided, then what came of it."""
 
 from __future__ import annotations
 
 import os
 import shutil
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxfb.config import table
+from jaxfb.config import changed_keys
 from jaxfb.data import SplitStats
-from jaxfb.display import duration, print_table
+from jaxfb.display import duration
 from jaxfb.metrics import plot_losses
 from jaxfb.models.config import flops_per_token, num_params
-from jaxfb.training.run import Run
-from jaxfb.training.run_dir import write_json
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
+from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, abstract_params
+from jaxfb.training.work import Table
 
 
-def print_start(setup: Setup) -> None:
-    """The whole resolved config, then what follows from it."""
-    keys = ((name, value) for name, value in table(setup.config) if not name.startswith("hosts."))
-    print_table("config", ((name, _as_yaml(value)) for name, value in keys))
-    print_table("text", _text(setup))
-    print_table("model", _model(setup))
-    print_table("mesh", _mesh(setup))
+def start_tables(setup: Setup) -> Iterator[Table]:
+    """Yields what differs from the defaults, then what follows from it."""
+    keys = ((name, value) for name, value in changed_keys(setup.config) if not name.startswith("hosts."))
+    yield "config (keys that differ from their defaults)", ((name, as_yaml(value)) for name, value in keys)
+    yield "text", _text(setup)
+    yield "model", _model(setup)
+    yield "mesh", _mesh(setup)
     for purpose, plan in setup.plan.plans.items():
-        print_table(f"batch plan: {purpose}", plan.table()[1:])
-    print_table("run plan", setup.plan.table())
+        yield f"batch plan: {purpose}", plan.table()[1:]
+    yield "run plan", setup.plan.table()
 
 
-def summarize(run: Run, seconds: float, sample: str | None) -> dict[str, Any]:
-    """The end of a run as plain values: losses beside those of counting, and the sample."""
-    baselines = run.held_out.baselines()
-    losses = {"held_out": run.metrics.get("eval/loss")}
+def summarize(work: Any, metrics: Mapping[str, float], sample: str | None) -> dict[str, Any]:
+    """Returns the end of a pretraining run as plain values: losses beside those of counting, and the sample.
+
+    work: a `Pretraining`. metrics: of the last evaluation.
+    """
+    baselines, state = work.held_out.baselines(), work.train_state
+    losses = {"held_out": metrics.get("eval/loss")}
     if baselines:
         losses |= {"unigram": baselines.unigram, "bigram": baselines.bigram}
     known = {name: loss for name, loss in losses.items() if loss is not None}
     return {
-        "updates": run.done,
-        "applied_updates": int(run.state.step),
-        "nonfinite_updates": int(run.state.nonfinite_updates),
-        "zero_weight_updates": int(run.state.zero_weight_updates),
+        "applied_updates": int(state.step),
+        "nonfinite_updates": int(state.nonfinite_updates),
+        "zero_weight_updates": int(state.zero_weight_updates),
         "nats_per_token": known,
-        "bits_per_byte": {name: run.held_out.bits_per_byte(loss) for name, loss in known.items()},
-        "held_out_accuracy": run.metrics.get("eval/accuracy"),
-        "parameters": num_params(run.setup.sizes),
-        "seconds": round(seconds, 2),
+        "bits_per_byte": {name: work.held_out.bits_per_byte(loss) for name, loss in known.items()},
+        "held_out_accuracy": metrics.get("eval/accuracy"),
+        "parameters": num_params(work.setup.sizes),
         "sample": sample,
     }
 
 
 def write_end(run: Run, summary: dict[str, Any]) -> None:
-    """summary.json, sample.txt and, where matplotlib is installed, loss.png."""
+    """Writes sample.txt and, where matplotlib is installed, loss.png."""
     counted = {name: loss for name, loss in summary["nats_per_token"].items() if name != "held_out"}
     if find_spec("matplotlib"):
         plot_losses(run.directory.metrics, run.directory.picture, counted)
@@ -65,19 +67,16 @@ def write_end(run: Run, summary: dict[str, Any]) -> None:
         run.say("no loss.png without matplotlib; pip install 'jaxfb[plot]'")
     if summary["sample"] is not None:
         run.directory.sample.write_text(summary["sample"])
-    write_json(run.directory.summary, summary)
 
 
-def print_end(run: Run, summary: dict[str, Any], say: Callable[[str], None] = print) -> None:
-    """Held-out loss of the model, a unigram and a bigram, the sample, and where everything lies."""
-    for line in loss_lines(summary):
-        say(line)
+def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yields the held-out loss of the model, a unigram and a bigram, the sample, and where everything lies."""
+    yield from loss_lines(summary)
     if summary["sample"]:
-        say(f"\na sample at temperature {run.setup.config.eval.temperature}:\n{indented(summary['sample'])}")
-    where = run.directory
-    say(f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:")
-    say("  " + "  ".join(where.contents()))
-    say(f'go on with: {command()} generate {where.path} --prompt "class Queue:"')
+        yield f"\na sample at temperature {config.eval.temperature}:\n{indented(summary['sample'])}"
+    yield f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:"
+    yield "  " + "  ".join(where.contents())
+    yield f'go on with: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
 
 
 def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
@@ -89,20 +88,20 @@ def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
         yield f"  {names[name]:<14}{nats:>12.4f}" + ("" if bits is None else f"{bits:>12.4f}")
 
 
-def sample(run: Run) -> str | None:
-    """The prompt of the config and its continuation; None without a prompt or a tokenizer."""
-    settings, tokenizer = run.setup.config.eval, run.setup.corpus.tokenizer
+def sample(setup: Setup, params: Any) -> str | None:
+    """Returns the prompt of the config and its continuation; None without a prompt or a tokenizer."""
+    settings, tokenizer = setup.config.eval, setup.corpus.tokenizer
     if not settings.prompt or tokenizer is None:
         return None
     text = continue_text(
-        run.setup.sizes,
-        run.state.params,
+        setup.sizes,
+        params,
         tokenizer,
         settings.prompt,
         tokens=settings.tokens,
         temperature=settings.temperature,
-        seed=run.setup.config.run.seed,
-        mesh=run.setup.mesh if jax.process_count() > 1 else None,
+        seed=setup.config.run.seed,
+        mesh=setup.mesh if jax.process_count() > 1 else None,
     )
     return settings.prompt + text
 
@@ -119,7 +118,7 @@ def indented(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
 
 
-def _as_yaml(value: Any) -> str:
+def as_yaml(value: Any) -> str:
     """As it would be written in the file or on the command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)

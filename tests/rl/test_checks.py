@@ -251,7 +251,7 @@ def test_a_reward_that_fails_in_the_middle_of_a_run_loses_no_update(tmp_path):
     sizes = {"rollouts": 2, "epochs": 1}
     config = with_({"rollout": sizes, "run": {"dir": str(tmp_path / "run")}})
     with pytest.raises(
-        BadJudgement, match=r"reward=None .* for prompt '1\+1=' .*\(saved after update 2 of 4\)"
+        BadJudgement, match=r"reward=None .* for prompt '1\+1=' .*; saved after update 2 of 4"
     ):
         post_train(config, task=Fails())
     assert RunDirectory(tmp_path / "run").newest_update() == 2

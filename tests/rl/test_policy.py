@@ -44,6 +44,11 @@ PPO = {
 }
 
 
+def one_update(work, number):
+    """What the training loop does for one update."""
+    return work.update(number, work.read(number))
+
+
 class Evens(Arithmetic):
     """Rewards that a random policy earns: the share of even bytes."""
 
@@ -76,7 +81,7 @@ def same_bits(one, other):
 
 def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_path):
     work = started(config(tmp_path, rollout={"temperature": 0.7, "importance_cap": 2.0}))
-    metrics, record = work.update(0)
+    metrics, record = one_update(work, 0)
     assert record["sampler_gap"] < 1e-12
     np.testing.assert_allclose(record["importance_weight_max"], 1, atol=1e-12)
     np.testing.assert_allclose(metrics.metrics["rollout_weight"], 1, atol=1e-12)
@@ -86,7 +91,7 @@ def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_pa
 
 
 def test_the_record_says_what_happened(tmp_path):
-    _, record = started(config(tmp_path)).update(0)
+    _, record = one_update(started(config(tmp_path)), 0)
     named = {
         "reward",
         "accuracy",
@@ -108,21 +113,21 @@ OTHER_PLANS = {
 def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
     """The same rows of a rollout, updated by two runs that differ in every plan but that of training."""
     one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
-    one.update(0)
+    one_update(one, 0)
     other._rows, other._record = one._rows, one._record
-    one.update(1)
+    one_update(one, 1)
     other.train_state = other.step.init(jax.tree.map(np.asarray, started(config(tmp_path)).params), 0)
     again = started(config(tmp_path))
     again._rows, again._record = one._rows, one._record
-    again.update(1)
-    other.update(1)
+    one_update(again, 1)
+    one_update(other, 1)
     same_bits(other.params, again.params)
 
 
 def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
     one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
-    one.update(0)
-    other.update(0)
+    one_update(one, 0)
+    one_update(other, 0)
     for name, leaf in one._rows.items():
         np.testing.assert_allclose(leaf, other._rows[name], rtol=0, atol=1e-12, err_msg=name)
     for a, b in zip(leaves(one.params), leaves(other.params), strict=True):
@@ -143,7 +148,7 @@ def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
 def test_the_mesh_and_the_cut_change_nothing(tmp_path, changes):
     one, other = started(config(tmp_path)), started(config(tmp_path, changes))
     for number in range(2):
-        (a, _), (b, _) = one.update(number), other.update(number)
+        (a, _), (b, _) = one_update(one, number), one_update(other, number)
         np.testing.assert_allclose(a.loss, b.loss, rtol=0, atol=1e-12)
         np.testing.assert_allclose(a.grad_norm, b.grad_norm, rtol=1e-10)
 
@@ -218,7 +223,7 @@ def test_a_pipeline_with_too_few_microbatches_is_warned_of(tmp_path):
 def test_in_float16_policy_and_critic_scale_their_losses_and_are_saved_with_the_scale(tmp_path):
     work = started(config(tmp_path, PPO, precision={"compute_dtype": "float16"}))
     for state, abstract in (
-        (work.state()[0], work.abstract_state()),
+        (work.state(), work.abstract_state()),
         (work.critic.state, work.critic.abstract_state()),
     ):
         assert jax.tree.structure(state) == jax.tree.structure(abstract)
@@ -240,7 +245,7 @@ def test_ids_that_the_tokenizer_lacks_are_never_sampled_and_rewards_see_the_ids(
     )
     work.start(lambda text: None)
     work.task.seen.clear()  # of the answer that was tried beforehand
-    metrics, record = work.update(0)
+    metrics, record = one_update(work, 0)
     seen = work.task.seen
     assert work.base.sizes.vocab_size == 384 and work.base.absent_ids == ((257, 384),)
     ids = np.concatenate([response.ids for response in seen])
@@ -282,7 +287,7 @@ def test_prompts_without_a_better_and_a_worse_sample_are_counted_and_reported(tm
     work.say = heard.append
     work.start(lambda text: None)
     for number in range(3):
-        metrics, record = work.update(number)
+        metrics, record = one_update(work, number)
         assert metrics.grad_norm == 0 and record["groups_without_signal"] == 1
         assert record["rollouts_without_signal"] == number + 1
     assert len(heard) == 2 and "rollout 2: all samples of each prompt have the same reward" in heard[1]

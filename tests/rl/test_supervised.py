@@ -39,6 +39,11 @@ DPO = {"preferences": {"path": str(DATA / "preferences.jsonl"), **ROWS}}
 PACKED = {"max_tokens_per_microbatch": 192, "packing": True}
 
 
+def one_update(work, number):
+    """What the training loop does for one update."""
+    return work.update(number, work.read(number))
+
+
 def write(path, *sections, **more):
     values = {**BASE, "run": {"dir": str(path / "run")}}
     for changes in (*sections, more):
@@ -104,7 +109,7 @@ def test_a_bad_line_is_named(tmp_path, line, message):
 
 def updates(work, number=2):
     work.start(lambda text: None)
-    return [work.update(k)[0] for k in range(number)]
+    return [one_update(work, k)[0] for k in range(number)]
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""What every kind of post-training answers the training loop in the same way; see `jaxfb.training.work.Work`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cached_property
+from typing import Any
+
+from jaxfb.config.post_training import COMMANDS
+from jaxfb.display import duration
+from jaxfb.models.config import flops_per_token
+from jaxfb.rl.start import Base
+from jaxfb.train_step import StepMetrics, TrainState
+from jaxfb.training.agreement import devices_and_mesh
+from jaxfb.training.log import named_numbers
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.session import Run
+from jaxfb.training.setup import abstract_params
+
+PyTree = Any
+
+
+class PostTraining:
+    """The part of a `Work` that does not depend on the kind.
+
+    base: what it is made of. train_state: of the model that is trained.
+    """
+
+    starts_with_evaluation = True
+    base: Base
+    train_state: TrainState
+
+    @property
+    def config(self) -> Any:
+        return self.base.config
+
+    @property
+    def command(self) -> str:
+        return COMMANDS[type(self.config)]
+
+    @property
+    def mesh(self) -> Any:
+        return self.base.mesh
+
+    @property
+    def tokenizer(self) -> Any:
+        return self.base.tokenizer
+
+    @cached_property
+    def abstract_params(self) -> PyTree:
+        return abstract_params(self.config, self.base.sizes)
+
+    @property
+    def flops_per_token(self) -> float:
+        return flops_per_token(self.base.sizes, self.row_length)
+
+    @property
+    def row_length(self) -> int:
+        """Tokens of a row."""
+        raise NotImplementedError
+
+    def to_dict(self) -> dict[str, Any]:
+        """The plans as plain values."""
+        raise NotImplementedError
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"plans and rows": self.to_dict(), **devices_and_mesh(self.mesh)}
+
+    def write_start(self, directory: RunDirectory) -> None:
+        self.base.chat.save(directory.path)
+
+    def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
+        return named_numbers(metrics)
+
+    def check_same_text(self, saved: Mapping[str, Any]) -> None:
+        """Refuses to go on with other rows than the saved run was trained on."""
+        mine = self.to_dict().get("text")
+        if "text" in saved and saved["text"] != mine:
+            raise ValueError(
+                f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
+                "its file and tokenizer, another run.dir, or --allow-changes to go on all the same"
+            )
+
+    def summary(self) -> dict[str, Any]:
+        """What summary.json holds of this kind."""
+        return {"applied_updates": int(self.train_state.step)}
+
+    def plot(self, directory: RunDirectory) -> None:
+        """Draws what came of the run."""
+
+    def prepare_end(self) -> dict[str, Any]:
+        return self.summary()
+
+    def finish(self, run: Run, prepared: dict[str, Any]) -> dict[str, Any]:
+        self.plot(run.directory)
+        return prepared
+
+    def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
+        yield f"{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {directory.path}:"
+        yield "  " + "  ".join(directory.contents())
+
+    def close(self) -> None:
+        """Nothing reads ahead."""
+
+
+def flat(state: TrainState) -> dict[str, Any]:
+    """Returns a TrainState as a dict of its fields, so that a checkpoint has its parameters under "params"."""
+    return {name: value for name, value in vars(state).items() if value is not None}

@@ -1,0 +1,266 @@
+"""The training loop, the only one: pretraining, fine-tuning, preferences and policies run through it.
+
+    config -> work -> [rows -> one update -> its numbers] -> evaluate, save -> end
+
+What an update is, what is saved and what is logged belong to a `Work`. On several processes every one runs this.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+from jaxfb.callbacks import Callback, callback, combine
+from jaxfb.checkpoint import CannotWrite
+from jaxfb.config.sections import HostsConfig
+from jaxfb.display import print_table
+from jaxfb.metrics import Pending
+from jaxfb.train_step import StepMetrics
+from jaxfb.training.agreement import what_runs
+from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.ending import after_failures, what_is_saved
+from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.hosts import Hosts
+from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.log import Log
+from jaxfb.training.report import command
+from jaxfb.training.run_dir import RunDirectory, write_json
+from jaxfb.training.run_lock import RunLock, claim, move_aside
+from jaxfb.training.session import Result, Run
+from jaxfb.training.work import Work
+
+MakeWork = Callable[[Any, Hosts], Work]
+SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
+
+
+@dataclass(frozen=True)
+class Start:
+    """How a run begins. resume: from the newest checkpoint. fresh: after moving an older run aside.
+
+    allow_changes: a resumed run may have a config that gives the saved parameters or rows another meaning.
+    """
+
+    resume: bool = False
+    fresh: bool = False
+    allow_changes: bool = False
+
+
+def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Callback] = ()) -> Result:
+    """Runs to the end, to a signal, or until a callback stops it.
+
+    Args:
+      make_work: (config, hosts) -> Work; refuses what is impossible before anything is written.
+      config: its section `run` names the directory.
+      callbacks: called at every hook on every process, after the trainer's own logging.
+    Raises:
+      ValueError: an impossible size, a missing file, a saved run in the way or one in progress, a checkpoint that does
+        not fit; no file was changed then.
+      LostProcess: another process of the job is gone; what was saved is whole.
+      NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
+      CannotWrite: the disk is full or not writable; the message tells which update is saved.
+    """
+    callbacks, directory = combine(callbacks), RunDirectory.of(config)
+    with Hosts(getattr(config, "hosts", HostsConfig())) as hosts, RunLock(directory.path) as lock:
+        if hasattr(config, "hosts"):
+            config = replace(config, hosts=HostsConfig())
+        hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
+        hosts.advise(lambda: _after_a_loss(directory))
+        if not start.fresh and (summary := hosts.first(lambda: directory.finished(config))):
+            return _already_finished(hosts, directory, summary["updates"], summary)
+        hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))
+        use_compile_cache()
+        work = make_work(config, hosts)
+        hosts.agree("text, plan or devices", work.facts)
+        if start.fresh:
+            hosts.first(lambda: move_aside(directory, lock))
+        with Run(work, directory, hosts.say) as run_, Interrupt() as interrupt:
+            return _Loop(hosts, run_, callbacks, interrupt).start(start)
+
+
+class _Loop:
+    """The updates of one run between its hooks.
+
+    Process 0 logs; the caller's hooks are called on every process. The host runs one update ahead of the device. On CPU
+    it waits for each before it starts the next, since XLA:CPU can deadlock with several queued.
+    """
+
+    def __init__(self, hosts: Hosts, run_: Run, callbacks: Callback, interrupt: Interrupt):
+        self._hosts, self._run, self._callbacks, self._interrupt = hosts, run_, callbacks, interrupt
+        self._work, self._pending = run_.work, Pending()
+        self._on_cpu = self._work.mesh.devices.flat[0].platform == "cpu"
+        self._began = time.monotonic()
+        self._saves = False  # a save stays due while the latest updates failed
+
+    def start(self, start: Start) -> Result:
+        hosts, run_ = self._hosts, self._run
+        if start.resume:
+            run_.resume(start.allow_changes)
+        hosts.agree("what they resume from", lambda: {"update": run_.done})
+        if run_.finished:
+            return _already_finished(hosts, run_.directory, run_.done, None)
+        plan, tokenizer = self._work.to_dict(), self._work.tokenizer
+        hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
+        hosts.first(lambda: self._work.write_start(run_.directory))
+        _check_shared(hosts, run_.directory)
+        if hosts.is_first:
+            for title, rows in self._work.tables():
+                print_table(title, rows)
+        hosts.say(_where_from(run_, start.resume))
+        with Log(run_, self._interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
+            self._hooks = combine([callback(on_step_start=hosts.reach), log, self._callbacks])
+            self._guard = SkipGuard.of(run_.config, self._work.abstract_params, lambda text: run_.say(text))
+            self._train()
+        return self._end()
+
+    def _train(self) -> None:
+        run_ = self._run
+        if not run_.resumed:
+            self._work.start(run_.say)
+        self._hooks.on_train_start(run_)
+        try:
+            if not run_.resumed and self._work.starts_with_evaluation:
+                self._evaluate()
+                self._save()
+            while not run_.finished and not self._ends():
+                self._one()
+            if self._guard.failed and run_.finished:
+                failed = self._guard.failed
+                raise NonFiniteAbort(
+                    f"[train] the last updates of the run, {failed} of them, were not finite"
+                )
+        except NonFiniteAbort as error:
+            run_.wait_saved()
+            raise NonFiniteAbort(f"{error}; {after_failures(run_.newest_saved, _again(run_))}") from None
+        run_.wait_saved()
+
+    def _one(self) -> None:
+        """One update. The numbers of the one before arrive while it runs, except before an evaluation or a save."""
+        run_, number, phases = self._run, self._run.done, self._run.phases
+        self._hooks.on_step_start(number + 1)
+        with phases("data_wait", number + 1):
+            batch = self._or_save_first(lambda: self._work.read(number))
+        self._hooks.before_update(number + 1, batch)
+        if self._on_cpu:
+            self._arrive(self._pending.flush())
+        with phases("update", number + 1):
+            metrics = self._work.update(number, batch)
+        run_.done = number + 1
+        self._arrive(self._pending.push(run_.done, metrics))
+        # asked on every process and after every update: it meets the others where there are several
+        ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
+        evaluates = run_.is_due("eval")
+        self._saves = self._saves or ends or run_.is_due("checkpoint")
+        if evaluates or self._saves:
+            self._arrive(self._pending.flush())
+        if evaluates:
+            self._evaluate()
+        if self._saves and not self._guard.failed:
+            self._save()
+            self._saves = False
+
+    def _or_save_first(self, read: Callable[[], Any]) -> Any:
+        """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal goes on.
+
+        On several processes the others wait in the next update, so that there is nobody to save with.
+        """
+        try:
+            return read()
+        except ValueError as error:
+            self._arrive(self._pending.flush())
+            if self._hosts.count > 1 or self._guard.failed or not self._run.done:
+                raise
+            self._save()
+            self._run.wait_saved()
+            error.args = (f"{error}; {_saved(self._run)}", *error.args[1:])
+            raise
+
+    def _ends(self) -> bool:
+        return self._interrupt.signal is not None or self._run.stopped is not None
+
+    def _arrive(self, arrived: tuple[int, tuple[StepMetrics, Mapping]] | None) -> None:
+        """Takes the numbers of an update that is done: guard first, so that a record never hides a bad update."""
+        if arrived is None:
+            return
+        step, (metrics, more) = arrived
+        self._guard.check(step, metrics)
+        record = {**self._work.record(step - 1, metrics), **more}
+        record |= {
+            name: seconds for name, seconds in self._run.phases.take(step).items() if name not in record
+        }
+        with self._run.phases("logging"):
+            self._hooks.on_step_end(step, record)
+
+    def _evaluate(self) -> None:
+        self._hooks.on_eval(self._run.done, self._or_save_first(self._run.evaluate))
+
+    def _save(self) -> None:
+        if self._run.save():
+            self._hooks.on_save(self._run.done, self._run.directory.checkpoints / str(self._run.done))
+
+    def _end(self) -> Result:
+        hosts, run_, path = self._hosts, self._run, self._run.directory.path
+        if failure := self._interrupt.failure:
+            raise CannotWrite(f"{failure}; {_saved(run_)}; make room, then go on with: {_again(run_)}")
+        if not run_.finished:
+            why = self._interrupt.signal or run_.stopped
+            hosts.say(f"{why}: {_saved(run_)}; go on with: {_again(run_)}")
+            status = "interrupted" if self._interrupt.signal else "stopped"
+            return Result(status, path, run_.done, run_.metrics)
+        prepared = self._work.prepare_end()
+        summary = hosts.first(lambda: self._summary(prepared))
+        self._hooks.on_train_end(run_.done, run_.metrics)
+        if hosts.is_first:
+            for line in self._work.last_lines(run_.directory, summary):
+                print(line, flush=True)
+        return Result("finished", path, run_.done, run_.metrics, summary)
+
+    def _summary(self, prepared: Any) -> dict[str, Any]:
+        run_ = self._run
+        seconds = round(time.monotonic() - self._began, 2)
+        common = {"updates": run_.done, "seconds": seconds, "metrics": run_.metrics}
+        summary = {**common, **self._work.finish(run_, prepared)}
+        write_json(run_.directory.summary, summary)
+        return summary
+
+
+def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
+    """Refuses a run.dir that is not one directory for all processes: each writes its part of a checkpoint there."""
+    if hosts.count == 1:
+        return
+    mark = hosts.first(directory.mark)
+    there = "there" if directory.shows(mark, SHARED_WITHIN_SECONDS) else "missing"
+    fact = {f"what process 0 wrote to {directory.path}": there}
+    hosts.agree("run.dir, which must be one directory for all", lambda: fact)
+    hosts.first(directory.unmark)
+
+
+def _after_a_loss(directory: RunDirectory) -> str:
+    newest = directory.newest_update()
+    if newest is None:
+        return "nothing is saved yet: start all again"
+    return f"update {newest} is saved: start all again with --resume"
+
+
+def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summary: dict | None) -> Result:
+    hosts.say(
+        f"{directory.path} is finished: {updates} updates. Train it longer with --resume and a greater "
+        "length (run.updates=...), or start over with --fresh"
+    )
+    return Result("finished", directory.path, updates, (summary or {}).get("metrics", {}), summary)
+
+
+def _where_from(run_: Run, resume: bool) -> str:
+    if run_.resumed:
+        return f"resuming {run_.directory.path} after update {run_.done} of {run_.total}"
+    return f"nothing to resume in {run_.directory.path}: starting at update 0" if resume else "starting"
+
+
+def _saved(run_: Run) -> str:
+    return what_is_saved(run_.done, run_.total, run_.newest_saved)
+
+
+def _again(run_: Run) -> str:
+    return f"{command()} {run_.work.command} {run_.directory.path} --resume"

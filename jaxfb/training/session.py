@@ -1,0 +1,229 @@
+"""A run in progress: which updates are done, what is saved, and how long everything took."""
+
+from __future__ import annotations
+
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import config_to_dict
+from jaxfb.training.agreement import package_versions
+from jaxfb.training.changes import changes_between, check_changes, listing
+from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.work import Work
+
+
+@dataclass(frozen=True)
+class Result:
+    """How a run ended.
+
+    status:  "finished", "interrupted" by a signal or a limit of time, or "stopped" by a callback.
+    updates: of the run, consumed so far. metrics: of the last evaluation. summary: as in summary.json, if finished.
+    """
+
+    status: str
+    directory: Path
+    updates: int
+    metrics: Mapping[str, float]
+    summary: dict[str, Any] | None = None
+
+
+class Phases:
+    """Seconds by phase: data_wait and update of each step; evaluation, saving and logging between two records."""
+
+    def __init__(self):
+        self._seconds: dict[int | None, dict[str, float]] = defaultdict(lambda: defaultdict(float))
+
+    @contextmanager
+    def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
+        """Adds the time inside to a phase, of one step if it is given."""
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._seconds[step][name] += time.monotonic() - began
+
+    def take(self, step: int) -> dict[str, float]:
+        """Returns "<phase>_seconds" of a step, and of what was done beside the steps since the last call."""
+        taken = {**self._seconds.pop(None, {}), **self._seconds.pop(step, {})}
+        return {f"{name}_seconds": seconds for name, seconds in taken.items()}
+
+
+class Run:
+    """What the loop works on, and what callbacks receive at the start.
+
+    work:      what is trained. config, directory: its settings, and where it lives.
+    done:      global batches consumed, applied or skipped; also the name of a checkpoint.
+    metrics:   of the last evaluation.
+    resumed:   `done` and the state are those of a checkpoint.
+    say:       prints a line above the progress.
+    phases:    where the time goes.
+    """
+
+    def __init__(self, work: Work, directory: RunDirectory, say: Callable[[str], None] = print):
+        self.work, self.directory, self.config = work, directory, work.config
+        self.say = say
+        settings = self.config.checkpoint
+        # At least two: the newest is known to be good only when an update after it has been applied.
+        keep = max(settings.keep, 2)
+        self._store = CheckpointStore(directory.checkpoints, keep, settings.keep_best, settings.asynchronous)
+        self.done, self.resumed = 0, False
+        self.metrics: dict[str, float] = {}
+        self.stopped: str | None = None
+        self.phases = Phases()
+        self._saved: int | None = None
+        self._evaluated_at: int | None = None
+
+    @property
+    def say(self) -> Callable[[str], None]:
+        return self.work.say
+
+    @say.setter
+    def say(self, say: Callable[[str], None]) -> None:
+        self.work.say = say
+
+    @property
+    def mesh(self) -> Any:
+        return self.work.mesh
+
+    @property
+    def state(self) -> Any:
+        """The train state after `done` updates, on the devices; the next update donates it."""
+        return self.work.train_state
+
+    @property
+    def total(self) -> int:
+        """Updates of the whole run."""
+        return self.work.total
+
+    @property
+    def finished(self) -> bool:
+        return self.done >= self.total
+
+    def stop(self, reason: str) -> None:
+        """Ends the run after the update in progress, saved; for callbacks, on every process alike."""
+        self.stopped = reason
+
+    def sync(self) -> None:
+        """Waits for the devices; for a profile, and nothing in the loop."""
+        jax.block_until_ready(self.state)
+
+    def resume(self, allow_changes: bool = False) -> bool:
+        """Restores state and position of the newest checkpoint that can be read; False if there is none.
+
+        The mesh and the cut into microbatches may differ from the saved run's, the rows of an update may not. Every
+        key of the config that differs is printed.
+
+        Args:
+          allow_changes: accept a config that gives the saved parameters or rows another meaning.
+        Raises:
+          ValueError: the checkpoint is of another model, optimizer or seed, or would go on with other rows.
+        """
+        if self.directory.newest_update() is None:
+            return False
+        newest = self._store.latest()
+        abstract = self.work.abstract_state()
+        if (
+            newest is not None
+        ):  # refused before arrays are read, which may take minutes; by key before by shape
+            self._check(self._store.host(newest), allow_changes)
+            self._store.check_fit(abstract, newest)
+        state, record = self._store.restore(abstract)
+        if record["update"] != newest:
+            self._check(record, allow_changes)
+        self._check_sound(state, record["update"])
+        if changes := listing(changes_between(record["config"], self.config)):
+            self.say(f"changed since update {record['update']}:{changes}")
+        self.work.restore(state, record, allow_changes)
+        self.done = self._saved = record["update"]
+        self.metrics, self._evaluated_at = record["metrics"], self.done if record["metrics"] else None
+        self.resumed = True
+        return True
+
+    def _check(self, record: Mapping[str, Any], allow_changes: bool) -> None:
+        if not allow_changes:
+            check_changes(record["config"], self.config, record["update"])
+        self.work.check_resume(record, allow_changes)
+
+    def _check_sound(self, state: Any, update: int) -> None:
+        """Refuses a state with a nan or an inf in it, with the earlier checkpoints to go on from."""
+        if bad := unsound_leaves(_trained(state)):
+            earlier = [step for step in self._store.steps() if step < update]
+            others = f" ({', '.join(map(str, earlier))})" if earlier else ", of which there is none"
+            raise ValueError(
+                f"[checkpoint] update {update} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
+                f"move its directory away to go on from an earlier one{others}"
+            )
+
+    def is_due(self, section: str) -> bool:
+        """Whether `eval` or `checkpoint` happens after this update: every so many, and at the end."""
+        every = getattr(self.config, section).every
+        return self.finished or (every is not None and self.done % every == 0)
+
+    def evaluate(self) -> dict[str, float]:
+        """Evaluates the present parameters and keeps the numbers."""
+        with self.phases("evaluation"):
+            found = self.work.evaluate()
+        if found:
+            self.metrics, self._evaluated_at = found, self.done
+        return found
+
+    def save(self) -> bool:
+        """Hands the state to the checkpoint writer; False if this very state is saved already.
+
+        Raises:
+          NonFiniteAbort: the state holds a nan or an inf; nothing is saved of it.
+          CannotWrite: this save failed, or the one before.
+        """
+        if self._saved == self.done:
+            return False
+        with self.phases("saving"):
+            state = self.work.state()
+            if bad := unsound_leaves(_trained(state)):
+                raise NonFiniteAbort(
+                    f"[train] the state after update {self.done} is not finite in {listed(bad)}"
+                )
+            self._store.save(self.done, state, self._host())
+        self._saved = self.done
+        return True
+
+    def wait_saved(self) -> None:
+        """Returns when the last save is on the disk; CannotWrite if it failed."""
+        self._store.wait()
+
+    @property
+    def newest_saved(self) -> int | None:
+        """The update of the newest checkpoint that is complete."""
+        return self._store.latest()
+
+    def __enter__(self) -> Run:
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.work.close()
+        self._store.close()
+
+    def _host(self) -> dict[str, Any]:
+        """What a checkpoint holds beside the arrays: position, evaluation, config, plan and versions."""
+        return {
+            "update": self.done,
+            "metrics": self.metrics if self._evaluated_at == self.done else {},
+            "config": config_to_dict(self.config),
+            "plan": self.work.to_dict(),
+            "versions": {**package_versions(), "platform": jax.devices()[0].platform},
+            **self.work.host(self.done),
+        }
+
+
+def _trained(state: Any) -> dict[str, Any]:
+    """Returns the parts of a saved state that training changes, and which must therefore be finite."""
+    parts = state if isinstance(state, dict) else vars(state)
+    return {name: parts[name] for name in ("params", "opt_state", "critic") if name in parts}

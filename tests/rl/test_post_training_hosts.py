@@ -1,0 +1,103 @@
+"""Post-training on several processes: the curve of one process, and the same bits after one of them is killed."""
+
+import signal
+
+import numpy as np
+import pytest
+import yaml
+from processes import finish, logs, start, wait_for
+
+from jaxfb.metrics import read_jsonl
+
+pytestmark = [pytest.mark.slow, pytest.mark.processes]
+
+COMMON = {
+    "model": {"num_layers": 2, "hidden_size": 16, "num_heads": 2, "mlp_size": 16, "tied_embeddings": True},
+    "start": {"tokenizer": "bytes"},
+    "optimizer": {"learning_rate": 0.01},
+    "lr": {"name": "constant"},
+    "precision": {"compute_dtype": "float64"},
+    "log": {"every": 1},
+    "checkpoint": {"every": 2},
+    "eval": {"every": 2},
+}
+RL = {
+    "task": {"digits": 1, "held_out": 6},
+    "warm_start": {"updates": 4, "rows": 8},
+    "rollout": {
+        **{"prompts": 4, "samples_per_prompt": 4, "rows_per_update": 8, "rollouts": 2, "max_new_tokens": 3},
+    },
+    "policy": {"kl_coef": 0.1, "entropy_coef": 0.01},
+    "plans": {
+        "train": {"rows_per_microbatch": 2},
+        "logprob_old": {"rows_per_microbatch": 4},
+        "logprob_ref": {"rows_per_microbatch": 4},
+    },
+}
+SFT = {
+    "conversations": {
+        "path": "words.jsonl",
+        "template": "plain",
+        "sequence_length": 32,
+        "held_out_fraction": 0.2,
+    },
+    "batch": {"rows": 8, "updates": 4},
+    "plans": {"train": {"rows_per_microbatch": 2}, "eval": {"rows_per_microbatch": 2}},
+}
+KINDS = {"rl": RL, "sft": SFT}
+
+
+def write(directory, kind, mesh, **sections):
+    directory.mkdir(exist_ok=True)
+    values = {**COMMON, **KINDS[kind], "mesh": mesh, "run": {"dir": str(directory / "run")}}
+    if kind == "sft":
+        rng = np.random.default_rng(0)
+        lines = [
+            f'{{"messages": [{{"role": "user", "content": "{a}"}}, {{"role": "assistant", "content": "{b}"}}]}}'
+            for a, b in rng.integers(0, 99, (40, 2))
+        ]
+        path = directory / "words.jsonl"
+        path.write_text("\n".join(lines))
+        values["conversations"] = {**SFT["conversations"], "path": str(path)}
+    for name, changes in sections.items():
+        values[name] = {**values.get(name, {}), **changes}
+    (directory / "tiny.yaml").write_text(yaml.safe_dump(values))
+
+
+def run(directory, kind, mesh, processes, devices, *arguments, **sections):
+    write(directory, kind, mesh, **sections)
+    codes = finish(start(directory, processes, devices, *arguments, verb=kind))
+    assert codes == [0] * processes, logs(directory, processes)
+    return directory
+
+
+def curve(directory):
+    """(step, name) -> every number of a record that does not depend on the clock."""
+    clocks = ("seconds", "per_second", "teraflops")
+    return {
+        (record["step"], name): value
+        for record in read_jsonl(directory / "run" / "metrics.jsonl")
+        for name, value in record.items()
+        if isinstance(value, int | float) and not any(word in name for word in clocks)
+    }
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_curve_is_that_of_one_process(tmp_path, kind):
+    one = curve(run(tmp_path / "one", kind, {"data": 1}, 1, 1))
+    two = curve(run(tmp_path / "two", kind, {"data": 2, "fsdp": 2}, 2, 2))
+    assert len(one) > 20 and two == pytest.approx(one, rel=1e-10, abs=1e-12)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path, kind):
+    mesh = {"data": 2, "fsdp": 2}
+    whole = curve(run(tmp_path / "whole", kind, mesh, 2, 2))
+    killed = tmp_path / "killed"
+    write(killed, kind, mesh, hosts={"lost_after": 5})
+    jobs = start(killed, 2, 2, verb=kind)
+    wait_for(killed / "run" / "checkpoints" / "2", jobs)
+    jobs[1].send_signal(signal.SIGKILL)
+    codes = finish(jobs)
+    assert codes[1] == -signal.SIGKILL and codes[0] in (0, 76), logs(killed, 2)
+    assert curve(run(killed, kind, mesh, 2, 2, "--resume")) == whole
