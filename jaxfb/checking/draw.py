@@ -164,8 +164,8 @@ def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> 
     layers = own.num_layers if own else stages * (2 if stages <= 3 and not heavy and dice.chance(0.4) else 1)
     per_stage = None
     if layers % stages or dice.chance(0.25):
-        layers = layers if own else layers + dice.one(0, 1, 2)
-        per_stage = dice.cuts(layers, stages)
+        layers = layers if own else max(1, layers + dice.one(-1, 0, 1, 2))
+        per_stage = dice.cuts(layers, stages, smallest=int(layers >= stages and dice.chance(0.6)))
     placements = ["last", "rows", None] + (["vocabulary"] if model in ("transformer", "moe") else [])
     return {
         "schedule": schedule,

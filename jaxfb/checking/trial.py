@@ -60,7 +60,7 @@ def differences_of_outputs(
     ]
     for part in ("total", "weight"):
         allowed = values if part == "total" else weights
-        ours, theirs = (_parts(out.per_microbatch, part, want.terms) for out in (got, want))
+        ours, theirs = (_parts(out.per_microbatch, part, want.per_microbatch) for out in (got, want))
         found.append(compare(f"per_microbatch {part}", ours, theirs, allowed))
     if case.normalize != "microbatch":
         ours, theirs = (_parts(out.terms, "weight", want.terms) for out in (got, want))
