@@ -29,8 +29,8 @@ class Case:
     length:      tokens of a row.
     surplus:     rows of padding under remainder="pad", rows too many under remainder="drop".
     rng:         none, key, rows (one a row) or legacy (an old-style uint32 key).
-    call:        direct, jit (inside the caller's own), split (rows already in microbatches) or placed (parameters
-                 already on one device).
+    call:        direct, jit (inside the caller's own, and parameters made by a function), split (rows already in
+                 microbatches) or placed (parameters already on one device).
     x64:         whether 64-bit numbers are enabled.
     update:      whether an optimizer update is compared too.
     second:      what a second update is given: none, same (the same rows again), nonfinite (rows that make the loss

@@ -25,7 +25,7 @@ def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) 
     updates = _Updates(case, problem, one_device)
     with jax.enable_x64(case.x64):
         step, params = _step(case, problem), arguments.params_as_called(case, problem.params)
-        state = step.init(params, rng=case.data_seed)
+        state = step.init((lambda key: params) if case.call == "jit" else params, rng=case.data_seed)
     found = [_exactly("caller's parameters", jax.device_get(params), problem.params)]
     state, more = updates.compare(step, state, problem.batch)
     if case.second != "none":
