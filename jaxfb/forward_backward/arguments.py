@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import math
 import operator
 import warnings
+from numbers import Real
 from typing import Any
 
 import jax
@@ -16,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import data_parallel
-from jaxfb.refusal import Refused, boolean, function, shown
+from jaxfb.refusal import INT64, Refused, function, integer, shown
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -67,19 +69,41 @@ def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
         )
 
 
-def check_params(params: PyTree, forward_only: bool) -> None:
-    """Raises ValueError for a leaf that is no array or, where there is a backward, no float array."""
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+def check_params(params: PyTree, forward_only: bool, concrete: bool = False) -> None:
+    """Raises ValueError for a leaf that is no array or, where there is a backward, no float array.
+
+    concrete: shapes without numbers are refused too.
+    """
+    leaves = leaves_of("params", params)
+    if not leaves and not forward_only:
+        raise Refused(f"params must have at least one float array to have a gradient, got {shown(params)}")
+    for path, leaf in leaves:
         name = f"params{jax.tree_util.keystr(path)}"
         if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+            number = isinstance(leaf, (int, float)) and not isinstance(leaf, bool) and _is_finite(leaf)
             advice = f"make it jnp.asarray({float(leaf)})" if number else _WITHOUT_THE_REST
             raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
+        if concrete and isinstance(leaf, jax.ShapeDtypeStruct):
+            raise Refused(
+                f"every parameter must be an array, {name} is a shape alone, {shown(leaf)}; fill it first"
+            )
         if not forward_only and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(
                 f"every parameter must be a float array to have a gradient, {name} is {leaf.dtype}; pass it in the "
                 "batch or close over it"
             )
+
+
+def leaves_of(name: str, tree: PyTree) -> list[tuple]:
+    """Returns (path, leaf) of every leaf; ValueError for what JAX cannot take apart, as keys that do not compare."""
+    try:
+        return jax.tree_util.tree_leaves_with_path(tree)
+    except (
+        Exception
+    ) as error:  # of a tree that holds itself, or from the flattening of a class of somebody else's
+        raise Refused(
+            f"{name} must be a tree of arrays that JAX can take apart, which it cannot: {shown(error)}"
+        ) from None
 
 
 def check_accum_dtype(accum_dtype: Any, plan: BatchPlan) -> None:
@@ -92,14 +116,19 @@ def check_accum_dtype(accum_dtype: Any, plan: BatchPlan) -> None:
         )
 
 
-def check_call_options(forward_only: Any, grad_scale: Any) -> None:
-    """Raises ValueError for a `forward_only` that is no bool, or a `grad_scale` that is no number."""
-    boolean("forward_only", forward_only)
-    number = isinstance(grad_scale, (int, float, np.ndarray, np.generic, jax.Array))
-    if not number or jnp.shape(grad_scale) or not jnp.issubdtype(jnp.result_type(grad_scale), jnp.number):
-        raise Refused(
-            f"grad_scale must be one number, which gradients are multiplied by, got {shown(grad_scale)}"
+def checked_scale(grad_scale: Any) -> float | jax.Array:
+    """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is no number or not finite."""
+    if isinstance(grad_scale, (np.ndarray, jax.Array)):
+        is_number = not grad_scale.shape and jnp.issubdtype(grad_scale.dtype, jnp.floating)
+    else:
+        is_number = (
+            isinstance(grad_scale, Real) and not isinstance(grad_scale, bool) and _is_finite(grad_scale)
         )
+    if not is_number:
+        raise Refused(
+            f"grad_scale must be one number, finite, which gradients are multiplied by, got {shown(grad_scale)}"
+        )
+    return grad_scale if hasattr(grad_scale, "dtype") else float(grad_scale)
 
 
 def specs_like(params: PyTree, specs: PyTree) -> PyTree:
@@ -136,7 +165,7 @@ def prng_keys(rng: Any) -> jax.Array | None:
     if rng is None:
         return None
     if isinstance(rng, (int, np.integer)) and not isinstance(rng, bool):
-        return jax.random.key(int(rng))
+        return jax.random.key(integer("rng", rng, least=-INT64 - 1, most=INT64))
     if isinstance(rng, (jax.Array, np.ndarray)) and rng.ndim:
         with contextlib.suppress(TypeError):  # raised for data that is no key
             rng = jax.random.wrap_key_data(rng) if rng.dtype == jnp.uint32 else rng
@@ -152,8 +181,9 @@ def float_dtype(name: str, value: Any) -> str | None:
     if value is None:
         return None
     try:
-        dtype = jnp.dtype(value)
-    except TypeError:
+        is_array = isinstance(value, (np.ndarray, np.generic, jax.Array, jax.ShapeDtypeStruct))
+        dtype = None if is_array else jnp.dtype(value)
+    except Exception:  # numpy reads a text as a format, and raises whatever its reader does
         dtype = None
     if dtype is None or not jnp.issubdtype(dtype, jnp.floating):
         raise Refused(
@@ -168,7 +198,7 @@ def layer_counts(value: Any) -> tuple[int, ...] | None:
     if value is None:
         return None
     try:
-        if any(isinstance(count, bool) for count in value):
+        if isinstance(value, bytes) or any(isinstance(count, bool) for count in value):
             raise TypeError
         counts = tuple(map(operator.index, value))
     except TypeError:
@@ -198,3 +228,10 @@ def _check_function(what: str, given: Any, arguments: str) -> None:
 
 def _called(function: Any) -> str:
     return getattr(function, "__name__", type(function).__name__)
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return math.isfinite(float(value))
+    except OverflowError:  # an int beyond float64
+        return False

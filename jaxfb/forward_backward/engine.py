@@ -19,10 +19,10 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
-    check_call_options,
     check_model,
     check_params,
     check_plan,
+    checked_scale,
     float_dtype,
     layer_counts,
     specs_like,
@@ -38,7 +38,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.parallel import data, pipe, sharding
-from jaxfb.refusal import Refused, choice, shown
+from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params, restrict_to
 
 PyTree = Any
@@ -98,26 +98,32 @@ def get_forward_backward_func(
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
     layers_per_stage = layer_counts(layers_per_stage)
     _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
-    if param_specs is not None and not callable(param_specs):
-        raise Refused(
-            f"param_specs must be a function from params to PartitionSpecs, got {shown(param_specs)}"
-        )
-    if optimizer_sharding == "gradients" and axis_size(mesh, "pipe") > 1:
+    if param_specs is not None:
+        function("param_specs", param_specs, "from params to PartitionSpecs")
+    if (
+        isinstance(optimizer_sharding, str)
+        and optimizer_sharding == "gradients"
+        and axis_size(mesh, "pipe") > 1
+    ):
         raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
     return ForwardBackward(
         mesh,
-        schedule or schedules.default_name(num_chunks),
+        schedules.default_name(num_chunks) if schedule is None else schedule,
         num_chunks,
         choice("normalize", normalize, NORMALIZATIONS),
         float_dtype("accum_dtype", accum_dtype),
         float_dtype("compute_dtype", compute_dtype),
-        choice("remat", remat or "none", REMAT_POLICIES),
+        choice("remat", "none" if remat is None else remat, REMAT_POLICIES),
         choice("fsdp_gather", fsdp_gather, data.GATHERS),
-        choice("optimizer_sharding", optimizer_sharding or "none", OPTIMIZER_SHARDINGS),
+        choice(
+            "optimizer_sharding",
+            "none" if optimizer_sharding is None else optimizer_sharding,
+            OPTIMIZER_SHARDINGS,
+        ),
         param_specs,
         head_placement,
         layers_per_stage,
-        poison_bubbles,
+        boolean("poison_bubbles", poison_bubbles),
     )
 
 
@@ -167,8 +173,10 @@ class ForwardBackward:
         Raises:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
-        check_call_options(forward_only, grad_scale)
+        boolean("forward_only", forward_only)
+        grad_scale = checked_scale(grad_scale)
         self.check(model, params, plan, forward_only)
+        check_params(params, forward_only, concrete=True)
         if plan.by_tokens:
             packed = Packed(batch, plan)
             call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale)
@@ -342,7 +350,8 @@ def _check_pipeline(
     if isinstance(schedule, schedules.Schedule):
         _check_schedule(schedule.validate(), axis_size(mesh, "pipe"), schedule.num_microbatches)
     elif axis_size(mesh, "pipe") > 1:
-        name = schedule or schedules.default_name(num_chunks)
+        name = schedules.default_name(num_chunks) if schedule is None else schedule
+        schedules.check_name(name)
         _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
 
 

@@ -6,6 +6,7 @@ The comparison is plain `jax.value_and_grad` of all rows at once. It shares no c
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,13 +18,14 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.arguments import check_model, check_params
+from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
+from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
-from jaxfb.refusal import Refused, refuse
+from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.types import LossFn, Pipelined
 
@@ -157,8 +159,16 @@ def check_equivalence(
       ValueError: an argument is not what it must be, or the model breaks its contract already on one device.
     """
     check_model(model)
-    check_params(params, forward_only=False)
+    check_params(params, forward_only=False, concrete=True)
     _check_rows(batch)
+    _check_options(options)
+    rng, rows_per_microbatch = prng_keys(rng), integer("rows_per_microbatch", rows_per_microbatch)
+    if report is not None:
+        function("report", report, "(difference)")
+    if schedules is not None:
+        instance(
+            "schedules", schedules, list | tuple, "a list of names, (name, num_chunks) or Schedules, or None"
+        )
     meshes = _allowed(model) if meshes is None else _check_meshes(meshes)
     dtype = "float64" if jax.config.jax_enable_x64 else "float32"
     params, batch = _cast((params, batch), dtype)
@@ -211,10 +221,24 @@ def _check_rows(batch: PyTree) -> None:
     rows = sorted({leaf.shape[0] for leaf in jax.tree.leaves(batch)})
     if len(rows) > 1:
         raise Refused(f"every leaf of a batch must have the same rows, got leaves of {rows} rows")
+    integer("the number of rows of batch", rows[0])
+
+
+def _check_options(options: Mapping[str, Any]) -> None:
+    """Refuses an option that no mesh takes, rather than listing it with every mesh as the reason."""
+    legal = list(inspect.signature(get_forward_backward_func).parameters)[2:]
+    for name in options:
+        choice("an option of check_equivalence", name, legal)
+    if options.get("head_placement") is not None:
+        choice("head_placement", options["head_placement"], tuple(PLACEMENTS))
+    layer_counts(options.get("layers_per_stage"))
+    get_forward_backward_func(**{name: v for name, v in options.items() if name not in _PIPELINE_OPTIONS})
 
 
 def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
     meshes = [meshes] if isinstance(meshes, (Mapping, Mesh)) else meshes
+    if not isinstance(meshes, list | tuple):
+        refuse("meshes", meshes, "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]")
     for mesh in meshes:
         if not isinstance(mesh, Mesh) and not (isinstance(mesh, Mapping) and set(mesh) <= set(AXES)):
             example = "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]"

@@ -124,7 +124,7 @@ def _as_sum(what: str, given: Sum) -> Sum:
 def _numbers(what: str, value: Any) -> jax.Array:
     try:
         array = None if isinstance(value, (str, bytes)) else jnp.asarray(value)
-    except (TypeError, ValueError):
+    except Exception:  # ints beyond 64 bits, and objects whose own conversion fails in any way
         array = None
     if array is None or not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
         raise Refused(f"{what} must hold arrays of numbers, got {_described(value)}")
@@ -150,7 +150,10 @@ def _named(field: str, given: Any) -> dict:
 def _check_outputs(outputs: PyTree, microbatch: PyTree) -> None:
     rows = jax.tree.leaves(microbatch)[0].shape[0]
     for path, leaf in jax.tree_util.tree_leaves_with_path(outputs):
-        if not isinstance(leaf, (jax.Array, np.ndarray)) or leaf.shape[:1] != (rows,):
+        is_array = (
+            isinstance(leaf, (jax.Array, np.ndarray)) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
+        )
+        if not is_array or leaf.shape[:1] != (rows,):
             raise Refused(
                 f"outputs are collected by row: leaf {jax.tree_util.keystr(path)} must be [{rows}, ...], "
                 f"got {f'shape {leaf.shape}' if hasattr(leaf, 'shape') else _described(leaf)}"

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.forward_backward.arguments import leaves_of, prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
 from jaxfb.refusal import Refused, shown
@@ -146,7 +146,7 @@ def check_leaves(batch: PyTree) -> None:
             f"{type(batch).__name__}{f' of {len(batch)} dicts' if parts else ''}; concatenate microbatches, "
             "jax.tree.map(lambda *parts: jnp.concatenate(parts), *batch), and the plan cuts them again"
         )
-    leaves = jax.tree_util.tree_leaves_with_path(batch)
+    leaves = leaves_of("batch", batch)
     if not leaves:
         raise Refused(f"batch must have at least one array [rows, ...], got {shown(batch)}")
     for path, leaf in leaves:
@@ -154,6 +154,10 @@ def check_leaves(batch: PyTree) -> None:
             raise Refused(
                 "every leaf of a batch must be an array [rows, ...]; "
                 f"batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
+            )
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            raise Refused(
+                f"every leaf of a batch must be an array, batch{jax.tree_util.keystr(path)} is {shown(leaf)}"
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
             raise Refused(
@@ -164,10 +168,11 @@ def check_leaves(batch: PyTree) -> None:
 
 def _check_split(batch: Microbatches, plan: BatchPlan) -> Microbatches:
     wanted = (plan.num_microbatches, plan.rows_per_global_microbatch)
+    check_leaves(batch.leaves)
     for path, leaf in jax.tree_util.tree_leaves_with_path(batch.leaves):
         if leaf.shape[:2] != wanted:
             raise Refused(
-                f"a split batch must be [microbatches, rows, ...] = {list(wanted)} by plan {plan.purpose!r}; "
-                f"leaf {jax.tree_util.keystr(path)} has shape {leaf.shape}"
+                f"the leaves of a split batch must be [microbatches, rows, ...] = {list(wanted)} by plan "
+                f"{plan.purpose!r}; leaf {jax.tree_util.keystr(path)} has shape {leaf.shape}"
             )
     return batch

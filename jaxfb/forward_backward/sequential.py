@@ -7,9 +7,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
+from jaxfb.forward_backward.arguments import leaves_of
 from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term
+from jaxfb.refusal import Refused, shown
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum, outer_params
 
 PyTree = Any
@@ -37,7 +40,7 @@ def sequential(
     def loss_fn(params, microbatch, rng) -> LossOutput:
         outer = bring_outer(outer_params(params))
         with jax.named_scope("embed"):
-            hidden = model.embed(outer, microbatch, rng)
+            hidden = as_hidden("embed", model.embed(outer, microbatch, rng), rows_of(microbatch))
 
         def step(hidden, inputs):
             index, shards = inputs
@@ -79,14 +82,43 @@ def layer_keys(rng: jax.Array | None, index: jax.Array) -> jax.Array | None:
 def layer_output(out: Any) -> tuple[PyTree, LossOutput]:
     """Splits what a layer returned into (hidden, its terms and metrics)."""
     if not (isinstance(out, tuple) and len(out) == 2):
-        return out, LossOutput({})
+        return as_hidden("layer", out), LossOutput({})
     hidden, reported = out
     if isinstance(reported, dict) and (not reported or any(isinstance(t, Sum) for t in reported.values())):
         reported = LossOutput(reported)
     if not isinstance(reported, LossOutput):
-        return out, LossOutput({})
+        return as_hidden("layer", out), LossOutput({})
     terms = {name: as_term(name, term) for name, term in reported.terms.items()}
-    return hidden, LossOutput(terms, {name: _layer_metric(name, m) for name, m in reported.metrics.items()})
+    return as_hidden("layer", hidden), LossOutput(
+        terms, {name: _layer_metric(name, m) for name, m in reported.metrics.items()}
+    )
+
+
+def as_hidden(what: str, hidden: PyTree, rows: int | None = None) -> PyTree:
+    """Returns `hidden` itself if it is a tree of arrays of numbers, [rows, ...] where rows is given.
+
+    Raises:
+      ValueError: it is not; the sentence tells which of the model's functions gave it.
+    """
+    leaves = leaves_of(f"what {what} returns", hidden)
+    if not leaves:
+        raise Refused(f"{what} must return hidden, a tree of arrays [rows, ...], got {shown(hidden)}")
+    for path, leaf in leaves:
+        is_array = (
+            isinstance(leaf, jax.Array | np.ndarray) and getattr(leaf.dtype, "kind", "V") not in "OSUMm"
+        )
+        if not is_array or rows not in (None, *leaf.shape[:1]):
+            given = f"shape {leaf.shape}" if is_array else shown(leaf)
+            raise Refused(
+                f"{what} must return hidden, a tree of arrays [rows, ...]{f' of {rows} rows' * (rows is not None)}, "
+                f"hidden{jax.tree_util.keystr(path)} is {given}"
+            )
+    return hidden
+
+
+def rows_of(microbatch: PyTree) -> int:
+    """Returns the number of rows of a microbatch."""
+    return jax.tree.leaves(microbatch)[0].shape[0]
 
 
 def sum_of_layers(stacked: LossOutput) -> LossOutput:

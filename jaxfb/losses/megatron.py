@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 
+from jaxfb.refusal import Refused, boolean, function, shown
 from jaxfb.types import LossFn, LossOutput, Sum
 
 
@@ -29,30 +31,41 @@ def from_megatron(loss_func: Callable[..., tuple], per_token: bool = False) -> L
       ValueError: loss_func returned something else.
     """
 
+    function("loss_func", loss_func, "(params, microbatch, rng)", who="from_megatron:")
+    boolean("per_token", per_token, who="from_megatron:")
+
     def loss_fn(params, microbatch, rng) -> LossOutput:
         answer = loss_func(params, microbatch, rng)
         if not isinstance(answer, tuple) or len(answer) not in (2, 3) or not isinstance(answer[-1], dict):
-            raise ValueError(
+            raise Refused(
                 "a Megatron loss function must return (loss, dict) or (loss_sum, num_tokens, dict), got "
                 f"{type(answer).__name__}{f' of {len(answer)}' if isinstance(answer, tuple) else ''}"
             )
-        metrics = {name: _metric(value) for name, value in answer[-1].items()}
+        metrics = {name: _metric(name, value) for name, value in answer[-1].items()}
         return LossOutput({"loss": _term(answer[:-1], per_token)}, metrics)
 
     return loss_fn
 
 
 def _term(answer: tuple, per_token: bool) -> Sum:
-    if len(answer) == 1:
-        return Sum(answer[0], 1.0)
-    loss_sum, num_tokens = answer
+    numbers = [_array(name, value) for name, value in zip(("loss", "num_tokens"), answer, strict=False)]
+    if len(numbers) == 1:
+        return Sum(numbers[0], 1.0)
+    loss_sum, num_tokens = numbers
     return Sum(loss_sum, num_tokens) if per_token else Sum(loss_sum / jnp.maximum(num_tokens, 1), 1.0)
 
 
-def _metric(value: Any) -> Sum:
-    value = (
-        jnp.asarray(value)
-        if not isinstance(value, (tuple, list))
-        else jnp.stack([jnp.asarray(v) for v in value])
-    )
+def _metric(name: str, value: Any) -> Sum:
+    value = _array(f"metric {name!r}", value)
     return Sum(value[0], value[1]) if value.shape == (2,) else Sum(value, 1.0)
+
+
+def _array(name: str, value: Any) -> jax.Array:
+    """`value`, a number or a pair of numbers, as an array."""
+    try:
+        parts = [jnp.asarray(part) for part in value] if isinstance(value, tuple | list) else value
+        return jnp.stack(parts) if isinstance(parts, list) else jnp.asarray(parts)
+    except (TypeError, ValueError, OverflowError):
+        raise Refused(
+            f"{name} of a Megatron loss function must be a number or a pair (sum, count), got {shown(value)}"
+        ) from None

@@ -5,7 +5,7 @@ import itertools
 import jax
 import pytest
 from legal import integers, maybe, nothing, one_of
-from wrong import Call, pool
+from wrong import Call, circular, pool
 
 from jaxfb.mesh import AXES, across_slices, check_mesh, make_mesh, mesh_sizes
 
@@ -36,7 +36,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_one_wrong_argument_is_refused_by_name(call):
     call()
-    assert not call.failures(pool(seed=3))
+    assert not call.failures([*pool(seed=3), circular])
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)

@@ -2,7 +2,7 @@
 
 import pytest
 from legal import boolean, integers, maybe, nothing, numbers, one_of, positive_int, texts
-from wrong import Call, pool
+from wrong import Call, circular, pool
 
 from jaxfb.batch_plan import PURPOSES, BatchPlan, RampUp, RolloutPlan, RunPlan, arrange, data_parallel_size
 from jaxfb.batch_plan.plan import REMAINDERS
@@ -181,7 +181,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_one_wrong_argument_is_refused_by_name(call):
     call()
-    assert not call.failures(pool(seed=1))
+    assert not call.failures([*pool(seed=1), circular])
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)

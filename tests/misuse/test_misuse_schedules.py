@@ -2,7 +2,7 @@
 
 import pytest
 from legal import integers, maybe, nothing, numbers, one_of, positive_int, texts
-from wrong import Call, pool
+from wrong import Call, circular, pool
 
 from jaxfb import schedules
 from jaxfb.schedules import Schedule, make
@@ -112,7 +112,7 @@ CALLS = [
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
 def test_one_wrong_argument_is_refused_by_name(call):
     call()
-    assert not call.failures(pool(seed=2))
+    assert not call.failures([*pool(seed=2), circular])
 
 
 @pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
