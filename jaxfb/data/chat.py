@@ -1,8 +1,8 @@
 """Chat templates: messages become one text, whose special tokens are the template's and never the messages'.
 
-Step of the story: data (post-training's documents, and the prompts of a policy). A template is that of the tokenizer,
+Part of the data step (post-training's documents, and the prompts of a policy). A template is that of the tokenizer,
 written in Jinja as Hugging Face's are, or one of three built-in ones. The text of a prompt is encoded by itself, and so
-is each message of the assistant: what a model has learnt to answer is then what it is asked.
+is each answer, so that a model is prompted with the same token ids that it was trained on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from jaxfb.data.tokenizer import Tokenizer
 Message = Mapping[str, str]
 BUILT_IN = ("chatml", "plain", "none")
 FILE = "chat.json"
-# One of these, which no text holds, is put inside names of special tokens that a message holds.
+# One of these that a conversation does not contain is put into names of special tokens that a message contains.
 _MARKS = tuple(map(chr, range(0xFDD0, 0xFDF0)))
 
 
@@ -51,7 +51,7 @@ class Chat:
     variables: Mapping[str, str] = field(default_factory=dict)
 
     def prompts(self, conversations: Sequence[Sequence[Message]]) -> list[np.ndarray]:
-        """i32[n] of each conversation, which then waits for the assistant.
+        """Returns i32[n] of each conversation, which then waits for the assistant.
 
         Raises:
           ValueError: the template refuses the messages.
@@ -61,7 +61,7 @@ class Chat:
     def encode(
         self, conversations: Sequence[Sequence[Message]], learn: str = "assistant", who: str = "conversations"
     ) -> tuple[list[np.ndarray], list[np.ndarray]]:
-        """(ids i32[n], counts bool[n]) of each conversation; what counts is to be learnt.
+        """Returns (ids i32[n], counts bool[n]) of each conversation; what counts is to be learnt.
 
         learn: "assistant", all its messages, or "last", the last of them. An answer is learnt up to and with the
         stop token that ends it. who: the section of the config that refusals name.
@@ -81,7 +81,7 @@ class Chat:
         return [ids for ids, _ in encoded], counts
 
     def render(self, messages: Sequence[Message], opening: bool = False) -> str:
-        """The text of the messages, with what stands before the assistant's next words if `opening`.
+        """Returns the text of the messages, with what stands before the assistant's next words if `opening`.
 
         Names of special tokens in it are the template's and the messages' alike: to be read, not to be encoded.
         """
@@ -92,7 +92,7 @@ class Chat:
         return self._compiled(messages=plain, add_generation_prompt=opening, **self.variables)
 
     def table(self) -> list[tuple[str, str]]:
-        """(name, what it is), for the start of a run."""
+        """Lists (name, value), for the start of a run."""
         template = self.template if self.template in BUILT_IN else "the tokenizer's own, or a file's (Jinja)"
         stops = ", ".join(f"{self.tokenizer.name_of(i)} ({i})" for i in self.stop_tokens)
         return [("template", template), ("stop tokens", stops)]
@@ -113,17 +113,17 @@ class Chat:
 
     @cached_property
     def _of_template(self) -> re.Pattern:
-        """Special tokens, and all others that the template writes."""
+        """Finds special tokens, and all other added ones that the template writes."""
         added = [name for name in self.tokenizer.added_names if name in self.template]
         return _any_of([*self.tokenizer.special_names, *added])
 
     def _end_after(self, name: str) -> str:
-        """The end of a text, where the vocabulary has no such token that could end an answer."""
+        """Returns the end token of a text where the vocabulary has no token of that name to end an answer."""
         known = self.tokenizer.id_of(name) is not None
         return "" if known else self.variables.get("eos_token", "")
 
     def _pieces(self, messages: Sequence[Message], learn: str, opening: bool, number: int = 0) -> list[Piece]:
-        """The conversation's text, cut before and after each answer."""
+        """Renders a conversation and cuts it before and after each answer."""
         mark = _unused(messages)
         messages = [self._escaped(message, mark) for message in messages]
         whole, at, found = self.render(messages, opening), 0, []
@@ -143,7 +143,7 @@ class Chat:
         return [Piece(tuple(text.split(mark)), learnt) for text, learnt in [*found, (whole[at:], False)]]
 
     def _before(self, messages: Sequence[Message]) -> str:
-        """What stands before an answer to these messages; nothing, where a template wants at least one."""
+        """Renders what stands before an answer to these messages; nothing, where a template wants at least one."""
         try:
             return self.render(messages, True)
         except ValueError:
@@ -152,7 +152,7 @@ class Chat:
             return ""
 
     def _escaped(self, message: Message, mark: str) -> Message:
-        """The message with a mark in each name of a control token, after its first character.
+        """Returns the message with a mark in each name of a control token, after its first character.
 
         The assistant's words keep tokens that are not special, such as <think>: a model may be taught them.
         """
@@ -163,7 +163,10 @@ class Chat:
         }
 
     def _encoded(self, conversations: list[list[Piece]]) -> list[tuple[np.ndarray, list[int]]]:
-        """(ids, how many of them each piece has). Parts are encoded apart, so that a name cut in two does not form."""
+        """Returns (ids, how many of them each piece has).
+
+        Parts are encoded apart, so that a name that was cut in two does not form again.
+        """
         flat = [
             (part, k + j > 0)
             for ps in conversations
@@ -208,7 +211,7 @@ def make_chat(
     variables: Mapping[str, str] | None = None,
     more_stops: Sequence[int] = (),
 ) -> Chat:
-    """A chat whose template and stop tokens are known to work.
+    """Makes a chat, after checking that its template and stop tokens work.
 
     stop_tokens: names or ids; None are those that end a text, `more_stops`, and the special token that the template
       writes after an answer.
@@ -233,7 +236,7 @@ def make_chat(
 
 
 def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
-    """The chat that a run saved (`Chat.save`), or that a tokenizer's own files describe; None if there is none.
+    """Reads the chat that a run saved (`Chat.save`), or that a tokenizer's own files describe; None if there is none.
 
     Those files are chat_template.jinja or tokenizer_config.json's "chat_template", the names of its special tokens, and
     generation_config.json's "eos_token_id".
@@ -255,7 +258,7 @@ def read_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
 
 
 def saved_chat(directory: str | Path, tokenizer: Tokenizer) -> Chat | None:
-    """The chat of a run's directory: its own, or that of the model that it was imported from (`RUN/hf`)."""
+    """Reads the chat of a run's directory: its own, or that of the model that it was imported from (`RUN/hf`)."""
     places = (Path(directory), Path(directory) / "hf")
     return next((chat for place in places if (chat := read_chat(place, tokenizer))), None)
 
@@ -285,12 +288,12 @@ _BUILT_IN = {"chatml": _chatml, "plain": _plain, "none": _none}
 
 
 def _unused(messages: Sequence[Message]) -> str:
-    """A character that is in none of the messages."""
+    """Returns a character that is in none of the messages."""
     text = "".join(message["content"] for message in messages)
     free = [mark for mark in _MARKS if mark not in text]
     if not free:
         raise ValueError(
-            "[conversations] a conversation holds all of the noncharacters U+FDD0 to U+FDEF; remove one of them"
+            "[conversations] a conversation contains all of the noncharacters U+FDD0 to U+FDEF; remove one of them"
         )
     return free[-1]
 
@@ -302,7 +305,7 @@ def _any_of(names: Sequence[str]) -> re.Pattern:
 
 
 def _end_of_turn(chat: Chat) -> list[int]:
-    """The first special token that the template writes after an answer, if there is one."""
+    """Returns the id of the first special token that the template writes after an answer, if there is one."""
     answer = "an answer"
     text = chat.render([{"role": "user", "content": "a"}, {"role": "assistant", "content": answer}])
     name = chat._special.search(text, text.rfind(answer) + len(answer))
@@ -341,7 +344,7 @@ def _template_of(path: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _text(value: Any) -> str:
-    """Of a token that is written as its name, or as a dict with it."""
+    """Returns the name of a token that is given as its name, or as a dict with it."""
     return str(value.get("content", "")) if isinstance(value, dict) else str(value)
 
 

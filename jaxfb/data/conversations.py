@@ -1,6 +1,6 @@
 """Conversations and preferences: JSON lines to messages, and pairs of answers to token ids.
 
-Step of the story: data (post-training's documents); `chat.py` makes token ids of messages.
+Part of the data step (post-training's documents); `chat.py` makes token ids of messages.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Pair(NamedTuple):
 
 
 def read_conversations(path: str | Path) -> list[tuple[Message, ...]]:
-    """Of a .jsonl file, one {"messages": [{"role", "content"}, ...]} a line.
+    """Reads a .jsonl file, one {"messages": [{"role", "content"}, ...]} a line.
 
     Raises:
       ValueError: the file is missing or empty, or a line is not that; it names the line.
@@ -37,12 +37,15 @@ def read_conversations(path: str | Path) -> list[tuple[Message, ...]]:
 
 
 def read_preferences(path: str | Path) -> list[Pair]:
-    """Of a .jsonl file, one {"prompt": text, or "messages": [...], "chosen": text, "rejected": text} a line."""
+    """Reads a .jsonl file, one {"prompt": text, or "messages": [...], "chosen": text, "rejected": text} a line."""
     return [_pair(record, where) for where, record in _records(path)]
 
 
 def split_held_out(items: Sequence[Any], fraction: float) -> tuple[list, list]:
-    """(train, held out): by content, so that neither order nor new neighbours move an item; repeated ones go."""
+    """Splits items into (train, held out) by content, so that neither order nor new neighbours move an item.
+
+    Repeated items are left out.
+    """
     hashes = np.array([name_hash(json.dumps(item)) for item in items], np.uint64)
     side = split_documents(hashes, fraction)
     return tuple(
@@ -51,7 +54,7 @@ def split_held_out(items: Sequence[Any], fraction: float) -> tuple[list, list]:
 
 
 def encode_pairs(pairs: Sequence[Pair], chat: Chat) -> tuple[tuple[list, list], tuple[list, list]]:
-    """((ids, counts) of the chosen, (ids, counts) of the rejected), in the order of the pairs; the answers count."""
+    """Returns ((ids, counts) of the chosen, (ids, counts) of the rejected), in order; the answers count."""
 
     def answered(answer: str):
         whole = [(*pair.prompt, {"role": "assistant", "content": getattr(pair, answer)}) for pair in pairs]
@@ -61,12 +64,12 @@ def encode_pairs(pairs: Sequence[Pair], chat: Chat) -> tuple[tuple[list, list], 
 
 
 def longest(*ids: Sequence[np.ndarray]) -> int:
-    """Tokens of the longest of all these sequences; 0 without any."""
+    """Returns the tokens of the longest of all these sequences; 0 without any."""
     return max((len(one) for sequences in ids for one in sequences), default=0)
 
 
 def cut_to(ids: list[np.ndarray], counts: list[np.ndarray], slots: int) -> tuple[list, list]:
-    """Each of at most slots + 1 tokens, a longer one cut at its end."""
+    """Cuts each sequence to at most slots + 1 tokens, at its end."""
     return [one[: slots + 1] for one in ids], [one[: slots + 1] for one in counts]
 
 

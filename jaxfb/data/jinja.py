@@ -1,6 +1,6 @@
 """Chat templates in Jinja, as the files of Hugging Face's tokenizers have them, run in a sandbox.
 
-Beside the story, for `chat.py`. A template comes with a model from elsewhere, so it can neither reach Python's
+Used by `chat.py`. A template comes with a model from elsewhere, so it can neither reach Python's
 internals nor change what it is given. It cannot ask for today's date either: rows would depend on the day.
 """
 
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def compile_template(source: str) -> Callable[..., str]:
-    """A function of the template's variables (messages, add_generation_prompt, bos_token, ...) to its text.
+    """Returns a function of the template's variables (messages, add_generation_prompt, bos_token, ...) to its text.
 
     Raises:
       ValueError: the source is no template; calling it: the template refuses its messages, or reads what is not there.
@@ -37,7 +37,7 @@ def compile_template(source: str) -> Callable[..., str]:
 
 
 def _environment() -> Any:
-    """The environment in which transformers renders chat templates, but for the date."""
+    """Makes the environment in which transformers renders chat templates, without the date."""
     from jinja2.ext import loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
@@ -50,7 +50,7 @@ def _environment() -> Any:
 
 
 def _generation_tag() -> type:
-    """{% generation %} ... {% endgeneration %} marks the assistant's words for others; here it changes nothing."""
+    """Makes the tag {% generation %}, with which templates mark the assistant's words; here it changes nothing."""
     from jinja2.ext import Extension
 
     class Generation(Extension):
@@ -76,7 +76,7 @@ def _to_json(
     separators: tuple[str, str] | None = None,
     sort_keys: bool = False,
 ) -> str:
-    """As plain JSON: Jinja's own filter escapes characters for HTML."""
+    """Writes plain JSON: Jinja's filter escapes characters for HTML."""
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )

@@ -159,7 +159,7 @@ class LibraryTokenizer:
 
     @cached_property
     def _reads_names(self) -> Any:
-        """The same tokenizer, which reads names of special tokens in a text, those of the ends of a text among them."""
+        """Makes the same tokenizer reading names of special tokens in a text, those of its ends among them."""
         from tokenizers import Tokenizer as Implementation
 
         made = Implementation.from_str(self._serialized)
@@ -171,7 +171,7 @@ class LibraryTokenizer:
 
     @cached_property
     def _anchor(self) -> str:
-        """The name of a special token after which a text is encoded as it stands; "" if there is none."""
+        """Returns the name of a special token after which a text is encoded as it stands; "" if there is none."""
         added = self._reads_names.get_added_tokens_decoder()
         return next((token.content for token in added.values() if token.special and not token.rstrip), "")
 
@@ -230,7 +230,7 @@ class LibraryTokenizer:
 
 
 def absent_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, int], ...]:
-    """Ranges (first, end) of the ids below `vocab_size` that are no token: padding of a vocabulary, and holes in it.
+    """Returns ranges (first, end) of the ids below `vocab_size` that are no token: padding, and holes.
 
     What samples from a model of that vocabulary leaves them out, since no text corresponds to them.
     """

@@ -1,7 +1,7 @@
 """Does a loss look across rows? Then microbatches would change it, and it is refused before anything is compiled.
 
-The engine asks before a call whose global batch is in more than one part (microbatches times replicas). The question is
-put to the loss itself: on made-up log-probs and leaves of the real names and dtypes, every total, every weight and the
+The engine checks this before a call whose global batch is in more than one part (microbatches times replicas), by
+running the loss itself: on made-up log-probs and leaves of the real names and dtypes, every total, every weight and the
 gradient of three rows together must be those of the rows one by one.
 """
 
@@ -43,8 +43,8 @@ def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, nu
     shapes = [(tuple(leaf.shape[1:]), jnp.dtype(leaf.dtype).name) for _, leaf in leaves]
     if (most := max(math.prod(dims) for dims, _ in shapes)) > _LARGEST:
         warnings.warn(
-            f"the loss {getattr(loss, '__name__', loss)} was not asked whether it couples rows: {most:,} numbers a row "
-            "are too many to make up; ask losses.coupling.check_rows_uncoupled with a shorter microbatch",
+            f"the loss {getattr(loss, '__name__', loss)} was not checked for coupled rows: {most:,} numbers a row "
+            "are too many to make up; call losses.coupling.check_rows_uncoupled with a shorter microbatch",
             stacklevel=2,
         )
         return

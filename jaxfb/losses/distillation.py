@@ -1,7 +1,7 @@
 """Distillation: the student's distribution at each position is drawn to the teacher's.
 
-Used in the head of forward_backward through `distillation_loss_fn`. The teacher speaks either of its K likeliest
-tokens (leaves `teacher_ids` i32[rows, seq, K], -1 for none, and `teacher_log_probs` f32[rows, seq, K]) or of the whole
+Used in the head of forward_backward through `distillation_loss_fn`. The teacher is given either by its K likeliest
+tokens (leaves `teacher_ids` i32[rows, seq, K], -1 for none, and `teacher_log_probs` f32[rows, seq, K]) or by the whole
 vocabulary (`teacher_log_probs` f32[rows, seq, vocab] alone). Of the student, [tokens, vocab] never exists whole.
 """
 
@@ -30,8 +30,8 @@ _SMALLEST = 1e-12
 class DistillationLoss:
     """coef * KL between teacher t and student s at each counted token, aggregated.
 
-        forward   sum t (log t - log s)   covers what the teacher may say (arXiv:1503.02531)
-        reverse   sum s (log s - log t)   keeps to what it would say (arXiv:2306.08543)
+        forward   sum t (log t - log s)   covers all that the teacher may produce (arXiv:1503.02531)
+        reverse   sum s (log s - log t)   keeps to what it is likely to produce (arXiv:2306.08543)
 
     With the K likeliest tokens the rest of the vocabulary is one more outcome, so that the KL is a true one, of the
     coarser distribution: never negative, at most the full one, 0 where both agree. rest=False leaves that

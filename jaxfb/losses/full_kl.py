@@ -117,7 +117,7 @@ def _own(teacher, kernel, how):
 
 
 def _kl(log_p, p, teacher, how):
-    """[T]; a token of which the teacher says -inf adds nothing to the forward KL."""
+    """[T]; a token to which the teacher gives -inf adds nothing to the forward KL."""
     if how.reverse:
         return summed(jnp.sum(p * (log_p - teacher), axis=-1), how.axis)
     t = jnp.exp(teacher)

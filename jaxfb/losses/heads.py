@@ -1,6 +1,6 @@
 """Losses over per-token log-probs on a model cut for stages, wherever its vocabulary lives.
 
-The bridge between a `Pipelined` model and a post-training loss: the model says how hidden states become logits
+The bridge between a `Pipelined` model and a post-training loss: the model defines how hidden states become logits
 (`Pipelined.unembed`), the loss what is made of log-probs and entropies. Tensor, pipeline and context parallelism,
 and how the head is placed, are dealt with here and never seen by the loss.
 """
@@ -28,7 +28,7 @@ TokenLoss = Callable[[jax.Array, jax.Array, Mapping], "LossOutput | Sum"]
 def policy_loss_fn(
     model: Pipelined, loss: TokenLoss, *, temperature: float = 1.0, absent_ids: IdRanges = ()
 ) -> Pipelined:
-    """`model` with a loss of one's own over the log-probs and entropies of its targets.
+    """Replaces the loss of `model` by one over the log-probs and entropies of its targets.
 
     `loss(log_probs, entropy, microbatch)` receives float[rows, seq] arrays (float32 or wider, nats, 0 where
     `loss_mask` is 0; under context parallelism this device's tokens, so sums over a sequence go through
@@ -69,7 +69,9 @@ def policy_loss_fn(
 
 
 def log_prob_fn(model: Pipelined, *, temperature: float = 1.0, absent_ids: IdRanges = ()) -> Pipelined:
-    """`model` for `forward_only` passes: its outputs are {"log_probs", "entropy"}, float[rows, seq] in row order.
+    """Makes of `model` one for `forward_only` passes.
+
+    Its outputs are {"log_probs", "entropy"}, float[rows, seq] in row order.
 
     The term "nll" is the mean of -log p over counted tokens, the metric "entropy" theirs. temperature, absent_ids: as
     for `policy_loss_fn`.

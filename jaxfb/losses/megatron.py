@@ -1,4 +1,4 @@
-"""Megatron-LM's loss functions, spoken in Sums: the forms and their exact meaning, without the traps."""
+"""Adapts Megatron-LM's loss functions, which return 2-tuples or 3-tuples, to Sums."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Policy losses: what a token contributes to the policy gradient, and the whole objective of a policy update.
 
-Used in the head of forward_backward through `policy_loss_fn`. A surrogate says what one token contributes; a
+Used in the head of forward_backward through `policy_loss_fn`. A surrogate gives what one token contributes; a
 `PolicyLoss` aggregates it and adds the KL to a reference and the entropy bonus.
 
-Leaves of a microbatch, all f32[rows, seq] and aligned with `targets` (place t speaks of the token targets[t]):
+Leaves of a microbatch, all f32[rows, seq] and aligned with `targets` (place t belongs to the token targets[t]):
 loss_mask, advantages, old_log_probs; ref_log_probs with a KL term; rollout_weights optionally, importance weights
 of a sampler that differs from the policy (`losses.importance.rollout_weights`).
 """
@@ -39,7 +39,7 @@ class PolicyTokens(NamedTuple):
 class PolicyLoss:
     """The objective of a policy update: surrogate + kl_coef * KL(policy || reference) - entropy_coef * entropy.
 
-    Called by `policy_loss_fn` with what the model says of one microbatch; hashable, so equal ones compile once.
+    Called by `policy_loss_fn` with the log-probs and entropies of one microbatch; hashable, so equal ones compile once.
 
     surrogate:    a policy loss per token, see `losses.surrogates`.
     aggregation:  of all three terms, see `losses.aggregation.aggregate`; `scale` is its constant. None: the one

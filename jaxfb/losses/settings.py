@@ -1,6 +1,6 @@
 """Numbers that a user gives a loss: coefficients, clip ranges, temperatures. Refused by name when a loss is made.
 
-Before the step of the story that computes losses. A NaN passes every comparison that is written the wrong way round
+A NaN passes every comparison that is written the wrong way round
 and then makes every gradient NaN; a text fails deep inside a trace. Both are refused here.
 """
 

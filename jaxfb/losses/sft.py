@@ -1,6 +1,6 @@
 """Supervised fine-tuning: cross entropy of the response's tokens, with any aggregation.
 
-Used in the head of forward_backward through `policy_loss_fn`. What is a response is the data's to say: `loss_mask` is 1
+Used in the head of forward_backward through `policy_loss_fn`. The data decide what a response is: `loss_mask` is 1
 where the target token is one that the model is to learn to write. `next_token_loss`, the pretraining loss of every
 model here, is the same with "token-mean" and makes its gradient in one pass: prefer it there.
 """

@@ -5,7 +5,7 @@ Called by `PolicyLoss` with the tokens of a microbatch. With r = p / p_old of th
     surrogate(tokens, sequences) -> (loss per token float[rows, seq], {metric: Sum | Max | Min})
 
 tokens: `log_probs` (differentiated), `old_log_probs`, `advantages`, all float[rows, seq], 0 where nothing counts.
-The log-ratio is clamped to +-20 unless said otherwise. A surrogate of one's own is any such function; it must not
+The log-ratio is clamped to +-20 unless stated otherwise. Any such function is a surrogate; it must not
 look across rows, and may name in `aggregation` the one it was derived with.
 """
 

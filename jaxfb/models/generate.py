@@ -1,4 +1,4 @@
-"""Sampling from the transformer with a cache of keys and values: after the story, what a run shows.
+"""Samples from the transformer with a cache of keys and values.
 
 One program: the prompts run through the layers at once (prefill), then a scan writes one token a step. Rows
 may have prompts of different lengths: each keeps its own position and writes over its padding.
@@ -55,7 +55,7 @@ def generate(
     """Continues each row's prompt by `max_new_tokens` tokens.
 
     Compiled once for each config, shape, top_k and choice of greedy or not. Row r draws from `key` folded
-    with r, so what one row says does not depend on the others.
+    with r, so what one row draws does not depend on the others.
 
     Args:
       config, params: of `transformer`; computes in the params' dtype.

@@ -28,9 +28,9 @@ def post_train(
     allow_changes: bool = False,
     callbacks: Iterable[Callback] = (),
 ) -> Result:
-    """Runs what the config says, from `load_config`; everything it makes is in `config.run.dir`.
+    """Runs a post-training config, as `load_config` returns it; everything it makes is in `config.run.dir`.
 
-    task: of one's own, for an `RLConfig`: an object with the members of `jaxfb.rl.tasks.Task`.
+    task: for an `RLConfig`, used instead of the config's task: an object with the members of `jaxfb.rl.tasks.Task`.
     resume: continue from the newest checkpoint there, bit for bit as if it had never stopped.
     fresh: move a run that lies there aside and start over.
     allow_changes: resume with a config that gives what is saved another meaning; without it that is refused.

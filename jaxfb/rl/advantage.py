@@ -1,10 +1,10 @@
-"""From rewards to advantages by name: the config's choice among `losses.advantages`."""
+"""Computes advantages from rewards by the estimator that the config names, one of `losses.advantages`."""
 
 from __future__ import annotations
 
 import numpy as np
 
-from jaxfb.config.post_training import AdvantageConfig
+from jaxfb.config.policy import AdvantageConfig
 from jaxfb.losses import advantages
 
 BY_GROUP = ("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus_baseline")
@@ -18,7 +18,7 @@ def advantages_of(
     values: np.ndarray | None = None,
     baseline: np.ndarray | None = None,
 ) -> dict[str, np.ndarray]:
-    """{"advantages": float[R, S]}, with "returns" beside it where the estimator has them.
+    """Returns {"advantages": float[R, S]}, with "returns" beside it where the estimator has them.
 
     token_rewards: float[R, S]. groups: i[R], the prompt of each row. values: float[R, S] of the critic (gae).
     baseline: float[R], reward of the greedy response (remax).

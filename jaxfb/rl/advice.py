@@ -1,7 +1,7 @@
 """Advice in refusals of a post-training config: keys to change, each change tried by the code that refused.
 
-Part of step one of a run. Plans speak of their own arguments (rows, remainder), which a config calls otherwise or does
-not have; here their choices become keys of the config, and those that would be refused in turn are left out.
+Used where a run is built. Refusals of plans name arguments of plans (rows, remainder), which a config calls otherwise
+or does not have; here their choices become keys of the config, and those that would be refused in turn are left out.
 """
 
 from __future__ import annotations
@@ -18,7 +18,8 @@ from jaxfb.batch_plan import PURPOSES, PlanError
 from jaxfb.batch_plan.plan import UPDATES
 from jaxfb.batch_plan.refusal import around
 from jaxfb.config import config_from_dict, config_to_dict
-from jaxfb.config.post_training import CutConfig, RLConfig, RolloutConfig
+from jaxfb.config.policy import RolloutConfig
+from jaxfb.config.post_training import CutConfig, RLConfig
 from jaxfb.mesh import data_parallel
 
 MOST = 4  # changes that a sentence offers
@@ -26,7 +27,7 @@ T = TypeVar("T")
 
 
 def planned(base: Any, make: Callable[[Any], T]) -> T:
-    """make(base), of which a refusal names changes of the config that `make` accepts.
+    """Returns make(base); if that refuses, the error names changes of the config that `make` accepts.
 
     base: a dataclass with `config` and `mesh`, such as `jaxfb.rl.start.Base`.
 
@@ -45,7 +46,7 @@ def planned(base: Any, make: Callable[[Any], T]) -> T:
 
 
 def changed(config: Any, choice: Mapping[str, Any]) -> Any:
-    """The config with these dotted keys set."""
+    """Returns the config with these dotted keys set."""
     values = config_to_dict(config)
     for key, value in choice.items():
         *sections, name = key.split(".")
@@ -68,7 +69,7 @@ def _accepts(make: Callable[[Any], Any], base: Any, choice: Mapping[str, Any]) -
 
 
 def _in_config(config: Any, error: PlanError, choice: Mapping[str, Any]) -> dict[str, Any] | None:
-    """A plan's choice in keys of the config; None where the config has no such key."""
+    """Translates a plan's choice into keys of the config; None where the config has no such key."""
     who = re.match(r"\[(\w+)\]", str(error))
     found = {_key(config, who[1] if who else "", name): value for name, value in choice.items()}
     return None if None in found else found
@@ -89,7 +90,7 @@ def _key(config: Any, who: str, name: str) -> str | None:
 
 
 def _other_cuts(base: Any) -> Iterator[dict[str, Any]]:
-    """Other rows of an update with cuts that divide them, the nearest first; where no rows fit, other prompts."""
+    """Yields other rows of an update with cuts that divide them, the nearest first; then other numbers of prompts."""
     config, replicas = base.config, data_parallel(base.mesh)
     if not isinstance(config, RLConfig):
         for rows in around(config.batch.rows, replicas):
@@ -107,7 +108,7 @@ def _other_cuts(base: Any) -> Iterator[dict[str, Any]]:
 
 
 def _cuts(config: Any, rows: int) -> dict[str, int]:
-    """For every plan of an update that is cut by rows, the nearest cut below that divides so many rows of a replica."""
+    """Returns, for each plan of an update cut by rows, the nearest smaller cut that divides a replica's rows."""
     found = {}
     for purpose in UPDATES:
         cut: CutConfig | None = getattr(config.plans, purpose, None)
@@ -132,7 +133,7 @@ def _different(config: Any, choice: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _words(choices: list[dict[str, Any]]) -> str:
-    """'; use plans.train.rows_per_microbatch=64 or 128, or rollout.prompts=4 with ...'."""
+    """Writes choices as '; use plans.train.rows_per_microbatch=64 or 128, or rollout.prompts=4 with ...'."""
     grouped: dict[str, list[str]] = {}
     for choice in choices:
         (key, first), *rest = choice.items()

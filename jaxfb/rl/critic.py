@@ -1,7 +1,7 @@
-"""The critic: a model of its own that predicts, at each token, the return that is still to come.
+"""The critic: a second model that predicts, at each token, the return that is still to come.
 
-Updated on the same rows as the policy, through the same engine, by its own optimizer and with its own plan, of
-purpose "critic"; its forward pass over a rollout has the plan of purpose "value".
+It is updated on the same rows as the policy, through the same engine, by its own optimizer and with a plan of purpose
+"critic"; its forward pass over a rollout has the plan of purpose "value".
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Critic:
         self.state: TrainState = None  # type: ignore[assignment]
 
     def start(self, policy: PyTree, seed: int) -> None:
-        """A fresh state: the policy's layers, or random ones; the head is zero either way."""
+        """Makes a fresh state: the policy's layers, or random ones; the head is zero either way."""
         key = jax.random.fold_in(jax.random.key(seed), SEED)
         if self._settings.start == "policy":
             self.state = self.step.init(critic_params(policy), key)
@@ -55,7 +55,7 @@ class Critic:
             self.state = self.step.init(self._random, key)
 
     def update(self, rows: Rows) -> dict[str, float]:
-        """One update on the rows of the policy's, cut by the critic's own plan; its numbers by name."""
+        """Runs one update on the rows of the policy's update, cut by the critic's plan; returns its numbers by name."""
         batch, _ = cut(rows, self.plan)
         self.state, metrics = self.step(self.state, batch)
         metrics = jax.device_get(metrics)
@@ -64,7 +64,7 @@ class Critic:
         return {**found, **norms, "critic/skipped": bool(metrics.skipped)}
 
     def abstract_state(self) -> TrainState:
-        """As shapes, dtypes and shardings."""
+        """Returns the state as shapes, dtypes and shardings."""
         return self.step.abstract_state(self._random)
 
     def _random(self, key: jax.Array) -> PyTree:

@@ -1,4 +1,4 @@
-"""One rollout: prompts are answered, rewarded, scored by every model that has a say, and become rows.
+"""Makes rollouts: prompts are answered, rewarded and scored by the policy, the reference and the critic.
 
     prompts -> responses -> rewards -> log-probs (old, reference), values -> KL in the reward -> advantages
 
@@ -18,7 +18,8 @@ import jax
 import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, RolloutPlan, check_whole_groups
-from jaxfb.config.post_training import FROM_SAMPLER, RLConfig
+from jaxfb.config.policy import FROM_SAMPLER
+from jaxfb.config.post_training import RLConfig
 from jaxfb.data.token_rows import prompt_and_response, token_rows
 from jaxfb.losses.heads import log_prob_fn
 from jaxfb.losses.importance import rollout_weights
@@ -43,7 +44,10 @@ class Models(NamedTuple):
 
 
 class Rollout(NamedTuple):
-    """rows: leaves [R, S] of what updates read. record: what is said of the rollout. kl: the controller after it."""
+    """A finished rollout.
+
+    rows: leaves [R, S] that updates read. record: numbers about the rollout by name. kl: the controller after it.
+    """
 
     rows: Leaves
     record: dict[str, float]
@@ -69,7 +73,7 @@ class Experience:
     once: Callable[[Callable[[], Any]], Any] = lambda compute: compute()
 
     def rollout(self, number: int, models: Models, kl: AdaptiveKL) -> Rollout:
-        """Rollout `number` of the run, from 0: a function of it, the seed and the models."""
+        """Makes rollout `number` of the run, from 0; it depends on that, the seed and the models alone."""
         problems, groups = self._problems(number)
         began, record = time.monotonic(), {}
         placed = self.sampler.place(models.policy)
@@ -94,7 +98,7 @@ class Experience:
         return Rollout(rows, record, kl)
 
     def accuracy(self, params: PyTree, problems: list[Problem]) -> float:
-        """Share of problems that greedy responses solve."""
+        """Returns the share of problems that greedy responses solve."""
         placed, solved = self.sampler.place(params), 0
         for start in range(0, len(problems), self.plan.rows):
             part = problems[start : start + self.plan.rows]
@@ -109,7 +113,7 @@ class Experience:
 
     @cached_property
     def leaves(self) -> tuple[str, ...]:
-        """Names of the leaves of a rollout's rows."""
+        """Lists the names of the leaves of a rollout's rows."""
         config = self._config
         wanted = {
             "ref_log_probs": config.policy.kl_coef > 0,
@@ -120,7 +124,7 @@ class Experience:
         return (*INPUTS, "advantages", "old_log_probs", *(name for name, needed in wanted.items() if needed))
 
     def empty(self) -> Leaves:
-        """Rows of zeros: the shapes and dtypes of a rollout."""
+        """Makes rows of zeros with the shapes and dtypes of a rollout."""
         whole = {"tokens", "targets", "segments"}
         shape = (self.plan.rows, self.length)
         dtype_of = lambda name: np.int32 if name in whole else np.float32 if name in INPUTS else self._dtype  # noqa: E731
@@ -140,7 +144,7 @@ class Experience:
         return log_prob_fn(self.base.model, temperature=temperature, absent_ids=self.base.absent_ids)
 
     def _problems(self, number: int) -> tuple[list[Problem], np.ndarray]:
-        """One problem a row, samples of one prompt next to each other; and which prompt each row answers."""
+        """Draws one problem a row, samples of one prompt side by side, and numbers the prompt that each row answers."""
         rng = np.random.default_rng([self._config.run.seed, number])
         train, sizes = self.task.train, self._config.rollout
         chosen = rng.choice(len(train), sizes.prompts, replace=len(train) < sizes.prompts)
@@ -152,7 +156,7 @@ class Experience:
         return self.base.chat.prompts([messages_of(problem) for problem in problems])
 
     def _texts(self, responses: Responses) -> list[Response]:
-        """What rewards read. Special tokens inside a response appear by name: left out, they would go unnoticed."""
+        """Decodes responses for the rewards. Special tokens inside one appear by name, so that they are noticed."""
         decode = self.base.tokenizer.decode
         return [
             Response.of(decode(ids[: len(ids) - ended], keep_special=True), ids, ended)
@@ -170,11 +174,11 @@ class Experience:
         return np.array(rewards), np.array(correct, bool)
 
     def _greedy_rewards(self, placed: PyTree, problems: list[Problem]) -> np.ndarray:
-        """float[R], of the greedy response to each row's prompt: the baseline of ReMax."""
+        """Returns float[R], the reward of the greedy response to each row's prompt: the baseline of ReMax."""
         return self._rewards(problems, self.sampler(placed, self._encoded(problems), None, greedy=True))[0]
 
     def _rows(self, prompts: list[np.ndarray], responses: Responses) -> tuple[Leaves, np.ndarray]:
-        """The rows, and the sampler's log-probs on them."""
+        """Makes the rows of prompts and responses, and the sampler's log-probs on them."""
         pairs = [prompt_and_response(p, r) for p, r in zip(prompts, responses.ids, strict=True)]
         rows = token_rows([ids for ids, _ in pairs], [counts for _, counts in pairs], self.length)
         log_probs = np.zeros(rows["tokens"].shape, self._dtype)
@@ -182,7 +186,7 @@ class Experience:
         return rows, log_probs
 
     def _scores(self, rows: Leaves, models: Models, sampled: np.ndarray, record: dict) -> Leaves:
-        """What the models say of the rows, each through the plan of its purpose."""
+        """Scores the rows by each model, with the plan of its purpose."""
         if self._config.rollout.log_probs == FROM_SAMPLER:
             scores = {"old_log_probs": sampled}
         else:
@@ -190,10 +194,10 @@ class Experience:
             gap = np.abs(scores["old_log_probs"] - sampled)[rows["loss_mask"] > 0]
             record["sampler_gap"] = float(gap.max(initial=0))
         if (cap := self._config.rollout.importance_cap) is not None:
-            scores["rollout_weights"], said = rollout_weights(
+            scores["rollout_weights"], statistics = rollout_weights(
                 scores["old_log_probs"], sampled, rows["loss_mask"], upper=cap
             )
-            record |= {f"importance_{name}": value for name, value in said.items()}
+            record |= {f"importance_{name}": value for name, value in statistics.items()}
         if self._config.uses_reference:
             scores["ref_log_probs"] = self._pass("logprob_ref", models.reference, rows)
         if models.critic is not None:
@@ -212,7 +216,7 @@ class Experience:
     def _token_rewards(
         self, rewards: np.ndarray, mask: np.ndarray, scores: Leaves, kl: AdaptiveKL, record: dict
     ) -> tuple[np.ndarray, AdaptiveKL]:
-        """Each row's reward on its last token, less the KL to the reference on every token."""
+        """Puts each row's reward on its last token and takes the KL to the reference off every token."""
         at_end = on_last_token(rewards, mask)
         if self._config.reward.kl_coef == 0:
             return at_end, kl
@@ -230,7 +234,7 @@ class Experience:
 
 
 def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float[R] on the last counted token of each row: [R, S]; nothing where none counts."""
+    """Puts float[R] on the last counted token of each row, [R, S]; nothing where none counts."""
     counted = mask != 0
     last = mask.shape[1] - 1 - counted[:, ::-1].argmax(1)
     out = np.zeros(mask.shape, np.float64)
@@ -239,14 +243,14 @@ def on_last_token(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
 
 
 def _share_without_signal(rewards: np.ndarray, groups: np.ndarray) -> float:
-    """Share of prompts whose samples all have the same reward: against their mean none is better or worse."""
+    """Returns the share of prompts whose samples all have the same reward, so that none is better than their mean."""
     return float(np.mean([np.ptp(rewards[groups == group]) == 0 for group in np.unique(groups)]))
 
 
 def _numbers_of(
     rewards: np.ndarray, correct: np.ndarray, responses: Responses, seconds: float
 ) -> dict[str, float]:
-    """What a record has of the responses; `at_length_limit` is the share that no stop token ended."""
+    """Summarizes the responses for the record; `at_length_limit` is the share that no stop token ended."""
     lengths = np.array([len(ids) for ids in responses.ids])
     return {
         "reward": float(rewards.mean()),

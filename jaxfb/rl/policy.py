@@ -92,7 +92,7 @@ class PolicyWork(PostTraining):
             self.critic.start(self.train_state.params, self._config.run.seed)
 
     def read(self, number: int) -> Rows:
-        """The rows of an update; the first update of a rollout makes the rollout."""
+        """Returns the rows of an update; the first update of a rollout makes the rollout."""
         which = self.plan.update(number)
         if number % self.plan.updates_per_rollout == 0:
             self._roll_out(which.rollout)
@@ -175,7 +175,7 @@ class PolicyWork(PostTraining):
 
     @property
     def params(self) -> PyTree:
-        """Of the policy as it is now."""
+        """Returns the present parameters of the policy."""
         return self.train_state.params
 
     def _roll_out(self, number: int) -> None:
@@ -203,7 +203,7 @@ class PolicyWork(PostTraining):
         return fine_tuned(self.base, params, pairs, self.experience.length, settings, say)
 
     def _check_weight(self, metrics: StepMetrics, rows: Rows) -> None:
-        """What divided the policy term is what the plan's rows count: a mask that went astray is found here."""
+        """Checks that the policy term was divided by what its rows count, so that a changed mask is found."""
         tokens, sequences = rows["loss_mask"].sum(), (rows["loss_mask"] > 0).any(1).sum()
         aggregation = self._config.policy.aggregation
         if aggregation is None:  # the surrogate's own
@@ -222,9 +222,9 @@ class PolicyWork(PostTraining):
 def make_policy_work(
     config: RLConfig, task: Task | None = None, once: Callable[[Callable[[], Any]], Any] | None = None
 ) -> PolicyWork:
-    """Everything a run is made of; nothing is compiled.
+    """Builds everything a run is made of; nothing is compiled.
 
-    task: of one's own, in place of the config's. once: see `Experience`.
+    task: replaces the config's. once: see `Experience`.
 
     Raises:
       ValueError: an impossible size, in one sentence with the nearest legal choice.
@@ -253,7 +253,7 @@ def make_policy_work(
 
 
 def make_task(config: RLConfig) -> Task:
-    """The config's task."""
+    """Builds the config's task."""
     task = config.task
     return Arithmetic(task.digits, task.operations, task.held_out, task.seed)
 
@@ -274,7 +274,7 @@ def _sampler(config: RLConfig, base: Base, prompt_width: int) -> Sampler:
 
 
 def _row_length(base: Base, sampler: Sampler) -> int:
-    """Slots of a row: a prompt and a response less one, rounded up to what the mesh cuts."""
+    """Returns the slots of a row: a prompt and a response less one, rounded up to what the mesh cuts."""
     slots, multiple = sampler.prompt_width + sampler.max_new_tokens - 1, row_multiple(base.mesh)
     return -(-slots // multiple) * multiple
 
@@ -304,5 +304,5 @@ def _rollout_plan(base: Base, length: int) -> RolloutPlan:
 
 
 def _copy(params: PyTree) -> PyTree:
-    """Of its own: the step donates what it is given."""
+    """Copies parameters: an update deletes the arrays that it is given."""
     return jax.tree.map(jnp.copy, params)

@@ -51,7 +51,7 @@ class PreferenceWork(SupervisedWork):
         return {"train": self.stream.rows[REFERENCE], "held_out": self.held_out[REFERENCE]}
 
     def _reference_of(self, rows: Rows) -> np.ndarray:
-        """float[rows, length] by the parameters of now, through the plan of its own purpose."""
+        """Returns float[rows, length], the log-probs by the present parameters, with the plan "logprob_ref"."""
         plan, model = self.plan.plans["logprob_ref"], log_prob_fn(self.base.model)
         out = rows[REFERENCE].copy()
         inputs = {name: leaf for name, leaf in rows.items() if name != REFERENCE}
@@ -63,7 +63,7 @@ class PreferenceWork(SupervisedWork):
 
 
 def make_preference_work(config: DPOConfig) -> PreferenceWork:
-    """Everything a run is made of; nothing is compiled."""
+    """Builds everything a run is made of; nothing is compiled."""
     base, section = make_base(config), config.preferences
     train = read_preferences(section.path)
     if section.held_out_path:
@@ -80,7 +80,7 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
 
 
 def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> Rows:
-    """Leaves [pairs, length]: two conversations a row, of length / 2 slots at most each; log-probs still zero.
+    """Makes leaves [pairs, length]: two conversations a row, of length / 2 slots at most each; log-probs still zero.
 
     sides: (ids, counts) of the chosen conversations, and of the rejected ones.
     """
@@ -89,7 +89,7 @@ def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> R
 
 
 def _side_by_side(chosen: Rows, rejected: Rows, length: int, dtype: type) -> Rows:
-    """The rejected conversation right behind the chosen one, as segment 2, its positions from 0 again."""
+    """Puts the rejected conversation behind the chosen one, as segment 2, with positions from 0 again."""
     number = count(chosen)
     rows = {name: np.zeros((number, length), leaf.dtype) for name, leaf in chosen.items()}
     rows |= {"positions": np.zeros((number, length), np.int32), REFERENCE: np.zeros((number, length), dtype)}

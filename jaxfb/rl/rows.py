@@ -1,6 +1,6 @@
 """Rows in memory, in a seeded order: what an update of fine-tuning consumes, and a pass over held-out rows.
 
-Step two of the story: data -> batch plan. A position in the endless stream of rows is a number, as in
+A position in the endless stream of rows is a number, as in
 `jaxfb.data.loader`, so resuming needs none of what came before.
 """
 
@@ -21,7 +21,7 @@ Rows = dict[str, np.ndarray]
 
 
 def count(rows: Rows) -> int:
-    """How many there are."""
+    """Counts the rows."""
     return len(next(iter(rows.values())))
 
 
@@ -35,7 +35,7 @@ def digest(rows: Rows) -> str:
 
 
 def fill(rows: Rows, number: int) -> Rows:
-    """These rows, then rows of zeros, which weigh nothing."""
+    """Returns these rows, then rows of zeros, which weigh nothing."""
     missing = number - count(rows)
     return {n: np.pad(leaf, [(0, missing)] + [(0, 0)] * (leaf.ndim - 1)) for n, leaf in rows.items()}
 
@@ -48,13 +48,13 @@ class Stream:
         self._order = row_order(count(rows), seed)
 
     def read(self, window: Window) -> Rows:
-        """The window's rows, and rows of zeros to the plan's number."""
+        """Returns the window's rows, filled up with rows of zeros to the plan's number."""
         index = [self._order(window.start + k) for k in range(window.rows)]
         return fill({name: leaf[index] for name, leaf in self.rows.items()}, window.plan.rows)
 
 
 def cut(batch: Rows, plan: BatchPlan) -> tuple[Any, float]:
-    """(what a step takes, share of its computed tokens that are padding)."""
+    """Returns (what a step takes, share of its computed tokens that are padding)."""
     if plan.by_tokens:
         packed = Packed(batch, plan)
         return packed, packed.padding_fraction
@@ -63,7 +63,7 @@ def cut(batch: Rows, plan: BatchPlan) -> tuple[Any, float]:
 
 
 def batches(rows: Rows, plan: BatchPlan) -> Iterator[Rows]:
-    """All rows once, in order, in batches of the plan's; the last is filled with rows of zeros."""
+    """Yields all rows once, in order, in batches of the plan's size; the last is filled with rows of zeros."""
     for start in range(0, count(rows), plan.rows):
         part = {name: leaf[start : start + plan.rows] for name, leaf in rows.items()}
         yield fill(part, plan.rows)
@@ -72,7 +72,7 @@ def batches(rows: Rows, plan: BatchPlan) -> Iterator[Rows]:
 def held_out_means(
     forward: ForwardBackward, model: Any, params: PyTree, rows: Rows, plan: BatchPlan
 ) -> dict[str, float]:
-    """Every term and metric over all rows: sums and weights are added up before the one division."""
+    """Returns every term and metric over all rows; sums and weights are added up before the one division."""
     sums: dict[str, np.ndarray] = {}
     for batch in batches(rows, plan):
         out = forward(model, params, batch, plan, forward_only=True)

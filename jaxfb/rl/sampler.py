@@ -1,6 +1,6 @@
-"""The policy speaks: prompts in, sampled responses out, on the mesh that trains it.
+"""Samples responses to prompts from the policy, on the mesh that trains it.
 
-Second step of a rollout. Rows are spread over every mesh axis but tensor, over which the weights stay cut; the
+Rows are spread over every mesh axis but tensor, over which the weights stay cut; the
 numbers drawn for a row depend on the key and its place among the rows alone.
 """
 
@@ -72,7 +72,7 @@ class Sampler:
             )
 
     def place(self, params: PyTree) -> PyTree:
-        """The parameters as sampling reads them: whole but for `tensor`. Once a rollout."""
+        """Places parameters for sampling: whole on each device but for `tensor`. Called once a rollout."""
         specs = transformer_param_specs(params)
         if axis_size(self.mesh, "tensor") == 1:
             specs = jax.tree.map(lambda _: P(), params)
@@ -85,7 +85,7 @@ class Sampler:
     def __call__(
         self, placed: PyTree, prompts: list[np.ndarray], key: jax.Array | None, greedy: bool = False
     ) -> Responses:
-        """One response a prompt. `placed`: from `place`. Greedy takes the likeliest tokens and no key."""
+        """Samples one response a prompt. `placed`: from `place`. Greedy takes the likeliest tokens and no key."""
         rows, lengths = self._padded(prompts)
         drawn = generate(
             self.sizes,
@@ -106,7 +106,7 @@ class Sampler:
         return _cut(tokens[: len(prompts)], log_probs[: len(prompts)], self.stop_tokens)
 
     def _padded(self, prompts: list[np.ndarray]) -> tuple[jax.Array, jax.Array]:
-        """Prompts [rows, prompt_width] and lengths; rows filled up to a multiple of the devices that share them."""
+        """Returns prompts [rows, prompt_width] and their lengths, with rows for each device that shares them."""
         longest = max(map(len, prompts))
         if longest > self.prompt_width:
             raise ValueError(
@@ -134,7 +134,7 @@ def _cast(params: PyTree, dtype: str) -> PyTree:
 
 
 def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: tuple[int, ...]) -> Responses:
-    """Each row up to and with its first stop token."""
+    """Cuts each row after its first stop token."""
     stops = np.isin(tokens, stop_tokens)
     ended = stops.any(1)
     lengths = np.where(ended, stops.argmax(1) + 1, tokens.shape[1])

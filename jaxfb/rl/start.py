@@ -1,6 +1,6 @@
-"""What every kind of post-training begins with: mesh, tokenizer, model, and the parameters it starts from.
+"""Builds what every kind of post-training begins with: mesh, tokenizer, chat, model and starting parameters.
 
-Step one of a run, before anything is compiled; sizes and mesh are refused first.
+Nothing is compiled here; sizes and mesh are checked first.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Base:
 
     @cached_property
     def chat(self) -> Chat:
-        """How messages become token ids: by the config's template, or by that of the run or of the tokenizer.
+        """Returns how messages become token ids: by the config's template, or that of the run or of the tokenizer.
 
         Raises:
           ValueError: the template cannot be read, or a stop token is not the tokenizer's.
@@ -71,11 +71,11 @@ class Base:
 
     @cached_property
     def absent_ids(self) -> IdRanges:
-        """Ids of the model's vocabulary that the tokenizer does not have; they are never sampled."""
+        """Returns ranges of the ids in the model's vocabulary that the tokenizer lacks; they are never sampled."""
         return absent_ids(self.tokenizer, self.sizes.vocab_size)
 
     def plans(self, rows: Mapping[str, int], length: int) -> dict[str, BatchPlan]:
-        """The plan of each purpose, of so many rows, from its own section of `plans`; nothing is inherited.
+        """Makes the plan of each purpose, of so many rows, from its own section of `plans`; nothing is inherited.
 
         Raises:
           PlanError: a section is missing, or cannot cut its rows.
@@ -117,7 +117,7 @@ class Base:
             )
 
     def train_step(self, model: LossFn | Pipelined, plan: BatchPlan, run: RunPlan) -> TrainStep:
-        """The compiled update of that model under the config's optimizer."""
+        """Makes the compiled update of that model under the config's optimizer."""
         return make_train_step(
             model,
             optimizer(self.config, run),
@@ -131,15 +131,15 @@ class Base:
 
     @cached_property
     def forward(self) -> ForwardBackward:
-        """The engine of forward-only passes."""
+        """Makes the engine of forward-only passes."""
         return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
     def init_params(self, key: jax.Array) -> PyTree:
-        """Random parameters, in the dtype of the master copy."""
+        """Draws random parameters, in the dtype of the master copy."""
         return init_params(self.sizes, key, param_dtype(self.config))
 
     def starting_params(self) -> PyTree | Callable[[jax.Array], PyTree]:
-        """What `TrainStep.init` takes: those of `start.run`'s newest checkpoint, or a function that draws them."""
+        """Returns the parameters of `start.run`'s newest checkpoint, or a function that draws them."""
         if self.config.start.run is None:
             return self.init_params
         store = CheckpointStore(Path(self.config.start.run) / "checkpoints", keep_best=None)
@@ -162,7 +162,7 @@ def make_base(config: PostTrainingConfig) -> Base:
 
 
 def row_multiple(mesh: Mesh) -> int:
-    """What the length of a row must be a multiple of: the context axis cuts it in twice its size."""
+    """Returns the number that a row's length must be a multiple of: the context axis cuts a row in twice its size."""
     size = axis_size(mesh, "context")
     return 1 if size == 1 else 2 * size
 
@@ -184,7 +184,7 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
 
 
 def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
-    """Where the tokenizer's files lie; None for bytes."""
+    """Returns the directory of the tokenizer's files; None for bytes."""
     asked = config.start.tokenizer
     if asked == "bytes":
         return None
@@ -193,7 +193,7 @@ def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
 
 
 def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
-    """The template that the config names, else that of the run it starts from or of the tokenizer's files."""
+    """Makes the chat by the template that the config names, else that of the starting run or the tokenizer's files."""
     section = next(found for name in KINDS if (found := getattr(config, name, None)) is not None)
     places = [Path(config.start.run)] if config.start.run else []
     places += [place for place in [_tokenizer_directory(config)] if place is not None]

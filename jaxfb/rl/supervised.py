@@ -14,7 +14,8 @@ import jax
 import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
-from jaxfb.config.post_training import SFTConfig, WarmStartConfig
+from jaxfb.config.policy import WarmStartConfig
+from jaxfb.config.post_training import SFTConfig
 from jaxfb.data.chat import Message
 from jaxfb.data.conversations import cut_to, longest, read_conversations, split_held_out
 from jaxfb.data.token_rows import token_rows
@@ -126,7 +127,7 @@ class SupervisedWork(PostTraining):
 
 
 def make_supervised_work(config: SFTConfig) -> SupervisedWork:
-    """Everything a run is made of; nothing is compiled."""
+    """Builds everything a run is made of; nothing is compiled."""
     base = make_base(config)
     section = config.conversations
     train = read_conversations(section.path)
@@ -143,7 +144,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
 def work_on(
     kind: type, base: Base, train: Rows, held_out: Rows, model: Any, purposes: Sequence[str] = ()
 ) -> Any:
-    """That kind of work on these rows, with plans, optimizer and step by the config.
+    """Builds that kind of work on these rows, with plans, optimizer and step by the config.
 
     purposes: of forward passes over all rows beside "eval", in batches of as many rows as an update has.
     """
@@ -159,12 +160,12 @@ def work_on(
 
 
 def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:
-    """The section's `sequence_length`: slots of a row, which hold the longest sequence and which the mesh can cut.
+    """Returns the section's `sequence_length` if its slots hold the longest sequence and the mesh can cut it.
 
     tokens: of the longest sequence; it needs one slot less. sequences: how many share a row in equal parts.
 
     Raises:
-      ValueError: a sequence is longer and the section does not say `truncate`, or the mesh cannot cut a row.
+      ValueError: a sequence is longer and `truncate` is false, or the mesh cannot cut a row.
     """
     section = getattr(base.config, name)
     length, multiple = section.sequence_length, row_multiple(base.mesh)
@@ -192,7 +193,7 @@ def fine_tuned(
     settings: WarmStartConfig,
     say: Callable[[str], None],
 ) -> PyTree:
-    """Parameters after `settings.updates` updates on (messages, answer); answers and their stop tokens are learnt."""
+    """Returns the parameters after `settings.updates` updates on pairs of messages and the answer to learn."""
     rows = _answered(base, pairs, length)
     plan = BatchPlan(
         rows=settings.rows, num_microbatches=1, data_parallel=data_parallel(base.mesh), remainder="pad"
@@ -213,7 +214,7 @@ def fine_tuned(
 
 
 def _answered(base: Base, pairs: Sequence[tuple[Sequence[Message], str]], length: int) -> Rows:
-    """Rows of prompts with their answers, without what a template writes after the stop token."""
+    """Makes rows of prompts with their answers, without what a template writes after the stop token."""
     whole = [(*prompt, {"role": "assistant", "content": answer}) for prompt, answer in pairs]
     ids, counts = base.chat.encode(whole, "last", "task")
     ends = [int(np.flatnonzero(one)[-1]) + 1 for one in counts]

@@ -1,6 +1,6 @@
-"""Problems whose answers can be checked: what a policy is asked, and what it is rewarded for.
+"""Tasks for a policy: problems whose answers can be checked, and the reward of an answer.
 
-First step of a rollout. A task of one's own is any object with these members.
+Any object with the members of `Task` is a task.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Problem(NamedTuple):
 
 
 def messages_of(problem: Problem) -> Sequence[Message]:
-    """The conversation that waits for an answer: a prompt that is a text is the user's message."""
+    """Returns the conversation that waits for an answer: a prompt that is a text becomes the user's message."""
     return (
         [{"role": "user", "content": problem.prompt}] if isinstance(problem.prompt, str) else problem.prompt
     )
@@ -43,14 +43,14 @@ class Response(str):
 
     @classmethod
     def of(cls, text: str, ids: np.ndarray, ended: bool) -> Response:
-        """A text with its ids."""
+        """Makes a response from its text and ids."""
         made = cls(text)
         made.ids, made.ended = ids, bool(ended)
         return made
 
 
 class Task(Protocol):
-    """What the policy loop asks of a task.
+    """The members of a task.
 
     train, held_out: disjoint; accuracy is measured on the second.
     """
@@ -59,14 +59,14 @@ class Task(Protocol):
     held_out: list[Problem]
 
     def reward(self, problem: Problem, response: Response) -> float:
-        """The reward of a response, a finite number; `response` is a str that knows its ids."""
+        """Returns the reward of a response, a finite number; `response` is a str with its ids."""
 
     def is_correct(self, problem: Problem, response: Response) -> bool:
-        """Whether the response counts as solved."""
+        """Returns whether the response counts as solved."""
 
 
 class BadJudgement(ValueError):
-    """A task gave something else than a finite reward, or than a yes or no."""
+    """Raised where a task returns a reward that is no finite number, or an `is_correct` that is no bool."""
 
 
 def checked_reward(task: Task, problem: Problem, response: Response) -> float:
@@ -103,7 +103,7 @@ def _refusal(name: str, value: Any, rule: str, problem: Problem, response: Respo
 
 
 def check_task(task: Any, chat: Chat) -> int:
-    """The tokens of the longest prompt of a task that will not fail in the middle of a run.
+    """Checks a task before a run, so that it cannot fail in the middle; returns the tokens of its longest prompt.
 
     Raises:
       ValueError: a member is missing, there is nothing to train on or to measure on, a prompt is empty, or the
@@ -166,7 +166,7 @@ class Arithmetic:
 
     @cached_property
     def _problems(self) -> list[Problem]:
-        """All there are, or as many as are listed, in an order drawn from the seed."""
+        """Lists all problems, or the first LISTED of them, in an order drawn from the seed."""
         base = 10**self.digits
         total = base * base * len(self.operations)
         if total <= self.num_held_out:

@@ -86,7 +86,10 @@ def test_the_engine_asks_before_it_compiles(jit):
     def unembed(outer, hidden):
         return Unembedding(hidden, outer["head"])
 
-    model = policy_loss_fn(Pipelined(None, None, None, unembed=unembed), local_mean)
+    def nothing(*_):
+        raise AssertionError("nothing is computed")
+
+    model = policy_loss_fn(Pipelined(nothing, nothing, nothing, unembed=unembed), local_mean)
     params = {"layers": {"w": np.zeros((2, 1))}, "head": np.zeros(1)}
     batch = {"loss_mask": np.ones((ROWS, SEQ)), "targets": np.zeros((ROWS, SEQ), np.int32)}
     plan = jaxfb.BatchPlan(rows=ROWS, rows_per_microbatch=2)

@@ -1,0 +1,213 @@
+"""The sections that only `jaxfb rl` has: what is sampled, how it is rewarded, and what is learnt from it. Plain Python.
+
+`post_training.py` puts them together.
+"""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass, field
+from typing import Literal
+
+from jaxfb.config.sections import Number, at_least_zero, positive, seed_in_range
+
+EstimatorName = Literal[
+    "grpo",
+    "dr_grpo",
+    "rloo",
+    "opo",
+    "gpg",
+    "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline",
+    "remax",
+    "gae",
+]
+Aggregation = Literal[
+    "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+]
+LogProbs = Literal["recompute", "sampler"]
+RewardKL = Literal["k1", "k2", "k3", "abs"]
+PolicyKL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
+FROM_SAMPLER = "sampler"
+TEMPLATES = ("chatml", "plain", "none")
+
+
+@dataclass(frozen=True)
+class TaskConfig:
+    """Problems with answers that can be checked, made on the spot.
+
+    name:      "arithmetic".
+    digits:    of each operand, at most. operations: "+", "-", "*", or several such as "+-".
+    held_out:  problems that are never trained on, and that accuracy is measured on.
+    seed:      of the problems.
+    template:  how a prompt becomes a user's message: as for conversations, but null without a template of the run or of
+               the tokenizer is "none", the prompt alone.
+    """
+
+    name: Literal["arithmetic"] = "arithmetic"
+    digits: int = 2
+    operations: str = "+"
+    held_out: int = 512
+    seed: int = 0
+    template: str | None = None
+
+    def __post_init__(self):
+        known_template("task", self.template)
+        positive("task", digits=self.digits, held_out=self.held_out)
+        seed_in_range("task", self.seed)
+        if not self.operations or set(self.operations) - set("+-*"):
+            raise ValueError(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
+
+
+@dataclass(frozen=True)
+class WarmStartConfig:
+    """Supervised fine-tuning before the first rollout, on the answers of part of the problems.
+
+    updates: 0 leaves it out. rows: of an update. problems: how many different ones; null: all that train.
+    """
+
+    updates: int = 0
+    rows: int = 128
+    learning_rate: float = 3e-3
+    problems: int | None = None
+
+    def __post_init__(self):
+        at_least_zero("warm_start", updates=self.updates)
+        positive("warm_start", rows=self.rows, learning_rate=self.learning_rate, problems=self.problems)
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """What is sampled, and how it becomes updates. Prompts are counted here and nowhere else.
+
+    prompts:            of one rollout (P).
+    samples_per_prompt: n; a rollout has P n rows.
+    rows_per_update:    G; a pass over the rollout is P n / G updates.
+    epochs:             passes over one rollout.
+    rollouts:           of the run.
+    max_new_tokens, temperature, top_k: of the sampler.
+    shuffle:            the order of rows in a pass; it depends on seed, rollout and pass alone.
+    log_probs:          of the sampling policy: "recompute" by a training forward, or those of the "sampler".
+    importance_cap:     with "recompute", weigh tokens by min(p / p_sampler, cap), a cap above 1; null: not at all.
+    """
+
+    prompts: int
+    samples_per_prompt: int
+    rows_per_update: int
+    rollouts: int
+    max_new_tokens: int
+    epochs: int = 1
+    temperature: float = 1.0
+    top_k: int | None = None
+    shuffle: bool = True
+    log_probs: LogProbs = "recompute"
+    importance_cap: float | None = None
+
+    def __post_init__(self):
+        positive("rollout", **numbers_of(self))
+        if self.importance_cap is not None and self.log_probs == FROM_SAMPLER:
+            raise ValueError(
+                f"[rollout] importance_cap={self.importance_cap} compares the sampler with recomputed log-probs; "
+                "use log_probs=recompute, or no cap"
+            )
+        if self.importance_cap is not None and self.importance_cap <= 1:
+            raise ValueError(f"[rollout] importance_cap={self.importance_cap} must be above 1, such as 2")
+
+
+@dataclass(frozen=True)
+class AdvantageConfig:
+    """How rewards become advantages, once a rollout, before rows are split.
+
+    name:    an estimator of `losses.advantages`; "gae" needs a critic.
+    gamma:   discount (gae, reinforce_plus_plus). lam: of gae.
+    whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
+    """
+
+    name: EstimatorName = "grpo"
+    gamma: float = 1.0
+    lam: float = 0.95
+    whiten: bool = True
+
+    def __post_init__(self):
+        for name in ("gamma", "lam"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise ValueError(f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0")
+
+
+@dataclass(frozen=True)
+class PolicyConfig:
+    """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
+
+    aggregation:   null is the surrogate's own. scale: of "seq-mean-token-sum-norm".
+    kl_coef:       of the KL to the reference as a term of the loss; 0: none. kl_estimator: k1, k2, k3, abs, ...
+    entropy_coef:  of the entropy bonus.
+    """
+
+    surrogate: Literal["ppo", "gspo", "geo_mean", "cispo", "sapo", "reinforce", "gpg", "dppo", "dro"] = "ppo"
+    options: dict[str, Number] = field(default_factory=dict)
+    aggregation: Aggregation | None = None
+    scale: float | None = None
+    kl_coef: float = 0.0
+    kl_estimator: PolicyKL = "k3"
+    entropy_coef: float = 0.0
+
+    def __post_init__(self):
+        at_least_zero("policy", kl_coef=self.kl_coef, entropy_coef=self.entropy_coef)
+
+
+@dataclass(frozen=True)
+class RewardConfig:
+    """The KL to the reference taken off the reward of each token.
+
+    kl_coef: 0: none. target: nats a sequence token the coefficient steers to; null: it stays. horizon: rows.
+    """
+
+    kl_coef: float = 0.0
+    kl_estimator: RewardKL = "k1"
+    target: float | None = None
+    horizon: float = 10_000
+
+    def __post_init__(self):
+        at_least_zero("reward", kl_coef=self.kl_coef)
+        positive("reward", target=self.target, horizon=self.horizon)
+        if self.target is not None and self.kl_coef == 0:
+            raise ValueError(
+                f"[reward] target={self.target} steers kl_coef, which is 0 and stays 0; use reward.kl_coef=0.001 to "
+                "start from, or reward.target=null"
+            )
+
+
+@dataclass(frozen=True)
+class CriticConfig:
+    """A second model that predicts the return at each token, for advantages by gae.
+
+    Its updates are cut by `plans.critic`, its forward passes over a rollout by `plans.value`.
+
+    start: "policy" copies the policy's layers as they are at the start; "random" does not.
+    clip:  how far a prediction may move from that of the rollout; null: freely.
+    """
+
+    learning_rate: float = 1e-3
+    start: Literal["policy", "random"] = "policy"
+    clip: float | None = 0.5
+    max_grad_norm: float | None = 1.0
+
+    def __post_init__(self):
+        positive("critic", learning_rate=self.learning_rate, clip=self.clip, max_grad_norm=self.max_grad_norm)
+
+
+def known_template(section: str, template: str | None) -> None:
+    """Refuses a name that is no template and no file of one."""
+    if template is None or template in TEMPLATES or template.endswith(".jinja"):
+        return
+    near = difflib.get_close_matches(template, TEMPLATES, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"use {section}.template=null for the tokenizer's own"
+    raise ValueError(
+        f"[{section}] template={template!r} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, or null; "
+        f"{hint}"
+    )
+
+
+def numbers_of(section) -> dict[str, float]:
+    """Returns the section's numbers by name, bools left out."""
+    return {k: v for k, v in vars(section).items() if isinstance(v, int | float) and not isinstance(v, bool)}
