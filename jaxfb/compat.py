@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax import lax
 from jax._src import distributed, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
-from jax.interpreters.partial_eval import dce_jaxpr
+from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
 
 
 def prune(closed: ClosedJaxpr, used_outputs: list[bool]):
@@ -18,8 +20,52 @@ def prune(closed: ClosedJaxpr, used_outputs: list[bool]):
     Returns (function over the inputs that remain, list of bool: which inputs those are). The dead part is
     gone from the program, collectives and all, and not just left for the compiler to find.
     """
-    jaxpr, used_inputs = dce_jaxpr(closed.jaxpr, used_outputs)
+    with _rule_for_while_loops():
+        jaxpr, used_inputs = dce_jaxpr(closed.jaxpr, used_outputs)
     return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)), used_inputs
+
+
+@contextlib.contextmanager
+def _rule_for_while_loops():
+    """Lets `dce_jaxpr` cut while loops too, which older versions of JAX leave whole."""
+    if lax.while_p in dce_rules:
+        yield
+        return
+    dce_rules[lax.while_p] = _cut_while_loop
+    try:
+        yield
+    finally:
+        del dce_rules[lax.while_p]
+
+
+def _cut_while_loop(used_outputs: list[bool], eqn) -> tuple[list[bool], Any]:
+    """The loop with the values that it needs to go on and to make the used outputs: (used inputs, equation or None)."""
+    if not any(used_outputs) and not eqn.effects:
+        return [False] * len(eqn.invars), None
+    condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
+    of_condition, of_body = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+    before = None
+    used = [
+        a or b
+        for a, b in zip(used_outputs, dce_jaxpr(condition.jaxpr, [True])[1][of_condition:], strict=True)
+    ]
+    while used != before:
+        before = used
+        used = [a or b for a, b in zip(used, dce_jaxpr(body.jaxpr, used)[1][of_body:], strict=True)]
+    new_condition, in_condition = dce_jaxpr(condition.jaxpr, [True], [False] * of_condition + used)
+    new_body, in_body = dce_jaxpr(body.jaxpr, used, [False] * of_body + used)
+    consts = in_condition[:of_condition], in_body[:of_body]
+    inputs = [*consts[0], *consts[1], *used]
+    params = eqn.params | {
+        "cond_jaxpr": ClosedJaxpr(new_condition, condition.consts),
+        "body_jaxpr": ClosedJaxpr(new_body, body.consts),
+        "cond_nconsts": sum(consts[0]),
+        "body_nconsts": sum(consts[1]),
+    }
+    keep = lambda values, kept: [value for value, one in zip(values, kept, strict=True) if one]  # noqa: E731
+    return inputs, eqn.replace(
+        invars=keep(eqn.invars, inputs), outvars=keep(eqn.outvars, used), params=params
+    )
 
 
 def silent(program):
@@ -84,6 +130,24 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
     return jax.make_jaxpr(run)(
         *(jax.ShapeDtypeStruct(v.aval.shape, v.aval.dtype) for v in closed.jaxpr.invars)
     )
+
+
+def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
+    """The same program with calls written out in its loops and branches too, so that `prune` can cut inside of them."""
+    program = inlined(closed)
+    eqns = [
+        eqn.replace(params={name: _opened(value) for name, value in eqn.params.items()})
+        if eqn.primitive.name in ("scan", "while", "cond")
+        else eqn
+        for eqn in program.jaxpr.eqns
+    ]
+    return ClosedJaxpr(program.jaxpr.replace(eqns=eqns), program.consts)
+
+
+def _opened(value: Any) -> Any:
+    if type(value) in (tuple, list):
+        return type(value)(map(_opened, value))
+    return opened(value) if isinstance(value, ClosedJaxpr) else value
 
 
 def evaluate(

@@ -72,7 +72,7 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
         sequence_length=None,
         widths=None,
         packing=False,
-        remainder="error",
+        remainder="pad",  # some array rows may be blank
     )
     made = Arrangement(cut, width, tuple(map(tuple, bins)), tuple(lengths))
     _check_made(made, plan)

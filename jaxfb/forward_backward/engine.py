@@ -32,10 +32,10 @@ from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
-from jaxfb.forward_backward.packed import Packed
+from jaxfb.forward_backward.packed import Packed, is_arranged
 from jaxfb.forward_backward.remat import REMAT_POLICIES
-from jaxfb.forward_backward.sequential import num_layers
-from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
+from jaxfb.forward_backward.weights import NORMALIZATIONS, check_padding
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.refusal import Refused, boolean, choice, function, shown
@@ -262,6 +262,8 @@ class ForwardBackward:
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     counted = _counted(model)
     complete = dict(params) if isinstance(model, Pipelined) else params
+    if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
+        check_padding(as_loss_fn(model), params, microbatches, keys)
     if counted is not None and counted.before is not None:
         with jax.named_scope("count"):
             metrics = _one_pass(fb, model, plan, True, complete, microbatches, keys, grad_scale).metrics

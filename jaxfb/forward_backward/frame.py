@@ -18,10 +18,9 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward.cores import Core
-from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.microbatches import rows_spec, specs_of
 from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
-from jaxfb.forward_backward.sequential import sequential
+from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.weights import objective, seeds, term_weights
 from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.parallel import sharding
@@ -82,7 +81,7 @@ class Frame:
 
     def _weights(self, whole: PyTree, microbatches: PyTree, keys: jax.Array | None) -> dict:
         """Every term's weight in every microbatch of this replica, before anything else."""
-        plain = checked(sequential(self.model) if isinstance(self.model, Pipelined) else self.model)
+        plain = as_loss_fn(self.model)
         cut = jax.tree.map(lambda leaf: leaf.ndim > 2, microbatches) if self._cuts_sequences else None
         return term_weights(plain, whole, microbatches, keys, self._num_parts(microbatches), cut)
 

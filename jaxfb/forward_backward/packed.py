@@ -98,6 +98,11 @@ class Packed:
         return output[:rows]
 
 
+def is_arranged(batch: PyTree) -> bool:
+    """Whether a batch has the leaf that every batch under a token budget has."""
+    return isinstance(batch, dict) and SEGMENTS in batch
+
+
 def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
     """Tokens of each row: its last token that belongs to a segment, counted on the host.
 
@@ -109,7 +114,7 @@ def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
             f"[{plan.purpose}] a token budget asks for the lengths of the rows, which are not known inside jax.jit; "
             "call outside it, or hand over jaxfb.forward_backward.Packed(batch, plan).batch with its .plan"
         )
-    if not isinstance(batch, dict) or SEGMENTS not in batch:
+    if not is_arranged(batch):
         raise PlanError(
             f'[{plan.purpose}] a token budget asks for batch["segments"] i32[rows, length], 1 at the tokens of a row '
             "and 0 at padding"

@@ -11,7 +11,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.arguments import leaves_of
-from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term
+from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term, checked
 from jaxfb.refusal import Refused, shown
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum, outer_params
 
@@ -54,6 +54,11 @@ def sequential(
         return with_layers(out, sum_of_layers(stacked))
 
     return loss_fn
+
+
+def as_loss_fn(model: LossFn | Pipelined) -> LossFn:
+    """Returns the model as one loss function whose answer is a checked LossOutput."""
+    return checked(sequential(model) if isinstance(model, Pipelined) else model)
 
 
 def num_layers(params: dict) -> int:

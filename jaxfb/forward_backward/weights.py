@@ -6,14 +6,17 @@ seeded with 1/weight, terms with different weights compose exactly, and nothing 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
-from jaxfb.compat import prune, silent
+from jaxfb.compat import opened, prune, silent
 from jaxfb.forward_backward.reduce import reduce_records
+from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, Sum
 
 PyTree = Any
@@ -41,72 +44,146 @@ def term_weights(
       cut: tree like microbatches of bool, the leaves that a context axis cuts; None without one.
 
     Raises:
-      ValueError: a weight depends on the parameters.
+      ValueError: a weight depends on the parameters, or a term without one reads nothing of the microbatch.
     """
-    program = _WeightsProgram(loss_fn, params, microbatches, keys)
+    program = _TermsProgram(loss_fn, params, microbatches, keys)
     program.check_data_only(params)
+    program.check_summed(num_parts)
     with jax.named_scope("weights"):
         if cut is None:
-            weights = program.run(program.names)
+            weights = program.run(program.weighted)
         else:
-            parts = program.names_reading(cut)
-            whole = _WeightsProgram(loss_fn, params, microbatches, keys, cut)
-            weights = whole.run([name for name in program.names if name not in parts])
+            parts = program.weights_reading(cut)
+            whole = _TermsProgram(loss_fn, params, microbatches, keys, cut)
+            weights = whole.run([name for name in program.weighted if name not in parts])
             weights |= reduce_records(program.run(parts), ("context",)) if parts else {}
-        weights |= {name: _evenly(params, microbatches, num_parts) for name in program.undivided}
+        undivided = [name for name in program.names if name not in program.weighted]
+        weights |= {name: _evenly(params, microbatches, num_parts) for name in undivided}
     # else XLA merges the reduction of a single microbatch's weight with that of a metric that counts the same
     return lax.optimization_barrier(weights)
 
 
-class _WeightsProgram:
-    """The loss function traced for its weights. `cut`: as if the leaves that context cuts were whole."""
+def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> None:
+    """Checks that rows of zeros, which fill up the last microbatch, count nothing, on a microbatch of them alone.
+
+    Their weights must be 0; of a term without a weight the total, which is computed with made-up parameters unless there
+    are too many of them.
+
+    Args:
+      params, microbatches, keys: arrays or shapes; no value is read.
+
+    Raises:
+      ValueError: a weight of such rows is not 0, though the term's total reads the microbatch, or a total is not.
+    """
+    program = _TermsProgram(loss_fn, params, microbatches, keys)
+    program.check_data_only(params)
+    few = sum(leaf.size for leaf in jax.tree.leaves(params)) <= _MADE_UP
+    undivided = [name for name in program.names if few and name not in program.weighted]
+    with jax.ensure_compile_time_eval():
+        blank = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape[1:], leaf.dtype), microbatches)
+        blank_keys = None if keys is None else jax.random.split(jax.random.key(0), keys.shape[1])
+        arguments = (_made_up(params) if undivided else params, blank, blank_keys)
+        found = jax.device_get(program.of_one(arguments, undivided, program.weighted))
+    for name, value in found.items():
+        if value != 0 and program.total_reads_microbatch(name):
+            raise Refused(
+                f"the plan fills microbatches up with rows of zeros, and term {name!r} counts them: its "
+                f"{'total' if name in undivided else 'weight'} is {float(value):g} for a microbatch of nothing else; "
+                "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum()), or use "
+                'remainder="drop" or "error"'
+            )
+
+
+_MADE_UP = 2**22
+
+
+def _made_up(params: PyTree) -> PyTree:
+    """Parameters of those shapes and dtypes."""
+    rng = np.random.default_rng(0)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), params)
+
+
+class _TermsProgram:
+    """The loss function traced for its terms: names, and weighted, those of them that have a weight.
+
+    cut: as if the leaves that context cuts were whole.
+    """
 
     def __init__(self, loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: Any, cut: PyTree = None):
         def abstract(leaf, is_cut=False):
             length = (leaf.shape[2] * lax.axis_size("context"),) if is_cut else leaf.shape[2:3]
             return jax.ShapeDtypeStruct((*leaf.shape[1:2], *length, *leaf.shape[3:]), leaf.dtype)
 
+        def totals_and_weights(params, microbatch, rng):
+            terms = loss_fn(params, microbatch, rng).terms
+            weights = {name: term.weight for name, term in terms.items() if term.weight is not None}
+            return {name: term.total for name, term in terms.items()}, weights
+
         shapes = jax.tree.map(abstract, microbatches, *(() if cut is None else (cut,)))
-        traced, shape = jax.make_jaxpr(
-            lambda p, mb, k: {name: term.weight for name, term in loss_fn(p, mb, k).terms.items()},
-            return_shape=True,
-        )(params, shapes, jax.tree.map(abstract, keys))
+        traced, (totals, weights) = jax.make_jaxpr(totals_and_weights, return_shape=True)(
+            params, shapes, jax.tree.map(abstract, keys)
+        )
         self._program, self._data = silent(traced), (microbatches, keys)
         self._num_params = len(jax.tree.leaves(params))
-        self.names = [name for name, weight in shape.items() if weight is not None]
-        self.undivided = [name for name, weight in shape.items() if weight is None]
+        self.names, self.weighted = list(totals), list(weights)
 
     def run(self, names: list[str]) -> dict:
-        """name -> [num_microbatches]."""
-        function, used = prune(self._program, [name in names for name in self.names])
-        used, chosen = used[self._num_params :], [name for name in self.names if name in names]
+        """The weights of those terms: name -> [num_microbatches]."""
+        return lax.scan(lambda _, data: (None, self.of_one((None, *data), (), names)), None, self._data)[1]
 
-        def one(_, inputs):
-            leaves = [leaf for leaf, needed in zip(jax.tree.leaves(inputs), used, strict=True) if needed]
-            return None, dict(zip(chosen, function(*leaves), strict=True))
+    def of_one(self, arguments: tuple, totals: Sequence[str], weights: Sequence[str]) -> dict:
+        """Totals of some terms and weights of others for (params, microbatch, keys): name -> [].
 
-        return lax.scan(one, None, self._data)[1]
+        params: None where no total is asked for.
+        """
+        outputs = self._outputs(totals, weights)
+        function, used = prune(self._program, outputs)
+        params, *data = arguments
+        leaves = jax.tree.leaves(params) or [None] * self._num_params
+        given = [leaf for leaf, needed in zip([*leaves, *jax.tree.leaves(data)], used, strict=True) if needed]
+        names = [name for name, wanted in zip([*self.names, *self.weighted], outputs, strict=True) if wanted]
+        return dict(zip(names, function(*given), strict=True))
 
-    def names_reading(self, cut: PyTree) -> list[str]:
+    def weights_reading(self, cut: PyTree) -> list[str]:
         """The terms whose weight reads one of those leaves of the microbatch."""
         leaves = jax.tree.leaves(cut)
-        reads = lambda name: self._used_by(name)[self._num_params :]  # noqa: E731
-        return [name for name in self.names if any(map(min, zip(reads(name), leaves, strict=False)))]
+        reads = lambda name: self._read(weights=[name])[self._num_params :]  # noqa: E731
+        return [name for name in self.weighted if any(map(min, zip(reads(name), leaves, strict=False)))]
+
+    def total_reads_microbatch(self, name: str) -> bool:
+        """Whether the term's total differs between microbatches, by their rows or by their keys."""
+        return any(self._read(totals=[name])[self._num_params :])
 
     def check_data_only(self, params: PyTree) -> None:
         """Raises ValueError if a weight depends on the parameters."""
+        if not any(self._read(weights=self.weighted)[: self._num_params]):
+            return
+        self._program = opened(self._program)  # some were only in one call or loop with the weight
         paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(params)]
-        for name in self.names:
-            guilty = [path for path, used in zip(paths, self._used_by(name), strict=False) if used]
+        for name in self.weighted:
+            guilty = [path for path, used in zip(paths, self._read(weights=[name]), strict=False) if used]
             if guilty:
-                raise ValueError(
+                raise Refused(
                     f"the weight of term {name!r} must depend on the data alone, but it depends on "
                     f"params{guilty[0]}{' and others' if len(guilty) > 1 else ''}; weights are summed before the "
                     "first backward, so count rows or mask tokens and put what depends on params into the total"
                 )
 
-    def _used_by(self, name: str) -> list[bool]:
-        return prune(self._program, [other == name for other in self.names])[1]
+    def check_summed(self, num_parts: int) -> None:
+        """Raises ValueError if a sum over microbatches and replicas would count what is the same in all of them."""
+        for name in self.names:
+            if num_parts > 1 and name not in self.weighted and not self.total_reads_microbatch(name):
+                raise Refused(
+                    f"term {name!r} has no weight and reads nothing of the microbatch, so it would be counted once for "
+                    f"each of the {num_parts} microbatches; give it a constant weight, Sum(total, 1.0), to count it once"
+                )
+
+    def _read(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
+        """Which inputs those quantities depend on."""
+        return prune(self._program, self._outputs(totals, weights))[1]
+
+    def _outputs(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
+        return [name in totals for name in self.names] + [name in weights for name in self.weighted]
 
 
 def _evenly(params: PyTree, microbatches: PyTree, num_parts: int) -> jax.Array:
