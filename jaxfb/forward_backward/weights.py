@@ -66,8 +66,8 @@ def term_weights(
 def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> None:
     """Checks that rows of zeros, which fill up the last microbatch, count nothing, on a microbatch of them alone.
 
-    Their weights must be 0; of a term without a weight the total, which is computed with made-up parameters unless there
-    are too many of them.
+    Their weights must be 0, and the totals of terms without a weight, which are computed with made-up parameters (unless
+    those are too many).
 
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
@@ -89,8 +89,8 @@ def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: j
             raise Refused(
                 f"the plan fills microbatches up with rows of zeros, and term {name!r} counts them: its "
                 f"{'total' if name in undivided else 'weight'} is {float(value):g} for a microbatch of nothing else; "
-                "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum()), or use "
-                'remainder="drop" or "error"'
+                "count with a mask that is 0 there, such as Sum(jnp.where(mask > 0, loss, 0).sum(), mask.sum()), or "
+                'use remainder="drop" or "error"'
             )
 
 
