@@ -66,8 +66,8 @@ def term_weights(
 def check_padding(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> None:
     """Checks that rows of zeros, which fill up the last microbatch, count nothing, on a microbatch of them alone.
 
-    Their weights must be 0, and the totals of terms without a weight, which are computed with made-up parameters (unless
-    those are too many).
+    Their weights must be 0, and so must totals without a weight; these are computed with made-up parameters, unless
+    there are too many.
 
     Args:
       params, microbatches, keys: arrays or shapes; no value is read.
@@ -174,8 +174,8 @@ class _TermsProgram:
         for name in self.names:
             if num_parts > 1 and name not in self.weighted and not self.total_reads_microbatch(name):
                 raise Refused(
-                    f"term {name!r} has no weight and reads nothing of the microbatch, so it would be counted once for "
-                    f"each of the {num_parts} microbatches; give it a constant weight, Sum(total, 1.0), to count it once"
+                    f"term {name!r} has no weight and reads nothing of the microbatch, so it would be counted once "
+                    f"for each of the {num_parts} microbatches; give it a constant weight, Sum(total, 1.0), to count it once"
                 )
 
     def _read(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
