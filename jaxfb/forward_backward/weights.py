@@ -175,7 +175,8 @@ class _TermsProgram:
             if num_parts > 1 and name not in self.weighted and not self.total_reads_microbatch(name):
                 raise Refused(
                     f"term {name!r} has no weight and reads nothing of the microbatch, so it would be counted once "
-                    f"for each of the {num_parts} microbatches; give it a constant weight, Sum(total, 1.0), to count it once"
+                    f"for each of the {num_parts} microbatches; give it a constant weight to count it once, "
+                    "Sum(total, 1.0)"
                 )
 
     def _read(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
