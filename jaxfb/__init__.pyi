@@ -20,7 +20,7 @@ from .optim import DynamicLossScale, StaticLossScale, lr_schedule, make_optimize
 from .rl import post_train
 from .train_state import StepMetrics, TrainState
 from .train_step import make_train_step
-from .trainer import train
+from .trainer import Trainer, train
 from .types import ForwardBackwardOutput, Last, LossOutput, Max, Min, Pipelined, Sum
 
 __version__: str
@@ -70,4 +70,5 @@ __all__ = [
     "load_config",
     "post_train",
     "train",
+    "Trainer",
 ]

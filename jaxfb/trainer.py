@@ -7,21 +7,24 @@ The loop itself is `jaxfb/training/loop.py`, which every kind of training shares
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import optax
+
 from jaxfb.callbacks import Callback
 from jaxfb.checkpoint import CannotWrite, CheckpointStore
-from jaxfb.config import Config, load_config
+from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.data.chat import saved_chat
-from jaxfb.refusal import integer, number, refuse
+from jaxfb.refusal import instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.hosts import Hosts, LostProcess
@@ -31,11 +34,20 @@ from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Result
 from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
 
-__all__ = ["CannotWrite", "LostProcess", "NonFiniteAbort", "Result", "evaluate", "generate", "train"]
+__all__ = [
+    "CannotWrite",
+    "LostProcess",
+    "NonFiniteAbort",
+    "Result",
+    "Trainer",
+    "evaluate",
+    "generate",
+    "train",
+]
 
 
 def train(
-    config: Config,
+    config: Config | CustomConfig,
     *,
     resume: bool = False,
     fresh: bool = False,
@@ -61,7 +73,89 @@ def train(
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
       CannotWrite: the disk is full or not writable; the message tells which update is saved.
     """
-    return loop.run(_pretraining, config, loop.Start(resume, fresh, allow_changes), callbacks)
+    make = _custom if isinstance(config, CustomConfig) else _pretraining
+    return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
+
+
+class Trainer:
+    """Trains any model with the loop of `jaxfb train`: resume, several hosts, guard, checkpoints, logging, callbacks.
+
+        trainer = jaxfb.Trainer(
+            model=loss_fn, params=init, data=rows, optimizer=optax.adam(1e-3),
+            dir="runs/mine", updates=1000, rows=64, rows_per_microbatch=8,
+        )
+        trainer.train(resume=True)
+
+    Args:
+      model: `loss_fn(params, microbatch, rng) -> Sum | LossOutput`, a `Pipelined`, or, with `loss`, a function of the
+        same arguments that returns predictions.
+      params: a pytree of float arrays, or a function of a PRNG key that returns one (then drawn sharded, from `seed`).
+      data: arrays [rows, ...] in a tree, a sequence of rows (a grain MapDataset too), or an iterable of rows (a grain
+        IterDataset too, whose position is saved). Arrays and sequences are shuffled each epoch by the seed alone; of
+        an iterable without get_state a resumed run reads the consumed rows again.
+      optimizer: any optax transformation.
+      loss: `loss(predictions, microbatch) -> Sum | LossOutput`; None where the model returns its terms itself.
+      evaluate: a function of the parameters that returns numbers by name, called on every process; None: none.
+      callbacks: see `jaxfb.Callback`; called on every process.
+      dir: the run directory.
+      rows: of one update, over all replicas.
+      rows_per_microbatch, num_microbatches: how an update's rows are cut; one of them.
+      updates, epochs: the length of the run; one of them.
+      max_grad_norm: the global norm to clip to before the optimizer; None leaves that to the optimizer.
+      seed: of parameters, dropout and the order of rows.
+      sections: further sections or keys of a config: mesh={"fsdp": 8}, checkpoint={"every": 100}, eval={"every": 100},
+        log={"every": 10}, precision={"compute_dtype": "bfloat16"}, parallel={"remat": "full"}, schedule="1f1b",
+        chunks=1, hosts={...}, batch={"ramp_up": ...}, run={"max_nonfinite": 10}.
+    Raises:
+      ValueError: a section or key is unknown, or a value illegal; nothing is written before `train`.
+    """
+
+    def __init__(
+        self,
+        *,
+        model: Any,
+        params: Any,
+        data: Any,
+        optimizer: optax.GradientTransformation,
+        dir: str | Path,
+        rows: int,
+        rows_per_microbatch: int | None = None,
+        num_microbatches: int | None = None,
+        updates: int | None = None,
+        epochs: float | None = None,
+        loss: Callable | None = None,
+        evaluate: Callable[[Any], Mapping[str, float]] | None = None,
+        callbacks: Iterable[Callback] = (),
+        max_grad_norm: float | None = None,
+        seed: int = 0,
+        **sections: Any,
+    ):
+        instance(
+            "optimizer", optimizer, optax.GradientTransformation, "an optax transformation", who="[trainer]"
+        )
+        self._parts = {
+            "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
+        }  # fmt: skip
+        names = {name: described(self._parts[name]) for name in ("model", "params", "data")}
+        cut = {"rows": rows, "rows_per_microbatch": rows_per_microbatch, "num_microbatches": num_microbatches}
+        run = {"dir": str(dir), "updates": updates, "epochs": epochs, "seed": seed}
+        given = {"batch": cut, "run": run, **sections}
+        given["batch"] = {**cut, **sections.get("batch", {})}
+        given["run"] = {**run, **sections.get("run", {})}
+        self.config: CustomConfig = config_from_dict({**names, **given})
+        self._callbacks, self._max_grad_norm = tuple(callbacks), max_grad_norm
+
+    def train(self, *, resume: bool = False, fresh: bool = False, allow_changes: bool = False) -> Result:
+        """Runs to the end, to a signal, or until a callback stops it; the arguments are those of `jaxfb.train`."""
+        start = loop.Start(resume, fresh, allow_changes)
+        return loop.run(self._work, self.config, start, self._callbacks)
+
+    def _work(self, config: CustomConfig, hosts: Hosts) -> Custom:
+        return make_custom(config, max_grad_norm=self._max_grad_norm, **self._parts)
+
+
+def _custom(config: CustomConfig, hosts: Hosts) -> Custom:
+    return make_custom(config)
 
 
 def _pretraining(config: Config, hosts: Hosts) -> Pretraining:

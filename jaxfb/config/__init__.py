@@ -4,6 +4,7 @@ Step zero of the story. `load_config("configs/quickstart.yaml", ["mesh.dp=2"])` 
 sections (`sections.py`); every refusal is a ValueError of one sentence that names the full key.
 """
 
+from jaxfb.config.custom import CustomConfig
 from jaxfb.config.load import config_from_dict, kind_of_command, load_config
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
@@ -15,6 +16,7 @@ from jaxfb.config.starter import starter_names, write_starter
 __all__ = [
     "Config",
     "ConfigError",
+    "CustomConfig",
     "DPOConfig",
     "RLConfig",
     "SFTConfig",

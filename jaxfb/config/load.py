@@ -10,6 +10,7 @@ from typing import Any
 
 import yaml
 
+from jaxfb.config.custom import CustomConfig
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
@@ -51,6 +52,8 @@ def config_from_dict(values: Mapping[str, Any]) -> Any:
 
 def kind_of(values: Mapping[str, Any]) -> type:
     """The root that these sections belong to."""
+    if isinstance(values.get("model"), str):
+        return CustomConfig
     return next((root for section, root in KINDS.items() if section in values), Config)
 
 

@@ -238,7 +238,7 @@ def engine_options(config: Config) -> dict[str, Any]:
         "compute_dtype": None if dtype in ("float32", "float64") else dtype,
         "remat": config.parallel.remat,
         "fsdp_gather": config.parallel.fsdp_gather,
-        "optimizer_sharding": config.optimizer.sharding,
+        "optimizer_sharding": config.optimizer.sharding if config.optimizer else "none",
     }
     pipeline = {
         "schedule": config.schedule,

@@ -1,0 +1,74 @@
+"""The config of a model of one's own in the trainer: `model: package.module:attribute` in place of sizes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from jaxfb.config.sections import (
+    BatchConfig,
+    CheckpointConfig,
+    HostsConfig,
+    LearningRateConfig,
+    LogConfig,
+    MeshConfig,
+    OptimizerConfig,
+    ParallelConfig,
+    PrecisionConfig,
+    RunConfig,
+    check_pipeline,
+    positive,
+)
+
+
+@dataclass(frozen=True)
+class EveryConfig:
+    """Evaluation by the user's own function.
+
+    every: after so many updates, and at the end; null: at the end only.
+    """
+
+    every: int | None = None
+
+    def __post_init__(self):
+        positive("eval", every=self.every)
+
+
+@dataclass(frozen=True, kw_only=True)
+class CustomConfig:
+    """A run that trains a model of one's own, on data of one's own.
+
+    model:    "package.module:attribute": a loss function, a `Pipelined`, or a function without arguments that returns
+      one; the working directory is searched too.
+    params:   likewise a function of a PRNG key that returns the parameters, or the parameters themselves.
+    data:     likewise arrays [rows, ...] in a tree, a sequence of rows, an iterable of rows, or a function without
+      arguments that returns one of these.
+    evaluate: likewise a function of the parameters that returns numbers by name; null: none.
+    optimizer: as for the built-in model; null where a program hands an optax transformation to `jaxfb.Trainer`.
+    schedule: of the pipeline, where mesh.pipe > 1; null is 1f1b, or interleaved with several chunks.
+    chunks:   parts of the model on each stage.
+    """
+
+    model: str
+    params: str
+    data: str
+    evaluate: str | None = None
+    batch: BatchConfig
+    run: RunConfig
+    optimizer: OptimizerConfig | None = None
+    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
+    eval: EveryConfig = field(default_factory=EveryConfig)
+    mesh: MeshConfig = field(default_factory=MeshConfig)
+    schedule: str | None = None
+    chunks: int = 1
+    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
+    parallel: ParallelConfig = field(default_factory=ParallelConfig)
+    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
+    log: LogConfig = field(default_factory=LogConfig)
+    hosts: HostsConfig = field(default_factory=HostsConfig)
+
+    def __post_init__(self):
+        check_pipeline(self.mesh, self.schedule, self.chunks)
+        if self.run.tokens is not None:
+            raise ValueError(
+                "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs"
+            )

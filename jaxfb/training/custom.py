@@ -1,0 +1,259 @@
+"""Any model as a `Work`: a loss function or a `Pipelined`, rows of one's own, any optax transformation."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable, Iterable, Mapping
+from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
+
+import jax
+import optax
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
+from jaxfb.config.custom import CustomConfig
+from jaxfb.display import duration
+from jaxfb.mesh import make_mesh
+from jaxfb.metrics import plot_losses
+from jaxfb.registry import load
+from jaxfb.train_state import is_init_function
+from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.training.agreement import devices_and_mesh
+from jaxfb.training.batches import place, rows_here
+from jaxfb.training.log import named_numbers
+from jaxfb.training.own_rows import OwnRows, own_rows
+from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.session import Run
+from jaxfb.training.setup import enable_float64, optimizer, step_options, train_plan
+from jaxfb.training.work import Say, Table
+from jaxfb.types import LossFn, Pipelined
+
+PyTree = Any
+Params = PyTree | Callable[[jax.Array], PyTree]
+
+
+class Custom:
+    """A model of one's own; see `work.Work`. Made by `jaxfb.Trainer`.
+
+    model:    a loss function or a `Pipelined`. params: a tree, or a function of a key.
+    run_plan: rows of each update. rows: where they come from.
+    evaluation: parameters -> numbers by name, called on every process; None: none.
+    """
+
+    command = "train"
+    starts_with_evaluation = False
+    tokenizer = None
+    flops_per_token = None
+
+    def __init__(
+        self,
+        config: CustomConfig,
+        mesh: Mesh,
+        model: LossFn | Pipelined,
+        params: Params,
+        optimizer: optax.GradientTransformation,
+        run_plan: RunPlan,
+        rows: OwnRows,
+        evaluation: Callable[[PyTree], Mapping[str, float]] | None,
+        max_grad_norm: float | None = None,
+    ):
+        self.config, self.mesh, self.run_plan, self.rows = config, mesh, run_plan, rows
+        self.say: Say = print
+        self.train_state: TrainState = None  # type: ignore[assignment]
+        self._model, self._params, self._optimizer = model, params, optimizer
+        self._evaluation, self._max_grad_norm = evaluation, max_grad_norm
+        self._steps: dict[BatchPlan, TrainStep] = {}
+        self._compiled: set[BatchPlan] = set()
+
+    @property
+    def total(self) -> int:
+        return self.run_plan.total_updates
+
+    @cached_property
+    def abstract_params(self) -> PyTree:
+        return jax.eval_shape(self._init, jax.random.key(0))
+
+    def facts(self) -> Mapping[str, Any]:
+        return {"plan": self.run_plan.to_dict(), "rows": self.rows.num_rows, **devices_and_mesh(self.mesh)}
+
+    def tables(self) -> Iterable[Table]:
+        sizes = [leaf.size for leaf in jax.tree.leaves(self.abstract_params)]
+        rows = self.rows.num_rows
+        yield (
+            "model",
+            [
+                ("parameters", f"{sum(sizes):,}"),
+                ("rows of data", "not counted" if rows is None else f"{rows:,}"),
+            ],
+        )
+        yield "batch plan: train", self.run_plan.train.table()[1:]
+        yield "run plan", self.run_plan.table()
+
+    def to_dict(self) -> dict[str, Any]:
+        return self.run_plan.to_dict()
+
+    def write_start(self, directory: RunDirectory) -> None:
+        """Nothing beside the files of every run."""
+
+    def start(self, say: Say) -> None:
+        self.say = say
+        step = self._step(self.run_plan.window(0).plan)
+        self.train_state = step.init(self._params, self.config.run.seed)
+
+    def read(self, number: int) -> PyTree:
+        window = self.run_plan.window(number)
+        return self.rows.read(window, rows_here(window.plan, self.mesh))
+
+    def update(self, number: int, batch: PyTree) -> tuple[StepMetrics, dict[str, Any]]:
+        window = self.run_plan.window(number)
+        placed, step = place(batch, window.plan, self.mesh), self._step(window.plan)
+        began = time.monotonic()
+        self.train_state, metrics = step(self.train_state, placed, window.rows)
+        if window.plan not in self._compiled:
+            self._compiled.add(window.plan)
+            self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
+        return metrics, {}
+
+    def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
+        return {**named_numbers(metrics), "rows": self.run_plan.window(number).rows}
+
+    def evaluate(self) -> dict[str, float]:
+        if self._evaluation is None:
+            return {}
+        found = self._evaluation(self.train_state.params)
+        if not isinstance(found, Mapping):
+            raise ValueError(f"[eval] evaluate must return numbers by name, got {type(found).__name__}")
+        return {
+            name if name.startswith("eval/") else f"eval/{name}": float(value)
+            for name, value in found.items()
+        }
+
+    def state(self) -> PyTree:
+        return self.train_state
+
+    def host(self, done: int) -> dict[str, Any]:
+        last = self.run_plan.window(done - 1) if done else None
+        return {"data": {**self.rows.position(), "start": last.start + last.rows if last else 0}}
+
+    def abstract_state(self) -> PyTree:
+        return self._step(self.run_plan.train).abstract_state(self._init)
+
+    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
+        saved, ramp_up = record["plan"], self.to_dict()["ramp_up"]
+        difference = explain_difference(
+            {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}, self.run_plan.train, ramp_up=ramp_up
+        )
+        if difference:
+            raise ValueError(difference)
+
+    def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
+        self.rows.restore(record["data"])
+        self.train_state = state
+
+    def prepare_end(self) -> dict[str, Any]:
+        return {"applied_updates": int(self.train_state.step)}
+
+    def finish(self, run: Run, prepared: dict[str, Any]) -> dict[str, Any]:
+        if find_spec("matplotlib"):
+            plot_losses(run.directory.metrics, run.directory.picture)
+        return prepared
+
+    def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
+        yield f"{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {directory.path}:"
+        yield "  " + "  ".join(directory.contents())
+
+    def close(self) -> None:
+        """Nothing reads ahead."""
+
+    def _init(self, key: jax.Array) -> PyTree:
+        return self._params(key) if is_init_function(self._params) else self._params
+
+    def _step(self, plan: BatchPlan) -> TrainStep:
+        if plan not in self._steps:
+            settings, clip = self.config.optimizer, {"max_grad_norm": self._max_grad_norm}
+            if settings is not None:
+                clip = {"max_grad_norm": settings.max_grad_norm, "clip_convention": settings.clip}
+            options = {"normalize": self.config.batch.normalize, **clip, **step_options(self.config)}
+            self._steps[plan] = make_train_step(self._model, self._optimizer, self.mesh, plan, **options)
+        return self._steps[plan]
+
+
+def make_custom(config: CustomConfig, **own: Any) -> Custom:
+    """Returns the work of a config, with the parts of one's own in place of those that it names.
+
+    own: model, params, data, evaluate, loss and optimizer, any of them.
+
+    Raises:
+      ValueError: a part is missing or cannot be used, or the sizes do not fit; nothing is compiled before.
+    """
+    enable_float64(config)
+    mesh = make_mesh(**vars(config.mesh))
+    plan = train_plan(config, mesh)
+    names = ("model", "params", "data", "evaluate")
+    parts = {name: own[name] if name in own else _named(config, name) for name in names}
+    rows = own_rows(_made(parts["data"]), config.run.seed)
+    run = config.run
+    if run.epochs is not None and rows.num_rows is None:
+        raise ValueError(
+            f"[run] epochs={run.epochs} needs rows that can be counted; use run.updates, or a sequence of rows"
+        )
+    run_plan = RunPlan(
+        {"train": plan},
+        updates=run.updates,
+        samples=run.samples,
+        epochs=run.epochs,
+        dataset_rows=rows.num_rows if run.epochs else None,
+        ramp_up=config.batch.ramp_up,
+        remainder=run.remainder,
+    )
+    model, transformation = _model(parts["model"], own.get("loss")), _optimizer(config, run_plan, own)
+    rest = (transformation, run_plan, rows, parts["evaluate"], own.get("max_grad_norm"))
+    return Custom(config, mesh, model, parts["params"], *rest)
+
+
+def described(part: Any) -> str:
+    """Returns what a part of one's own is called in config.yaml, such as "mine:loss_fn" or "list"."""
+    name = getattr(part, "__qualname__", None)
+    return f"{part.__module__}:{name}" if name else type(part).__name__
+
+
+def _named(config: CustomConfig, name: str) -> Any:
+    """Returns the part that the config names, None where it names none."""
+    path = getattr(config, name)
+    return None if path is None else load(path, name)
+
+
+def _made(part: Any) -> Any:
+    """Returns what a function without arguments makes, anything else as it is."""
+    return part() if inspect.isfunction(part) and not inspect.signature(part).parameters else part
+
+
+def _model(model: Any, loss: Callable | None) -> LossFn | Pipelined:
+    """Returns a model that the engine takes: with `loss`, its terms of what the model returns."""
+    model = _made(model)
+    if loss is None:
+        return model
+    if isinstance(model, Pipelined):
+        raise ValueError(
+            "[trainer] loss is for a model that returns predictions; the head of a Pipelined returns its terms"
+        )
+
+    def loss_fn(params: PyTree, microbatch: PyTree, rng: jax.Array | None) -> Any:
+        return loss(model(params, microbatch, rng), microbatch)
+
+    return loss_fn
+
+
+def _optimizer(
+    config: CustomConfig, run_plan: RunPlan, own: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    if own.get("optimizer") is not None:
+        return own["optimizer"]
+    if config.optimizer is None:
+        raise ValueError(
+            "[optimizer] must be given: a section optimizer with learning_rate, or an optax transformation"
+        )
+    return optimizer(config, run_plan)

@@ -1,0 +1,153 @@
+"""Rows of one's own, in whatever form they come: a position in them is a value that a checkpoint holds.
+
+A row is a tree of arrays without a row dim; a batch is such a tree with one. Every process reads the rows of its own
+devices where rows can be indexed, and passes over the others' where they only come one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import jax
+import numpy as np
+
+from jaxfb.batch_plan import Window
+from jaxfb.data.loader import row_order
+
+PyTree = Any
+
+
+class OwnRows(Protocol):
+    """Rows in the order in which training consumes them.
+
+    num_rows: of one epoch; None where they never end or are not counted.
+    """
+
+    num_rows: int | None
+
+    def read(self, window: Window, here: np.ndarray) -> PyTree:
+        """Returns the rows `here` (indices into the window's padded rows) as a batch; padding rows are zeros."""
+
+    def position(self) -> dict[str, Any]:
+        """Returns what `restore` needs to go on behind the last window read."""
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+
+
+def own_rows(data: Any, seed: int) -> OwnRows:
+    """Returns rows out of arrays [rows, ...] in a tree, a sequence of rows, or an iterable of rows.
+
+    Arrays and sequences are shuffled anew each epoch, by the seed alone; an iterable keeps its order.
+
+    Raises:
+      ValueError: it is none of these, or its arrays do not have one number of rows.
+    """
+    if _is_sequence(data):
+        return _Indexed(lambda index: data[index], len(data), seed)
+    if _is_stream(data):
+        return _Streamed(data)
+    if leaves := _arrays(data):
+        counts = sorted({len(leaf) for leaf in leaves})
+        if len(counts) != 1:
+            raise ValueError(f"[data] every array must have one number of rows, got {counts}")
+        return _Indexed(lambda index: jax.tree.map(lambda leaf: leaf[index], data), counts[0], seed)
+    raise ValueError(
+        "[data] must be arrays [rows, ...] in a tree, a sequence of rows or an iterable of rows, got "
+        f"{type(data).__name__}"
+    )
+
+
+class _Indexed:
+    """Rows that can be asked for by number."""
+
+    def __init__(self, row: Any, num_rows: int, seed: int):
+        if not num_rows:
+            raise ValueError("[data] there is no row to train on; give more")
+        self._row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
+
+    def read(self, window: Window, here: np.ndarray) -> PyTree:
+        rows = [self._row(self._order(window.start + int(k))) for k in here if k < window.rows]
+        example = rows[0] if rows else self._row(0)
+        return _stacked(rows, example, [int(k) < window.rows for k in here])
+
+    def position(self) -> dict[str, Any]:
+        return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        if position["num_rows"] != self.num_rows:
+            raise ValueError(
+                f"[data] the saved run had {position['num_rows']} rows, these are {self.num_rows}; use its data, or "
+                "another run.dir"
+            )
+
+
+class _Streamed:
+    """Rows that come one after the other. A source with `get_state` and `set_state`, such as grain's, is put back
+    where it was; any other is read again up to there."""
+
+    num_rows = None
+
+    def __init__(self, source: Iterable):
+        self._source, self._rows = source, iter(source)
+        self._consumed = 0
+
+    def read(self, window: Window, here: np.ndarray) -> PyTree:
+        while self._consumed < window.start:  # rows of a short window that was dropped
+            self._next()
+        rows = [self._next() for _ in range(window.rows)]
+        real = [int(k) < window.rows for k in here]
+        return _stacked([rows[int(k)] for k in here if k < window.rows], rows[0], real)
+
+    def position(self) -> dict[str, Any]:
+        state = self._rows.get_state() if hasattr(self._rows, "get_state") else None
+        if isinstance(state, bytes):
+            state = {"bytes": state.decode("latin-1")}
+        return {"consumed_rows": self._consumed, "state": state}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        state = position["state"]
+        if state is not None and hasattr(self._rows, "set_state"):
+            self._rows.set_state(state["bytes"].encode("latin-1") if set(state) == {"bytes"} else state)
+            self._consumed = position["consumed_rows"]
+        while self._consumed < position["consumed_rows"]:
+            self._next()
+
+    def _next(self) -> PyTree:
+        try:
+            row = next(self._rows)
+        except StopIteration:
+            raise ValueError(
+                f"[data] the rows ended after {self._consumed}, before the run did; give more rows, a shorter run, or "
+                "an iterable that begins again by itself"
+            ) from None
+        self._consumed += 1
+        return row
+
+
+def _is_sequence(data: Any) -> bool:
+    indexed = hasattr(data, "__len__") and hasattr(data, "__getitem__")
+    return indexed and not isinstance(data, str | bytes | Mapping | np.ndarray | jax.Array)
+
+
+def _is_stream(data: Any) -> bool:
+    if isinstance(data, Iterator):
+        return True
+    known = isinstance(data, str | bytes | np.ndarray | jax.Array) or not jax.tree_util.all_leaves([data])
+    return isinstance(data, Iterable) and not known
+
+
+def _arrays(data: Any) -> list[Any]:
+    """Returns the leaves of a tree if all of them are arrays with a row dim, else none."""
+    leaves = jax.tree.leaves(data)
+    return leaves if leaves and all(getattr(leaf, "ndim", 0) > 0 for leaf in leaves) else []
+
+
+def _stacked(rows: list[PyTree], example: PyTree, real: list[bool]) -> PyTree:
+    """Returns rows as a batch, with zeros where `real` is False."""
+    zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), example)
+    filled: Iterator[PyTree] = iter(rows)
+    return jax.tree.map(
+        lambda *leaves: np.stack(leaves), *[next(filled) if is_real else zeros for is_real in real]
+    )

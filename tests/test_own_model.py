@@ -1,0 +1,201 @@
+"""The trainer on a model of one's own: any loss, any rows, any optax transformation, and the same bits after a stop."""
+
+import itertools
+
+import chex
+import grain
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxfb
+from jaxfb.callbacks import Callback, callback
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.cli import main
+from jaxfb.data.loader import row_order
+from jaxfb.metrics import read_jsonl
+
+ROWS, UPDATES = 24, 6
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(ROWS, 5))
+    return {"x": x, "y": np.tanh(x @ rng.normal(size=(5, 2)))}
+
+
+def init(key):
+    return {"w": 0.3 * jax.random.normal(key, (5, 2), jnp.float64)}
+
+
+def loss_fn(params, microbatch, rng):
+    error = jnp.square(jnp.tanh(microbatch["x"] @ params["w"]) - microbatch["y"]).sum(-1)
+    real = jnp.any(microbatch["y"] != 0, axis=-1)
+    return jaxfb.Sum(jnp.where(real, error, 0).sum(), real.sum())
+
+
+def trainer(directory, **changes):
+    given = {
+        "model": loss_fn,
+        "params": init,
+        "data": rows(),
+        "optimizer": optax.adam(1e-2),
+        "dir": directory / "run",
+        "rows": 8,
+        "rows_per_microbatch": 2,
+        "updates": UPDATES,
+        "mesh": {"data": 2},
+        "checkpoint": {"every": 2},
+    }
+    return jaxfb.Trainer(**{**given, **changes})
+
+
+def losses(directory):
+    return {r["step"]: r["loss"] for r in read_jsonl(directory / "run" / "metrics.jsonl") if "loss" in r}
+
+
+def saved(directory, update=UPDATES):
+    store = CheckpointStore(directory / "run" / "checkpoints", keep_best=None)
+    shapes = {"params": jax.eval_shape(init, jax.random.key(0))}
+    return jax.device_get(store.restore(shapes, update, partial=True)[0]["params"])
+
+
+def by_hand(order):
+    """The losses of a plain optax loop over whole batches on one device."""
+    optimizer, data = optax.adam(1e-2), rows()
+    params = init(jax.random.fold_in(jax.random.key(0), 0))
+    state, found = optimizer.init(params), []
+    for update in range(UPDATES):
+        batch = jax.tree.map(lambda leaf: leaf[[order(update * 8 + k) for k in range(8)]], data)  # noqa: B023
+        loss, grads = jax.value_and_grad(lambda p: loss_fn(p, batch, None).value)(params)  # noqa: B023
+        updates, state = optimizer.update(grads, state, params)
+        params, found = optax.apply_updates(params, updates), [*found, float(loss)]
+    return found
+
+
+def test_it_trains_as_a_loop_by_hand_would(tmp_path):
+    result = trainer(tmp_path).train()
+    assert (result.status, result.updates) == ("finished", UPDATES)
+    np.testing.assert_allclose(list(losses(tmp_path).values()), by_hand(row_order(ROWS, 0)), rtol=1e-12)
+    record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
+    assert {"data_wait_seconds", "update_seconds", "grad_norm", "rows"} <= record.keys()
+
+
+class Stop(Callback):
+    """Stops the run from a callback, as early stopping would."""
+
+    def on_train_start(self, run):
+        self.run = run
+
+    def on_step_end(self, step, metrics):
+        if step == 3:
+            self.run.stop("good enough")
+
+
+class Stream:
+    """Rows that never end, whose iterator has no state."""
+
+    def __iter__(self):
+        data = rows()
+        return ({"x": data["x"][k % ROWS], "y": data["y"][k % ROWS]} for k in itertools.count())
+
+
+def from_grain():
+    data = rows()
+    return (
+        grain.MapDataset.source([{"x": x, "y": y} for x, y in zip(data["x"], data["y"], strict=True)])
+        .shuffle(seed=3)
+        .repeat()
+        .to_iter_dataset()
+    )
+
+
+@pytest.mark.parametrize("data", [rows, Stream, from_grain], ids=["arrays", "iterable", "grain"])
+def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trainer(whole, data=data()).train()
+    stopped = trainer(parts, data=data(), callbacks=[Stop()]).train()
+    assert stopped.status == "stopped" and 3 <= stopped.updates < UPDATES
+    assert trainer(parts, data=data()).train(resume=True).status == "finished"
+    assert losses(parts) == losses(whole)
+    chex.assert_trees_all_equal(saved(parts), saved(whole))
+
+
+def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
+    def predict(params, microbatch, rng):
+        return jnp.tanh(microbatch["x"] @ params["w"])
+
+    def loss(predicted, microbatch):
+        error = jnp.square(predicted - microbatch["y"]).sum(-1)
+        real = jnp.any(microbatch["y"] != 0, axis=-1)
+        return jaxfb.Sum(jnp.where(real, error, 0).sum(), real.sum())
+
+    def size(params):
+        return {"size": optax.global_norm(params)}
+
+    found = {}
+    keep = callback(on_eval=lambda step, metrics: found.update({step: metrics["eval/size"]}))
+    together = trainer(tmp_path / "a", evaluate=size, eval={"every": 3}, callbacks=[keep])
+    together.train()
+    trainer(tmp_path / "b", model=predict, loss=loss).train()
+    assert losses(tmp_path / "a") == losses(tmp_path / "b") and list(found) == [3, 6]
+
+
+@pytest.mark.parametrize(
+    "changes, wanted",
+    [
+        ({"updates": None}, "exactly one of updates"),
+        ({"data": {"x": np.zeros((4, 2)), "y": np.zeros(5)}}, r"one number of rows, got \[4, 5\]"),
+        ({"data": 3}, "must be arrays"),
+        ({"data": iter([{"x": np.zeros(5), "y": np.zeros(2)}])}, "the rows ended after 1"),
+        ({"data": Stream(), "updates": None, "epochs": 2}, "needs rows that can be counted"),
+        ({"mesh": {"data": 2, "tensr": 2}}, "unknown key mesh.tensr"),
+        ({"rows": 7}, "7 rows per update is not a multiple"),
+        ({"optimizer": "adam"}, "optimizer"),
+        ({"checkpoint": {"every": 0}}, "every=0 must be positive"),
+    ],
+)
+def test_what_cannot_be_trained_is_refused_in_a_sentence(tmp_path, changes, wanted):
+    with pytest.raises(ValueError, match=wanted):
+        trainer(tmp_path, **changes).train()
+    assert not losses(tmp_path) if (tmp_path / "run" / "metrics.jsonl").exists() else True
+
+
+MODULE = """
+import jax, jax.numpy as jnp, numpy as np
+import jaxfb
+
+def model(params, microbatch, rng):
+    error = jnp.square(microbatch["x"] @ params["w"] - 1.0).sum(-1)
+    return jaxfb.Sum(error.sum(), error.size)
+
+def params(key):
+    return {"w": jax.random.normal(key, (3,))}
+
+def data():
+    return {"x": np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)}
+"""
+CONFIG = """
+model: mine:model
+params: mine:params
+data: mine:data
+batch: {rows: 8, rows_per_microbatch: 2}
+run: {dir: run, updates: 4}
+optimizer: {learning_rate: 0.01}
+lr: {name: constant}
+mesh: {data: 2}
+"""
+
+
+def test_a_config_names_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "own.yaml").write_text(CONFIG)
+    assert main(["train", "own.yaml"]) == 0
+    assert main(["train", "run", "--resume", "run.updates=6"]) == 0
+    assert "resuming run after update 4 of 6" in capsys.readouterr().out
+    assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
+    assert main(["train", "own.yaml", "model=mine:modell", "run.dir=other"]) == 2
+    assert "mine has no modell" in capsys.readouterr().err and not (tmp_path / "other").exists()
