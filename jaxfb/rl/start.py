@@ -204,7 +204,9 @@ def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
     if asked is None:
         asked = "none" if isinstance(config, RLConfig) else "chatml"
     template = asked if asked in BUILT_IN else _read_template(Path(asked))
-    return make_chat(tokenizer, template, stops, known.variables if known else None)
+    if known is None:
+        return make_chat(tokenizer, template, stops)
+    return make_chat(tokenizer, template, stops, known.variables, known.stop_tokens)
 
 
 def _read_template(path: Path) -> str:
