@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.losses.sequences import Sequences
-from jaxfb.losses.settings import check_positive
+from jaxfb.losses.settings import check_positive, check_word
+from jaxfb.refusal import Refused, shown
 from jaxfb.types import Sum
 
 AGGREGATIONS = (
@@ -63,14 +64,15 @@ def aggregate(
 
 def check_aggregation(aggregation: str, scale: float | None) -> None:
     """Raises the ValueError of `aggregate`."""
-    if aggregation not in AGGREGATIONS:
-        raise ValueError(f"[loss] {aggregation=} must be one of {', '.join(AGGREGATIONS)}")
+    check_word("loss", "aggregation", aggregation, AGGREGATIONS)
     if aggregation == "seq-mean-token-sum-norm":
         if scale is None:
-            raise ValueError(
+            raise Refused(
                 f"[loss] seq-mean-token-sum-norm needs a positive constant scale, got {scale!r}: padded widths "
                 "differ between microbatches; use the largest response length"
             )
         check_positive("loss", "the largest response length", scale=scale)
     elif scale is not None:
-        raise ValueError(f'[loss] {scale=} belongs to "seq-mean-token-sum-norm", {aggregation!r} takes none')
+        raise Refused(
+            f'[loss] scale={shown(scale)} belongs to "seq-mean-token-sum-norm", {aggregation!r} takes none'
+        )

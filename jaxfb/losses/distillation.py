@@ -15,11 +15,12 @@ import jax.numpy as jnp
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.full_kl import full_kl
-from jaxfb.losses.heads import with_head
+from jaxfb.losses.heads import check_unembeds, with_head
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
-from jaxfb.losses.settings import check_not_negative
+from jaxfb.losses.settings import check_not_negative, check_word
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.refusal import boolean, instance
 from jaxfb.types import LossOutput, Pipelined, Unembedding
 
 DIRECTIONS = ("forward", "reverse")
@@ -48,8 +49,8 @@ class DistillationLoss:
     scale: float | None = None
 
     def __post_init__(self):
-        if self.direction not in DIRECTIONS:
-            raise ValueError(f"[distillation] direction={self.direction!r} must be 'forward' or 'reverse'")
+        check_word("distillation", "direction", self.direction, DIRECTIONS)
+        boolean("rest", self.rest, who="[distillation]")
         check_aggregation(self.aggregation, self.scale)
         check_not_negative("distillation", 1.0, coef=self.coef)
 
@@ -88,8 +89,10 @@ def distillation_loss_fn(
     Raises:
       ValueError: the model offers no `unembed`, or temperature is not positive.
     """
+    check_unembeds(model)
     check_temperature(temperature)
     loss = DistillationLoss() if loss is None else loss
+    instance("loss", loss, DistillationLoss, "a jaxfb.DistillationLoss", who="[distillation]")
 
     def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput:
         how = {

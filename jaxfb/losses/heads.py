@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 
@@ -17,6 +18,7 @@ from jaxfb.losses.coupling import check_rows_uncoupled
 from jaxfb.losses.logits import IdRanges
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.token_log_probs import check_temperature, token_log_probs
+from jaxfb.refusal import Refused, function, instance, integer, refuse
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
 
 # (unembedding, microbatch, axis) -> LossOutput; with an axis, the kernel's vocabulary is cut over it
@@ -49,7 +51,10 @@ def policy_loss_fn(
     Raises:
       ValueError: the model offers no `unembed`, or temperature is not positive.
     """
+    check_unembeds(model)
+    function("loss", loss, "(log_probs, entropy, microbatch)", who="[loss]")
     check_temperature(temperature)
+    _check_ranges(absent_ids)
 
     def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput:
         scores = token_log_probs(
@@ -106,14 +111,29 @@ def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -
 
     Its gradient of hidden must be equal on all devices of the axis.
     """
-    if model.unembed is None:
-        raise ValueError(
-            "a loss on a model's last hidden states needs a model that says how they become logits: give the "
-            "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
-        )
+    check_unembeds(model)
 
     def head(outer, hidden, microbatch, rng, axis=None):
         return head_loss(outer, hidden, microbatch, axis)
 
     vocabulary = model.vocabulary and replace(model.vocabulary, head=head)
     return replace(model, head=partial(head, axis=None), vocabulary=vocabulary, check=None)
+
+
+def check_unembeds(model: Any) -> None:
+    """Raises ValueError for what is no `Pipelined`, and for one that offers no `unembed`."""
+    instance("model", model, Pipelined, "a jaxfb.Pipelined, such as transformer(config)", who="[loss]")
+    if model.unembed is None:
+        raise Refused(
+            "a loss on a model's last hidden states needs a model that says how they become logits: give the "
+            "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
+        )
+
+
+def _check_ranges(absent_ids: Any) -> None:
+    pairs = absent_ids if isinstance(absent_ids, list | tuple) else [None]
+    for pair in pairs:
+        if not isinstance(pair, list | tuple) or len(pair) != 2:
+            refuse("absent_ids", absent_ids, "a tuple of ranges (first, end) of ids", who="[loss]")
+        for end in pair:
+            integer("each end of a range of absent_ids", end, who="[loss]", least=0)

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.losses.settings import check_not_negative, check_positive
+from jaxfb.losses.settings import check_not_negative, check_positive, check_word
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 
@@ -54,8 +54,7 @@ def kl_values(numpy: ModuleType, difference, estimator: str):
 
 def check_kl_estimator(estimator: str) -> None:
     """Raises ValueError for a name that `kl_penalty` does not know."""
-    if estimator not in KL_ESTIMATORS:
-        raise ValueError(f"[loss] kl_estimator={estimator!r} must be one of {', '.join(KL_ESTIMATORS)}")
+    check_word("loss", "kl_estimator", estimator, KL_ESTIMATORS)
 
 
 def kl_in_reward(

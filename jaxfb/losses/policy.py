@@ -23,7 +23,7 @@ from jaxfb.losses.kl import check_kl_estimator, kl_penalty
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
-from jaxfb.refusal import function
+from jaxfb.refusal import boolean, function
 from jaxfb.types import LossOutput, Max, Min, Sum
 
 
@@ -73,6 +73,7 @@ class PolicyLoss:
 
     def __post_init__(self):
         function("surrogate", self.surrogate, "(tokens, sequences), such as PPOClip()", who="[loss]")
+        boolean("on_policy", self.on_policy, who="[loss]")
         check_aggregation(self._aggregation, self.scale)
         check_kl_estimator(self.kl_estimator)
         check_not_negative("loss", "0 for no such term", kl_coef=self.kl_coef)
@@ -106,7 +107,8 @@ class PolicyLoss:
 
     @property
     def _aggregation(self) -> str:
-        return self.aggregation or getattr(self.surrogate, "aggregation", "token-mean")
+        own = getattr(self.surrogate, "aggregation", "token-mean")
+        return own if self.aggregation is None else self.aggregation
 
 
 def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:

@@ -20,7 +20,14 @@ from jax import lax
 
 from jaxfb.losses.policy import microbatch_leaf
 from jaxfb.losses.sequences import Sequences
-from jaxfb.losses.settings import check_finite, check_not_negative, check_number, check_positive
+from jaxfb.losses.settings import (
+    check_finite,
+    check_not_negative,
+    check_number,
+    check_positive,
+    check_word,
+)
+from jaxfb.refusal import boolean
 from jaxfb.types import LossOutput, Sum
 
 KINDS = ("sigmoid", "ipo", "hinge", "robust")
@@ -58,8 +65,9 @@ class PreferenceLoss:
     sft_coef: float = 0.0
 
     def __post_init__(self):
-        if self.kind not in KINDS:
-            raise ValueError(f"[preference] kind={self.kind!r} must be one of {', '.join(KINDS)}")
+        check_word("preference", "kind", self.kind, KINDS)
+        boolean("reference_free", self.reference_free, who="[preference]")
+        boolean("length_normalized", self.length_normalized, who="[preference]")
         check_positive("preference", 0.1, beta=self.beta)
         check_finite("preference", 0.0, margin=self.margin)
         check_not_negative("preference", 0.0, sft_coef=self.sft_coef)

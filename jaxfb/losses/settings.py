@@ -6,8 +6,9 @@ and then makes every gradient NaN; a text fails deep inside a trace. Both are re
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from numbers import Real
 from typing import Any
 
@@ -24,9 +25,19 @@ def check_number(
     rule: completes "clip_low=2 must be ..." in the message. use: a legal value, shown as advice.
     """
     is_number = isinstance(value, Real) and not isinstance(value, bool | np.bool_)
-    if not is_number or math.isnan(value) or not is_legal(value):
+    if not is_number or not _fits(value) or not is_legal(value):
         choices = [{name: use}] if isinstance(use, Real) else []
         raise Refused(f"[{who}] {name}={shown(value)} must be {rule}; use {use}", choices)
+
+
+def check_word(who: str, name: str, value: Any, legal: Collection[str]) -> None:
+    """Raises ValueError unless `value` is one of these words."""
+    if isinstance(value, str) and value in legal:
+        return
+    close = difflib.get_close_matches(value, legal, n=1) if isinstance(value, str) else []
+    hint = f"; did you mean {close[0]!r}?" if close else ""
+    choices = [{name: word} for word in close or legal]
+    raise Refused(f"[{who}] {name}={shown(value)} must be one of {', '.join(legal)}{hint}", choices)
 
 
 def check_positive(who: str, use: Any, **values: Any) -> None:
@@ -51,3 +62,11 @@ def check_share(who: str, use: Any, **values: Any) -> None:
     """Raises ValueError unless every value is a number in [0, 1]."""
     for name, value in values.items():
         check_number(who, name, value, lambda x: 0 <= x <= 1, "a number in [0, 1]", use)
+
+
+def _fits(value: Any) -> bool:
+    """Whether it is a number that float64 can represent, or infinite; not NaN."""
+    try:
+        return not math.isnan(float(value))
+    except OverflowError:
+        return False

@@ -20,7 +20,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.losses.sequences import Sequences
-from jaxfb.losses.settings import check_not_negative, check_number, check_positive
+from jaxfb.losses.settings import check_not_negative, check_number, check_positive, check_word
+from jaxfb.refusal import Refused, shown
 from jaxfb.types import Sum
 
 
@@ -175,8 +176,7 @@ class DPPO:
     truncation: float = 20.0
 
     def __post_init__(self):
-        if self.divergence not in ("tv", "kl"):
-            raise ValueError(f"[loss] divergence={self.divergence!r} must be 'tv' or 'kl'")
+        check_word("loss", "divergence", self.divergence, ("tv", "kl"))
         for name in ("low", "high", "truncation"):
             check_number("loss", name, getattr(self, name), lambda x: x > 0, "above 0", getattr(DPPO, name))
 
@@ -239,17 +239,17 @@ def make_surrogate(name: str, **settings: Any) -> Callable:
     Raises:
       ValueError: an unknown name or setting, or a value out of range.
     """
-    if name in _COUPLED:
-        raise ValueError(
+    if isinstance(name, str) and name in _COUPLED:
+        raise Refused(
             f"[loss] {name} picks its tokens by their covariance over a whole microbatch, so the update would change "
             'with the number of microbatches; use "ppo" with a higher clip_high, or an entropy bonus'
         )
-    if name not in SURROGATES:
-        raise ValueError(f"[loss] policy loss {name!r} is not one of {', '.join(SURROGATES)}")
+    if not isinstance(name, str) or name not in SURROGATES:
+        raise Refused(f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}")
     known = [field.name for field in fields(SURROGATES[name])]
     for setting in settings:
         if setting not in known:
-            raise ValueError(f"[loss] {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
+            raise Refused(f"[loss] {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
     return SURROGATES[name](**settings)
 
 

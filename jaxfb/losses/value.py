@@ -16,12 +16,13 @@ import jax.numpy as jnp
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.coupling import check_rows_uncoupled
-from jaxfb.losses.heads import with_head_of
+from jaxfb.losses.heads import check_unembeds, with_head_of
 from jaxfb.losses.logits import sum_dtype
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_not_negative, check_number
 from jaxfb.losses.surrogates import fraction
+from jaxfb.refusal import function
 from jaxfb.types import LossOutput, Pipelined, Sum
 
 HEAD = "value_head"
@@ -73,6 +74,8 @@ def value_loss_fn(model: Pipelined, loss: Callable[[jax.Array, Mapping], LossOut
     Raises:
       ValueError: the model offers no `unembed`.
     """
+    check_unembeds(model)
+    function("loss", loss, "(values, microbatch)", who="[loss]")
 
     def head_loss(outer, hidden, microbatch, axis) -> LossOutput:
         head, counted = outer[HEAD], microbatch["loss_mask"] != 0
