@@ -2,13 +2,15 @@
 
 Last step of the story: data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
 Orbax writes the arrays (asynchronously, committed by one rename); this file adds what it leaves open: a
-manifest of every leaf, compared *before* loading because Orbax casts dtypes silently, errors that are never
-swallowed, and the way back to the newest step that can be read.
+manifest of every leaf, compared *before* loading because Orbax casts dtypes silently, a checksum of every leaf that
+does not depend on the mesh, compared after, errors that are never swallowed, and the way back to the newest step that
+can be read whole.
 """
 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import logging
 import math
@@ -20,10 +22,12 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from jaxfb.parallel.totals import checksums
+
 log = logging.getLogger(__name__)
 
-FORMAT = 1
-RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, host
+FORMAT, WITHOUT_SUMS = 2, 1
+RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 DAMAGED_SUFFIX = ".damaged"
 
 
@@ -78,7 +82,8 @@ class CheckpointStore:
         """
         self.wait()
         leaves = _named_leaves(state)
-        record = {"format": FORMAT, "leaves": _manifest(leaves), "host": _as_json(host)}
+        record = {"format": FORMAT, "leaves": _manifest(leaves), "sums": checksums(leaves)}
+        record = _sealed({**record, "host": _as_json(host)})
         writer = self._writer or self._open_writer()
         if (self.directory / str(step)).exists():
             raise ValueError(
@@ -252,14 +257,17 @@ class CheckpointStore:
         with _context():
             path = self.directory / str(step)
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
+        _check_sums(record.get("sums", {}), {name: loaded[name] for name in wanted}, step)
         leaves = [loaded[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), record["host"]
 
     def _record(self, step: int) -> dict:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
         record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
-        if not isinstance(record, dict) or record.get("format") != FORMAT:
+        if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
             raise OSError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
+        if record["format"] == FORMAT and record != _sealed(record):
+            raise OSError(f"the record of {self.directory / str(step)} is not the one that was written")
         return record
 
     def _is_complete(self, step: int) -> bool:
@@ -351,6 +359,21 @@ def _check_fit(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> No
             f"[checkpoint] {where} does not fit this run; use the config saved with it, or another run "
             f"directory:{listing}"
         )
+
+
+def _sealed(record: Mapping[str, Any]) -> dict:
+    """The record with a digest of all that is in it."""
+    content = {name: value for name, value in record.items() if name != "digest"}
+    text = json.dumps(content, sort_keys=True)
+    return {**content, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
+
+
+def _check_sums(saved: Mapping[str, str | None], loaded: Mapping[str, Any], step: int) -> None:
+    found = checksums({name: leaf for name, leaf in loaded.items() if saved.get(name)})
+    changed = [name for name, digits in found.items() if digits != saved[name]]
+    if changed:
+        more = f" and {len(changed) - 3} more" if changed[3:] else ""
+        raise OSError(f"step {step} holds other bits than were saved in {', '.join(changed[:3])}{more}")
 
 
 def _as_json(host: Mapping[str, Any]) -> dict:

@@ -10,11 +10,9 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfb.optim import DynamicLossScale
+from jaxfb.parallel.totals import finite
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.setup import loss_scale
 
@@ -94,20 +92,5 @@ def unsound_leaves(tree: Any) -> list[str]:
 
     (Some optimizers begin with an infinite best value.) Every process of a job must call it; it waits for the devices.
     """
-    leaves = {
-        jax.tree_util.keystr(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
-        if jnp.issubdtype(leaf.dtype, jnp.inexact)
-    }
-    if not leaves:
-        return []
-    sharding = next(iter(leaves.values())).sharding
-    everywhere = (
-        NamedSharding(sharding.mesh, PartitionSpec()) if isinstance(sharding, NamedSharding) else None
-    )
-    flags = jax.jit(_unsound, out_shardings=everywhere)(list(leaves.values()))
-    return [name for name, flag in zip(leaves, np.asarray(flags), strict=True) if flag]
-
-
-def _unsound(leaves: list[jax.Array]) -> jax.Array:
-    return jnp.stack([jnp.any(jnp.isnan(x) if x.size == 1 else ~jnp.isfinite(x)) for x in leaves])
+    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return [name for name, is_finite in finite(leaves).items() if not is_finite]

@@ -1,0 +1,178 @@
+"""Numbers about whole arrays, made shard by shard: a checksum of their bits, whether they are finite.
+
+No device talks to another: each measures the shards that it has, one of several replicas counts, and the host adds up.
+So the numbers are the same on every mesh, and a program has no collectives that could get in each other's way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental import multihost_utils
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+Measure = Callable[[jax.Array, jax.Array], jax.Array]
+SEEDS = (0x9E3779B9, 0x7F4A7C15)
+BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
+
+
+def checksums(leaves: Mapping[str, Any]) -> dict[str, str | None]:
+    """Returns 16 hexadecimal digits for each array, by its name: a sum over all elements of bits and place.
+
+    Equal for equal bits, however they are sharded; one changed bit changes it. Every process of a job must call it.
+
+    Args:
+      leaves: jax or numpy arrays, keys included. Of a dtype with less than a byte for an element it is None.
+    """
+    on_devices = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
+    known = {name: leaf for name, leaf in on_devices.items() if _has_bits(leaf.dtype)}
+    found = dict(zip(known, totals(list(known.values()), _sums), strict=True))
+    for name, leaf in leaves.items():
+        if name not in on_devices and _has_bits(np.asarray(leaf).dtype):
+            found[name] = _sums_on_host(np.asarray(leaf))
+    return {
+        name: "".join(f"{part:08x}" for part in found[name]) if name in found else None for name in leaves
+    }
+
+
+def finite(leaves: Mapping[str, jax.Array]) -> dict[str, bool]:
+    """Returns for each float array, by its name, whether it holds neither nan nor inf.
+
+    A single number may be infinite: some optimizers begin with an infinite best value. Every process must call it.
+    """
+    floats = {name: leaf for name, leaf in leaves.items() if jnp.issubdtype(leaf.dtype, jnp.inexact)}
+    counts = totals(list(floats.values()), _is_bad)
+    return {name: not count.any() for name, count in zip(floats, counts, strict=True)}
+
+
+def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
+    """Adds up `measure` over the shards of each array, modulo 2**32: u32[num_leaves, k].
+
+    measure: (block, index) -> u32[k]; block is a shard, index (u32, of its shape) the place of each of its elements in
+      the whole array.
+    """
+    groups: dict[Any, list[int]] = {}
+    for number, leaf in enumerate(leaves):
+        sharding = leaf.sharding
+        groups.setdefault(sharding.mesh if isinstance(sharding, NamedSharding) else None, []).append(number)
+    found: dict[int, np.ndarray] = {}
+    for mesh, numbers in groups.items():
+        some = [leaves[number] for number in numbers]
+        rows = _on_mesh(mesh, some, measure) if mesh is not None else _alone(some, measure)
+        found.update(zip(numbers, rows, strict=True))
+    return np.array([found[number] for number in range(len(leaves))], np.uint32)
+
+
+def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> np.ndarray:
+    # a restored random key has the spec of its data, one dim longer than the key
+    shapes, specs = zip(*((leaf.shape, P(*leaf.sharding.spec[: leaf.ndim])) for leaf in leaves), strict=True)
+    parts = _program(mesh, shapes, specs, measure)(*leaves).addressable_shards
+    total = np.concatenate([np.asarray(part.data) for part in parts]).sum(0, dtype=np.uint32)
+    if jax.process_count() > 1:
+        total = multihost_utils.process_allgather(total).sum(0, dtype=np.uint32)
+    return total
+
+
+def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
+    """Of arrays that lie on one device, or in a way that only the host can put together."""
+    blocks = [leaf if len(leaf.sharding.device_set) == 1 else jnp.asarray(leaf) for leaf in leaves]
+    return [np.asarray(_whole(block, measure)) for block in blocks]
+
+
+@lru_cache(maxsize=32)
+def _program(mesh: Mesh, shapes: tuple, specs: tuple[P, ...], measure: Measure) -> Callable:
+    def local(*blocks):
+        rows = []
+        for block, shape, spec in zip(blocks, shapes, specs, strict=True):
+            used, starts = _place(mesh, block.shape, spec)
+            counts = jnp.bool_(True)  # of the replicas the first
+            for axis in mesh.axis_names:
+                counts &= (jax.lax.axis_index(axis) == 0) | (axis in used)
+            rows.append(jnp.where(counts, measure(block, _index(block.shape, shape, starts)), jnp.uint32(0)))
+        return jnp.stack(rows)[None]
+
+    every = P(mesh.axis_names)
+    return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=every, check_vma=False))
+
+
+@partial(jax.jit, static_argnums=1)
+def _whole(block: jax.Array, measure: Measure) -> jax.Array:
+    return measure(block, _index(block.shape, block.shape, [0] * block.ndim))
+
+
+def _place(mesh: Mesh, block: tuple[int, ...], spec: P) -> tuple[set[str], list[Any]]:
+    """The axes that cut an array, and where this device's block begins in each of its dims."""
+    used, starts = set(), []
+    for size, names in zip(block, [*spec, *[None] * (len(block) - len(spec))], strict=True):
+        names = (names,) if isinstance(names, str) else tuple(names or ())
+        used |= set(names)
+        number = jnp.uint32(0)
+        for name in names:
+            number = number * mesh.shape[name] + jax.lax.axis_index(name).astype(jnp.uint32)
+        starts.append(number * np.uint32(size % 2**32))
+    return used, starts
+
+
+def _index(block: tuple[int, ...], shape: tuple[int, ...], starts: Sequence[Any]) -> jax.Array:
+    """u32[block]: the place of each element in an array of `shape`, counted row by row, modulo 2**32."""
+    index, stride = jnp.zeros(block, jnp.uint32), 1
+    for dim in reversed(range(len(block))):
+        place = jax.lax.broadcasted_iota(jnp.uint32, block, dim) + starts[dim]
+        index = index + place * np.uint32(stride % 2**32)
+        stride *= shape[dim]
+    return index
+
+
+def _is_bad(block: jax.Array, index: jax.Array) -> jax.Array:
+    bad = jnp.isnan(block) if block.size == 1 and not block.ndim else ~jnp.isfinite(block)
+    return jnp.any(bad).astype(jnp.uint32)[None]
+
+
+def _sums(block: jax.Array, index: jax.Array) -> jax.Array:
+    if not block.size:
+        return jnp.zeros(len(SEEDS), jnp.uint32)
+    words = _words(block)
+    index = index[..., None] * np.uint32(words.shape[-1]) + jnp.arange(words.shape[-1], dtype=jnp.uint32)
+    return jnp.stack([jnp.sum(words * _mixed(index, seed), dtype=jnp.uint32) for seed in SEEDS])
+
+
+def _sums_on_host(array: np.ndarray) -> np.ndarray:
+    bits = BITS[array.dtype.itemsize]
+    words = np.ascontiguousarray(array).reshape(-1).view(bits).astype(np.uint32)
+    index = np.arange(len(words), dtype=np.uint64).astype(np.uint32)
+    return np.array([(words * _mixed(index, seed)).sum(dtype=np.uint32) for seed in SEEDS])
+
+
+def _words(block: jax.Array) -> jax.Array:
+    """u32[..., k], the bits of each element."""
+    if jnp.issubdtype(block.dtype, jax.dtypes.prng_key):
+        return jax.random.key_data(block).reshape(*block.shape, -1).astype(jnp.uint32)
+    if jnp.issubdtype(block.dtype, jnp.complexfloating):
+        parts = [_words(part) for part in (block.real, block.imag)]
+        return jnp.concatenate(parts, -1)
+    if block.dtype == jnp.bool_:
+        return block.astype(jnp.uint32)[..., None]
+    bits = jax.lax.bitcast_convert_type(block, BITS[block.dtype.itemsize]).astype(jnp.uint32)
+    return bits.reshape(*block.shape, -1)
+
+
+def _mixed(index: Any, seed: int) -> Any:
+    """An odd number for each place, in u32 arithmetic of jax or numpy."""
+    mixed = index * np.uint32(0x85EBCA6B) + np.uint32(seed)
+    mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0xC2B2AE35)
+    mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0x27D4EB2F)
+    return (mixed ^ (mixed >> np.uint32(16))) | np.uint32(1)
+
+
+def _has_bits(dtype: Any) -> bool:
+    if jnp.issubdtype(dtype, jax.dtypes.prng_key):
+        return True
+    whole = jnp.finfo(dtype).bits if jnp.issubdtype(dtype, jnp.floating) else 8
+    whole = jnp.iinfo(dtype).bits if jnp.issubdtype(dtype, jnp.integer) else whole
+    return whole >= 8 and np.dtype(dtype).itemsize in (*BITS, 16)
