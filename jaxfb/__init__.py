@@ -7,9 +7,13 @@ from importlib import import_module
 
 import lazy_loader
 
+from jaxfb import cpu
+
 __version__ = "0.1.0"
 _load, _, _names = lazy_loader.attach_stub(__name__, __file__)
 __all__ = [*_names]
+
+cpu.prepare()
 
 
 def __getattr__(name: str):

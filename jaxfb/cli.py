@@ -21,7 +21,7 @@ from typing import Any
 
 from jaxfb import __version__
 from jaxfb.schedules import NAMES
-from jaxfb.training.simulated import simulate_devices, spare_threads, without_devices
+from jaxfb.training.simulated import simulate_devices, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
 UNWRITTEN, RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 74, 75, 76, 78, 1, 1
@@ -80,7 +80,6 @@ SCHEDULE_COSTS = {
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = _parse(arguments)
-    spare_threads()
     try:
         code = _run(options)
     except Exception:

@@ -8,8 +8,12 @@ from typing import Any
 
 import jax
 from jax import lax
-from jax._src import distributed, xla_bridge
+from jax._src import core, distributed, xla_bridge
 from jax._src.clusters import ClusterEnv
+from jax._src.interpreters import mlir
+from jax._src.lax import parallel
+from jax._src.lib.mlir import ir
+from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
 
@@ -102,6 +106,11 @@ def primitives(program) -> set[str]:
     eqns = getattr(getattr(program, "jaxpr", program), "eqns", ())
     inner = (primitives(value) for eqn in eqns for value in eqn.params.values())
     return {eqn.primitive.name for eqn in eqns}.union(*inner)
+
+
+def is_tracing() -> bool:
+    """Whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
+    return not core.trace_state_clean()
 
 
 def is_traced(tree) -> bool:
@@ -222,3 +231,46 @@ def _cluster_name(kind) -> str:
 def backends_are_made() -> bool:
     """Whether jax has looked for devices already, after which it can join no other process."""
     return xla_bridge.backends_are_initialized()
+
+
+_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "reduce_scatter", "all_to_all")
+_COLLECTIVES += ("psum_invariant", "all_gather_invariant", "all_gather_reduced", "unreduced_psum")
+_COLLECTIVES += ("unreduced_reduce_scatter", "unreduced_pmax", "unreduced_pmin")
+
+
+def give_channels() -> None:
+    """From now on every collective that is lowered for CPU has a channel of its own, where JAX gives all the same one.
+
+    XLA:CPU lets devices meet by channel, so collectives of one channel that run at the same time mix up. Elsewhere
+    the channel decides nothing. Does nothing where JAX keeps its lowering rules in another way.
+    """
+    for name in _COLLECTIVES:
+        primitive = getattr(parallel, f"{name}_p", None)
+        entry = mlir._platform_specific_lowerings["cpu"].get(primitive) or mlir._lowerings.get(primitive)
+        if entry is not None and not hasattr(entry.rule, "gives_channel"):
+            mlir.register_lowering(primitive, _with_own_channel(entry.rule), platform="cpu", cacheable=False)
+
+
+def _with_own_channel(rule: Callable) -> Callable:
+    def lower(ctx, *operands, **params):
+        out = rule(ctx, *operands, **params)
+        given = list(jax.tree.leaves(operands))
+        for value in jax.tree.leaves(out):
+            _renumber(value, given, ctx.module_context)
+        return out
+
+    lower.gives_channel = True
+    return lower
+
+
+def _renumber(value: ir.Value, given: list, module) -> None:
+    """Gives a new channel to the collective that `value` was made by, between it and the values `given`."""
+    if isinstance(value.owner, ir.Block) or any(value == other for other in given):
+        return
+    operation = value.owner.operation
+    if "channel_handle" in operation.attributes:
+        kind = mlir.DEVICE_TO_DEVICE_TYPE
+        operation.attributes["channel_handle"] = hlo.ChannelHandle.get(module.new_channel(), kind)
+        return
+    for operand in operation.operands:
+        _renumber(operand, given, module)

@@ -14,6 +14,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxfb import cpu
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -42,6 +43,7 @@ def make_mesh(
       ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
     """
     given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
+    cpu.prepare()
     devices = jax.devices() if devices is None else _checked_devices(devices)
     sizes = mesh_sizes(given, len(devices), devices[0].platform)
     needed = math.prod(sizes.values())

@@ -18,7 +18,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb import gradients
+from jaxfb import cpu, gradients
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
@@ -94,7 +94,10 @@ class TrainStep:
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
         self._loss_scale, self._dropout = loss_scale, dropout
         self._count_zeros = count_zeros
-        self._jitted = jax.jit(self._update, static_argnums=3, donate_argnums=0)
+        self._plain = jax.jit(self._update, static_argnums=3, donate_argnums=0)
+        self._in_order = jax.jit(
+            self._update, static_argnums=3, donate_argnums=0, compiler_options=cpu.IN_ORDER
+        )
         self._copied = jax.jit(self._create)
         self._shardings: dict = {}
         self._numbers: dict[int, jax.Array] = {}
@@ -115,6 +118,10 @@ class TrainStep:
         return self._jitted(
             self.place(state), batch, self._rows(self.plan.real_rows if rows is None else rows), plan
         )
+
+    @property
+    def _jitted(self):
+        return self._in_order if cpu.wants_options(self.forward_backward.mesh) else self._plain
 
     def _rows(self, rows: int | jax.Array) -> jax.Array:
         """A number of rows on the mesh, moved there once, so that no later call moves anything."""

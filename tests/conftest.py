@@ -7,8 +7,6 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 # tests run their programs once, so machine code is made quickly and not well
 FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
-# threads to spare for eight devices that wait for each other in collectives (jaxfb/training/simulated.py)
-os.environ.setdefault("NPROC", "32")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 # most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
@@ -17,6 +15,8 @@ import json  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+
+import jaxfb  # noqa: E402, F401  (tells XLA how to run eight devices: jaxfb/cpu.py)
 
 jax.config.update("jax_enable_x64", True)
 

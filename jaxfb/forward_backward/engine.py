@@ -7,14 +7,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
-from jaxfb import schedules
+from jaxfb import cpu, schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward.arguments import (
@@ -191,7 +191,8 @@ class ForwardBackward:
         microbatches = sharding.adopt(microbatches, targets)
         keys = sharding.adopt(keys, NamedSharding(self.mesh, rows_spec(self.mesh)))
         params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
-        return _run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
+        run = _run_in_order if cpu.wants_options(self.mesh) else _run_jitted
+        return run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
     def check(
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
@@ -258,7 +259,6 @@ class ForwardBackward:
         return axis_size(self.mesh, "pipe")
 
 
-@partial(jax.jit, static_argnums=(0, 1, 2, 3))
 def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     counted = _counted(model)
     complete = dict(params) if isinstance(model, Pipelined) else params
@@ -270,6 +270,10 @@ def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) 
         complete = counted.before(complete, metrics)
     out = _one_pass(fb, model, plan, forward_only, complete, microbatches, keys, grad_scale)
     return replace(out, grads=None if forward_only else restrict_to(params, out.grads))
+
+
+_run_jitted = jax.jit(_run, static_argnums=(0, 1, 2, 3))
+_run_in_order = jax.jit(_run, static_argnums=(0, 1, 2, 3), compiler_options=cpu.IN_ORDER)
 
 
 def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:

@@ -4,17 +4,9 @@ import os
 from collections.abc import Mapping
 from math import prod
 
+from jaxfb import cpu
+
 NUM_DEVICES = 8
-
-
-def spare_threads() -> None:
-    """Gives XLA:CPU threads to spare where it simulates devices.
-
-    A device waits in a collective with a thread of its own. With as many threads as devices, two collectives
-    that do not depend on each other can be entered in different orders and wait for each other for ever.
-    """
-    if "xla_force_host_platform_device_count" in os.environ.get("XLA_FLAGS", ""):
-        os.environ.setdefault("NPROC", "32")
 
 
 def simulate_devices(mesh: Mapping[str, int]) -> None:
@@ -30,7 +22,7 @@ def simulate_devices(mesh: Mapping[str, int]) -> None:
     }.items():
         flags += "" if name in flags else f" {name}={value}"
     os.environ["XLA_FLAGS"] = flags
-    spare_threads()
+    cpu.prepare()
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     os.environ.setdefault("JAX_ENABLE_X64", "1")
 

@@ -1,0 +1,81 @@
+"""Keeps the collectives of simulated CPU devices from mixing up.
+
+XLA:CPU runs what does not depend on each other at the same time, collectives of one device too. It starts them in the
+order of the program, but does not wait for the end of a loop or branch with collectives in it before it starts the
+next collective; in a program from the compilation cache, loops and branches have no order at all among themselves and
+with what is around them. Devices find each other by (channel, group of devices), and JAX gives every collective
+channel 1. So one device's all-gather can meet another's reduce-scatter: wrong numbers, an abort or a hang. Seen on
+jax 0.10.2.
+
+Three remedies. Every collective gets a channel of its own (`compat.give_channels`); that alone keeps numbers right,
+and holds for every program that is lowered after jaxfb was imported. XLA's schedule that uses little memory orders
+nearly all collectives by the buffers that they share. And there are threads enough for all that may wait at once.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import sys
+from functools import cache
+from importlib import metadata
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from jax.sharding import Mesh
+
+SCHEDULER = "xla_cpu_enable_concurrency_optimized_scheduler"
+IN_ORDER = {SCHEDULER: False}
+_WORKERS = 4  # threads that XLA:CPU lends to one device's program, each of which may wait in a collective
+_TESTED = (0, 13)  # a flag that XLA does not know ends the process, so newer jaxlibs are not given this one
+
+
+def prepare() -> None:
+    """Sets XLA's flag and number of threads where several CPU devices are asked for and XLA has not started yet.
+
+    What the environment says of either already stays.
+    """
+    number = _num_devices()
+    if number < 2 or _has_started():
+        return
+    if SCHEDULER not in (flags := os.environ.get("XLA_FLAGS", "")) and _knows_scheduler():
+        os.environ["XLA_FLAGS"] = f"{flags} --{SCHEDULER}=false".strip()
+    if "PJRT_NPROC" not in os.environ and "NPROC" not in os.environ:
+        os.environ["PJRT_NPROC"] = str(_WORKERS * number + (os.cpu_count() or 1))
+
+
+def wants_options(mesh: Mesh) -> bool:
+    """Whether to compile a program over this mesh with the compiler options `IN_ORDER`.
+
+    That is the flag again, for a process where XLA started without it. JAX takes compiler options for the outermost
+    jit alone and refuses them inside of another.
+    """
+    if mesh.size < 2 or SCHEDULER in os.environ.get("XLA_FLAGS", "") or not _knows_scheduler():
+        return False
+    from jaxfb.compat import is_tracing
+
+    device = mesh.abstract_mesh.abstract_device
+    return device is not None and device.platform == "cpu" and not is_tracing()
+
+
+def _num_devices() -> int:
+    """How many CPU devices XLA_FLAGS or jax.config ask for."""
+    asked = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
+    asked.append(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
+    if "jax" in sys.modules:
+        asked.append(getattr(sys.modules["jax"].config, "jax_num_cpu_devices", 1))
+    return max(int(number) for number in asked)
+
+
+def _has_started() -> bool:
+    if "jax" not in sys.modules:
+        return False
+    from jaxfb.compat import backends_are_made
+
+    return backends_are_made()
+
+
+@cache
+def _knows_scheduler() -> bool:
+    numbers = re.findall(r"\d+", metadata.version("jaxlib"))
+    return tuple(map(int, numbers[:2])) < _TESTED
