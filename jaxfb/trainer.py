@@ -23,6 +23,7 @@ from jaxfb.data.chat import saved_chat
 from jaxfb.refusal import instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
+from jaxfb.training.changes import check_model
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
@@ -166,6 +167,9 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
     """Held-out loss of a run's newest checkpoint, printed and returned.
 
     overrides: of the run's config, such as another mesh, `eval.batches=null` or `data.held_out_path=...`.
+
+    Raises:
+      ValueError: there is nothing to evaluate on, or overrides that would read the parameters or token ids wrongly.
     """
     config = load_config(run_dir, overrides)
     with Hosts(config.hosts) as hosts:
@@ -175,6 +179,7 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
         setup = _setup(hosts, config)
         hosts.agree("text, plan or devices", lambda: what_is_made(setup))
         held_out = HeldOut(setup)
+        _check_tokenizer(setup, RunDirectory(Path(run_dir)))
         params, update = _saved_params(setup, RunDirectory(Path(run_dir)))
         hosts.agree("the checkpoint", lambda: {"update": update})
         metrics = held_out.evaluate(params)
@@ -245,7 +250,20 @@ def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
 def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any, int]:
     store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
     state, host = store.restore({"params": params}, partial=True)
+    if "config" in host:  # not in that of an imported model
+        check_model(host["config"], config)
     return state["params"], host["update"]
+
+
+def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:
+    """Refuses a text whose token ids mean something else than those that the parameters were trained on."""
+    tokenizer = setup.corpus.tokenizer
+    if tokenizer is None or not directory.tokenizer.is_file():
+        return
+    if tokenizer.fingerprint != load_tokenizer(directory.tokenizer).fingerprint:
+        raise ValueError(
+            f"[eval] this text makes another tokenizer than that of the run; use data.tokenizer={directory.tokenizer}"
+        )
 
 
 def _setup(hosts: Hosts, config: Config) -> Setup:

@@ -8,12 +8,14 @@ import subprocess
 import sys
 from pathlib import Path
 
+import jax.numpy as jnp
 import pytest
 import yaml
 from tiny import write_tiny
 
 from jaxfb import trainer
 from jaxfb.callbacks import callback
+from jaxfb.checkpoint import CheckpointStore
 from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
@@ -82,6 +84,44 @@ def test_a_refused_resume_changes_no_file(stopped, capsys, monkeypatch, override
     assert main(["train", str(stopped), "--resume", override]) == 2
     assert sentence in capsys.readouterr().err
     assert files(stopped) == before
+
+
+def test_a_flag_that_would_not_help_is_not_offered(stopped, capsys):
+    assert "--allow-changes" in refused(capsys, stopped, "--resume", "model.rope_theta=2.0")
+    assert "--allow-changes" not in refused(capsys, stopped, "--resume", "model.hidden_size=32")
+    assert main(["train", str(stopped), "--resume", "model.hidden_size=32", "--allow-changes"]) == 2
+    assert "does not fit this run" in capsys.readouterr().err
+
+
+def test_an_evaluation_reads_parameters_and_tokens_as_the_run_did(stopped, tmp_path, capsys):
+    def refuses(*overrides):
+        assert main(["eval", str(stopped), *overrides]) == 2
+        return capsys.readouterr().err
+
+    assert main(["eval", str(stopped), "eval.batches=1", "model.loss_chunk=7"]) == 0
+    assert "[eval] the run was trained with model.rope_theta=10000.0 (now 2.0)" in refuses(
+        "model.rope_theta=2.0"
+    )
+    (tmp_path / "other.txt").write_text(" ".join(f"word{k}" for k in range(3000)))
+    other = [
+        "data.source=text",
+        f"data.path={tmp_path / 'other.txt'}",
+        "data.max_bytes=null",
+        "data.tokenizer=bpe",
+    ]
+    said = refuses(*other, "data.vocab_size=300")
+    assert (
+        f"makes another tokenizer than that of the run; use data.tokenizer={stopped / 'tokenizer.json'}"
+        in said
+    )
+    assert main(["eval", str(stopped), *other[:-1], f"data.tokenizer={stopped / 'tokenizer.json'}"]) == 0
+
+
+def test_an_imported_model_is_not_resumed(stopped, capsys):
+    shutil.rmtree(stopped / "checkpoints")
+    with CheckpointStore(stopped / "checkpoints") as store:
+        store.save(0, {"params": {"w": jnp.zeros(3)}}, {"update": 0, "imported": "llama"})
+    assert "holds an imported model that no run has trained" in refused(capsys, stopped, "--resume")
 
 
 def test_other_head_counts_of_equal_shapes_are_refused(template, tmp_path, capsys):

@@ -32,21 +32,23 @@ FIXED_OF_ROWS = ("held_out_fraction", "template", "learn", "sequence_length", "t
 Change = tuple[str, Any, Any]
 
 
-def check_changes(saved: Mapping[str, Any], config: Any, update: int) -> None:
+def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: bool = True) -> None:
     """Refuses a config that gives what was saved another meaning.
 
     Args:
       saved: the config of the checkpoint, as plain nested values.
       config: the one to go on with.
       update: of the checkpoint.
+      offer: name the flag that allows it.
     Raises:
       ValueError: a key has another value that the saved parameters, rows or rollout were made with.
     """
     if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
         had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in fixed)
+        choices = f", another run.dir, or {FLAG} to go on all the same" if offer else " or another run.dir"
         raise ValueError(
             f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "
-            f"meaning; use the saved values, another run.dir, or {FLAG} to go on all the same"
+            f"meaning; use the saved values{choices}"
         )
 
 
@@ -63,6 +65,20 @@ def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
         for key in {**new, **old}
         if old.get(key, ABSENT) != new.get(key, ABSENT)
     ]
+
+
+def check_model(saved: Mapping[str, Any], config: Any) -> None:
+    """Refuses to read saved parameters by another model, as for an evaluation; whatever else differs is accepted.
+
+    Raises:
+      ValueError: a key of `model` that gives the parameters another meaning is not the saved run's.
+    """
+    changes = [c for c in changes_between(saved, config) if c[0].startswith("model") and is_fixed(c[0])]
+    if changes:
+        had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
+        raise ValueError(
+            f"[eval] the run was trained with {had}; leave that out, it would read its parameters wrongly"
+        )
 
 
 def is_fixed(key: str) -> bool:

@@ -131,11 +131,8 @@ class Run:
             return False
         newest = self._store.latest()
         abstract = self.work.abstract_state()
-        if (
-            newest is not None
-        ):  # refused before arrays are read, which may take minutes; by key before by shape
-            self._check(self._store.host(newest), allow_changes)
-            self._store.check_fit(abstract, newest)
+        if newest is not None:  # before arrays are read, which may take minutes
+            self._check_newest(newest, abstract, allow_changes)
         state, record = self._store.restore(abstract)
         if record["update"] != newest:
             self._check(record, allow_changes)
@@ -148,9 +145,25 @@ class Run:
         self.resumed = True
         return True
 
-    def _check(self, record: Mapping[str, Any], allow_changes: bool) -> None:
+    def _check_newest(self, step: int, abstract: Any, allow_changes: bool) -> None:
+        """Refuses by key before by shape; arrays of other shapes cannot be allowed, so that is not offered then."""
+        record, misfit = self._store.host(step), None
+        if "plan" not in record:
+            raise ValueError(
+                f"[run] dir={self.directory.path} holds an imported model that no run has trained, so there is nothing "
+                "to resume; choose another run.dir"
+            )
+        try:
+            self._store.check_fit(abstract, step)
+        except ValueError as error:
+            misfit = error
+        self._check(record, allow_changes, fits=misfit is None)
+        if misfit is not None:
+            raise misfit
+
+    def _check(self, record: Mapping[str, Any], allow_changes: bool, fits: bool = True) -> None:
         if not allow_changes:
-            check_changes(record["config"], self.config, record["update"])
+            check_changes(record["config"], self.config, record["update"], offer=fits)
         self.work.check_resume(record, allow_changes)
 
     def _check_sound(self, state: Any, update: int) -> None:
