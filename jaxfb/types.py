@@ -223,7 +223,9 @@ class ForwardBackwardOutput:
     terms:          name -> Sum over the whole global batch, reduced.
     grads:          tree like params in the accumulation dtype, divided and reduced; None if forward_only.
     metrics:        name -> Sum, Max, Min or Last over the whole global batch, reduced.
-    per_microbatch: name -> Sum of [num_microbatches] arrays, each reduced over replicas.
+    per_microbatch: every term and metric of each microbatch, reduced over replicas: name -> Sum of [num_microbatches]
+                    arrays for a term; Sum, Max, Min or Last of [num_microbatches, ...] arrays for a metric, which is
+                    under "metrics/<name>" where a term has its name.
     outputs:        [rows, ...] leaves in the original row order, or None.
     """
 
@@ -231,5 +233,5 @@ class ForwardBackwardOutput:
     terms: dict[str, Sum]
     grads: PyTree
     metrics: dict[str, Any]
-    per_microbatch: dict[str, Sum]
+    per_microbatch: dict[str, Any]
     outputs: PyTree

@@ -106,8 +106,9 @@ class Frame:
             terms = {
                 name: Sum(mean.sum(), jnp.asarray(num_parts, mean.dtype)) for name, mean in means.items()
             }
-        metrics = reduce_metrics(out.metrics, split_axes(self.mesh))
-        return objective(terms, self.normalize), terms, metrics, per_microbatch
+        metrics, each = reduce_metrics(out.metrics, split_axes(self.mesh))
+        each = {f"metrics/{name}" if name in terms else name: metric for name, metric in each.items()}
+        return objective(terms, self.normalize), terms, metrics, {**each, **per_microbatch}
 
     def _num_parts(self, by_microbatch: PyTree) -> int:
         """Microbatches of a replica times replicas, from leaves [num_microbatches, ...]."""

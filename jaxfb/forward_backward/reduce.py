@@ -19,15 +19,44 @@ RECORD = (
 
 def reduce_records(values: PyTree, axes: tuple[str, ...]) -> PyTree:
     """Sums [num_microbatches] leaves over replicas, in all-reduces of a fixed size."""
-    length = jax.tree.leaves(values)[0].shape[0]
-    padded = jax.tree.map(lambda v: jnp.pad(v, (0, -length % RECORD)), values)
-    return jax.tree.map(lambda v: v[:length], across(lax.psum, padded, axes))
+    return _in_blocks(values, lambda padded: across(lax.psum, padded, axes))
 
 
-def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> dict:
-    """name -> Sum, Max, Min or Last with [num_microbatches, ...] leaves, to one of each for the global batch."""
-    reduce = {Sum: _reduce_sum, Max: _reduce_max, Min: _reduce_min, Last: _reduce_last}
-    return {name: reduce[type(metric)](metric, axes) for name, metric in metrics.items()}
+def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> tuple[dict, dict]:
+    """Returns metrics of the global batch and those of each microbatch, both reduced over replicas and context.
+
+    metrics: name -> Sum, Max, Min or Last with [num_microbatches, ...] leaves. The second result costs nothing where
+    nobody reads it; where somebody does, its collectives are of a fixed size, and of the kinds of the first.
+    """
+    each = {name: _in_blocks(metric, lambda m: _reduced(m, axes)) for name, metric in metrics.items()}
+    return {name: _reduced(_of_all(metric), axes) for name, metric in metrics.items()}, each
+
+
+def _of_all(metric: Sum | Max | Min | Last) -> Sum | Max | Min | Last:
+    """The metric of all microbatches of this replica, from those of each."""
+    over = {Sum: jnp.sum, Max: jnp.max, Min: jnp.min, Last: lambda leaf, axis: leaf[-1]}[type(metric)]
+    return jax.tree.map(lambda leaf: over(leaf, axis=0), metric)
+
+
+def _reduced(metric: Sum | Max | Min | Last, axes: tuple[str, ...]) -> Sum | Max | Min | Last:
+    """The metric over replicas and context. The last replica has the last rows; the first of context, the last tokens."""
+    if isinstance(metric, Last):
+        here = jnp.asarray(True)
+        for axis in axes:
+            here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
+        metric = jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), metric)
+    collective = {Max: lax.pmax, Min: lax.pmin}.get(type(metric), lax.psum)
+    return across(collective, metric, axes)
+
+
+def _in_blocks(values: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
+    """`reduce` of [num_microbatches, ...] leaves in blocks of about RECORD numbers."""
+
+    def padded(leaf):
+        block = max(1, RECORD // max(1, leaf[0].size))
+        return jnp.pad(leaf, [(0, -len(leaf) % block)] + [(0, 0)] * (leaf.ndim - 1))
+
+    return jax.tree.map(lambda whole, leaf: whole[: len(leaf)], reduce(jax.tree.map(padded, values)), values)
 
 
 def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
@@ -41,24 +70,3 @@ def across(collective: Callable, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
         return tree
     numbers = jax.tree.map(lambda leaf: leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, tree)
     return jax.tree.map(lambda old, new: new.astype(old.dtype), tree, collective(numbers, axes))
-
-
-def _reduce_sum(metric: Sum, axes) -> Sum:
-    return across(lax.psum, jax.tree.map(lambda leaf: leaf.sum(0), metric), axes)
-
-
-def _reduce_max(metric: Max, axes) -> Max:
-    return across(lax.pmax, Max(metric.array.max(0)), axes)
-
-
-def _reduce_min(metric: Min, axes) -> Min:
-    return across(lax.pmin, Min(metric.array.min(0)), axes)
-
-
-def _reduce_last(metric: Last, axes) -> Last:
-    """The last replica of the last microbatch holds the last rows; the first of context, the last tokens."""
-    here = jnp.asarray(True)
-    for axis in axes:
-        here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
-    last = metric.array[-1]
-    return across(lax.psum, Last(jnp.where(here, last, jnp.zeros_like(last))), axes)

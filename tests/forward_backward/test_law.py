@@ -140,8 +140,13 @@ def check_per_microbatch(out, records, batch, order, count):
     close(out.per_microbatch["cross_entropy"].total, by_microbatch(records.outputs["row_loss"]))
     close(out.per_microbatch["cross_entropy"].weight, by_microbatch(batch["mask"].sum(1)))
     close(out.per_microbatch["rows"].weight, by_microbatch(batch["row_weight"]))
-    totals = {name: term.total.sum() for name, term in out.per_microbatch.items()}
+    totals = {name: out.per_microbatch[name].total.sum() for name in out.terms}
     close(totals, {name: term.total for name, term in records.terms.items()})
+    assert set(out.per_microbatch) == {*records.terms, *records.metrics}
+    largest, hard = out.per_microbatch["largest"].value, out.per_microbatch["hard"].total
+    close(largest.max(), records.metrics["largest"].value)
+    close(hard.sum(), records.metrics["hard"].total)
+    assert largest.shape == hard.shape == (count,)
 
 
 def permuted(batch, rng, rows, plan):

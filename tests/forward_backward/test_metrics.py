@@ -1,5 +1,7 @@
 """Metrics of every kind, shape and dtype are those of the whole batch, however it is split."""
 
+from functools import cache
+
 import chex
 import jax
 import jax.numpy as jnp
@@ -8,6 +10,7 @@ import pytest
 
 import jaxfb
 from jaxfb import Last, LossOutput, Max, Min, Pipelined, Sum
+from jaxfb.hlo import collectives
 
 ROWS, WIDTH = 8, 4
 RNG = np.random.default_rng(0)
@@ -72,6 +75,7 @@ CASES = {
 }
 
 
+@cache
 def run(case, **call):
     model, sizes, options = CASES[case]
     replicas = int(np.prod([size for axis, size in sizes.items() if axis != "pipe"], dtype=int))
@@ -92,6 +96,49 @@ def test_metrics_are_those_of_the_whole_batch(case):
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-13)
     for name in ("last bool", "any", "all", "last int", "smallest int"):
         assert got[name].dtype == wanted[name].dtype, name
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_metrics_of_each_microbatch_are_those_of_its_rows(case):
+    """In the order of the rows, of all replicas; terms are reported beside them."""
+    per_microbatch = run(case).per_microbatch
+    assert set(per_microbatch) == {"loss", *reported()}
+    for microbatch in range(2):
+        wanted = reported(slice(microbatch * ROWS // 2, (microbatch + 1) * ROWS // 2))
+        got = {name: per_microbatch[name].value[microbatch] for name in wanted}
+        chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-13)
+        assert all(got[name].dtype == wanted[name].dtype for name in ("any", "last int", "smallest int"))
+
+
+def test_a_metric_with_the_name_of_a_term_is_reported_under_another():
+    def same_name(params, microbatch, rng):
+        term = Sum(microbatch["x"].sum() * params, microbatch["x"].shape[0])
+        return LossOutput({"loss": term}, {"loss": Max(microbatch["x"].max())})
+
+    plan = jaxfb.BatchPlan(rows=ROWS, num_microbatches=4)
+    out = jaxfb.get_forward_backward_func()(same_name, np.float64(2), BATCH, plan)
+    np.testing.assert_allclose(out.per_microbatch["loss"].total.sum(), 2 * BATCH["x"].sum())
+    by_microbatch = BATCH["x"].reshape(4, -1).max(1)
+    np.testing.assert_array_equal(out.per_microbatch["metrics/loss"].value, by_microbatch)
+
+
+def test_records_of_microbatches_that_nobody_reads_cost_nothing():
+    """And no collective more where somebody does: theirs travel with those of the whole batch."""
+    mesh, plan = jaxfb.make_mesh(data=2), jaxfb.BatchPlan(rows=ROWS, num_microbatches=2, data_parallel=2)
+    fb = jaxfb.get_forward_backward_func(mesh)
+
+    def few(params, microbatch, rng):
+        out = loss_fn(params, microbatch, rng)
+        return LossOutput(out.terms, {name: out.metrics[name] for name in ("scalar", "matrix", "largest")})
+
+    def sent(*fields):
+        call = jax.jit(lambda p, b: [getattr(fb(few, p, b, plan), field) for field in fields])
+        found = collectives(call.lower(PARAMS, BATCH).compile().as_text())
+        return len(found), sum(one.bytes for one in found)
+
+    without, read = sent("grads", "loss", "metrics"), sent("grads", "loss", "metrics", "per_microbatch")
+    assert read[0] == without[0] and read[1] > without[1]
+    assert without[1] < 6000 + 8 * PARAMS["layers"].size  # the records of the term, in one block, and scalars
 
 
 def test_forward_only_reports_the_same():
