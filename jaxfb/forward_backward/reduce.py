@@ -39,7 +39,7 @@ def _of_all(metric: Sum | Max | Min | Last) -> Sum | Max | Min | Last:
 
 
 def _reduced(metric: Sum | Max | Min | Last, axes: tuple[str, ...]) -> Sum | Max | Min | Last:
-    """The metric over replicas and context. The last replica has the last rows, the first of context the last tokens."""
+    """Reduces over replicas and context: the last replica has the last rows, the first of context the last tokens."""
     if isinstance(metric, Last):
         here = jnp.asarray(True)
         for axis in axes:
