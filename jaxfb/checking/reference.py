@@ -54,14 +54,11 @@ class OneDevice:
             batch = jax.tree.map(_wide, batch)
             out = self._forward(params, *_rows(batch, keys, 0, case.real_rows))
             loss, grads, terms = self._differentiated(params, batch, keys)
-            parts = [
-                jax.device_get(self._forward(params, *rows))
-                for rows in self._parts(batch, keys, case.rows_per_global_microbatch, case.num_microbatches)
-            ]
-        names = out.terms
-        per_microbatch = {name: _stacked([part.terms[name] for part in parts]) for name in names}
-        counts = any(term.weight is None or bool(term.weight != 0) for term in names.values())
-        out = jax.device_get(out)
+            rows = self._parts(batch, keys, case.rows_per_global_microbatch, case.num_microbatches)
+            parts = [self._forward(params, *part) for part in rows]
+            per_microbatch = {name: _stacked([part.terms[name] for part in parts]) for name in out.terms}
+            out, per_microbatch = jax.device_get((out, per_microbatch))
+        counts = any(term.weight is None or bool(term.weight != 0) for term in out.terms.values())
         return Answer(loss, terms or out.terms, grads, out.metrics, per_microbatch, out.outputs, counts)
 
     def _differentiated(self, params: PyTree, batch: PyTree, keys: Any) -> tuple[Any, PyTree, dict]:

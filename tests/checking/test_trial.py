@@ -159,3 +159,8 @@ def test_the_program_of_a_finding_runs(capsys):
 def test_what_is_no_model_or_batch_is_refused(own, words):
     with pytest.raises(ValueError, match=words):
         jaxfb.check_random(*own)
+
+
+def test_float64_is_compared_in_float64_in_a_program_that_computes_in_float32():
+    with jax.enable_x64(False):
+        assert try_case(SMALL).status == SAME
