@@ -277,3 +277,38 @@ def test_refused_with_the_nearest_legal_choice(name, arguments, sentence):
     with pytest.raises(ValueError) as refusal:
         make_optimizer(name, **dict(learning_rate=1.0) | arguments)
     assert sentence in str(refusal.value)
+
+
+@pytest.mark.parametrize(
+    "name, hyperparameters, sentence",
+    [
+        ("adamw", {"b1": "abc"}, "b1 must be a finite number of at least 0 and below 1, got 'abc'"),
+        ("adamw", {"b1": None}, "b1 must be a finite number"),
+        ("adamw", {"b1": 1.5}, "b1 must be a finite number of at least 0 and below 1, got 1.5"),
+        ("lion", {"b2": 1}, "b2 must be a finite number of at least 0 and below 1, got 1"),
+        ("adamw", {"eps": float("nan")}, "eps must be a finite number of at least 0, got nan"),
+        (
+            "adamw",
+            {"mu_dtype": "abc"},
+            "mu_dtype must be a floating dtype such as 'bfloat16', or None, got 'abc'",
+        ),
+        ("adamw", {"mu_dtype": "int32"}, "mu_dtype must be a floating dtype"),
+        ("sgd", {"nesterov": "yes"}, "nesterov must be True or False, got 'yes'"),
+        ("muon", {"ns_steps": 0}, "ns_steps must be a positive int, got 0"),
+        ("adafactor", {"clipping_threshold": 0}, "clipping_threshold must be a finite number above 0, got 0"),
+    ],
+)
+def test_impossible_hyperparameters_are_refused_by_name(name, hyperparameters, sentence):
+    with pytest.raises(ValueError, match=rf"make_optimizer\('{name}'\): {sentence}"):
+        make_optimizer(name, learning_rate=0.1, **hyperparameters)
+
+
+def test_every_default_is_a_legal_hyperparameter():
+    from inspect import signature
+
+    from jaxfb.optim.optimizers import _DIRECTIONS, _LEGAL
+
+    for name, builder in _DIRECTIONS.items():
+        defaults = {k: p.default for k, p in signature(builder).parameters.items() if k in _LEGAL}
+        make_optimizer(name, learning_rate=0.1, **defaults)
+        assert defaults

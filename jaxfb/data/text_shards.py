@@ -7,7 +7,6 @@ each of these steps rather than held in memory.
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -27,9 +26,8 @@ from jaxfb.data.shards import (
     write_documents,
 )
 from jaxfb.data.sources import TRAIN, Document, content_hash, find_files, read_documents, split_documents
-from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, train_bpe
+from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, sampled, train_bpe, warn_of_unknown
 
-SAMPLE_CHARACTERS = 2**19  # in which characters that the tokenizer does not know are counted
 ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
 
 
@@ -42,7 +40,7 @@ def open_text_shards(config: DataConfig, cache: Path) -> Shards:
     directory = cache / f"text-{shards_key(config, files, held_out_files, identity)}"
     facts = build_once(directory, lambda draft: _write(config, tokenizer, files, held_out_files, draft))
     tokenizer = load_tokenizer(directory / "tokenizer.json")
-    _warn_of_losses(config, facts)
+    warn_of_unknown(f"[data] tokenizer={config.tokenizer!r}", *facts["unknown"])
     splits = {
         name: open_documents(
             directory, name, facts[name], _stream(directory / f"{name}.bin", facts, tokenizer)
@@ -56,17 +54,6 @@ def _stream(path: Path, facts: dict, tokenizer: Tokenizer) -> TokenStream:
     dtype = facts["dtype"]
     tokens = np.memmap(path, dtype, mode="r") if path.stat().st_size else np.zeros(0, dtype)
     return TokenStream([tokens], [str(path)], tokenizer.vocab_size)
-
-
-def _warn_of_losses(config: DataConfig, facts: dict) -> None:
-    share, examples = facts["unknown"]
-    if share:
-        shown = ", ".join(map(repr, examples))
-        warnings.warn(
-            f"[data] tokenizer={config.tokenizer!r} does not know {share:.2%} of the characters of the text, such as "
-            f"{shown}: the model never sees them; use a tokenizer that knows them, 'bpe' or 'bytes'",
-            stacklevel=2,
-        )
 
 
 def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
@@ -85,7 +72,11 @@ def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_file
         tokenizer = train_bpe((document.text for document in on_side(TRAIN)), config.vocab_size)
     tokenizer.save(draft / "tokenizer.json")
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
-    facts = {"format": FORMAT, "dtype": dtype.name, "unknown": tokenizer.unknown(_sample(on_side(TRAIN)))}
+    facts = {
+        "format": FORMAT,
+        "dtype": dtype.name,
+        "unknown": tokenizer.unknown(sampled(d.text for d in on_side(TRAIN))),
+    }
     for name, side in SPLITS.items():
         facts[name] = _write_split(draft, name, dtype, tokenizer, on_side(side))
     return facts
@@ -106,17 +97,6 @@ def _write_split(
     length = np.array(lengths, np.int64)
     start_and_length = np.stack([np.cumsum(length) - length, length], axis=1)
     return write_documents(draft, name, start_and_length, num_bytes, state)
-
-
-def _sample(documents: Iterable[Document]) -> list[str]:
-    """The first SAMPLE_CHARACTERS of the text, from as many documents as it takes."""
-    texts, left = [], SAMPLE_CHARACTERS
-    for document in documents:
-        texts.append(document.text[:left])
-        left -= len(texts[-1])
-        if not left:
-            break
-    return texts
 
 
 def _with_ends(document: Document, ids: np.ndarray, tokenizer: Tokenizer) -> np.ndarray:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+import warnings
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from functools import cached_property
@@ -275,6 +276,28 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
         return ByteTokenizer() if json.loads(serialized) == BYTES_FILE else LibraryTokenizer(serialized)
     except Exception as error:  # the library raises bare Exception
         raise ValueError(f"[data] tokenizer={str(path)!r} cannot be read: {error}") from error
+
+
+def warn_of_unknown(what: str, share: float, examples: list[str]) -> None:
+    """Warns of characters that the tokenizer does not know, as `Tokenizer.unknown` has found them; of none, not."""
+    if share:
+        warnings.warn(
+            f"{what} does not know {share:.2%} of the characters of the text, such as "
+            f"{', '.join(map(repr, examples))}: the model never sees them; use a tokenizer that knows them, 'bpe' or "
+            "'bytes'",
+            stacklevel=3,
+        )
+
+
+def sampled(texts: Iterable[str], characters: int = 2**19) -> list[str]:
+    """Returns the first so many characters, of as many texts as it takes."""
+    taken: list[str] = []
+    for text in texts:
+        taken.append(text[:characters])
+        characters -= len(taken[-1])
+        if not characters:
+            break
+    return taken
 
 
 def _first_bytes(texts: Iterable[str], limit: int) -> Iterator[str]:

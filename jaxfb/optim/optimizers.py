@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ from jaxfb.optim.choose import build, check, choose
 from jaxfb.optim.learning_rate import Schedule
 from jaxfb.optim.leaves import has_word, is_stacked, layer_ndim, path_names
 from jaxfb.optim.weight_decay import decay_mask
+from jaxfb.refusal import boolean, integer, number, refuse
 from jaxfb.types import PyTree
 
 Rate = float | Callable[[jax.Array], jax.Array]
@@ -83,10 +85,14 @@ def make_optimizer(
     Returns:
       Optimizer, usable wherever optax takes a transformation. Moments have the dtype of the parameters.
     Raises:
-      ValueError: unknown name or hyperparameter, naming the nearest.
+      ValueError: unknown name or hyperparameter, naming the nearest, or a value that it cannot have.
     """
     who = f"make_optimizer({name!r})"
-    direction = build(who, choose("optimizer", name, _DIRECTIONS), **hyperparameters)
+    builder = choose("optimizer", name, _DIRECTIONS)
+    for hyperparameter, value in hyperparameters.items():
+        if hyperparameter in _LEGAL and not isinstance(value, jax.Array):  # not one that optax injects
+            _LEGAL[hyperparameter](hyperparameter, value, who=f"{who}:")
+    direction = build(who, builder, **hyperparameters)
     direction = optax.with_extra_args_support(direction)
     rate = _as_schedule(f"{who}: learning_rate", learning_rate)
     decay = _as_schedule(f"{who}: weight_decay", weight_decay)
@@ -232,4 +238,29 @@ def _muon(
     )
 
 
+def _is_none_or(check_value: Callable) -> Callable:
+    return lambda name, value, who: value if value is None else check_value(name, value, who=who)
+
+
+def _is_dtype(name: str, value: Any, who: str) -> Any:
+    try:
+        floats = jnp.issubdtype(jnp.dtype(value), jnp.floating)
+    except TypeError:
+        floats = False
+    return value if floats else refuse(name, value, "a floating dtype such as 'bfloat16', or None", who=who)
+
+
+_SHARE = partial(number, least=0, below=1)
+_COUNT = partial(integer, least=1)
+_ABOVE_0 = _is_none_or(partial(number, above=0))
+# What a hyperparameter may be, by its name, whatever the optimizer.
+_LEGAL = {
+    **dict.fromkeys(("b1", "b2", "momentum"), _SHARE),
+    **dict.fromkeys(("ns_steps", "min_dim_size_to_factor"), _COUNT),
+    **dict.fromkeys(("clipping_threshold", "consistent_rms"), _ABOVE_0),
+    **dict.fromkeys(("nesterov", "scale_by_parameter"), boolean),
+    "eps": partial(number, least=0),
+    "decay_rate": partial(number, above=0, most=1),
+    "mu_dtype": _is_none_or(_is_dtype),
+}
 _DIRECTIONS = {"adamw": _adamw, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}

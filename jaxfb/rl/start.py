@@ -6,7 +6,7 @@ Nothing is compiled here; sizes and mesh are checked first.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -21,7 +21,7 @@ from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config.post_training import KINDS, CutConfig, PostTrainingConfig, RLConfig
 from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
-from jaxfb.data.tokenizer import ByteTokenizer, absent_ids
+from jaxfb.data.tokenizer import ByteTokenizer, absent_ids, sampled, warn_of_unknown
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
@@ -128,6 +128,10 @@ class Base:
             dropout=self.sizes.dropout > 0,
             **step_options(self.config),
         )
+
+    def check_characters(self, texts: Iterable[str]) -> None:
+        """Warns of characters that the tokenizer does not know, with their share of the first texts."""
+        warn_of_unknown("[start] tokenizer", *self.tokenizer.unknown(sampled(texts)))
 
     @cached_property
     def forward(self) -> ForwardBackward:

@@ -135,6 +135,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
         held_out = read_conversations(section.held_out_path)
     else:
         train, held_out = split_held_out(train, section.held_out_fraction)
+    base.check_characters(message["content"] for messages in train for message in messages)
     encoded = [base.chat.encode(conversations, section.learn) for conversations in (train, held_out)]
     length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]

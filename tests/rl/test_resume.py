@@ -6,13 +6,18 @@ import shutil
 import signal
 from pathlib import Path
 
+import numpy as np
 import pytest
 import yaml
+from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxfb import load_config, post_train
 from jaxfb.callbacks import callback
+from jaxfb.checkpoint import CheckpointStore
 from jaxfb.cli import main
 from jaxfb.metrics import read_jsonl
+from jaxfb.rl.supervised import make_supervised_work
+from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.run_lock import RunLock
 
 CONFIG = {
@@ -84,3 +89,35 @@ def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tm
     assert main(["sft", str(stopped), "--resume", f"conversations.path={moved}", "batch.updates=1"]) == 0
     assert "batch.updates: 2 -> 1" in capsys.readouterr().out
     assert (stopped / "config.until-0.yaml").is_file()
+
+
+def test_poison_is_not_saved_and_the_checkpoint_of_before_stays(template, tmp_path, capsys):
+    def spoil(step, batch):
+        if step == 3:
+            run.state.params["norm"]["scale"] *= np.nan
+
+    def keep(started):
+        nonlocal run
+        run = started
+
+    run, overrides = (
+        None,
+        [f"run.dir={tmp_path / 'run'}", "batch.updates=8", "checkpoint.every=1", "run.max_nonfinite=2"],
+    )
+    with pytest.raises(NonFiniteAbort, match="2 updates in a row, .*; nothing was saved since update 2"):
+        post_train(
+            load_config(template / "sft.yaml", overrides),
+            callbacks=[callback(on_train_start=keep, before_update=spoil)],
+        )
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [0, 1, 2]
+
+
+def test_a_tokenizer_that_does_not_know_the_conversations_is_reported(template, tmp_path):
+    small = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "1": 2, "2": 3}, unk_token="<unk>"))
+    small.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    small.save(str(tmp_path / "small.json"))
+    overrides = [f"start.tokenizer={tmp_path / 'small.json'}", f"run.dir={tmp_path / 'run'}"]
+    with pytest.warns(
+        UserWarning, match=r"tokenizer does not know \d\d\.\d\d% of the characters of the text, such as"
+    ):
+        make_supervised_work(load_config(template / "sft.yaml", overrides))
