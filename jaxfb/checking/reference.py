@@ -26,6 +26,7 @@ class Answer:
     loss, grads, terms, metrics, outputs: as in `ForwardBackwardOutput`; a term under normalize="microbatch" is
       Sum(mean of means, 1).
     per_microbatch: name -> Sum of [num_microbatches], every term.
+    metrics_of_microbatches: for each of them, name -> metric.
     counts: whether any row counts anything; if not, an update is skipped.
     """
 
@@ -34,6 +35,7 @@ class Answer:
     grads: PyTree
     metrics: dict[str, Any]
     per_microbatch: dict[str, Sum]
+    metrics_of_microbatches: list[dict[str, Any]]
     outputs: PyTree
     counts: bool
 
@@ -57,9 +59,12 @@ class OneDevice:
             rows = self._parts(batch, keys, case.rows_per_global_microbatch, case.num_microbatches)
             parts = [self._forward(params, *part) for part in rows]
             per_microbatch = {name: _stacked([part.terms[name] for part in parts]) for name in out.terms}
-            out, per_microbatch = jax.device_get((out, per_microbatch))
+            metrics = [part.metrics for part in parts]
+            out, per_microbatch, metrics = jax.device_get((out, per_microbatch, metrics))
         counts = any(term.weight is None or bool(term.weight != 0) for term in out.terms.values())
-        return Answer(loss, terms or out.terms, grads, out.metrics, per_microbatch, out.outputs, counts)
+        return Answer(
+            loss, terms or out.terms, grads, out.metrics, per_microbatch, metrics, out.outputs, counts
+        )
 
     def _differentiated(self, params: PyTree, batch: PyTree, keys: Any) -> tuple[Any, PyTree, dict]:
         """(loss, gradient, terms if they are means of means)."""

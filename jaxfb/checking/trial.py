@@ -57,6 +57,7 @@ def differences_of_outputs(
         compare("loss", totals, {"loss": want.loss, **_of_terms(case, want.terms)}, values, floor=0.1),
         compare("metrics", _values(got.metrics), _values(want.metrics), values, floor=1e-6),
         compare("outputs", got.outputs, want.outputs, values),
+        compare("per_microbatch metrics", *_of_microbatches(got, want), values, floor=1e-6),
     ]
     for part in ("total", "weight"):
         allowed = values if part == "total" else weights
@@ -114,6 +115,15 @@ def _value(metric: Any) -> np.ndarray:
 
 def _values(metrics: dict[str, Any]) -> dict[str, np.ndarray]:
     return {name: _value(metric) for name, metric in metrics.items()}
+
+
+def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dict], list[dict]]:
+    """The values of each microbatch's metrics, of the engine and of one device."""
+    called = {f"metrics/{name}" if name in want.terms else name: name for name in want.metrics}
+    named = {called.get(name, name): m for name, m in got.per_microbatch.items() if name not in want.terms}
+    number = len(want.metrics_of_microbatches)
+    ours = [_values(jax.tree.map(lambda leaf, part=part: leaf[part], named)) for part in range(number)]
+    return ours, [_values(metrics) for metrics in want.metrics_of_microbatches]
 
 
 def _parts(terms: dict[str, Sum], part: str, like: dict[str, Sum]) -> dict[str, Any]:

@@ -58,12 +58,19 @@ def field(name, change):
     return lambda out: dataclasses.replace(out, **{name: jax.tree.map(change, getattr(out, name))})
 
 
+def backwards(out, name):
+    """The records of the microbatches in another order."""
+    records = jax.tree.map(lambda x: x[::-1], out.per_microbatch[name])
+    return dataclasses.replace(out, per_microbatch=out.per_microbatch | {name: records})
+
+
 FAULTS = {
     "loss": field("loss", lambda x: x * (1 + 1e-8)),
     "grads": field("grads", lambda x: x + 1e-8),
     "metrics": lambda out: dataclasses.replace(out, metrics=out.metrics | {"mean": Sum(jnp.ones(()), 1.0)}),
     "outputs": field("outputs", lambda x: x[::-1]),
-    "per_microbatch total": field("per_microbatch", lambda x: x[::-1]),
+    "per_microbatch total": lambda out: backwards(out, "tokens"),
+    "per_microbatch metrics": lambda out: backwards(out, "max"),
     "weights": lambda out: dataclasses.replace(
         out, terms={name: Sum(2 * term.total, 2 * term.weight) for name, term in out.terms.items()}
     ),
