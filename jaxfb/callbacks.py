@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
+from jaxfb.refusal import Refused, function, refuse, shown
+
 HOOKS = (
     "on_train_start",
     "on_step_start",
@@ -88,33 +90,46 @@ def callback(**hooks: Callable) -> Callback:
 
 def combine(callbacks: Iterable[Callback]) -> Callback:
     """One callback whose every hook calls those of all, in the order given."""
+    members = checked(callbacks)
+    return _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
+
+
+def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
+    """Returns the callbacks as a tuple; ValueError if one lacks a hook."""
+    if (
+        not isinstance(callbacks, Iterable)
+        or isinstance(callbacks, str | bytes)
+        or hasattr(callbacks, "dtype")
+    ):
+        refuse("callbacks", callbacks, "a list of jaxfb.Callback", who="[callbacks]")
     members = tuple(callbacks)
     for member in members:
         missing = [hook for hook in HOOKS if not callable(getattr(member, hook, None))]
         if missing:
-            raise ValueError(
-                f"[callbacks] {member!r} lacks {', '.join(missing)}; subclass jaxfb.Callback, or make one "
+            raise Refused(
+                f"[callbacks] {shown(member)} lacks {', '.join(missing)}; subclass jaxfb.Callback, or make one "
                 "with jaxfb.callback(on_step_end=...)"
             )
-    return _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
+    return members
 
 
 def _in_order(functions: list[Callable]) -> Callable:
     def call(*args):
-        for function in functions:
-            function(*args)
+        for each in functions:
+            each(*args)
 
     return call
 
 
 def _with_hooks(hooks: Mapping[str, Callable]) -> Callback:
     made = Callback()
-    for name, function in hooks.items():
-        setattr(made, name, function)
+    for name, hook in hooks.items():
+        setattr(made, name, hook)
     return made
 
 
 def _check_names(hooks: Mapping[str, Callable]) -> None:
-    for name in hooks:
+    for name, hook in hooks.items():
         if name not in HOOKS:
-            raise ValueError(f"[callbacks] there is no hook {name}; use one of {', '.join(HOOKS)}")
+            raise Refused(f"[callbacks] there is no hook {name}; use one of {', '.join(HOOKS)}")
+        function(name, hook, f"as Callback.{name} is", who="[callbacks]")

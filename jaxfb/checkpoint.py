@@ -14,19 +14,23 @@ import hashlib
 import json
 import logging
 import math
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.parallel.totals import checksums
+from jaxfb.refusal import INT64, Refused, boolean, instance, integer, refuse, shown
 
 log = logging.getLogger(__name__)
 
 FORMAT, WITHOUT_SUMS = 2, 1
+WHO = "[checkpoint]"
 RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 DAMAGED_SUFFIX = ".damaged"
 
@@ -58,8 +62,12 @@ class CheckpointStore:
         keep_best: str | None = "eval/loss",
         asynchronous: bool = True,
     ):
-        if keep < 1:
-            raise ValueError(f"[checkpoint] keep={keep} must be at least 1, the newest step")
+        if not isinstance(directory, str | os.PathLike) or not str(directory) or "\0" in str(directory):
+            refuse("directory", directory, "the path of a directory", who=WHO)
+        keep = integer("keep", keep, who=WHO)
+        if keep_best is not None:
+            instance("keep_best", keep_best, str, "the name of a metric, or None", who=WHO)
+        boolean("asynchronous", asynchronous, who=WHO)
         self.directory = epath.Path(directory).absolute()
         self.keep_best = keep_best
         self.asynchronous = asynchronous
@@ -81,7 +89,10 @@ class CheckpointStore:
           CannotWrite: this save failed, or the previous asynchronous one.
         """
         self.wait()
+        step = integer("step", step, who=WHO, least=0, most=INT64)
+        instance("host", host, Mapping, "a dict of values that JSON has", who=WHO)
         leaves = _named_leaves(state)
+        _check_writable(state, leaves)
         record = {"format": FORMAT, "leaves": _manifest(leaves), "sums": checksums(leaves)}
         record = _sealed({**record, "host": _as_json(host)})
         writer = self._writer or self._open_writer()
@@ -97,7 +108,9 @@ class CheckpointStore:
             self._abandon_writer()
             raise self._cannot_write(step, error) from error
         if self._pending is None:
-            raise RuntimeError(f"[checkpoint] the writer declined to save step {step}")
+            raise Refused(
+                f"[checkpoint] step {step} is not above the newest one that is saved, {self.latest()}; use a larger one"
+            )
         self._pending_step = step
         if not self.asynchronous:
             self.wait()
@@ -118,10 +131,12 @@ class CheckpointStore:
           FileNotFoundError: there is no such step, or none that can be read.
           ValueError: names, shapes or dtypes differ; the message lists them.
         """
+        boolean("partial", partial, who=WHO)
+        _named_leaves(
+            abstract_state
+        )  # a state that is none is refused: the checkpoints are not what is damaged
         if step is not None:
-            if not (self.directory / str(step)).is_dir():
-                raise FileNotFoundError(self._no_step(step))
-            return self._load(step, abstract_state, partial)
+            return self._load(self._existing(step), abstract_state, partial)
         reasons = []
         for candidate in reversed(self._step_directories()):
             try:
@@ -146,17 +161,20 @@ class CheckpointStore:
 
     def host(self, step: int | None = None) -> dict:
         """The host dict of a step (None: the newest complete), read without its arrays."""
-        step = self.latest() if step is None else step
-        if step is None or not (self.directory / str(step)).is_dir():
-            raise FileNotFoundError(self._no_step(step))
-        return self._record(step)["host"]
+        return self._record(self._existing(self.latest() if step is None else step))["host"]
 
     def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every saved leaf of a step (None: the newest complete) by dotted path."""
-        step = self.latest() if step is None else step
-        if step is None:
-            raise FileNotFoundError(self._no_step(step))
+        step = self._existing(self.latest() if step is None else step)
         return {name: tuple(leaf["shape"]) for name, leaf in self._record(step)["leaves"].items()}
+
+    def _existing(self, step: int | None) -> int:
+        """Returns the step itself; FileNotFoundError if there is none."""
+        if step is not None:
+            integer("step", step, who=WHO, least=0, most=INT64)
+        if step is None or not (self.directory / str(step)).is_dir():
+            raise FileNotFoundError(self._no_step(step))
+        return step
 
     def steps(self) -> list[int]:
         """Complete steps, oldest first. A directory without a readable manifest is not one."""
@@ -321,14 +339,34 @@ class _Mismatch(ValueError):
 def _named_leaves(tree: Any) -> dict[str, Any]:
     """Leaves by dotted path, in tree order; independent of the classes the tree is made of."""
     named = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
+    try:
+        leaves = jax.tree_util.tree_leaves_with_path(tree)
+    except Exception as error:  # keys that do not compare, or the flattening of a class of somebody else's
+        raise Refused(f"[checkpoint] state must be a tree that JAX can take apart: {shown(error)}") from None
+    for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
             raise ValueError(f"[checkpoint] two leaves are called {name}; rename one of the keys")
-        if not hasattr(leaf, "shape") or not hasattr(leaf, "dtype"):
-            raise ValueError(f"[checkpoint] leaf {name} is a {type(leaf).__name__}; only arrays can be saved")
+        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
+        if not is_array or getattr(leaf.dtype, "kind", "V") in "OSUMm":
+            what = f"an array of {leaf.dtype}" if is_array else f"a {type(leaf).__name__}"
+            raise Refused(f"[checkpoint] leaf {name or 'of the state'} is {what}; only arrays can be saved")
         named[name] = leaf
     return named
+
+
+def _check_writable(state: Any, leaves: Mapping[str, Any]) -> None:
+    """Refuses what the writer does not take: no array at all, numpy's scalars, and arrays without elements."""
+    if not leaves:
+        refuse("state", state, "a tree with at least one array", who=WHO)
+    for name, leaf in leaves.items():
+        if not isinstance(leaf, jax.Array | np.ndarray):
+            refuse(f"leaf {name or 'of the state'}", leaf, "a jax or numpy array", who=WHO)
+        if leaf.size == 0:
+            raise Refused(
+                f"[checkpoint] leaf {name or 'of the state'} has the shape {leaf.shape}, without an element to save; "
+                "leave it out of the state"
+            )
 
 
 def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict]:
@@ -379,8 +417,8 @@ def _check_sums(saved: Mapping[str, str | None], loaded: Mapping[str, Any], step
 def _as_json(host: Mapping[str, Any]) -> dict:
     try:
         return json.loads(json.dumps(host))
-    except TypeError as error:
-        raise ValueError(f"[checkpoint] host must hold JSON values only: {error}") from None
+    except Exception as error:  # what JSON lacks, a dict that contains itself, an int of too many digits
+        raise Refused(f"[checkpoint] host must hold JSON values only: {shown(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -7,6 +7,7 @@ The loop itself is `jaxfb/training/loop.py`, which every kind of training shares
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,14 @@ from typing import Any
 
 import optax
 
-from jaxfb.callbacks import Callback
+from jaxfb import gradients
+from jaxfb.callbacks import Callback, checked
 from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.data.chat import saved_chat
-from jaxfb.refusal import instance, integer, number, refuse
+from jaxfb.refusal import function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.changes import check_model
@@ -134,6 +136,13 @@ class Trainer:
         instance(
             "optimizer", optimizer, optax.GradientTransformation, "an optax transformation", who="[trainer]"
         )
+        if not isinstance(dir, str | os.PathLike) or not str(dir) or "\0" in str(dir):
+            refuse("dir", dir, "the path of a run directory", who="[trainer]")
+        if loss is not None:
+            function("loss", loss, "(predictions, microbatch)", who="[trainer]")
+        if evaluate is not None:
+            function("evaluate", evaluate, "(params)", who="[trainer]")
+        gradients.check_clipping(max_grad_norm)
         self._parts = {
             "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
         }  # fmt: skip
@@ -144,7 +153,10 @@ class Trainer:
         given["batch"] = {**cut, **sections.get("batch", {})}
         given["run"] = {**run, **sections.get("run", {})}
         self.config: CustomConfig = config_from_dict({**names, **given})
-        self._callbacks, self._max_grad_norm = tuple(callbacks), max_grad_norm
+        for name, size in {**cut, "updates": updates}.items():
+            if size is not None:
+                integer(name, size, who="[trainer]")
+        self._callbacks, self._max_grad_norm = checked(callbacks), max_grad_norm
 
     def train(self, *, resume: bool = False, fresh: bool = False, allow_changes: bool = False) -> Result:
         """Runs to the end, to a signal, or until a callback stops it; the arguments are those of `jaxfb.train`."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
 from jaxfb.config.starter import starter_names, starter_text
-from jaxfb.refusal import shown
+from jaxfb.refusal import choice, instance, refuse, shown
 
 MAX_BYTES = 1 << 20
 
@@ -34,6 +35,16 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     Raises:
       ConfigError, ValueError: one sentence naming the key, the value and the nearest legal choice.
     """
+    if not isinstance(path, str | os.PathLike) or not _can_be_a_name(str(path)):
+        refuse("path", path, "a YAML file, a run's directory or the name of a starter config", who="[config]")
+    if (
+        not isinstance(overrides, Iterable)
+        or isinstance(overrides, str | bytes)
+        or hasattr(overrides, "dtype")
+    ):
+        refuse("overrides", overrides, 'a list of texts "key.path=value"', who="[config]")
+    if command is not None:
+        choice("command", command, ("train", *COMMANDS.values()), who="[config]")
     values = _read(Path(path))
     if _holds_a_run(Path(path)) and isinstance(values.get("run"), dict):
         values["run"]["dir"] = str(path)  # moved or copied, its config.yaml may name another directory
@@ -47,12 +58,19 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
 
 def config_from_dict(values: Mapping[str, Any]) -> Any:
     """The config of plain nested values, such as those saved with a checkpoint (`config_to_dict`)."""
+    if not isinstance(values, Mapping):
+        refuse("values", values, f"a dict of sections such as {', '.join(fields_of(Config))}", who="[config]")
     return build(kind_of(values), values)
 
 
 def kind_of(values: Mapping[str, Any]) -> type:
     """The root that these sections belong to."""
-    if isinstance(values.get("model"), str):
+    if isinstance(model := values.get("model"), str):
+        if isinstance(values.get("data"), Mapping):
+            raise ConfigError(
+                f"[config] model={shown(model)} must be a section with num_layers, hidden_size and so on; a model of "
+                "your own, 'package.module:attribute', has its data as such a text too"
+            )
         return CustomConfig
     return next((root for section, root in KINDS.items() if section in values), Config)
 
@@ -86,6 +104,11 @@ class _Loader(yaml.SafeLoader):
 # YAML 1.1 takes 1e-3 for a text because it lacks the dot.
 _FLOAT = re.compile(r"^[-+]?(\d[\d_]*\.?\d*|\.\d+)[eE][-+]?\d+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789."))
+
+
+def _can_be_a_name(path: str) -> bool:
+    """Whether a file system may have it: printable, not empty and not too long."""
+    return bool(path) and path.isprintable() and all(len(part.encode()) < 256 for part in path.split(os.sep))
 
 
 def _read(path: Path) -> dict:
@@ -170,6 +193,7 @@ def _not_found(path: Path) -> str:
 
 
 def _apply(values: dict, override: str, root: type) -> None:
+    instance("each of overrides", override, str, 'a text "key.path=value"', who="[config]")
     key, equals, text = override.partition("=")
     if not equals or not key:
         raise ConfigError(f"[config] cannot read the override {override!r}; write key.path=value")

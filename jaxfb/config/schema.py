@@ -10,6 +10,8 @@ from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
+from jaxfb.refusal import INT64, Refused, shown
+
 # What people coming from other trainers type, and what it is called here.
 ALIASES = {
     "mesh.pp": "mesh.pipe",
@@ -62,7 +64,7 @@ POLICY_SYNONYMS = {
 }
 
 
-class ConfigError(ValueError):
+class ConfigError(Refused):
     """A config that is refused: one sentence with the full key, its value and the nearest legal choice."""
 
 
@@ -78,6 +80,8 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         raise ConfigError(_not_a_section(cls, values, prefix))
     hints = fields_of(cls)
     for key in values:
+        if not isinstance(key, str) or not key.isprintable() or len(key) > 100:
+            raise ConfigError(f"[config] {prefix}{shown(key)} is no key; choose one of {', '.join(hints)}")
         if key not in hints:
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
     built = {name: _value(hints[name], given, f"{prefix}{name}", root) for name, given in values.items()}
@@ -145,9 +149,13 @@ def _leaf(hint: Any, given: Any, key: str) -> Any:
     from pydantic import ValidationError
 
     try:
-        return _adapter(hint).validate_python(tuple(given) if isinstance(given, list) else given)
-    except ValidationError:
+        value = _adapter(hint).validate_python(tuple(given) if isinstance(given, list) else given)
+    except (ValidationError, RecursionError):
         raise ConfigError(_wrong_type(hint, given, key)) from None
+    for number in value if isinstance(value, tuple) else (value,):
+        if isinstance(number, int) and abs(number) > INT64:
+            raise ConfigError(f"[config] {key}={shown(number)} must be an int of at most 64 bits")
+    return value
 
 
 @cache
@@ -161,7 +169,7 @@ def _wrong_type(hint: Any, given: Any, key: str) -> str:
     words = [str(word) for word in _words(hint)]
     close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
     nearest = f"; did you mean {close[0]}?" if close else ""
-    return f"[config] {key}={_shown(given)} must be {describe(hint)}{nearest}"
+    return f"[config] {key}={shown(given)} must be {describe(hint)}{nearest}"
 
 
 def describe(hint: Any) -> str:
@@ -205,10 +213,5 @@ def _not_a_section(cls: type, values: Any, prefix: str) -> str:
     name = prefix.rstrip(".")
     if values is None:
         return f"[config] {name or 'the file'} is empty; give {', '.join(_required(cls) or fields_of(cls))}"
-    hint = f"; did you mean {SYNONYMS[name]}={_shown(values)}?" if name in SYNONYMS else ""
-    return f"[config] {name}={_shown(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
-
-
-def _shown(value: Any) -> str:
-    text = repr(value)
-    return text if len(text) < 80 else text[:77] + "..."
+    hint = f"; did you mean {SYNONYMS[name]}={shown(values)}?" if name in SYNONYMS else ""
+    return f"[config] {name}={shown(values)} must be a section with {', '.join(fields_of(cls))}{hint}"

@@ -5,9 +5,13 @@ First step of the model's story: plain Python, so a config is read, refused and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
+from math import isqrt
 
 from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.refusal import INT32, boolean, instance, integer, number, shown
+
+_MOST = {"num_layers": 10_000, "mtp_depth": 100}  # each is traced or initialised by itself
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
@@ -105,6 +109,7 @@ class TransformerConfig:
     expert_capacity: float | None = None
 
     def __post_init__(self):
+        _check_types(self)
         _check_positive(self, ("vocab_size", "num_layers", "hidden_size", "num_heads", "loss_chunk"))
         _fill(self, mlp_size=64 * -(-self.hidden_size // 24), num_kv_heads=self.num_heads)
         if self.head_size is None:
@@ -164,6 +169,22 @@ def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
     return config.hidden_size * (3 * widths + config.num_experts)
 
 
+def _check_types(config: TransformerConfig) -> None:
+    """Refuses a number of another kind, NaN and infinity, what is no flag and no text."""
+    for field in fields(config):
+        name, value, kind = field.name, getattr(config, field.name), field.type
+        if value is None and "None" in kind:
+            continue
+        if kind.startswith("int"):
+            integer(name, value, who="[model]", least=0, most=_MOST.get(name, INT32))
+        elif kind.startswith("float"):
+            number(name, value, who="[model]")
+        elif kind.startswith("bool"):
+            boolean(name, value, who="[model]")
+        elif kind.startswith("str"):
+            instance(name, value, str, "a text", who="[model]")
+
+
 def _fill(config: TransformerConfig, **defaults) -> None:
     for name, value in defaults.items():
         if getattr(config, name) is None:
@@ -190,7 +211,8 @@ def _check_head_size_derives(config: TransformerConfig) -> None:
 def _check_heads(config: TransformerConfig) -> None:
     heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
     if heads % kv_heads:
-        nearest = min((n for n in range(1, heads + 1) if heads % n == 0), key=lambda n: abs(n - kv_heads))
+        small = [n for n in range(1, isqrt(heads) + 1) if heads % n == 0]
+        nearest = min({*small, *(heads // n for n in small)}, key=lambda n: (abs(n - kv_heads), n))
         raise ValueError(
             f"[model] num_heads={heads} must be a multiple of num_kv_heads={kv_heads}; "
             f"use num_kv_heads {nearest}"
@@ -204,7 +226,9 @@ def _check_choices(config: TransformerConfig) -> None:
         raise ValueError(f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none")
     for name, legal in (("attention", ATTENTION_BACKENDS), ("context_attention", CONTEXT_ATTENTION)):
         if getattr(config, name) not in legal:
-            raise ValueError(f"[model] {name}={getattr(config, name)!r} must be one of {', '.join(legal)}")
+            raise ValueError(
+                f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}"
+            )
 
 
 def _check_loss(config: TransformerConfig) -> None:
@@ -230,4 +254,6 @@ def _check_experts(config: TransformerConfig) -> None:
         )
     for name, legal in (("router_scores", ROUTER_SCORES), ("batch_balance_layers", BALANCED_LAYERS)):
         if getattr(config, name) not in legal:
-            raise ValueError(f"[model] {name}={getattr(config, name)!r} must be one of {', '.join(legal)}")
+            raise ValueError(
+                f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}"
+            )

@@ -111,7 +111,7 @@ class Call:
                 is_legal = rule(make())
                 problem = None if is_legal and not legal_too else self.problem(argument, make, is_legal)
                 if problem:
-                    found.append(f"{self.name}({argument}={_text(make())}): {problem}")
+                    found.append(f"{self.name}({argument}={text_of(make())}): {problem}")
         return found
 
     def problem(self, argument: str, make: Callable[[], Any], is_legal: bool) -> str | None:
@@ -153,7 +153,7 @@ def refusal_problem(error: BaseException, *names: str) -> str | None:
     sentence, *table = str(error).split("\n")
     if table and not any(line.startswith(("tick", "  ")) for line in table):
         return f"more than one line: {kind}"
-    if len(sentence) > 700:
+    if len(sentence) > 1000:
         return f"a sentence of {len(sentence)} characters: {kind}"
     if not any(re.search(rf"(?<!\w)({name})", sentence) for name in names):
         return f"does not name {' or '.join(names)}: {kind}"
@@ -185,7 +185,8 @@ def _time_limit() -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-def _text(value: Any) -> str:
+def text_of(value: Any) -> str:
+    """The repr of any value, on a few characters."""
     try:
         return f"{value!r}"[:60]
     except Exception:
