@@ -118,12 +118,10 @@ def calls(directory, store):
                 "loss": maybe(functions),
                 "evaluate": maybe(functions),
                 "callbacks": one_of(([], (), {}, set())),
-                "max_grad_norm": maybe(numbers(above=0)),
                 "seed": integers(0, 2**64),
                 "mesh": one_of(({},)),
                 "no_such_section": nothing,
             },
-            {"max_grad_norm": "max_norm"},
         ),
     ]
 
