@@ -21,9 +21,9 @@ class Classifier(nnx.Module):
         return self.out(nnx.relu(self.hidden(x)))
 
 
-# Flax for the model, plain pytrees for the engine: split once, put together inside the loss.
-graph, state = nnx.split(Classifier(nnx.Rngs(0)))
-params = nnx.to_pure_dict(state)
+# Split the model once and put it together inside the loss. Only nnx.Param is trained: with BatchNorm or Dropout in the
+# model, `graph, params, rest = nnx.split(model, nnx.Param, ...)` and `nnx.merge(graph, params, rest, copy=True)`.
+graph, params = nnx.split(Classifier(nnx.Rngs(0)), nnx.Param)
 
 
 def loss_fn(params, microbatch, rng):

@@ -6,13 +6,16 @@ The order: `unscale`; `global_norm`; not finite? skip the update and name the le
 
 from __future__ import annotations
 
-import math
+from numbers import Real
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfb.refusal import Refused, shown
 from jaxfb.types import PyTree
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 def unscale(grads: PyTree, loss_scale: jax.typing.ArrayLike | None) -> PyTree:
@@ -43,18 +46,24 @@ def clip_by_global_norm(
     check_clipping(max_norm, convention)
     if max_norm is None:
         return grads, jnp.ones_like(norm)
+    max_norm = float(max_norm)
     coefficient = max_norm / jnp.maximum(norm + 1e-6 if convention == "torch" else norm, max_norm)
     return jax.tree.map(lambda g: g * coefficient.astype(g.dtype), grads), coefficient
 
 
 def check_clipping(max_norm: float | None, convention: str = "exact") -> None:
-    """ValueError for what `clip_by_global_norm` cannot do; to be called before anything is traced."""
-    if max_norm is not None and not (math.isfinite(max_norm) and max_norm > 0):
-        raise ValueError(
-            f"max_norm must be positive and finite, got {max_norm}; use None to disable clipping"
+    """Raises ValueError for what `clip_by_global_norm` cannot do; to be called before anything is traced."""
+    real = isinstance(max_norm, Real) and not isinstance(max_norm, bool)
+    if max_norm is not None and not (real and 0 < max_norm <= LARGEST):
+        raise Refused(
+            f"max_grad_norm, the max_norm of a clip, must be positive and finite, got {shown(max_norm)}; use None to "
+            "disable clipping"
         )
-    if convention not in ("exact", "torch"):
-        raise ValueError(f'clip convention must be "exact" or "torch", got {convention!r}; use "exact"')
+    if not isinstance(convention, str) or convention not in ("exact", "torch"):
+        raise Refused(
+            f'clip_convention, the convention of a clip, must be "exact" or "torch", got '
+            f'{shown(convention)}; use "exact"'
+        )
 
 
 def nonfinite_leaves(tree: PyTree) -> jax.Array:

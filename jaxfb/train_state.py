@@ -12,7 +12,9 @@ import numpy as np
 import optax
 
 from jaxfb import gradients
+from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim.loss_scale import LossScaleState
+from jaxfb.train_arguments import check_loss_scale, check_optimizer, one_key
 
 PyTree = Any
 
@@ -53,8 +55,19 @@ class TrainState:
     def create(
         cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None
     ) -> TrainState:
-        """A fresh state. `rng` is a seed or a key; `loss_scale` a DynamicLossScale, StaticLossScale or None."""
-        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        """Returns a fresh state around these very arrays, on no mesh yet (`TrainStep.init` copies and places them).
+
+        Args:
+          rng: a seed or a key.
+          loss_scale: a DynamicLossScale, StaticLossScale or None.
+
+        Raises:
+          ValueError: an argument is of another kind.
+        """
+        check_optimizer(optimizer)
+        check_loss_scale(loss_scale)
+        check_params(params, forward_only=False, concrete=True)
+        key = one_key(rng)
         zero = lambda: jnp.zeros([], jnp.int32)  # noqa: E731
         scale = loss_scale and loss_scale.init()
         return cls(zero(), zero(), params, optimizer.init(params), key, zero(), zero(), scale)

@@ -22,9 +22,20 @@ from jaxfb import cpu, gradients
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
+from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.sharding import abstract, adopt, shardings
+from jaxfb.refusal import Refused, instance
+from jaxfb.train_arguments import (
+    check_alive,
+    check_init_function,
+    check_optimizer,
+    check_options,
+    check_rows,
+    one_key,
+)
 from jaxfb.train_state import NonFinite, StepMetrics, TrainState, is_init_function
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
@@ -58,17 +69,17 @@ def make_train_step(
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
-      ValueError: an option is illegal, or the plan does not fit the mesh.
+      ValueError: an option is illegal, or model, mesh and plan do not fit together.
     """
-    gradients.check_clipping(max_grad_norm, clip_convention)
-    if plan.purpose != "critic":
-        plan.require("train", caller="make_train_step")
+    check_optimizer(optimizer)
+    check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
+    fb = get_forward_backward_func(mesh, **forward_backward_options)
+    fb.check_plan(model, plan)
     if plan.packing and dropout:
-        raise ValueError(
+        raise Refused(
             "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "
             "make_train_step, or a plan with packing=False"
         )
-    fb = get_forward_backward_func(mesh, **forward_backward_options)
     return TrainStep(
         fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout, count_zeros
     )
@@ -94,13 +105,18 @@ class TrainStep:
         self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
         self._loss_scale, self._dropout = loss_scale, dropout
         self._count_zeros = count_zeros
+        self._numbers: dict[int, jax.Array] = {}
+        self._own_specs, self._looked = None, False
+        self._compile()
+
+    def _compile(self) -> None:
+        """Forgets what was traced."""
         self._plain = jax.jit(self._update, static_argnums=3, donate_argnums=0)
         self._in_order = jax.jit(
             self._update, static_argnums=3, donate_argnums=0, compiler_options=cpu.IN_ORDER
         )
         self._copied = jax.jit(self._create)
         self._shardings: dict = {}
-        self._numbers: dict[int, jax.Array] = {}
 
     def __call__(
         self, state: TrainState, batch: PyTree, rows: int | None = None
@@ -109,15 +125,18 @@ class TrainStep:
 
         batch: as the plan says; with a token budget [rows, ...] leaves on the host, or them as `Packed`.
         rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
+
+        Raises:
+          ValueError: the state was given to a step before, or batch or rows do not fit the plan.
         """
         plan = self.plan
+        rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
+        state = self.place(state)
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(
-            self.place(state), batch, self._rows(self.plan.real_rows if rows is None else rows), plan
-        )
+        return self._jitted(state, batch, self._rows(rows), plan)
 
     @property
     def _jitted(self):
@@ -148,14 +167,37 @@ class TrainStep:
             one. Or a function key -> parameters (see `is_init_function`), which is then run sharded, so that no device
             ever holds them whole.
           rng: a seed, or a PRNG key.
+
+        Raises:
+          ValueError: a leaf is no float array, or is one that Flax does not keep as a parameter.
         """
-        key = jax.random.key(rng) if isinstance(rng, int) else rng
+        key = one_key(rng)
         if is_init_function(params):
+            check_init_function(params)
             create = self._creator(params)
-            return jax.jit(create, out_shardings=self.state_shardings(jax.eval_shape(create, key)))(key)
+            shapes = jax.eval_shape(create, key)
+            self._look_at(shapes.params, concrete=False)
+            return jax.jit(create, out_shardings=self.state_shardings(shapes))(key)
+        self._look_at(params)
         mesh = self.forward_backward.mesh
         places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
         return self._copied(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
+
+    def _look_at(self, params: PyTree, concrete: bool = True) -> None:
+        """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
+        fb = self.forward_backward
+        check_params(params, forward_only=False, concrete=concrete)
+        pipelined = isinstance(self.model, Pipelined)
+        asked = fb.tensor_specs if self._own_specs is None else None
+        if not asked and not (pipelined and self.model.param_specs):
+            found = tensor_specs(params, fb.mesh, stacked=pipelined)
+            if found is not None and found != self._own_specs:
+                self._own_specs = found
+                self.forward_backward = fb = replace(fb, tensor_specs=lambda params: found)
+                self._compile()
+        if not self._looked:
+            self._looked = True
+            warn_if_whole(fb.param_specs(self.model, params), fb.mesh)
 
     def _create(self, params: PyTree, key: jax.Array) -> TrainState:
         """A fresh state made of copies: it will be donated, and where `device_put` moved nothing these are not ours."""
@@ -176,12 +218,19 @@ class TrainStep:
         return create
 
     def place(self, state: TrainState) -> TrainState:
-        """The state moved to where this step keeps it; nothing happens to what is there already."""
+        """Returns the state moved to where this step keeps it; nothing happens to what is there already.
+
+        Raises:
+          ValueError: it is no TrainState, or a step has overwritten it.
+        """
+        instance("state", state, TrainState, "a jaxfb.TrainState, such as init(params) returns")
         if is_traced(state):
             return state
+        check_alive(state)
         leaves, structure = jax.tree.flatten(state)
         shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
+            self._look_at(state.params)
             self._shardings[shapes] = self.state_shardings(state)
         targets = self._shardings[shapes]
         if all(

@@ -157,7 +157,7 @@ MUTATIONS = (
     Mutation(
         "fsdp_cuts_the_layers",
         "parallel/sharding.py",
-        "first_dim = int(stacked and _in_layers(path))",
+        "first_dim = int(stacked and in_layers(path))",
         "first_dim = 0",
         "parallel/test_sharding.py::test_the_stacked_dim_of_layers_is_never_cut_over_fsdp",
     ),

@@ -306,9 +306,28 @@ def test_impossible_hyperparameters_are_refused_by_name(name, hyperparameters, s
 def test_every_default_is_a_legal_hyperparameter():
     from inspect import signature
 
-    from jaxfb.optim.optimizers import _DIRECTIONS, _LEGAL
+    from jaxfb.optim.hyperparameters import LEGAL
+    from jaxfb.optim.optimizers import _DIRECTIONS
 
     for name, builder in _DIRECTIONS.items():
-        defaults = {k: p.default for k, p in signature(builder).parameters.items() if k in _LEGAL}
+        defaults = {k: p.default for k, p in signature(builder).parameters.items() if k in LEGAL}
         make_optimizer(name, learning_rate=0.1, **defaults)
         assert defaults
+
+
+def test_rates_and_hyperparameters_can_be_injected():
+    """`optax.inject_hyperparams` calls make_optimizer while it traces, with numbers that are not known yet."""
+    params = {"w": jnp.ones((2, 2))}
+
+    def made(learning_rate, b1):
+        return make_optimizer("adamw", learning_rate=learning_rate, b1=b1)
+
+    injected = optax.inject_hyperparams(made)(learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.5)
+    plain = make_optimizer("adamw", learning_rate=optax.linear_schedule(0.1, 0.0, 10), b1=0.5)
+    states = [injected.init(params), plain.init(params)]
+    for _ in range(3):
+        updates = []
+        for which, optimizer in enumerate((injected, plain)):
+            update, states[which] = jax.jit(optimizer.update)(params, states[which], params)
+            updates.append(update["w"])
+        np.testing.assert_allclose(*updates, rtol=1e-6)

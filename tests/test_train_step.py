@@ -418,6 +418,7 @@ def caller_params(mesh):
     ]
 
 
+@pytest.mark.filterwarnings("ignore:tensor=2 cuts no parameter")
 @pytest.mark.parametrize("sizes", [{}, {"data": 2}, {"fsdp": 2}, {"data": 2, "tensor": 2}], ids=str)
 def test_the_arrays_that_a_state_is_made_of_stay_the_callers(sizes):
     mesh = make_mesh(**sizes)

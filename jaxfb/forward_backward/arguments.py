@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import data_parallel
+from jaxfb.parallel.annotations import check_kinds
 from jaxfb.refusal import INT64, Refused, function, integer, shown
 from jaxfb.types import Pipelined
 
@@ -75,6 +76,8 @@ def check_params(params: PyTree, forward_only: bool, concrete: bool = False) -> 
     concrete: shapes without numbers are refused too.
     """
     leaves = leaves_of("params", params)
+    if not forward_only:
+        check_kinds(params)
     if not leaves and not forward_only:
         raise Refused(f"params must have at least one float array to have a gradient, got {shown(params)}")
     for path, leaf in leaves:

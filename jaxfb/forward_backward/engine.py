@@ -37,7 +37,7 @@ from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS, check_padding
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
-from jaxfb.parallel import data, pipe, sharding
+from jaxfb.parallel import annotations, data, pipe, sharding
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params, restrict_to
 
@@ -190,7 +190,10 @@ class ForwardBackward:
         targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
         microbatches = sharding.adopt(microbatches, targets)
         keys = sharding.adopt(keys, NamedSharding(self.mesh, rows_spec(self.mesh)))
-        params = _place(params, sharding.shardings(self.param_specs(model, params), self.mesh))
+        specs = self.param_specs(model, params)
+        if not is_traced(params):
+            annotations.warn_if_whole(specs, self.mesh)
+        params = _place(params, sharding.shardings(specs, self.mesh))
         run = _run_in_order if cpu.wants_options(self.mesh) else _run_jitted
         return run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
 
@@ -198,26 +201,35 @@ class ForwardBackward:
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
     ) -> None:
         """Raises the ValueError of a call with these (possibly abstract) params and this plan, if it would."""
+        self.check_plan(model, plan, forward_only)
+        check_params(params, forward_only)
+        if isinstance(model, Pipelined):
+            num_layers(params)
+            if not plan.by_tokens:  # the plan that it is arranged into comes here again
+                _check_stages(self, model, params, plan)
+
+    def check_plan(self, model: LossFn | Pipelined, plan: BatchPlan, forward_only: bool = False) -> None:
+        """Raises the ValueError of a call with this model and this plan, if it would with any params."""
         check_model(model)
         check_plan(plan, self.mesh, forward_only)
-        check_params(params, forward_only)
         check_accum_dtype(self.accum_dtype, plan)
-        if not isinstance(model, Pipelined):
-            if self.pipe > 1:
-                raise Refused(
-                    f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
-                    f"got {shown(model)}; use pipe=1 for a plain loss function"
-                )
-            return
-        num_layers(params)
-        if not plan.by_tokens:  # the plan that it is arranged into comes here again
-            _check_stages(self, model, params, plan, forward_only)
+        if self.pipe > 1 and not isinstance(model, Pipelined):
+            raise Refused(
+                f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
+                f"got {shown(model)}; use pipe=1 for a plain loss function"
+            )
+        if not plan.by_tokens and not forward_only:
+            _check_backward(self.schedule_for(plan.num_microbatches))
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
         pipelined = isinstance(model, Pipelined)
         rule = self.tensor_specs or (model.param_specs if pipelined else None)
-        tensor_specs = rule and specs_like(params, rule(params))
+        tensor_specs = (
+            specs_like(params, rule(params))
+            if rule
+            else annotations.tensor_specs(params, self.mesh, stacked=pipelined)
+        )
         pipe_dims = (
             restrict_to(params, self._pipe_dims(model, params)) if pipelined and self.pipe > 1 else None
         )
@@ -372,15 +384,18 @@ def _place(params: PyTree, shardings: PyTree) -> PyTree:
     return params if is_traced(params) else jax.tree.map(move, params, shardings)
 
 
-def _check_stages(fb: ForwardBackward, model: Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool):
-    schedule = fb.schedule_for(plan.num_microbatches)
-    if schedule is None:
-        return
-    if not forward_only and not schedule.has_backward:
+def _check_backward(schedule: schedules.Schedule | None) -> None:
+    if schedule is not None and not schedule.has_backward:
         raise Refused(
             f"schedule {schedule.name!r} has no backward, so it serves forward_only=True alone; pass one with B for "
             'every F, such as schedules.make("1f1b", num_stages, num_microbatches)'
         )
+
+
+def _check_stages(fb: ForwardBackward, model: Pipelined, params: PyTree, plan: BatchPlan) -> None:
+    schedule = fb.schedule_for(plan.num_microbatches)
+    if schedule is None:
+        return
     _layout(fb, schedule, params)
     check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
 

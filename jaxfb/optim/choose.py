@@ -7,11 +7,17 @@ import inspect
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+import jax
+import jax.numpy as jnp
 
-def choose(what: str, name: str, table: Mapping[str, Any]) -> Any:
+from jaxfb.compat import is_traced
+from jaxfb.refusal import INT32, Refused, number, shown
+
+
+def choose(what: str, name: Any, table: Mapping[str, Any]) -> Any:
     """table[name], or a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`"""
-    if name not in table:
-        raise ValueError(f"unknown {what} {name!r}; {_nearest(name, table)}")
+    if not isinstance(name, str) or name not in table:
+        raise Refused(f"unknown {what} {shown(name)}; {_nearest(name, table)}")
     return table[name]
 
 
@@ -20,19 +26,32 @@ def build(who: str, builder: Callable, *given: Any, **arguments: Any) -> Any:
     legal = list(inspect.signature(builder).parameters)[len(given) :]
     for name in arguments:
         if name not in legal:
-            raise ValueError(f"{who} does not take {name!r}; {_nearest(name, legal)}")
+            raise Refused(f"{who} does not take {name!r}; {_nearest(name, legal)}")
     return builder(*given, **arguments)
 
 
 def check(holds: bool, sentence: str) -> None:
     """Refuses a number: `sentence` is "who: rule with the value; the nearest legal choice"."""
     if not holds:
-        raise ValueError(sentence)
+        raise Refused(sentence)
 
 
-def _nearest(name: str, names: Iterable[str]) -> str:
+def real(who: str, name: str, value: Any, **bounds: float) -> int | float:
+    """Returns a finite number as one that JAX computes with; ValueError for what is none, or not within the bounds."""
+    if isinstance(value, jax.Array) and not value.shape and not is_traced(value):
+        value = value.item()
+    given = number(name, value, who=f"{who}:", **bounds)
+    return given if type(given) is int and abs(given) <= INT32 else float(given)
+
+
+def is_injected(value: Any) -> bool:
+    """Whether it is a number that is being traced, such as `optax.inject_hyperparams` gives; its value is not known."""
+    return is_traced(value) and not jnp.shape(value)
+
+
+def _nearest(name: Any, names: Iterable[str]) -> str:
     names = sorted(names)
-    close = difflib.get_close_matches(str(name), names, n=1, cutoff=0.5)
+    close = difflib.get_close_matches(name, names, n=1, cutoff=0.5) if isinstance(name, str) else []
     if close:
         return f"did you mean {close[0]!r}?"
     return f"choose from {', '.join(names)}" if names else "it takes nothing more"

@@ -12,15 +12,15 @@ argument.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxfb.optim.choose import build, check, choose
+from jaxfb.optim.choose import build, check, choose, real
+from jaxfb.refusal import boolean
 
 UNITS = {"updates": "applied updates", "samples": "consumed rows"}
 
@@ -95,12 +95,12 @@ def lr_schedule(
     Raises:
       ValueError: unknown name or argument, or numbers that make no schedule.
     """
-    who = f"lr_schedule({name!r})"
     builder = choose("learning-rate schedule", name, _SCHEDULES)
+    who = f"lr_schedule({name!r})"
     rise = choose("warmup shape", warmup_shape, RISES)
     choose("unit", unit, UNITS)
-    _check_rates(who, peak, initial, final)
-    _check_lengths(who, total, warmup, open_ended=name in ("constant", "inverse_sqrt"))
+    peak, initial, final = _rates(who, peak=peak, initial=initial, final=final)
+    total, warmup = _lengths(who, total, warmup, open_ended=name in ("constant", "inverse_sqrt"))
     fall = build(who, builder, _Span(who, peak, final, total, warmup), **shape)
 
     def function(count):
@@ -137,11 +137,14 @@ def _linear(span):
 
 
 def _polynomial(span, power=1.0):
+    power = real(span.who, "power", power)
     check(power > 0, f"{span.who}: power={power} must be positive; use 1 for a straight line")
     return lambda count: span.at((1 - jnp.minimum(span.progress(count), 1)) ** power)
 
 
 def _cosine(span, cycles=0.5, clamp=True):
+    cycles = real(span.who, "cycles", cycles)
+    boolean("clamp", clamp, who=f"{span.who}:")
     check(cycles > 0, f"{span.who}: cycles={cycles} must be positive; use 0.5 for one fall")
 
     def fall(count):
@@ -152,6 +155,7 @@ def _cosine(span, cycles=0.5, clamp=True):
 
 
 def _cosine_restarts(span, cycles=1):
+    cycles = real(span.who, "cycles", cycles)
     whole = cycles >= 1 and cycles == int(cycles)
     check(whole, f"{span.who}: cycles={cycles} must be a whole number of falls; use {max(1, round(cycles))}")
 
@@ -163,6 +167,8 @@ def _cosine_restarts(span, cycles=1):
 
 
 def _inverse_sqrt(span, timescale=None):
+    if timescale is not None:
+        timescale = real(span.who, "timescale", timescale)
     scale = max(span.warmup, 1) if timescale is None else timescale
     shift = 0 if timescale is None else timescale - span.warmup
     check(
@@ -178,10 +184,12 @@ def _inverse_sqrt(span, timescale=None):
 
 
 def _wsd(span, decay=None, tail="linear"):
-    room = span.total - span.warmup
-    fits = decay is not None and 0 < decay <= room
+    most = span.total - span.warmup
+    if decay is not None:
+        decay = real(span.who, "decay", decay)
+    fits = decay is not None and 0 < decay <= most
     check(
-        fits, f"{span.who}: decay={decay} must be from 1 to total - warmup = {room}; use {max(1, room // 5)}"
+        fits, f"{span.who}: decay={decay} must be from 1 to total - warmup = {most}; use {max(1, most // 5)}"
     )
     shape = choose("tail", tail, FALLS)
     return lambda count: span.at(shape(jnp.clip((count - (span.total - decay)) / decay, 0, 1)))
@@ -198,16 +206,23 @@ _SCHEDULES = {
 }
 
 
-def _check_rates(who, peak, initial, final):
-    for name, rate in (("peak", peak), ("initial", initial), ("final", final)):
-        legal = math.isfinite(rate) and rate >= 0
-        check(legal, f"{who}: {name}={rate} must be a finite rate, not negative; use 0 or more")
-        check(rate <= peak, f"{who}: {name}={rate} must not be above peak={peak}; use at most {peak}")
+def _rates(who: str, **rates: Any) -> list[float]:
+    rates = {name: real(who, name, rate) for name, rate in rates.items()}
+    for name, rate in rates.items():
+        check(rate >= 0, f"{who}: {name}={rate} must be a finite rate, not negative; use 0 or more")
+        check(
+            rate <= rates["peak"],
+            f"{who}: {name}={rate} must not be above peak={rates['peak']}; use at most {rates['peak']}",
+        )
+    return list(rates.values())
 
 
-def _check_lengths(who, total, warmup, open_ended):
+def _lengths(who: str, total: Any, warmup: Any, open_ended: bool) -> tuple:
+    warmup = real(who, "warmup", warmup)
     check(warmup >= 0, f"{who}: warmup={warmup} must not be negative; use 0 for none")
     check(open_ended or total is not None, f"{who}: its fall has to end; give the length of the run as total")
     if total is not None:
+        total = real(who, "total", total)
         check(total > 0, f"{who}: total={total} must be positive; use 1 or more")
         check(warmup < total, f"{who}: warmup={warmup} must be below total={total}; use at most {total - 1}")
+    return total, warmup

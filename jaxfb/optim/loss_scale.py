@@ -6,13 +6,16 @@ again, and the scale then learns from whether the gradients were finite. bfloat1
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from jaxfb.optim.choose import check
+from jaxfb.refusal import INT32, integer, number
+
+LARGEST = float(np.finfo(np.float32).max)
 
 
 @jax.tree_util.register_dataclass
@@ -61,9 +64,11 @@ class DynamicLossScale:
     def __post_init__(self):
         who = "DynamicLossScale"
         _check_positive(who, initial=self.initial, minimum=self.minimum)
-        _check_positive(who, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
+        _check_counts(who, growth_interval=self.growth_interval, hysteresis=self.hysteresis)
         below = self.minimum <= self.initial
         check(below, f"{who}: minimum={self.minimum} must not be above initial; use at most {self.initial}")
+        number("growth", self.growth, who=f"{who}:")
+        number("backoff", self.backoff, who=f"{who}:")
         check(self.growth > 1, f"{who}: growth={self.growth} must be above 1; use 2")
         check(0 < self.backoff < 1, f"{who}: backoff={self.backoff} must be between 0 and 1; use 0.5")
 
@@ -100,6 +105,13 @@ def _state(scale: float, hysteresis: int) -> LossScaleState:
 
 
 def _check_positive(who: str, **numbers: float) -> None:
-    for name, number in numbers.items():
-        legal = math.isfinite(number) and number > 0
-        check(legal, f"{who}: {name}={number} must be positive and finite; use 1 or more")
+    """Refuses a scale that is not positive, or that float32 does not have."""
+    for name, given in numbers.items():
+        number(name, given, who=f"{who}:")
+        check(0 < given <= LARGEST, f"{who}: {name}={given} must be positive and fit float32; use 1 or more")
+
+
+def _check_counts(who: str, **counts: int) -> None:
+    for name, count in counts.items():
+        integer(name, count, who=f"{who}:", least=-INT32)
+        check(count > 0, f"{who}: {name}={count} must be positive; use 1 or more")

@@ -10,21 +10,20 @@ no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
-from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 import optax.contrib
 
-from jaxfb.optim.choose import build, check, choose
+from jaxfb.optim.choose import build, check, choose, is_injected, real
+from jaxfb.optim.hyperparameters import OF_PARAMS, checked, like_params
 from jaxfb.optim.learning_rate import Schedule
 from jaxfb.optim.leaves import has_word, is_stacked, layer_ndim, path_names
 from jaxfb.optim.weight_decay import decay_mask
-from jaxfb.refusal import boolean, integer, number, refuse
+from jaxfb.refusal import Refused, function, shown
 from jaxfb.types import PyTree
 
 Rate = float | Callable[[jax.Array], jax.Array]
@@ -87,25 +86,25 @@ def make_optimizer(
     Raises:
       ValueError: unknown name or hyperparameter, naming the nearest, or a value that it cannot have.
     """
-    who = f"make_optimizer({name!r})"
     builder = choose("optimizer", name, _DIRECTIONS)
-    for hyperparameter, value in hyperparameters.items():
-        if hyperparameter in _LEGAL and not isinstance(value, jax.Array):  # not one that optax injects
-            _LEGAL[hyperparameter](hyperparameter, value, who=f"{who}:")
-    direction = build(who, builder, **hyperparameters)
-    direction = optax.with_extra_args_support(direction)
-    rate = _as_schedule(f"{who}: learning_rate", learning_rate)
-    decay = _as_schedule(f"{who}: weight_decay", weight_decay)
+    who = f"make_optimizer({name!r})"
+    function("mask", mask, OF_PARAMS, who=f"{who}:")
+    direction = optax.with_extra_args_support(build(who, builder, **checked(who, hyperparameters)))
+    rate = _as_schedule(who, "learning_rate", learning_rate)
+    decay = _as_schedule(who, "weight_decay", weight_decay)
+
+    def decays_of(params):
+        return like_params(f"{who}: mask", mask(params), params)
 
     def init(params):
+        decays_of(params)
         return OptimizerState(jnp.zeros([], jnp.int32), jnp.asarray(rate(0), float), direction.init(params))
 
     def update(grads, state, params=None, *, samples=None, **extra_args):
         check(params is not None, f"{who}: update reads the parameters; call update(grads, state, params)")
         directions, inner = direction.update(grads, state.inner, params, **extra_args)
         lr, wd = _at(rate, state.count, samples), _at(decay, state.count, samples)
-        decays = jax.tree.broadcast(mask(params), params)
-        updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays)
+        updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays_of(params))
         return updates, OptimizerState(state.count + 1, lr, inner)
 
     return Optimizer(init, update, rate, decay)
@@ -148,11 +147,25 @@ def muon_matrices(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def _as_schedule(what: str, rate: Rate):
-    if callable(rate):
-        return rate
-    check(math.isfinite(rate) and rate >= 0, f"{what}={rate} must be finite and not negative; use 0 or more")
-    return Schedule(lambda count: jnp.full_like(count, rate))
+def _as_schedule(who: str, name: str, rate: Rate):
+    """The rate as a function of a count; a function that gives no number for a count is refused."""
+    if is_injected(rate):
+        return Schedule(lambda count: jnp.asarray(rate, count.dtype))
+    if not callable(rate):
+        value = real(who, name, rate)
+        check(value >= 0, f"{who}: {name}={rate} must be finite and not negative; use 0 or more")
+        return Schedule(lambda count: jnp.full_like(count, value))
+    function(name, rate, "from a count to a rate", who=f"{who}:")
+    try:
+        given = jax.eval_shape(lambda count: jnp.asarray(rate(count), float), jnp.int32(0))
+    except Exception as error:
+        raise Refused(
+            f"{who}: {name} must be a function from a count to a rate; called with one it raises {shown(error)}"
+        ) from error
+    check(
+        given.shape == (), f"{who}: {name} must give one number for a count, but gives an array {given.shape}"
+    )
+    return rate
 
 
 def _at(schedule: Callable, count: jax.Array, samples: jax.typing.ArrayLike | None) -> jax.Array:
@@ -234,33 +247,8 @@ def _muon(
     )
     return optax.partition(
         {True: muon, False: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
-        lambda params: jax.tree.broadcast(matrices(params), params),
+        lambda params: like_params("make_optimizer('muon'): matrices", matrices(params), params),
     )
 
 
-def _is_none_or(check_value: Callable) -> Callable:
-    return lambda name, value, who: value if value is None else check_value(name, value, who=who)
-
-
-def _is_dtype(name: str, value: Any, who: str) -> Any:
-    try:
-        floats = jnp.issubdtype(jnp.dtype(value), jnp.floating)
-    except TypeError:
-        floats = False
-    return value if floats else refuse(name, value, "a floating dtype such as 'bfloat16', or None", who=who)
-
-
-_SHARE = partial(number, least=0, below=1)
-_COUNT = partial(integer, least=1)
-_ABOVE_0 = _is_none_or(partial(number, above=0))
-# What a hyperparameter may be, by its name, whatever the optimizer.
-_LEGAL = {
-    **dict.fromkeys(("b1", "b2", "momentum"), _SHARE),
-    **dict.fromkeys(("ns_steps", "min_dim_size_to_factor"), _COUNT),
-    **dict.fromkeys(("clipping_threshold", "consistent_rms"), _ABOVE_0),
-    **dict.fromkeys(("nesterov", "scale_by_parameter"), boolean),
-    "eps": partial(number, least=0),
-    "decay_rate": partial(number, above=0, most=1),
-    "mu_dtype": _is_none_or(_is_dtype),
-}
 _DIRECTIONS = {"adamw": _adamw, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}

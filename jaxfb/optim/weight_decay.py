@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
-from jaxfb.optim.choose import check, choose
+from jaxfb.optim.choose import check, choose, real
 from jaxfb.optim.learning_rate import RISES, UNITS, Schedule
 from jaxfb.optim.leaves import has_word, layer_ndim
 from jaxfb.types import PyTree
@@ -21,9 +21,11 @@ def weight_decay_schedule(
     name: constant (both values must be equal), linear or cosine.
     unit: "updates" or "samples", as in `lr_schedule`. Raises ValueError for numbers that make no ramp.
     """
-    who = f"weight_decay_schedule({name!r})"
     rise = choose("weight-decay ramp", name, RAMPS)
+    who = f"weight_decay_schedule({name!r})"
     choose("unit", unit, UNITS)
+    given = {"initial": initial, "final": final, "total": total}
+    initial, final, total = (real(who, argument, value) for argument, value in given.items())
     check(0 <= initial, f"{who}: initial={initial} must not be negative; use 0")
     check(initial <= final, f"{who}: initial={initial} must not be above final={final}; use at most {final}")
     check(

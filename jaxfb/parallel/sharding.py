@@ -5,6 +5,7 @@ The rule reads shapes alone, so the engine, the trainer and a checkpoint on anot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -14,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import is_traced
 from jaxfb.mesh import AUTOMATIC_AXES, axis_size
+from jaxfb.refusal import Refused
 
 PyTree = Any
 
@@ -33,6 +35,9 @@ def param_specs(
       pipe_dims: tree like params of int, the dim that the stages of a pipeline share out (-1: none), or None.
       stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut over fsdp,
         since layers are gathered one at a time.
+
+    Raises:
+      ValueError: a dim of `tensor_specs` is not divided by its axis.
     """
     if tensor_specs is None:
         tensor_specs = jax.tree.map(lambda _: P(), params)
@@ -41,8 +46,10 @@ def param_specs(
     size = axis_size(mesh, "fsdp")
 
     def spec(path, leaf, tensor_spec, pipe_dim):
-        own = _cut_over_pipe(leaf.shape, _on_mesh(tensor_spec, mesh), pipe_dim)
-        first_dim = int(stacked and _in_layers(path))
+        tensor_spec = _on_mesh(tensor_spec, mesh)
+        _check_divides(path, leaf.shape, tensor_spec, mesh)
+        own = _cut_over_pipe(leaf.shape, tensor_spec, pipe_dim)
+        first_dim = int(stacked and in_layers(path))
         if len(leaf.shape) - first_dim < 2:  # a gather of a norm's scale is all latency, its share no memory
             return _shortest(list(own))
         return _add_axis(leaf.shape, own, "fsdp", size, first_dim)
@@ -102,6 +109,17 @@ def _on_mesh(spec: P, mesh: Mesh) -> P:
     return _naming(spec, lambda axis: axis_size(mesh, axis) > 1)
 
 
+def _check_divides(path: tuple, shape: tuple[int, ...], spec: P, mesh: Mesh) -> None:
+    for dim, entry in enumerate(spec):
+        parts = math.prod(axis_size(mesh, axis) for axis in axes_of(entry))
+        if shape[dim] % parts:
+            raise Refused(
+                f"params{jax.tree_util.keystr(path)} of shape {tuple(shape)} cannot be cut over "
+                f"{' * '.join(axes_of(entry))} = {parts} along dim {dim}, which {parts} does not divide; leave that "
+                "dim whole, or make the axis a size that divides it"
+            )
+
+
 def _naming(spec: P, wanted: Callable[[str], bool]) -> P:
     kept = (tuple(filter(wanted, axes_of(entry))) for entry in spec)
     return P(*(axes[0] if len(axes) == 1 else axes or None for axes in kept))
@@ -143,5 +161,6 @@ def _shortest(entries: list) -> P:
     return P(*entries)
 
 
-def _in_layers(path) -> bool:
+def in_layers(path: tuple) -> bool:
+    """Whether a path of the tree of a `Pipelined`'s parameters is below "layers"."""
     return bool(path) and getattr(path[0], "key", None) == "layers"

@@ -1,0 +1,73 @@
+"""Checks of what a caller hands to a train step; each refusal is one sentence that names the argument."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb import gradients
+from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.refusal import Refused, boolean, integer, refuse, shown
+
+PyTree = Any
+
+
+def check_optimizer(optimizer: Any) -> None:
+    """Raises ValueError for what has not the two functions of an optax transformation."""
+    functions = (getattr(optimizer, "init", None), getattr(optimizer, "update", None))
+    if isinstance(optimizer, type) or not all(map(callable, functions)):
+        refuse(
+            "optimizer",
+            optimizer,
+            "an optax transformation, such as jaxfb.make_optimizer('adamw', learning_rate=1e-3) or optax.adam(1e-3)",
+        )
+
+
+def check_options(max_grad_norm: Any, clip_convention: Any, loss_scale: Any, **flags: Any) -> None:
+    """Raises ValueError for an option of `make_train_step` that is not among its legal values."""
+    gradients.check_clipping(max_grad_norm, clip_convention)
+    check_loss_scale(loss_scale)
+    for name, flag in flags.items():
+        boolean(name, flag)
+
+
+def check_loss_scale(loss_scale: Any) -> None:
+    """Raises ValueError for what is no loss scale and not None."""
+    if loss_scale is not None and not isinstance(loss_scale, DynamicLossScale | StaticLossScale):
+        refuse("loss_scale", loss_scale, "a jaxfb.optim.DynamicLossScale, a StaticLossScale, or None")
+
+
+def one_key(rng: Any) -> jax.Array:
+    """Returns the PRNG key of a seed, of a key, or of a key's raw data; ValueError for what gives not just one."""
+    keys = None if rng is None else prng_keys(rng)
+    if keys is None or keys.ndim:
+        refuse("rng", rng, "an int or one key such as jax.random.key(0)")
+    return keys
+
+
+def check_rows(rows: Any, most: int) -> int | jax.Array:
+    """Returns a number of rows as an int; an int32[] of JAX, whose value is not known yet, stays as it is."""
+    if isinstance(rows, jax.Array) and jnp.issubdtype(rows.dtype, jnp.integer) and not rows.shape:
+        return rows
+    return integer("rows", rows, most=most)
+
+
+def check_alive(state: PyTree) -> None:
+    """Raises ValueError if an array of the state is gone because a step was given it."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(state):
+        if isinstance(leaf, jax.Array) and leaf.is_deleted():
+            raise Refused(
+                f"state{jax.tree_util.keystr(path)} is deleted: a step overwrites the state that it is given; use the "
+                "one that it returned, or give it a copy, jax.tree.map(jnp.copy, state)"
+            )
+
+
+def check_init_function(params: Any) -> None:
+    """Raises ValueError for a class, which is called by mistake only."""
+    if isinstance(params, type):
+        raise Refused(
+            f"params must be a tree of float arrays, or a function from a key to one, got {shown(params)}"
+        )

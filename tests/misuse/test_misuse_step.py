@@ -1,0 +1,312 @@
+"""Train steps, optimizers, schedules and loss scales with one wrong argument: refused in a sentence that names it."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from legal import boolean, either, functions, integers, maybe, nothing, numbers, one_of, positive_int
+from wrong import Call, pool
+
+import jaxfb
+from jaxfb import BatchPlan, Sum, TrainState, lr_schedule, make_mesh, make_optimizer, make_train_step
+from jaxfb.gradients import clip_by_global_norm
+from jaxfb.optim import DynamicLossScale, StaticLossScale, weight_decay_schedule
+
+ROWS = 4
+PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
+PARAMS = {"w": np.ones(3, np.float32)}
+BATCH = {"x": np.ones((ROWS, 3), np.float32)}
+FLOAT32 = float(np.finfo(np.float32).max)
+
+fraction = numbers(least=0, below=1)
+positive = numbers(above=0)
+not_negative = numbers(least=0)
+one_number = either(not_negative, functions)
+dtypes = maybe(one_of(("float16", "bfloat16", "float32", "float64")))
+
+
+def loss(params, microbatch, rng):
+    return Sum(((microbatch["x"] @ params["w"]) ** 2).sum(), float(microbatch["x"].shape[0]))
+
+
+def float_array(value):
+    """An array is a tree of one leaf."""
+    is_array = isinstance(value, np.ndarray | np.generic | jax.Array)
+    return is_array and jnp.issubdtype(value.dtype, jnp.floating)
+
+
+def step_arguments():
+    return dict(model=loss, optimizer=optax.sgd(0.1), mesh=None, plan=PLAN)
+
+
+def of_optimizer(name, rules):
+    """make_optimizer(name, ...), whose state is made and updated, so that nothing is put off."""
+
+    def use(optimizer):
+        grads = {"w": np.ones((2, 2), np.float32)}
+        jax.eval_shape(optimizer.update, grads, optimizer.init(grads), grads)
+
+    return Call(
+        f"make_optimizer {name}",
+        make_optimizer,
+        lambda: dict(name=name, learning_rate=0.1),
+        rules,
+        {"name": "optimizer"},
+        use,
+    )
+
+
+def of_schedule(name, legal, rules):
+    return Call(
+        f"lr_schedule {name}",
+        lr_schedule,
+        lambda: dict(name=name, peak=1.0, total=10, **legal),
+        rules,
+        {"name": "schedule", "tail": "tail", "warmup_shape": "warmup shape"},
+        lambda schedule: float(schedule(3)),
+    )
+
+
+SHAPES = one_of(("linear", "cosine", "exponential", "minus_sqrt"))
+RATES = {
+    "name": one_of(("constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt")),
+    "peak": not_negative,
+    "total": numbers(above=0),
+    "warmup": numbers(least=0, below=10),
+    "initial": numbers(least=0, most=1),
+    "final": numbers(least=0, most=1),
+    "warmup_shape": SHAPES,
+    "unit": one_of(("updates", "samples")),
+}
+
+CALLS = [
+    Call(
+        "make_train_step",
+        make_train_step,
+        step_arguments,
+        {
+            "model": functions,
+            "optimizer": nothing,
+            "mesh": maybe(nothing),
+            "plan": nothing,
+            "max_grad_norm": maybe(numbers(above=0, most=FLOAT32)),
+            "clip_convention": one_of(("exact", "torch")),
+            "loss_scale": maybe(nothing),
+            "dropout": boolean,
+            "count_zeros": boolean,
+            "normalize": one_of(("global", "microbatch", "none")),
+            "compute_dtype": dtypes,
+        },
+        {"model": "model|loss function"},
+    ),
+    Call(
+        "TrainState.create",
+        TrainState.create,
+        lambda: dict(params=PARAMS, optimizer=optax.sgd(0.1)),
+        {
+            "params": float_array,
+            "optimizer": nothing,
+            "rng": integers(-(2**63), 2**63 - 1),
+            "loss_scale": maybe(nothing),
+        },
+    ),
+    Call(
+        "clip_by_global_norm",
+        clip_by_global_norm,
+        lambda: dict(grads=PARAMS, norm=jnp.float32(1), max_norm=1.0),
+        {"max_norm": maybe(numbers(above=0, most=FLOAT32)), "convention": one_of(("exact", "torch"))},
+    ),
+    of_optimizer(
+        "adamw",
+        {
+            "name": one_of(("adamw", "lion", "adafactor", "muon", "sgd")),
+            "learning_rate": one_number,
+            "weight_decay": one_number,
+            "mask": functions,
+            "b1": fraction,
+            "b2": fraction,
+            "eps": not_negative,
+            "mu_dtype": dtypes,
+        },
+    ),
+    of_optimizer("lion", {"b1": fraction, "b2": fraction, "mu_dtype": dtypes}),
+    of_optimizer("sgd", {"momentum": fraction, "nesterov": boolean}),
+    of_optimizer(
+        "adafactor",
+        {
+            "decay_rate": numbers(above=0, most=1),
+            "clipping_threshold": maybe(positive),
+            "scale_by_parameter": boolean,
+            "min_dim_size_to_factor": positive_int,
+            "eps": not_negative,
+        },
+    ),
+    of_optimizer(
+        "muon",
+        {
+            "momentum": fraction,
+            "nesterov": boolean,
+            "ns_steps": positive_int,
+            "consistent_rms": maybe(positive),
+            "b1": fraction,
+            "b2": fraction,
+            "eps": not_negative,
+            "matrices": functions,
+        },
+    ),
+    of_schedule("linear", {}, RATES),
+    of_schedule("polynomial", {}, {"power": positive}),
+    of_schedule("cosine", {}, {"cycles": positive, "clamp": boolean}),
+    of_schedule("cosine_restarts", {}, {"cycles": numbers(least=1)}),
+    of_schedule("inverse_sqrt", {}, {"timescale": maybe(positive)}),
+    of_schedule("wsd", {"decay": 3}, {"decay": numbers(above=0, most=10), "tail": SHAPES}),
+    Call(
+        "weight_decay_schedule",
+        weight_decay_schedule,
+        lambda: dict(name="linear", initial=0.0, final=1.0, total=10),
+        {
+            "name": one_of(("linear", "cosine")),
+            "initial": numbers(least=0, most=1),
+            "final": not_negative,
+            "total": positive,
+            "unit": one_of(("updates", "samples")),
+        },
+        {"name": "ramp"},
+        lambda schedule: float(schedule(3)),
+    ),
+    Call(
+        "StaticLossScale", StaticLossScale, lambda: dict(scale=2.0), {"scale": numbers(above=0, most=FLOAT32)}
+    ),
+    Call(
+        "DynamicLossScale",
+        DynamicLossScale,
+        lambda: dict(initial=8.0),
+        {
+            "initial": numbers(least=1, most=FLOAT32),
+            "minimum": numbers(above=0, most=8),
+            "growth_interval": positive_int,
+            "hysteresis": positive_int,
+            "growth": numbers(above=1),
+            "backoff": numbers(above=0, below=1),
+        },
+    ),
+]
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_one_wrong_argument_is_refused_by_name(call):
+    call()
+    assert not call.failures(pool(seed=5))
+
+
+@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+def test_an_argument_left_out_or_unknown_is_named(call):
+    assert not call.signature_failures()
+
+
+@pytest.fixture(scope="module")
+def step():
+    return make_train_step(**step_arguments())
+
+
+def test_what_a_state_is_made_of_is_refused_by_name(step):
+    seeds = integers(-(2**63), 2**63 - 1)
+    call = Call("init", step.init, lambda: dict(params=PARAMS), {"params": float_array, "rng": seeds})
+    wrong = [make for make in pool(seed=7) if not callable(make()) or isinstance(make(), type)]
+    assert not call.failures(wrong)
+
+
+def test_what_an_update_is_given_is_refused_by_name(step):
+    state = step.init(PARAMS)
+    legal = lambda: dict(state=jax.tree.map(jnp.copy, state), batch=BATCH)  # noqa: E731
+    call = Call("step", step, legal, {"state": nothing, "rows": either(maybe(nothing), integers(most=ROWS))})
+    call()
+    assert not call.failures(pool(seed=9))
+
+
+@pytest.mark.parametrize("rows", [99, -3, 0, float("nan"), ROWS + 1, 2.0, True])
+def test_a_number_of_rows_that_the_batch_has_not_is_refused(step, rows):
+    with pytest.raises(ValueError, match="rows must be a positive int"):
+        step(step.init(PARAMS), BATCH, rows=rows)
+
+
+def test_rows_of_the_plan_are_accepted_as_any_integer(step):
+    for rows in (1, ROWS, np.int64(2), jnp.int32(3)):
+        state, _ = step(step.init(PARAMS), BATCH, rows=rows)
+        assert int(state.samples) == int(rows)
+
+
+@pytest.mark.parametrize("sizes", [{}, {"data": 2}], ids=str)
+def test_a_state_that_a_step_has_overwritten_is_refused(sizes):
+    mesh = make_mesh(**sizes)
+    plan = BatchPlan(rows=ROWS, num_microbatches=2, data_parallel=mesh.shape["data"])
+    step = make_train_step(loss, optax.adam(0.1), mesh, plan)
+    state = step.init(PARAMS)
+    step(state, BATCH)
+    for use in (lambda: step(state, BATCH), lambda: step.place(state)):
+        with pytest.raises(ValueError, match=r"state.* is deleted: a step overwrites the state.*jnp.copy"):
+            use()
+
+
+FOR_FOUR = jaxfb.schedules.make("1f1b", 2, 4)
+FORWARD = jaxfb.schedules.make("1f1b", 2, 2).forward_only()
+
+
+def plan_of(data_parallel=1, num_microbatches=2, **options):
+    return BatchPlan(rows=8, num_microbatches=num_microbatches, data_parallel=data_parallel, **options)
+
+
+def pipelined():
+    embed = lambda outer, microbatch, rng: microbatch["x"]  # noqa: E731
+    layer = lambda weights, hidden, microbatch, rng: hidden  # noqa: E731
+    head = lambda outer, hidden, microbatch, rng: Sum(hidden.sum(), 1.0)  # noqa: E731
+    return jaxfb.Pipelined(embed, layer, head)
+
+
+@pytest.mark.parametrize(
+    ("model", "mesh", "plan", "options", "message"),
+    [
+        (loss, {"data": 2}, plan_of(), {}, "data_parallel=1 replicas, the mesh has .* = 2"),
+        (loss, {"fsdp": 2}, plan_of(4), {}, "data_parallel=4 replicas, the mesh has .* = 2"),
+        (loss, {}, BatchPlan("eval", rows=8, num_microbatches=2), {}, 'plan "eval"'),
+        (loss, {"pipe": 2}, plan_of(), {}, "needs a model cut for stages"),
+        (pipelined(), {"pipe": 2}, plan_of(), {"schedule": FOR_FOUR}, "is for pipe=2 and 4 microbatches"),
+        (pipelined(), {"pipe": 2}, plan_of(), {"schedule": FORWARD}, "has no backward"),
+        (pipelined(), {"pipe": 2}, plan_of(), {"schedule": "no such"}, "schedule"),
+    ],
+)
+def test_a_plan_that_does_not_fit_is_refused_when_the_step_is_made(model, mesh, plan, options, message):
+    with pytest.raises(ValueError, match=message):
+        make_train_step(model, optax.sgd(0.1), make_mesh(**mesh), plan, **options)
+
+
+@pytest.mark.parametrize(
+    ("rate", "message"),
+    [
+        (lambda count: None, "learning_rate must be a function from a count"),
+        (lambda count: jnp.ones(2), "learning_rate must give one number for a count"),
+        (lambda count, more: 1.0, "learning_rate must be a function from a count"),
+    ],
+)
+def test_a_schedule_that_gives_no_rate_is_refused(rate, message):
+    with pytest.raises(ValueError, match=message):
+        make_optimizer(learning_rate=rate)
+
+
+@pytest.mark.parametrize(
+    "mask", [lambda params: {"other": True}, lambda params: {"w": 1.0}, lambda params: None]
+)
+def test_a_mask_that_is_not_like_the_parameters_is_refused(mask):
+    optimizer = make_optimizer(learning_rate=0.1, weight_decay=0.1, mask=mask)
+    with pytest.raises(ValueError, match=r"make_optimizer\('adamw'\): mask must give"):
+        optimizer.init(PARAMS)
+
+
+@pytest.mark.parametrize(
+    "params",
+    [{"w": 1.0}, {"w": "text"}, {"w": np.ones(2, np.int32)}, {}, {"w": jax.ShapeDtypeStruct((2,), float)}],
+)
+def test_leaves_that_are_no_float_arrays_are_refused(step, params):
+    with pytest.raises(ValueError, match="params"):
+        step.init(params)
