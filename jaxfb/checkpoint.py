@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -235,6 +236,7 @@ class CheckpointStore:
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         self._set_aside_damaged()
+        logging.getLogger("absl").addFilter(_is_told_elsewhere)
         policies = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]
         if self.keep_best is not None:
@@ -425,12 +427,19 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
+def _is_told_elsewhere(record: logging.LogRecord) -> bool:
+    """A filter: Orbax prints the traceback of a failed write from each of its threads, and then raises it as well."""
+    return not (record.levelno == logging.ERROR and "orbax" in record.pathname)
+
+
 def _root_of(error: BaseException) -> str:
     """The first line of what the system said, if it is in the chain of causes; otherwise of the error itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:
             return cause.strerror
+        if number := re.search(r"os_error_code='(\d+)'", str(cause)):  # as tensorstore puts it
+            return os.strerror(int(number[1]))
         cause = cause.__cause__ or cause.__context__
     return _first_line(error)
 

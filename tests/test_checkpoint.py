@@ -16,7 +16,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import CannotWrite, CheckpointStore
 
 
 def mesh_of(**sizes):
@@ -125,7 +125,9 @@ def test_a_failed_write_is_raised_and_the_next_one_works(tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limit[1]))  # as a full disk would
         try:
             store.save(2, state, {})
-            with pytest.raises(Exception, match="(?i)file too large"):
+            with pytest.raises(
+                CannotWrite, match="(?i)step 2 could not be .*: file too large; complete steps: 1$"
+            ):
                 store.wait()
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
@@ -176,7 +178,7 @@ def test_kill_during_an_asynchronous_save(tmp_path):
 TWO_PROCESSES = """
 import sys, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import CannotWrite, CheckpointStore
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
 values = np.arange(24, dtype=np.float32).reshape(8, 3)

@@ -1,5 +1,6 @@
 """Who may write into a run directory, what a resumed run may change, and that a refusal leaves every file alone."""
 
+import errno
 import json
 import os
 import shutil
@@ -223,6 +224,19 @@ def test_a_lock_that_was_removed_while_somebody_waited_is_none(tmp_path, monkeyp
     second.acquire()
     assert len(tries) == 2 and second._is_current(second._file)
     second.release()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_lock_that_cannot_be_signed_leaves_nothing(tmp_path, monkeypatch):
+    def full(file, content):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "write", full)
+    with (
+        RunLock(tmp_path / "run") as lock,
+        pytest.raises(ValueError, match="cannot be written to: No space left"),
+    ):
+        lock.acquire()
     assert not (tmp_path / "run").exists()
 
 

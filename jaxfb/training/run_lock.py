@@ -68,7 +68,8 @@ class RunLock:
         except OSError as error:
             self._unmake()
             raise ConfigError(
-                f"[run] dir={self._directory} cannot be written to: {error.strerror}; choose another run.dir"
+                f"[run] dir={self._directory} cannot be written to: {error.strerror}; mend that, or choose another "
+                "run.dir"
             ) from None
         except ConfigError:
             self._unmake()
@@ -106,8 +107,7 @@ class RunLock:
                     os.close(file)
                     return None
                 if self._is_current(file):
-                    os.ftruncate(file, 0)
-                    os.write(file, json.dumps(_holder()).encode())
+                    self._sign(file)
                     return file
             except BaseException:
                 os.close(file)
@@ -130,6 +130,15 @@ class RunLock:
             )
             return False
         return True
+
+    def _sign(self, file: int) -> None:
+        """Writes who has the lock, for the sentence that others get; removes the file where that fails."""
+        try:
+            os.ftruncate(file, 0)
+            os.write(file, json.dumps(_holder()).encode())
+        except OSError:
+            self.path.unlink()
+            raise
 
     def _is_current(self, file: int) -> bool:
         try:
