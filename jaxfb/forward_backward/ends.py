@@ -19,6 +19,7 @@ from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import across
 from jaxfb.forward_backward.stage import Given
+from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 PyTree = Any
@@ -153,7 +154,7 @@ class RowEnds(_WholeModel):
 
     def _spread(self, hidden, given):
         mine = _masked(self._here(self._loss_device), hidden)
-        scatter = lambda leaf: lax.psum_scatter(leaf, "pipe", scatter_dimension=0, tiled=True)  # noqa: E731
+        scatter = lambda leaf: psum_scatter_of_one(leaf, "pipe", 0)  # noqa: E731
         return jax.tree.map(scatter, mine), jax.tree.map(_my_rows, given)
 
     def _collect(self, cotangent):
@@ -177,12 +178,12 @@ class VocabularyEnds(Ends):
 
     def embed(self, outer, given):
         with jax.named_scope("embed"):
-            return lax.psum(self._part(outer, given), "pipe")
+            return psum_of_one(self._part(outer, given), "pipe")
 
     def embed_backward(self, outer, given, cotangent, mine):
         with jax.named_scope("embed_backward"):
             _, vjp = jax.vjp(lambda o: self._part(o, given), outer)
-            return self._own(vjp(lax.psum(_masked(mine, cotangent), "pipe"))[0])
+            return self._own(vjp(psum_of_one(_masked(mine, cotangent), "pipe"))[0])
 
     def _part(self, outer, given):
         return self._model.vocabulary.embed(outer, given.microbatch, given.keys, "pipe")
@@ -193,7 +194,7 @@ class VocabularyEnds(Ends):
             return as_loss_output(head(outer, hidden, given.microbatch, given.keys, "pipe"))
 
     def _spread(self, hidden, given):
-        return lax.psum(_masked(self._here(self._loss_device), hidden), "pipe"), given
+        return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), given
 
     def _collect(self, cotangent):
         return cotangent

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward.cores import Core
 from jaxfb.forward_backward.microbatches import rows_spec, specs_of
-from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
+from jaxfb.forward_backward.reduce import across, means_of_microbatches, reduce_metrics, reduce_records
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.weights import objective, seeds, term_weights
 from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
@@ -141,7 +141,7 @@ class _Outputs:
         self._of_tokens = [self._cut and leaf.ndim > 2 and leaf.shape[2] in lengths for leaf in leaves]
         of_rows = [leaf for leaf, tokens in zip(leaves, self._of_tokens, strict=True) if not tokens]
         of_tokens = [leaf for leaf, tokens in zip(leaves, self._of_tokens, strict=True) if tokens]
-        return [lax.psum(leaf, "context") for leaf in of_rows] if self._cut else of_rows, of_tokens
+        return across(lax.psum, of_rows, ("context",)) if self._cut else of_rows, of_tokens
 
     def joined(self, of_rows: list, of_tokens: list) -> tuple[PyTree, PyTree]:
         """(the outputs, tree like them of bool: which are of tokens)."""

@@ -65,8 +65,17 @@ def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
 
 
 def across(collective: Callable, tree: PyTree, axes: tuple[str, ...]) -> PyTree:
-    """Applies psum, pmax or pmin to every leaf; booleans, which have no such collective, travel as int8."""
+    """Applies psum, pmax or pmin to every leaf; booleans, which have no such collective, travel as int8.
+
+    16-bit floats travel as float32: sums are then exact, and XLA:CPU aborts on them in a partly automatic region.
+    """
     if not axes:
         return tree
-    numbers = jax.tree.map(lambda leaf: leaf.astype(jnp.int8) if leaf.dtype == bool else leaf, tree)
+    numbers = jax.tree.map(lambda leaf: leaf.astype(_travels_as(leaf.dtype)), tree)
     return jax.tree.map(lambda old, new: new.astype(old.dtype), tree, collective(numbers, axes))
+
+
+def _travels_as(dtype: Any) -> Any:
+    if jnp.issubdtype(dtype, jnp.bool_):
+        return jnp.int8
+    return jnp.promote_types(dtype, jnp.float32) if jnp.issubdtype(dtype, jnp.floating) else dtype

@@ -9,10 +9,16 @@ All functions here run inside `jax.shard_map`.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, get_abstract_mesh
 
+PyTree = Any
 Groups = list[list[int]]
 
 
@@ -28,6 +34,56 @@ def reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
     for groups in _steps(axis, "scatter"):
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
+
+
+def psum(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
+    """Sums every leaf over mesh axes; 16-bit floats are summed in float32 and come back in their own dtype."""
+    return jax.tree.map(partial(_widened, partial(lax.psum, axis_name=axes)), tree)
+
+
+def psum_of_one(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
+    """Sums leaves that are zero on all devices but one, which is exact in any dtype: nothing is widened on the wire.
+
+    But on CPU, where XLA aborts on a 16-bit all-reduce inside a `jax.shard_map` that leaves an axis automatic.
+    """
+    return psum(tree, axes) if _on_cpu() else lax.psum(tree, axes)
+
+
+def psum_scatter_of_one(x: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Scatters along `dim` the sum of arrays that are zero on all devices but one; see `psum_of_one`."""
+    scatter = partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True)
+    return _widened(scatter, x) if _on_cpu() else scatter(x)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+def gather_summing_wide(shard: jax.Array, axis: str, dim: int) -> jax.Array:
+    """Gathers shards along `dim`; unlike that of `lax.all_gather` its transpose sums 16-bit cotangents in float32."""
+    return lax.all_gather(shard, axis, axis=dim, tiled=True)
+
+
+def _gather_forward(shard, axis, dim):
+    return lax.all_gather(shard, axis, axis=dim, tiled=True), None
+
+
+def _gather_backward(axis, dim, _, cotangent):
+    return (
+        _widened(partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True), cotangent),
+    )
+
+
+gather_summing_wide.defvjp(_gather_forward, _gather_backward)
+
+
+def _widened(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    x = jnp.asarray(x)
+    if not (jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize < 4):
+        return collective(x)
+    return collective(x.astype(jnp.float32)).astype(x.dtype)
+
+
+def _on_cpu() -> bool:
+    device = get_abstract_mesh().abstract_device
+    return device is None or device.platform == "cpu"
 
 
 def two_steps(size: int) -> tuple[Groups, Groups] | None:

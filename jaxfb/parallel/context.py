@@ -18,6 +18,8 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxfb.parallel.collectives import gather_summing_wide
+
 AXIS = "context"
 METHODS = ("ring", "all_gather", "all_to_all")
 
@@ -121,10 +123,10 @@ def context_attention(query, key, value, *, segments: jax.Array | None, method: 
 
 def gathered(query, key, value, segments) -> jax.Array:
     """Attention with all keys and values gathered over context; the transpose scatters their gradients."""
-    bring = lambda x: lax.all_gather(x, AXIS, axis=1, tiled=True)  # noqa: E731
+    bring = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length, size = query.shape[1], size_here()
     places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
-    mask = _visible(token_index(length), places, segments, bring(segments))
+    mask = _visible(token_index(length), places, segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
     q, k, v = _grouped(query, key.shape[2]), bring(key), bring(value)
     sums = _attend(_nothing(q), q, k, v, mask)
     return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)

@@ -25,15 +25,18 @@ GATHERS = ("layer", "step")
 def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree) -> PyTree:
     """The parameters as the microbatch loop holds them: cast once to `dtypes`, and under "step" gathered once.
 
-    Under "layer" a leaf that fsdp cuts stays a shard in its own dtype; `materialize` brings it together
-    where it is used, so that its gradient is scattered in the accumulation dtype.
+    Under "layer" a leaf that fsdp cuts stays a shard, in float32 at least; `materialize` gathers it in `dtypes` where
+    it is used, and its gradient is summed over fsdp in float32 whatever the dtype of the parameters.
     """
 
     def prepare(leaf, spec, dtype):
         dim = dim_of(spec, "fsdp")
         if dim is None:
             return leaf.astype(dtype)
-        return _gather(leaf.astype(dtype), spec) if gather == "step" else leaf
+        if gather == "step":
+            return _gather(leaf.astype(dtype), spec)
+        # the gradient has the dtype of what is differentiated, and is scattered in it: never in 16 bits
+        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
 
     return jax.tree.map(prepare, params, specs, dtypes)
 

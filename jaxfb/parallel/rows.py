@@ -15,6 +15,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.parallel.collectives import psum, psum_scatter_of_one
+
 
 def own(x: jax.Array, axis: str) -> jax.Array:
     """This device's rows of data (tokens, masks, keys) that all have: [R, ...] -> [n, ...]. No gradient."""
@@ -58,16 +60,16 @@ def take_sum(x: jax.Array, axis: str) -> jax.Array:
     """This device's rows of the sum over `axis` of parts [R, ...], of which each device has one."""
     missing = _per_device(x.shape[0], axis) * lax.axis_size(axis) - x.shape[0]
     padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
-    return lax.psum_scatter(padded, axis, scatter_dimension=0, tiled=True)
+    return psum_scatter_of_one(padded, axis, 0)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def total(x: jax.Array, axis: str) -> jax.Array:
     """The sum over `axis`, which all have then; each part's gradient is that of the sum."""
-    return lax.psum(x, axis)
+    return psum(x, axis)
 
 
-total.defvjp(lambda x, axis: (lax.psum(x, axis), None), lambda axis, _, cotangent: (cotangent,))
+total.defvjp(lambda x, axis: (psum(x, axis), None), lambda axis, _, cotangent: (cotangent,))
 
 
 def _per_device(rows: int, axis: str) -> int:
