@@ -85,6 +85,11 @@ def make_train_step(
     )
 
 
+def _on_the_host(leaf: jax.Array) -> Any:
+    """Returns an array that one process has for itself as numpy, which any jit takes; others as they are."""
+    return np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
+
+
 class TrainStep:
     """A compiled update, and where its state lives; made by `make_train_step`."""
 
@@ -181,6 +186,10 @@ class TrainStep:
         self._look_at(params)
         mesh = self.forward_backward.mesh
         places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
+        if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
+            shapes = jax.eval_shape(self._create, params, key)
+            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes))
+            return made(jax.tree.map(_on_the_host, params), key)
         return self._copied(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:

@@ -33,7 +33,7 @@ from jaxfb.rl.critic import Critic
 from jaxfb.rl.experience import Experience, Models
 from jaxfb.rl.resume import refuse_other_rollout
 from jaxfb.rl.rows import Rows, cut
-from jaxfb.rl.sampler import Sampler
+from jaxfb.rl.sampler import Sampler, to_devices
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
 from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
@@ -216,7 +216,8 @@ class PolicyWork(PostTraining):
             )
 
     def _rows_on_devices(self) -> PyTree:
-        return jax.device_put(self._rows, NamedSharding(self.base.mesh, P()))
+        everywhere = NamedSharding(self.base.mesh, P())
+        return {name: to_devices(leaf, everywhere) for name, leaf in self._rows.items()}
 
 
 def make_policy_work(

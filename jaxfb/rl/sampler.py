@@ -80,7 +80,9 @@ class Sampler:
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
         cast = params if self.compute_dtype is None else _cast(params, self.compute_dtype)
-        return jax.device_put(cast, targets)
+        if jax.process_count() == 1:
+            return jax.device_put(cast, targets)
+        return jax.jit(lambda tree: tree, out_shardings=targets)(cast)
 
     def __call__(
         self, placed: PyTree, prompts: list[np.ndarray], key: jax.Array | None, greedy: bool = False
@@ -120,10 +122,11 @@ class Sampler:
         for row, prompt in enumerate(prompts):
             rows[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         sharding = NamedSharding(self.mesh, P(axes))
-        return tuple(_to_devices(leaf, sharding) for leaf in (rows, lengths))
+        return tuple(to_devices(leaf, sharding) for leaf in (rows, lengths))
 
 
-def _to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+def to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
+    """Returns an array that every process has whole as one on the devices of all."""
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
