@@ -1,0 +1,18 @@
+"""The page that describes every key is the one that the code writes."""
+
+from pathlib import Path
+
+from jaxfb.config.reference import reference
+
+
+def test_the_page_of_keys_is_what_the_command_writes():
+    page = Path(__file__).parent.parent / "docs" / "config.md"
+    assert page.read_text() == reference(), "write it again: jaxfb config reference > docs/config.md"
+
+
+def test_a_key_has_its_legal_values_default_and_meaning():
+    row = next(line for line in reference().splitlines() if line.startswith("| `model.rope_scaling.factor`"))
+    assert (
+        row
+        == "| `model.rope_scaling.factor` | a number | must be given | how many times longer sequences become. |"
+    )
