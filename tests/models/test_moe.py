@@ -303,9 +303,12 @@ def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
     batch = {"tokens": _batch()["tokens"][:rows]}
     if padded:
         batch["loss_mask"] = np.ones((rows, LENGTH))
-    model = transformer(
-        LAW, loss=lambda hidden, *_, **__: jaxfb.Sum((hidden**2).sum(), hidden.shape[0] * 1.0)
-    )
+
+    def loss(hidden, kernel, microbatch, **_):
+        mask = microbatch.get("loss_mask", jnp.ones(hidden.shape[:2]))  # a row of padding counts nothing
+        return jaxfb.Sum(jnp.where(mask[..., None] > 0, hidden**2, 0).sum(), mask.sum())
+
+    model = transformer(LAW, loss=loss)
     plan = jaxfb.BatchPlan(rows=rows, data_parallel=2, num_microbatches=2, remainder="pad")
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(context=2, expert=2))
     params = init_params(LAW, jax.random.key(3), jnp.float64)
