@@ -51,7 +51,7 @@ def job(tmp_path, monkeypatch):
     return run
 
 
-@pytest.mark.parametrize("code", [0, 2, 75, 78])
+@pytest.mark.parametrize("code", [0, 2, 74, 75, 78])
 def test_final_endings_are_not_started_again(job, code):
     assert job(str(code)) == (code, [], [""])
 
