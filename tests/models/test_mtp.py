@@ -145,5 +145,5 @@ def test_sizes_count_the_heads():
 
 
 def test_a_negative_depth_is_refused():
-    with pytest.raises(ValueError, match="mtp_depth=-1 must not be negative; use 0 for none"):
+    with pytest.raises(ValueError, match="mtp_depth must be an int that is not negative, got -1"):
         TransformerConfig(**{**SIZES, "mtp_depth": -1})
