@@ -16,7 +16,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 DONE, REFUSED, UNWRITABLE, RESUMABLE, LOST, GAVE_UP = 0, 2, 74, 75, 76, 78
-FINAL = (DONE, REFUSED, UNWRITABLE, RESUMABLE, GAVE_UP)  # exit codes after which another start would change nothing
+FINAL = (
+    DONE,
+    REFUSED,
+    UNWRITABLE,
+    RESUMABLE,
+    GAVE_UP,
+)  # exit codes after which another start would change nothing
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
