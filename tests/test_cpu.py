@@ -148,7 +148,7 @@ def compiled(mesh, num_microbatches, schedule=None):
         (model, params), batch = problem(4 if "expert" in sizes else 0), synthetic_batch(rows)
         batch = batch | {name: batch[name] % 16 for name in ("tokens", "targets")}
     else:
-        model, params, batch = toy.model, toy.params(), toy.batch(rows=rows)
+        model, params, batch = toy.model, toy.params(layers=8), toy.batch(rows=rows)
     return jax.jit(lambda p, b: fb(model, p, b, plan)).lower(params, batch).compile()
 
 

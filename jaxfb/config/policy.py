@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxfb.config.sections import Number, at_least_zero, positive, seed_in_range
+from jaxfb.refusal import shown
 
 EstimatorName = Literal[
     "grpo",
@@ -203,8 +204,8 @@ def known_template(section: str, template: str | None) -> None:
     near = difflib.get_close_matches(template, TEMPLATES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use {section}.template=null for the tokenizer's own"
     raise ValueError(
-        f"[{section}] template={template!r} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, or null; "
-        f"{hint}"
+        f"[{section}] template={shown(template)} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, "
+        f"or null; {hint}"
     )
 
 

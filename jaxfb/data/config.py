@@ -8,6 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
+from jaxfb.refusal import shown
+
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
 
 
@@ -66,7 +68,7 @@ def _check_paths(config: DataConfig) -> None:
     if config.source == "python-stdlib" and (config.path or config.held_out_path):
         raise ValueError(
             f"[data] source='python-stdlib' reads the interpreter's own source and takes no path, "
-            f"got path={config.path} held_out_path={config.held_out_path}; use source='text'"
+            f"got path={shown(config.path)} held_out_path={shown(config.held_out_path)}; use source='text'"
         )
 
 

@@ -20,6 +20,8 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxfb.refusal import shown
+
 log = logging.getLogger(__name__)
 # Tests and vendored tools are bulky and repetitive; `encodings` is tables of characters.
 STDLIB_SKIPPED = {
@@ -132,7 +134,9 @@ def _files_at(path: str, source: str) -> list[SourceFile]:
     try:
         return _found_at(path, source)
     except OSError as error:
-        raise ValueError(f"[data] path={path!r} cannot be read: {error.strerror}: {error.filename}") from None
+        raise ValueError(
+            f"[data] path={shown(path)} cannot be read: {error.strerror}: {error.filename}"
+        ) from None
 
 
 def _found_at(path: str, source: str) -> list[SourceFile]:
@@ -149,7 +153,7 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
         _tell_of_binaries(path, sorted(set(found) - set(paths)), len(found))
     if not paths:
         raise ValueError(
-            f"[data] path={path!r} is no file, no directory with files for {source=}, "
+            f"[data] path={shown(path)} is no file, no directory with files for {source=}, "
             f"no glob that matches one; correct it"
         )
     base = root if root.is_dir() else Path(os.path.commonpath([p.parent for p in paths]))
