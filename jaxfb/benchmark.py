@@ -8,6 +8,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+from jaxfb.refusal import Refused
+
 CHILDREN = {"performance", "loop_of_accelerate", "loop_of_jaxfb", "torch_pipelining"}
 """Scripts that another one runs."""
 
@@ -20,7 +22,7 @@ def directory() -> Path:
     """
     found = Path(__file__).parent.parent / "benchmarks"
     if not found.is_dir():
-        raise ValueError(
+        raise Refused(
             "[bench] benchmarks/ is not part of an installed jaxfb; use a checkout: pip install -e ."
         )
     return found
@@ -51,5 +53,5 @@ def run(name: str | None, arguments: list[str]) -> int:
     script = "performance" if name == "report" else name
     if name not in (*known, "report"):
         close = difflib.get_close_matches(name, [*known, "report"], n=1, cutoff=0.0)[0]
-        raise ValueError(f"[bench] no benchmark {name!r}; did you mean {close}? (jaxfb bench lists them)")
+        raise Refused(f"[bench] no benchmark {name!r}; did you mean {close}? (jaxfb bench lists them)")
     return subprocess.run([sys.executable, str(directory() / f"{script}.py"), *arguments]).returncode

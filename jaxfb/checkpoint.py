@@ -26,7 +26,7 @@ from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.parallel.totals import checksums
-from jaxfb.refusal import INT64, Refused, boolean, instance, integer, refuse, shown
+from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse, shown
 
 log = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest o
 DAMAGED_SUFFIX = ".damaged"
 
 
-class CannotWrite(OSError):
+class CannotWrite(StorageError):
     """Something of a run could not be written (disk full, no permission); one sentence that says what is saved."""
 
 
@@ -98,7 +98,7 @@ class CheckpointStore:
         record = _sealed({**record, "host": _as_json(host)})
         writer = self._writer or self._open_writer()
         if (self.directory / str(step)).exists():
-            raise ValueError(
+            raise Refused(
                 f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
                 "into another run directory"
             )
@@ -148,7 +148,7 @@ class CheckpointStore:
                 reasons.append(f"step {candidate}: {_first_line(error)}")
                 log.warning("[checkpoint] passing over %s of %s", reasons[-1], self.directory)
                 self._damaged.add(candidate)
-        raise FileNotFoundError(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
+        raise Missing(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
 
     def check_fit(self, abstract_state: Any, step: int, partial: bool = False) -> None:
         """Compares names, shapes and dtypes with those of a complete step, without reading its arrays.
@@ -174,7 +174,7 @@ class CheckpointStore:
         if step is not None:
             integer("step", step, who=WHO, least=0, most=INT64)
         if step is None or not (self.directory / str(step)).is_dir():
-            raise FileNotFoundError(self._no_step(step))
+            raise Missing(self._no_step(step))
         return step
 
     def steps(self) -> list[int]:
@@ -285,9 +285,9 @@ class CheckpointStore:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
         record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
-            raise OSError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
+            raise StorageError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
         if record["format"] == FORMAT and record != _sealed(record):
-            raise OSError(f"the record of {self.directory / str(step)} is not the one that was written")
+            raise StorageError(f"the record of {self.directory / str(step)} is not the one that was written")
         return record
 
     def _is_complete(self, step: int) -> bool:
@@ -334,7 +334,7 @@ def _context() -> ocp.Context:
     return context
 
 
-class _Mismatch(ValueError):
+class _Mismatch(Refused):
     """The checkpoint is sound, but of another model, optimizer or dtype: falling back would not help."""
 
 
@@ -348,7 +348,7 @@ def _named_leaves(tree: Any) -> dict[str, Any]:
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
-            raise ValueError(f"[checkpoint] two leaves are called {name}; rename one of the keys")
+            raise Refused(f"[checkpoint] two leaves are called {name}; rename one of the keys")
         is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
         if not is_array or getattr(leaf.dtype, "kind", "V") in "OSUMm":
             what = f"an array of {leaf.dtype}" if is_array else f"a {type(leaf).__name__}"
@@ -413,7 +413,7 @@ def _check_sums(saved: Mapping[str, str | None], loaded: Mapping[str, Any], step
     changed = [name for name, digits in found.items() if digits != saved[name]]
     if changed:
         more = f" and {len(changed) - 3} more" if changed[3:] else ""
-        raise OSError(f"step {step} holds other bits than were saved in {', '.join(changed[:3])}{more}")
+        raise StorageError(f"step {step} holds other bits than were saved in {', '.join(changed[:3])}{more}")
 
 
 def _as_json(host: Mapping[str, Any]) -> dict:

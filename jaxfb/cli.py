@@ -20,6 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jaxfb import __version__
+from jaxfb.refusal import Refused, StorageError
 from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
@@ -96,13 +97,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _run(options: argparse.Namespace) -> int:
     try:
         return options.run(options) or 0
-    except (ValueError, FileNotFoundError) as error:
-        if not _is_refusal(error):
-            raise
+    except Refused as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return 2
     except OSError as error:
-        if error.errno not in OF_THE_DISK and not _is_refusal(error):
+        if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
             raise
         where = f": {error.filename}" if error.filename else ""
         print(f"jaxfb: {f'{error.strerror}{where}' if error.errno else error}", file=sys.stderr)
@@ -413,13 +412,11 @@ def _launch(options) -> int:
 
     for name, least in (("processes", 1), ("restarts", 0)):
         if getattr(options, name) < least:
-            raise ValueError(
-                f"[launch] --{name} {getattr(options, name)} must be at least {least}; use {least}"
-            )
+            raise Refused(f"[launch] --{name} {getattr(options, name)} must be at least {least}; use {least}")
     command = [word for word in options.command if word != "--"]
     if not command or command[0] not in LAUNCHED:
         given = command[0] if command else "nothing"
-        raise ValueError(
+        raise Refused(
             f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
         )
     return Supervisor(job_command(command), options.processes, options.restarts).run()
@@ -442,7 +439,7 @@ def _check(options) -> int:
     if options.random is not None:
         return _check_random(options)
     if options.config is None:
-        raise ValueError("check needs a config, such as configs/quickstart.yaml, or --random 20")
+        raise Refused("check needs a config, such as configs/quickstart.yaml, or --random 20")
     from jaxfb.config import load_config
 
     config = load_config(options.config, options.overrides, "train")
@@ -467,7 +464,7 @@ def _check_random(options) -> int:
     from jaxfb.checking.command import random_check
 
     if options.config is not None or options.tolerance is not None:
-        raise ValueError("--random draws everything itself; leave out the config and --tolerance")
+        raise Refused("--random draws everything itself; leave out the config and --tolerance")
     how = {name: getattr(options, name) for name in RANDOM}
     axes = None if options.axes is None else options.axes.split(",")
     return DIFFERS if random_check(options.random, **how | {"axes": axes}).findings else 0
@@ -544,22 +541,6 @@ def _hosts(options) -> list[str]:
 def _among_several() -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether a `raise` statement of jaxfb made it; what another library raised keeps its traceback."""
-    from dis import opmap
-
-    from jaxfb.refusal import Refused
-
-    if isinstance(error, Refused):
-        return True
-
-    trace = error.__traceback__
-    while trace.tb_next is not None:
-        trace = trace.tb_next
-    ours = trace.tb_frame.f_globals.get("__name__", "").partition(".")[0] == "jaxfb"
-    return ours and trace.tb_frame.f_code.co_code[trace.tb_lasti] == opmap["RAISE_VARARGS"]
 
 
 if __name__ == "__main__":

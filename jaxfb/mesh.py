@@ -48,7 +48,7 @@ def make_mesh(
     sizes = mesh_sizes(given, len(devices), devices[0].platform)
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
-        raise ValueError(
+        raise Refused(
             f"with several processes the mesh must use all devices: {_product(sizes)} = {needed}, "
             f"there are {len(devices)}; set data=-1 to take the rest"
         )
@@ -107,11 +107,11 @@ def check_mesh(mesh: Mesh) -> Mesh:
     instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as jaxfb.make_mesh(data=2) makes")
     unknown = [axis for axis in mesh.axis_names if axis not in AXES]
     if unknown:
-        raise ValueError(f"mesh axes must be among {AXES}, got {unknown}; jaxfb.make_mesh names them so")
+        raise Refused(f"mesh axes must be among {AXES}, got {unknown}; jaxfb.make_mesh names them so")
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = [axis for axis, kind in types.items() if kind != AxisType.Auto]
     if explicit:
-        raise ValueError(
+        raise Refused(
             f"mesh axes must have axis_types=AxisType.Auto, got {explicit} otherwise; jaxfb.make_mesh sets it"
         )
     return mesh
@@ -224,7 +224,7 @@ def across_slices(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
         parts[axis] = 1 if axis == "tensor" else math.gcd(size, left)
         left //= parts[axis]
     if left > 1:
-        raise ValueError(
+        raise Refused(
             f"{num_slices} slices cannot be shared out over {_product(dict(sizes))}: only pipe, data, fsdp, expert and "
             f"context go over the network between slices, and their sizes leave a factor {left}; make data "
             f"{sizes['data'] * left} or a multiple of it, or tensor smaller"
@@ -237,7 +237,7 @@ def _over_slices(sizes: dict[str, int], devices: Sequence[Any], slices: Counter)
 
     if len(set(slices.values())) > 1:
         each = ", ".join(f"{count} of slice {index}" for index, count in sorted(slices.items()))
-        raise ValueError(
+        raise Refused(
             f"a mesh over several slices needs as many devices of each, {_product(sizes)} takes {each}; "
             f"make it {min(slices.values()) * len(slices)} devices"
         )

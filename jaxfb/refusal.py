@@ -1,4 +1,4 @@
-"""Checks of single arguments, and the error that they raise. No jax is imported.
+"""Defines the errors of a refused call, and checks of single arguments. No jax is imported.
 
 Every refusal is a `ValueError` of one sentence: the name of the argument, the rule, and the value that was given.
 `who` is what stands before the name, such as "[train]" or "make_optimizer('adamw'):".
@@ -27,6 +27,14 @@ class Refused(ValueError):
     def __init__(self, message: str, choices: Iterable[Choice] = ()):
         super().__init__(message)
         self.choices = tuple(choices)
+
+
+class Missing(Refused, FileNotFoundError):
+    """A file or checkpoint that a call needs does not exist; the message is a whole sentence."""
+
+
+class StorageError(OSError):
+    """Something on disk could not be written or read back; the message is a whole sentence."""
 
 
 def shown(value: Any, width: int = 80) -> str:

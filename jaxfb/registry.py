@@ -13,7 +13,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Generic, TypeVar
 
-from jaxfb.refusal import shown
+from jaxfb.refusal import Refused, shown
 
 Part = TypeVar("Part")
 
@@ -33,7 +33,7 @@ class Registry(Generic[Part]):
 
         def add(part: Part) -> Part:
             if self._parts.get(name, part) is not part:
-                raise ValueError(f"[{self.what}] the name {name!r} is taken; register under another")
+                raise Refused(f"[{self.what}] the name {name!r} is taken; register under another")
             self._parts[name] = part
             return part
 
@@ -54,7 +54,7 @@ class Registry(Generic[Part]):
             return self._parts[name]
         if isinstance(name, str) and ":" in name:
             return load(name, self.what)
-        raise ValueError(self._unknown(name))
+        raise Refused(self._unknown(name))
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -85,16 +85,16 @@ def load(path: str, what: str) -> object:
     """
     module, _, attribute = path.partition(":")
     if not all(part.isidentifier() for part in [*module.split("."), *attribute.split(".")]):
-        raise ValueError(f"[{what}] {shown(path)} must be written as 'package.module:attribute'")
+        raise Refused(f"[{what}] {shown(path)} must be written as 'package.module:attribute'")
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.append(here)
     try:
         found = import_module(module)
     except Exception as error:  # importing runs the module, which may fail in any way
-        raise ValueError(f"[{what}] {path!r} cannot be imported: {shown(error)}") from error
+        raise Refused(f"[{what}] {path!r} cannot be imported: {shown(error)}") from error
     for name in attribute.split("."):
         if not hasattr(found, name):
-            raise ValueError(f"[{what}] {path!r}: {module} has no {attribute}")
+            raise Refused(f"[{what}] {path!r}: {module} has no {attribute}")
         found = getattr(found, name)
     return found

@@ -22,7 +22,7 @@ from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.data.chat import saved_chat
-from jaxfb.refusal import function, instance, integer, number, refuse
+from jaxfb.refusal import Refused, function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.changes import check_model
@@ -196,7 +196,7 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
         hosts.agree("the checkpoint", lambda: {"update": update})
         metrics = held_out.evaluate(params)
         if not metrics:
-            raise ValueError("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
+            raise Refused("[eval] no text was held out; give data.held_out_fraction or data.held_out_path")
         losses = {"held_out": metrics["eval/loss"], **hosts.first(lambda: vars(held_out.baselines()))}
         bits = {name: held_out.bits_per_byte(loss) for name, loss in losses.items()}
         hosts.say(f"{run_dir} after {update} updates, on {int(metrics['eval/tokens']):,} held-out tokens")
@@ -235,7 +235,7 @@ def generate(
     directory, config = RunDirectory(Path(run_dir)), load_config(run_dir)
     enable_float64(config)
     if not directory.tokenizer.is_file():
-        raise ValueError(f"[generate] {run_dir} has no tokenizer.json, so its tokens cannot become text")
+        raise Refused(f"[generate] {run_dir} has no tokenizer.json, so its tokens cannot become text")
     tokenizer = load_tokenizer(directory.tokenizer)
     sizes = model_sizes(config, tokenizer.vocab_size)
     params, _ = _restore(config, directory, abstract_params(config, sizes))
@@ -273,7 +273,7 @@ def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:
     if tokenizer is None or not directory.tokenizer.is_file():
         return
     if tokenizer.fingerprint != load_tokenizer(directory.tokenizer).fingerprint:
-        raise ValueError(
+        raise Refused(
             f"[eval] this text makes another tokenizer than that of the run; use data.tokenizer={directory.tokenizer}"
         )
 

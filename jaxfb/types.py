@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfb.refusal import Refused
+
 PyTree = Any
 LossFn = Callable[[PyTree, PyTree, "jax.Array | None"], "LossOutput | Sum"]
 
@@ -52,7 +54,7 @@ class Sum(_Reduced):
 
     def __add__(self, other: Sum) -> Sum:
         if (self.weight is None) != (other.weight is None):
-            raise ValueError(
+            raise Refused(
                 "Sums can be added where both have a weight or neither has, got Sum(total, weight) and Sum(total); "
                 "give both what they counted"
             )

@@ -11,6 +11,7 @@ import pytest
 
 import jaxfb
 from jaxfb.cli import main
+from jaxfb.refusal import Missing, Refused, StorageError
 
 QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 
@@ -89,6 +90,20 @@ def test_another_librarys_error_keeps_its_traceback(calls):
     calls.error = ValueError("shapes (3,) and (4,) do not match")
     with pytest.raises(ValueError, match="do not match"):
         main(["train", QUICKSTART])
+
+
+@pytest.mark.parametrize(
+    "error, code",
+    [
+        (Refused("rows=3 must be even; use 4"), 2),
+        (Missing("no checkpoint in runs/x"), 2),
+        (StorageError("step 3 is damaged"), 74),
+    ],
+)
+def test_each_of_jaxfbs_own_errors_is_one_sentence_with_its_code(calls, capsys, error, code):
+    calls.error = error
+    assert main(["train", QUICKSTART]) == code
+    assert capsys.readouterr().err == f"jaxfb: {error}\n"
 
 
 @pytest.mark.processes

@@ -13,6 +13,7 @@ from jaxfb.checking.answers import answer
 from jaxfb.checking.case import Case
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, Pipelined, Sum
 
 PyTree = Any
@@ -64,7 +65,7 @@ def equinox(case: Case) -> tuple[LossFn, PyTree]:
     try:
         import equinox as eqx
     except ModuleNotFoundError:
-        raise ValueError("a case with an Equinox module needs equinox, which is not installed") from None
+        raise Refused("a case with an Equinox module needs equinox, which is not installed") from None
 
     class Toy(eqx.Module):
         embed: jax.Array

@@ -15,6 +15,7 @@ from jaxfb.checking import modules, toys
 from jaxfb.checking.case import Case
 from jaxfb.checking.draw import NUM_DEVICES, OWN_AXES, Own
 from jaxfb.forward_backward.sequential import num_layers
+from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
@@ -54,16 +55,16 @@ def load(name: str) -> OwnModel:
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise ValueError(f"--model must be module:function, such as my_model:small, got {name!r}")
+        raise Refused(f"--model must be module:function, such as my_model:small, got {name!r}")
     try:
         build = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:
-        raise ValueError(
+        raise Refused(
             f"--model {name}: no module named {error.name!r}; run this where it can be imported, "
             "or add its directory to PYTHONPATH"
         ) from None
     if not callable(build):
-        raise ValueError(f"--model {name}: module {module} has no function {function!r}")
+        raise Refused(f"--model {name}: module {module} has no function {function!r}")
     return check_own(build(), name)
 
 
@@ -74,18 +75,18 @@ def check_own(own: Any, name: str) -> OwnModel:
       ValueError: it is something else, or the batch has no rows.
     """
     if not (isinstance(own, tuple) and len(own) == 3):
-        raise ValueError(
+        raise Refused(
             f"{name} must give (model, params, batch), got {type(own).__name__}; return a tuple of three"
         )
     model, _, batch = own
     if not (isinstance(model, Pipelined) or callable(model)):
-        raise ValueError(
+        raise Refused(
             f"{name}: model must be a loss function or a jaxfb.Pipelined, got {type(model).__name__}"
         )
     leaves = jax.tree.leaves(batch)
     if not leaves or not all(np.shape(leaf)[:1] == np.shape(leaves[0])[:1] != () for leaf in leaves):
         shapes = [np.shape(leaf) for leaf in leaves]
-        raise ValueError(
+        raise Refused(
             f"{name}: every leaf of the batch must be [rows, ...] of as many rows, got shapes {shapes}"
         )
     return own

@@ -17,6 +17,7 @@ from pathlib import Path
 
 from jaxfb.checking.case import Case
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
+from jaxfb.refusal import Refused
 from jaxfb.training.simulated import simulate_devices
 
 CASES_OF_ONE_PROCESS = 25  # compiled programs stay in memory
@@ -105,7 +106,7 @@ class Worker:
         theirs.close()
         if (refusal := self._receive(START)) is not None:
             self.close()
-            raise ValueError(refusal)
+            raise Refused(refusal)
 
     def _receive(self, limit: float):
         if not self._pipe.poll(limit):

@@ -18,6 +18,7 @@ from jaxfb.config.sections import (
     check_pipeline,
     positive,
 )
+from jaxfb.refusal import Refused
 
 
 @dataclass(frozen=True)
@@ -69,6 +70,6 @@ class CustomConfig:
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)
         if self.run.tokens is not None:
-            raise ValueError(
+            raise Refused(
                 "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs"
             )

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from jaxfb.config.sections import Number, at_least_zero, positive, seed_in_range
-from jaxfb.refusal import shown
+from jaxfb.refusal import Refused, shown
 
 EstimatorName = Literal[
     "grpo",
@@ -57,7 +57,7 @@ class TaskConfig:
         positive("task", digits=self.digits, held_out=self.held_out)
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
-            raise ValueError(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
+            raise Refused(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
 
 
 @dataclass(frozen=True)
@@ -107,12 +107,12 @@ class RolloutConfig:
     def __post_init__(self):
         positive("rollout", **numbers_of(self))
         if self.importance_cap is not None and self.log_probs == FROM_SAMPLER:
-            raise ValueError(
+            raise Refused(
                 f"[rollout] importance_cap={self.importance_cap} compares the sampler with recomputed log-probs; "
                 "use log_probs=recompute, or no cap"
             )
         if self.importance_cap is not None and self.importance_cap <= 1:
-            raise ValueError(f"[rollout] importance_cap={self.importance_cap} must be above 1, such as 2")
+            raise Refused(f"[rollout] importance_cap={self.importance_cap} must be above 1, such as 2")
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class AdvantageConfig:
     def __post_init__(self):
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise ValueError(f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0")
+                raise Refused(f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0")
 
 
 @dataclass(frozen=True)
@@ -172,7 +172,7 @@ class RewardConfig:
         at_least_zero("reward", kl_coef=self.kl_coef)
         positive("reward", target=self.target, horizon=self.horizon)
         if self.target is not None and self.kl_coef == 0:
-            raise ValueError(
+            raise Refused(
                 f"[reward] target={self.target} steers kl_coef, which is 0 and stays 0; use reward.kl_coef=0.001 to "
                 "start from, or reward.target=null"
             )
@@ -203,7 +203,7 @@ def known_template(section: str, template: str | None) -> None:
         return
     near = difflib.get_close_matches(template, TEMPLATES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use {section}.template=null for the tokenizer's own"
-    raise ValueError(
+    raise Refused(
         f"[{section}] template={shown(template)} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, "
         f"or null; {hint}"
     )

@@ -36,6 +36,7 @@ from jaxfb.config.sections import (
     positive,
     seed_in_range,
 )
+from jaxfb.refusal import Refused
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,7 @@ class StartConfig:
 
     def __post_init__(self):
         if self.stop_tokens is not None and not self.stop_tokens:
-            raise ValueError(
+            raise Refused(
                 "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the template"
             )
 
@@ -145,9 +146,7 @@ class PreferencesConfig:
         share(self, "preferences")
         known_template("preferences", self.template)
         if not 0 <= self.label_smoothing < 0.5:
-            raise ValueError(
-                f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0"
-            )
+            raise Refused(f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0")
 
 
 @dataclass(frozen=True)
@@ -161,7 +160,7 @@ class UpdatesConfig:
     def __post_init__(self):
         positive("batch", rows=self.rows, updates=self.updates, epochs=self.epochs)
         if (self.updates is None) == (self.epochs is None):
-            raise ValueError(
+            raise Refused(
                 f"[batch] give exactly one of updates={self.updates} and epochs={self.epochs}; use epochs=1"
             )
 
@@ -219,7 +218,7 @@ class PostTrainingConfig:
     def __post_init__(self):
         if (self.model is None) == (self.start.run is None):
             given = "both" if self.model else "neither"
-            raise ValueError(
+            raise Refused(
                 f"[model] give model, for random parameters, or start.run, for those of a run; got {given}"
             )
         check_pipeline(self.mesh, self.schedule, self.chunks)
@@ -257,7 +256,7 @@ class RLConfig(PostTrainingConfig):
         super().__post_init__()
         if (self.critic is None) == (self.advantage.name == "gae"):
             fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
-            raise ValueError(
+            raise Refused(
                 f"[advantage] name={self.advantage.name} {'needs' if self.critic is None else 'does not use'} "
                 f"a critic; {fix}"
             )
@@ -271,9 +270,7 @@ class RLConfig(PostTrainingConfig):
 def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
     """Refuses a held-out share that is not one."""
     if not 0 <= section.held_out_fraction < 1:
-        raise ValueError(
-            f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05"
-        )
+        raise Refused(f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05")
 
 
 KINDS = {"conversations": SFTConfig, "preferences": DPOConfig, "task": RLConfig}

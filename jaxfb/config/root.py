@@ -20,6 +20,7 @@ from jaxfb.config.sections import (
     check_pipeline,
 )
 from jaxfb.data.config import DataConfig
+from jaxfb.refusal import Refused
 
 
 @dataclass(frozen=True)
@@ -56,13 +57,13 @@ def _check_learning_rate(config: Config) -> None:
     peak = config.optimizer.learning_rate
     for name in ("initial", "final"):
         if getattr(config.lr, name) > peak:
-            raise ValueError(
+            raise Refused(
                 f"[lr] {name}={getattr(config.lr, name)} is above optimizer.learning_rate={peak}, the peak; "
                 f"use at most {peak}"
             )
     end = config.lr.total or (config.run.updates if config.lr.unit == "updates" else None)
     if end is not None and config.lr.warmup >= end:
-        raise ValueError(
+        raise Refused(
             f"[lr] warmup={config.lr.warmup} must be below the {end} {config.lr.unit} it is part of; "
             f"use at most {end - 1}"
         )

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.models.config import TransformerConfig
+from jaxfb.refusal import Refused
 from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
@@ -61,9 +62,7 @@ class BatchConfig:
             "batch", rows_per_microbatch=self.rows_per_microbatch, num_microbatches=self.num_microbatches
         )
         if self.rows_per_microbatch is None and self.num_microbatches is None:
-            raise ValueError(
-                "[batch] needs rows_per_microbatch or num_microbatches; use rows_per_microbatch=1"
-            )
+            raise Refused("[batch] needs rows_per_microbatch or num_microbatches; use rows_per_microbatch=1")
 
 
 @dataclass(frozen=True)
@@ -114,7 +113,7 @@ class RunConfig:
         directory_is_named("run", self.dir)
         if len(given) != 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
-            raise ValueError(
+            raise Refused(
                 f"[run] the length is given by exactly one of {', '.join(LENGTHS)}; got {values}; "
                 f"set {' or '.join(f'run.{name}=null' for name in given) or 'run.updates=1000'}"
             )
@@ -147,7 +146,7 @@ class OptimizerConfig:
         at_least_zero("optimizer", weight_decay=self.weight_decay)
         ramps = self.weight_decay_initial not in (None, self.weight_decay)
         if ramps and self.weight_decay_ramp == "constant":
-            raise ValueError(
+            raise Refused(
                 f"[optimizer] weight_decay from {self.weight_decay_initial} to {self.weight_decay} is not "
                 "constant; use weight_decay_ramp=linear or cosine"
             )
@@ -191,7 +190,7 @@ class MeshConfig:
         filled = [name for name, size in vars(self).items() if size == -1]
         positive("mesh", **{name: size for name, size in vars(self).items() if size != -1})
         if len(filled) > 1:
-            raise ValueError(
+            raise Refused(
                 f"[mesh] only one size may be -1 (the devices left), got {' and '.join(filled)}; "
                 f"give mesh.{filled[0]} a number"
             )
@@ -293,7 +292,7 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
     if schedule is not None:
         check_name(schedule)
     if mesh.pipe == 1 and (schedule is not None or chunks != 1):
-        raise ValueError(
+        raise Refused(
             f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "
             "mesh.pipe=2, or leave both out"
         )
@@ -302,13 +301,13 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
 def seed_in_range(section: str, seed: int) -> None:
     """Refuses a seed that JAX would take modulo 2**32, and so for another one."""
     if not 0 <= seed < 2**32:
-        raise ValueError(f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}")
+        raise Refused(f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}")
 
 
 def directory_is_named(section: str, directory: str) -> None:
     """Refuses an empty name, which would be the working directory."""
     if not directory.strip():
-        raise ValueError(f"[{section}] dir={directory!r} must not be empty; use runs/NAME")
+        raise Refused(f"[{section}] dir={directory!r} must not be empty; use runs/NAME")
 
 
 def positive(section: str, **values: Any) -> None:
@@ -316,11 +315,11 @@ def positive(section: str, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not 0 < value < float("inf"):
             least = "1" if isinstance(value, int) else "a number above 0"
-            raise ValueError(f"[{section}] {name}={value} must be positive and finite; use {least}")
+            raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}")
 
 
 def at_least_zero(section: str, **values: Any) -> None:
     """Refuses negative and infinite numbers; None is not given and passes."""
     for name, value in values.items():
         if value is not None and not 0 <= value < float("inf"):
-            raise ValueError(f"[{section}] {name}={value} must not be negative or infinite; use 0 or more")
+            raise Refused(f"[{section}] {name}={value} must not be negative or infinite; use 0 or more")

@@ -16,6 +16,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from jaxfb.data.fingerprint import fingerprints
+from jaxfb.refusal import Refused
 
 log = logging.getLogger(__name__)
 SEAL = "meta.json"  # written last: the facts, and the fingerprint of every other file
@@ -60,7 +61,7 @@ def build_once(directory: Path, build: Callable[[Path], dict]) -> dict:
         finally:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
-        raise ValueError(
+        raise Refused(
             f"[data] the cache {directory} cannot be made: {error}; make room there, or set data.cache_dir"
         ) from error
 

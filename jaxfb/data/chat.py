@@ -20,6 +20,7 @@ import numpy as np
 
 from jaxfb.data.jinja import compile_template
 from jaxfb.data.tokenizer import Tokenizer
+from jaxfb.refusal import Refused
 
 Message = Mapping[str, str]
 BUILT_IN = ("chatml", "plain", "none")
@@ -75,7 +76,7 @@ class Chat:
             try:
                 pieces.append(self._pieces(one, learn, False))
             except ValueError as error:
-                raise ValueError(f"[{who}] item {number}: {str(error).partition('] ')[2]}") from None
+                raise Refused(f"[{who}] item {number}: {str(error).partition('] ')[2]}") from None
         encoded = self._encoded(pieces)
         counts = [self._counts(*one, who) for one in zip(pieces, encoded, strict=True)]
         return [ids for ids, _ in encoded], counts
@@ -136,7 +137,7 @@ class Chat:
                 found += [(whole[at : len(before)], False), (through[len(before) :], learnt)]
                 at = len(through)
             elif learnt:
-                raise ValueError(
+                raise Refused(
                     f"[chat] the template writes message {k + 1} otherwise once others follow, so what is to be learnt "
                     "of it cannot be marked; use conversations.learn=last, or another template"
                 )
@@ -189,7 +190,7 @@ class Chat:
             if piece.learnt:
                 ends = np.flatnonzero(np.isin(ids[at : at + size], self.stop_tokens))
                 if not len(ends):
-                    raise ValueError(f"[{who}] {self._no_end(''.join(piece.parts))}")
+                    raise Refused(f"[{who}] {self._no_end(''.join(piece.parts))}")
                 counts[at : at + ends[-1] + 1] = True
             at += size
         return counts
@@ -228,7 +229,7 @@ def make_chat(
         ends = [] if tokenizer.eos_id is None else [tokenizer.eos_id]
         stops = [*ends, *more_stops, *_end_of_turn(chat)]
     if not stops:
-        raise ValueError(
+        raise Refused(
             "[start] neither the tokenizer nor the template has a token that ends an answer; give start.stop_tokens, a "
             "list of names of tokens"
         )
@@ -292,7 +293,7 @@ def _unused(messages: Sequence[Message]) -> str:
     text = "".join(message["content"] for message in messages)
     free = [mark for mark in _MARKS if mark not in text]
     if not free:
-        raise ValueError(
+        raise Refused(
             "[conversations] a conversation contains all of the noncharacters U+FDD0 to U+FDEF; remove one of them"
         )
     return free[-1]
@@ -320,12 +321,12 @@ def _id_of(tokenizer: Tokenizer, asked: str | int) -> int:
             near = (
                 difflib.get_close_matches(asked, tokenizer.special_names, n=1) or tokenizer.special_names[:3]
             )
-            raise ValueError(
+            raise Refused(
                 f"[start] stop_tokens: this tokenizer has no token {asked!r}; use {', '.join(map(repr, near))}"
             )
         return found
     if isinstance(asked, bool) or not 0 <= asked < tokenizer.vocab_size or not tokenizer.is_token()[asked]:
-        raise ValueError(
+        raise Refused(
             f"[start] stop_tokens: this tokenizer has no token {asked!r}, its ids lie below {tokenizer.vocab_size}; "
             "use the name of a token"
         )
@@ -354,5 +355,5 @@ def _json(file: Path) -> dict[str, Any]:
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"[start] {file} is not JSON: {error}") from None
+        raise Refused(f"[start] {file} is not JSON: {error}") from None
     return values if isinstance(values, dict) else {}

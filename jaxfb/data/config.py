@@ -8,7 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args, get_type_hints
 
-from jaxfb.refusal import shown
+from jaxfb.refusal import Refused, shown
 
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
 
@@ -59,14 +59,14 @@ class DataConfig:
 def _check_choice(name: str, value: str) -> None:
     choices = get_args(get_type_hints(DataConfig)[name])
     if value not in choices:
-        raise ValueError(f"[data] {name}={value!r} is not known; use one of {', '.join(choices)}")
+        raise Refused(f"[data] {name}={value!r} is not known; use one of {', '.join(choices)}")
 
 
 def _check_paths(config: DataConfig) -> None:
     if config.source != "python-stdlib" and not config.path:
-        raise ValueError(f"[data] source={config.source!r} needs path: a file, a directory or a glob")
+        raise Refused(f"[data] source={config.source!r} needs path: a file, a directory or a glob")
     if config.source == "python-stdlib" and (config.path or config.held_out_path):
-        raise ValueError(
+        raise Refused(
             f"[data] source='python-stdlib' reads the interpreter's own source and takes no path, "
             f"got path={shown(config.path)} held_out_path={shown(config.held_out_path)}; use source='text'"
         )
@@ -74,18 +74,18 @@ def _check_paths(config: DataConfig) -> None:
 
 def _check_sizes(config: DataConfig) -> None:
     if config.sequence_length < 2:
-        raise ValueError(f"[data] sequence_length={config.sequence_length} must be at least 2; use 2 or more")
+        raise Refused(f"[data] sequence_length={config.sequence_length} must be at least 2; use 2 or more")
     if config.tokenizer == "bpe" and config.vocab_size < SMALLEST_VOCAB:
-        raise ValueError(
+        raise Refused(
             f"[data] vocab_size={config.vocab_size} cannot hold the 256 bytes and the end token; "
             f"use {SMALLEST_VOCAB} or more"
         )
     if not 0 <= config.held_out_fraction < 1:
-        raise ValueError(f"[data] held_out_fraction={config.held_out_fraction} must lie in [0, 1); try 0.05")
+        raise Refused(f"[data] held_out_fraction={config.held_out_fraction} must lie in [0, 1); try 0.05")
     if not 0 <= config.seed < 2**63:
-        raise ValueError(f"[data] seed={config.seed} must lie in [0, 2**63); use {abs(config.seed) % 2**63}")
+        raise Refused(f"[data] seed={config.seed} must lie in [0, 2**63); use {abs(config.seed) % 2**63}")
     if config.max_bytes is not None and (config.max_bytes < 1 or config.source == "tokens"):
-        raise ValueError(
+        raise Refused(
             f"[data] max_bytes={config.max_bytes} must be a positive number of bytes of text "
             f"(source={config.source!r}); leave it out to read everything"
         )

@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxfb.data.chat import Chat
 from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, name_hash, split_documents
+from jaxfb.refusal import Refused
 
 ROLES = ("system", "user", "assistant", "tool")
 Message = dict[str, str]
@@ -76,30 +77,30 @@ def cut_to(ids: list[np.ndarray], counts: list[np.ndarray], slots: int) -> tuple
 def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
     file = Path(path)
     if not file.is_file():
-        raise ValueError(f"[data] there is no file {file}; give a .jsonl file")
+        raise Refused(f"[data] there is no file {file}; give a .jsonl file")
     text = decoded(file.read_bytes(), file).removeprefix(BOM)
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:
-        raise ValueError(f"[data] {file} is empty; it needs one JSON object a line")
+        raise Refused(f"[data] {file} is empty; it needs one JSON object a line")
     for number, line in lines:
         where = f"[data] {file} line {number}"
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"{where} is no JSON: {getattr(error, 'msg', error)}") from None
+            raise Refused(f"{where} is no JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(record, dict):
-            raise ValueError(f"{where} must be a JSON object, got {type(record).__name__}")
+            raise Refused(f"{where} must be a JSON object, got {type(record).__name__}")
         yield where, record
 
 
 def _messages(value: Any, where: str) -> tuple[Message, ...]:
     if not isinstance(value, list) or not value:
-        raise ValueError(f'{where} needs "messages", a list of {{"role", "content"}}')
+        raise Refused(f'{where} needs "messages", a list of {{"role", "content"}}')
     for message in value:
         if not isinstance(message, dict) or not isinstance(message.get("content"), str):
-            raise ValueError(f'{where}: a message must be {{"role", "content"}} with a text, got {message!r}')
+            raise Refused(f'{where}: a message must be {{"role", "content"}} with a text, got {message!r}')
         if message.get("role") not in ROLES:
-            raise ValueError(f"{where}: role {message.get('role')!r} must be one of {', '.join(ROLES)}")
+            raise Refused(f"{where}: role {message.get('role')!r} must be one of {', '.join(ROLES)}")
     return tuple({"role": message["role"], "content": message["content"]} for message in value)
 
 
@@ -109,5 +110,5 @@ def _pair(record: dict, where: str) -> Pair:
         prompt = [{"role": "user", "content": record["prompt"]}]
     for name in ("chosen", "rejected"):
         if not isinstance(record.get(name), str):
-            raise ValueError(f'{where} needs "{name}", a text; got {record.get(name)!r}')
+            raise Refused(f'{where} needs "{name}", a text; got {record.get(name)!r}')
     return Pair(_messages(prompt, where), record["chosen"], record["rejected"])

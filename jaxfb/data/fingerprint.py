@@ -12,6 +12,8 @@ from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from jaxfb.refusal import Refused
+
 PART = 2**24  # bytes hashed together by one thread
 THREADS = min(8, os.cpu_count() or 1)  # hashing releases Python's lock
 
@@ -28,7 +30,7 @@ def fingerprints(paths: Iterable[Path]) -> list[str]:
         with ThreadPoolExecutor(THREADS) as threads:
             hashes = iter(list(threads.map(_of_part, parts)))
     except OSError as error:
-        raise ValueError(f"[data] {error.filename} cannot be read: {error.strerror}") from None
+        raise Refused(f"[data] {error.filename} cannot be read: {error.strerror}") from None
     return [_joined(size, [next(hashes) for _ in range(0, size, PART)]) for _, size in sizes]
 
 

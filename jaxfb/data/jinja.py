@@ -10,6 +10,8 @@ import json
 from collections.abc import Callable
 from typing import Any
 
+from jaxfb.refusal import Refused
+
 
 def compile_template(source: str) -> Callable[..., str]:
     """Returns a function of the template's variables (messages, add_generation_prompt, bos_token, ...) to its text.
@@ -22,16 +24,14 @@ def compile_template(source: str) -> Callable[..., str]:
     try:
         template = _environment().from_string(source)
     except TemplateError as error:
-        raise ValueError(f"[start] the chat template cannot be read: {_line(error)}") from None
+        raise Refused(f"[start] the chat template cannot be read: {_line(error)}") from None
 
     def render(**variables: Any) -> str:
         try:
             return template.render(tools=None, documents=None, **variables)
         except (TemplateError, TypeError, ValueError, ArithmeticError, LookupError, AttributeError) as error:
             hint = "; a date must be written into the template" if "strftime_now" in str(error) else ""
-            raise ValueError(
-                f"[start] the chat template refuses the messages: {_line(error)}{hint}"
-            ) from None
+            raise Refused(f"[start] the chat template refuses the messages: {_line(error)}{hint}") from None
 
     return render
 

@@ -14,6 +14,7 @@ from collections.abc import Callable
 import numpy as np
 
 from jaxfb.data.packing import PackedRows
+from jaxfb.refusal import Refused
 
 Batch = dict[str, np.ndarray]
 LocalRows = Callable[[int, int], np.ndarray]
@@ -78,7 +79,7 @@ class Loader:
         try:
             consumed, batch = next(self._iterator)
         except ValueError as error:  # grain appends lines of its own to the message
-            raise ValueError(str(error).partition("\n")[0]) from None
+            raise Refused(str(error).partition("\n")[0]) from None
         if batch is None:
             self.close()
             raise StopIteration
@@ -102,7 +103,7 @@ class Loader:
         mine = self.state()
         for name in ("fingerprint", "num_rows", "seed"):
             if state[name] != mine[name]:
-                raise ValueError(
+                raise Refused(
                     f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
                     f"{name}={mine[name]}; use the saved run's text, split, tokenizer, sequence_length, "
                     f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to go "
@@ -143,7 +144,7 @@ class Loader:
             last, consumed = consumed, consumed + self._rows_at(consumed)
         if consumed > self._total_rows:
             whole = f"{last} or {consumed}" if last else f"{consumed}"
-            raise ValueError(
+            raise Refused(
                 f"[data] total_rows={self._total_rows} leaves {self._total_rows - last} rows to the last "
                 f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'"
             )
@@ -206,14 +207,12 @@ def _check(
     rows: PackedRows, rows_per_update: int, seed: int | None, total_rows: int | None, remainder: str
 ) -> None:
     if len(rows) == 0:
-        raise ValueError("[data] num_rows=0 must be positive; give more text, or hold some of it out")
+        raise Refused("[data] num_rows=0 must be positive; give more text, or hold some of it out")
     if rows_per_update < 1:
-        raise ValueError(f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more")
+        raise Refused(f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more")
     if total_rows is not None and total_rows < 1:
-        raise ValueError(
-            f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end"
-        )
+        raise Refused(f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end")
     if remainder not in REMAINDERS:
-        raise ValueError(f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}")
+        raise Refused(f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}")
     if seed is not None and seed < 0:
-        raise ValueError(f"[data] seed={seed} must not be negative; use {-seed}")
+        raise Refused(f"[data] seed={seed} must not be negative; use {-seed}")

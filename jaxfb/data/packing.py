@@ -17,6 +17,7 @@ import numpy as np
 
 from jaxfb.data.cache import build_once, digest
 from jaxfb.data.shards import OutsideVocabulary, TokenDocuments, TokenStream
+from jaxfb.refusal import Refused
 
 FORMAT = 1
 INDEX_FILES = ("row_start", "offset", "length")
@@ -76,7 +77,7 @@ class PackedRows:
             filled = {"tokens": self.stream.take(source), "targets": self.stream.take(source + 1)}
         except OutsideVocabulary as error:
             row = rows[slot[error.index] // self.sequence_length]
-            raise ValueError(f"{error}, in row {row}; the file has changed since it was checked") from None
+            raise Refused(f"{error}, in row {row}; the file has changed since it was checked") from None
         filled["loss_mask"] = np.float32(1)
         if self.joined:
             filled["positions"] = slot % self.sequence_length

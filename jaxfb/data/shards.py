@@ -18,12 +18,13 @@ from jaxfb.data.config import DataConfig
 from jaxfb.data.fingerprint import fingerprints
 from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
+from jaxfb.refusal import Refused
 
 FORMAT = 1  # raise it when the files change meaning
 SPLITS = {"train": TRAIN, "held_out": HELD_OUT}
 
 
-class OutsideVocabulary(ValueError):
+class OutsideVocabulary(Refused):
     """A token that no embedding has. index: which of the positions asked for holds it."""
 
     def __init__(self, message: str, index: int):
@@ -141,12 +142,12 @@ def check_sides(config: DataConfig, sides: np.ndarray) -> None:
     """Raises ValueError when a split of these documents has an empty side."""
     num_held_out = int((sides == HELD_OUT).sum())
     if not (sides == TRAIN).any():
-        raise ValueError(
+        raise Refused(
             f"[data] source={config.source!r} path={config.path} max_bytes={config.max_bytes} leaves no "
             f"document to train on (of {len(sides)} read, {num_held_out} are held out); give it more text"
         )
     if config.held_out_fraction > 0 and num_held_out == 0:
-        raise ValueError(
+        raise Refused(
             f"[data] held_out_fraction={config.held_out_fraction} of {len(sides)} document(s) holds out "
             f"nothing; give held_out_path, more documents, or held_out_fraction=0"
         )

@@ -11,6 +11,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+from jaxfb.refusal import Refused
+
 EXAMPLE = '{"dtype": "uint16", "vocab_size": 50257, "eos_id": 50256}'
 DTYPES = ("uint8", "uint16", "uint32", "uint64", "int8", "int16", "int32", "int64")
 MAX_VOCAB = 2**31  # ids are 32-bit integers on the device
@@ -44,7 +46,7 @@ def read_sidecar(path: Path) -> Sidecar:
             _check(values, candidate)
             return Sidecar(**{f.name: values[f.name] for f in fields(Sidecar) if f.name in values})
     name = path.with_suffix(".json").name
-    raise ValueError(f"[data] {path} needs {name} or meta.json beside it, such as {EXAMPLE}")
+    raise Refused(f"[data] {path} needs {name} or meta.json beside it, such as {EXAMPLE}")
 
 
 def _values(path: Path) -> dict[str, Any]:
@@ -52,9 +54,9 @@ def _values(path: Path) -> dict[str, Any]:
         values = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"[data] {path} is not JSON ({reason}); write such as {EXAMPLE}") from None
+        raise Refused(f"[data] {path} is not JSON ({reason}); write such as {EXAMPLE}") from None
     if not isinstance(values, dict) or "vocab_size" not in values:
-        raise ValueError(f"[data] {path} must name vocab_size, such as {EXAMPLE}")
+        raise Refused(f"[data] {path} must name vocab_size, such as {EXAMPLE}")
     return values
 
 
@@ -67,17 +69,17 @@ def _check(values: dict[str, Any], path: Path) -> None:
             else next(iter(difflib.get_close_matches(key, known, 1, 0.8)), None)
         )
         if key not in known and near and near not in values:
-            raise ValueError(f"[data] {path} has {key}={values[key]!r}; did you mean {near}?")
+            raise Refused(f"[data] {path} has {key}={values[key]!r}; did you mean {near}?")
     size = values["vocab_size"]
     _check_int(path, "vocab_size", size, 1, MAX_VOCAB)
     if values.get("eos_id") is not None:
         _check_int(path, "eos_id", values["eos_id"], 0, size, "or null where there is none")
     _check_int(path, "header_bytes", values.get("header_bytes", 0), 0, 2**63)
     if values.get("dtype", "uint16") not in DTYPES:
-        raise ValueError(f"[data] {path} has dtype={values['dtype']!r}; use one of {', '.join(DTYPES)}")
+        raise Refused(f"[data] {path} has dtype={values['dtype']!r}; use one of {', '.join(DTYPES)}")
 
 
 def _check_int(path: Path, name: str, value: Any, low: int, stop: int, more: str = "") -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value < stop:
         hint = f", {more}" if more else ""
-        raise ValueError(f"[data] {path} has {name}={value!r}; it must be an int in [{low}, {stop}){hint}")
+        raise Refused(f"[data] {path} has {name}={value!r}; it must be an int in [{low}, {stop}){hint}")

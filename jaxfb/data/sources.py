@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxfb.refusal import shown
+from jaxfb.refusal import Refused, shown
 
 log = logging.getLogger(__name__)
 # Tests and vendored tools are bulky and repetitive; `encodings` is tables of characters.
@@ -67,7 +67,7 @@ def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None
     if max_bytes is not None and len(files) > 1 and source != "jsonl":
         files = _within(files, max_bytes)
     if not files:
-        raise ValueError(f"[data] source={source!r} path={paths} has no file below {max_bytes=}; raise it")
+        raise Refused(f"[data] source={source!r} path={paths} has no file below {max_bytes=}; raise it")
     return files
 
 
@@ -126,7 +126,7 @@ def _stdlib_files() -> list[SourceFile]:
         files += [Path(directory) / name for name in names if name.endswith(".py")]
     files = [path for path in files if not any(part.startswith(MACHINE_SPECIFIC) for part in path.parts)]
     if not files:
-        raise ValueError(f"[data] source='python-stdlib' found no .py file under {root}; use source='text'")
+        raise Refused(f"[data] source='python-stdlib' found no .py file under {root}; use source='text'")
     return sorted((_described(path, root) for path in files), key=lambda file: file.name)
 
 
@@ -134,7 +134,7 @@ def _files_at(path: str, source: str) -> list[SourceFile]:
     try:
         return _found_at(path, source)
     except OSError as error:
-        raise ValueError(
+        raise Refused(
             f"[data] path={shown(path)} cannot be read: {error.strerror}: {error.filename}"
         ) from None
 
@@ -152,7 +152,7 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
     if source == "text" and 0 < len(paths) < len(found):
         _tell_of_binaries(path, sorted(set(found) - set(paths)), len(found))
     if not paths:
-        raise ValueError(
+        raise Refused(
             f"[data] path={shown(path)} is no file, no directory with files for {source=}, "
             f"no glob that matches one; correct it"
         )
@@ -196,11 +196,9 @@ def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
 def _read_text(file: SourceFile) -> Document:
     content = _bytes_of(file.path)
     if content.startswith(GZIP):
-        raise ValueError(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
+        raise Refused(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
     if (zero := content.find(b"\0")) >= 0:
-        raise ValueError(
-            f"[data] {file.path} is no text: there is a zero byte at offset {zero}; leave it out"
-        )
+        raise Refused(f"[data] {file.path} is no text: there is a zero byte at offset {zero}; leave it out")
     text = decoded(content, file.path).removeprefix(BOM)
     return Document(file.name, text.replace("\r\n", "\n").replace("\r", "\n"))
 
@@ -209,7 +207,7 @@ def _bytes_of(path: Path) -> bytes:
     try:
         return path.read_bytes()
     except OSError as error:
-        raise ValueError(f"[data] {path} cannot be read: {error.strerror}") from None
+        raise Refused(f"[data] {path} cannot be read: {error.strerror}") from None
 
 
 def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
@@ -221,7 +219,7 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise ValueError(
+        raise Refused(
             f"[data] {path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {start + error.start}; convert "
             "it, as by iconv -f latin1 -t utf-8, or leave it out"
         ) from None
@@ -263,16 +261,16 @@ def _lines(path: Path) -> Iterator[bytes]:
             yield from lines
     except (OSError, EOFError, zlib.error) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"[data] {path} cannot be read to its end: {reason}; make it again") from None
+        raise Refused(f"[data] {path} cannot be read to its end: {reason}; make it again") from None
 
 
 def _text_of(line: str, text_field: str, where: str) -> str:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f"[data] {where} is not a JSON record: {error}") from None
+        raise Refused(f"[data] {where} is not a JSON record: {error}") from None
     text = record.get(text_field) if isinstance(record, dict) else None
     if not isinstance(text, str):
         fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise ValueError(f"[data] {where} has no text under {text_field=}; the record has: {fields}")
+        raise Refused(f"[data] {where} has no text under {text_field=}; the record has: {fields}")
     return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates, which no tokenizer takes

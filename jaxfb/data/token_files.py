@@ -15,6 +15,7 @@ from jaxfb.data.cache import digest
 from jaxfb.data.fingerprint import fingerprints
 from jaxfb.data.sidecar import Sidecar, read_sidecar
 from jaxfb.data.sources import SourceFile
+from jaxfb.refusal import Refused
 
 log = logging.getLogger(__name__)
 CHUNK = 2**24  # tokens looked at together
@@ -47,7 +48,7 @@ def _open(file: SourceFile, content: str) -> TokenFile:
     sidecar = read_sidecar(file.path)
     tokens = _map_npy(file.path) if file.path.suffix == ".npy" else _map_bin(file.path, sidecar)
     if tokens.ndim != 1 or tokens.dtype.kind not in "ui" or len(tokens) < 2:
-        raise ValueError(
+        raise Refused(
             f"[data] {file.path} must be one dimension of at least 2 integers, "
             f"got {tokens.dtype}{list(tokens.shape)}; save a flat array of token ids"
         )
@@ -88,7 +89,7 @@ def _check_ids(chunk: np.ndarray, start: int, file: TokenFile) -> None:
     if largest >= file.vocab_size or smallest < 0:
         bad = largest if largest >= file.vocab_size else smallest
         where = start + int(np.argmax(chunk == bad))
-        raise ValueError(
+        raise Refused(
             f"[data] {file.name} holds token {bad} at position {where}, outside [0, "
             f"vocab_size={file.vocab_size}); set it to {largest + 1} or more, or correct dtype in the sidecar"
         )
@@ -99,13 +100,13 @@ def _map_npy(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise ValueError(f"[data] {path} is no whole .npy of numbers ({reason}); save it again") from None
+        raise Refused(f"[data] {path} is no whole .npy of numbers ({reason}); save it again") from None
 
 
 def _map_bin(path: Path, sidecar: Sidecar) -> np.ndarray:
     dtype, size = np.dtype(sidecar.dtype), path.stat().st_size - sidecar.header_bytes
     if size < 2 * dtype.itemsize or size % dtype.itemsize:
-        raise ValueError(
+        raise Refused(
             f"[data] {path} has {size} bytes after header_bytes={sidecar.header_bytes}, not a whole number of at "
             f"least 2 {dtype} tokens; correct dtype or header_bytes in its sidecar"
         )

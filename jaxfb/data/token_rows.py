@@ -10,6 +10,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from jaxfb.refusal import Refused
+
 
 def token_rows(
     ids: Sequence[np.ndarray], counts: Sequence[np.ndarray], length: int | None = None
@@ -29,7 +31,7 @@ def token_rows(
     rows["loss_mask"] = np.zeros((len(ids), length), np.float32)
     for row, (one, counted, size) in enumerate(zip(ids, counts, slots, strict=True)):
         if size > length:
-            raise ValueError(
+            raise Refused(
                 f"[data] row {row} has {size + 1} tokens, a row of length {length} holds {length + 1}; "
                 "raise the length, or cut the sequence"
             )

@@ -25,6 +25,7 @@ from jaxfb.data.shards import (
 from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, name_hash, split_documents
 from jaxfb.data.token_files import TokenFile, find_documents, open_token_files
 from jaxfb.data.tokenizer import Tokenizer
+from jaxfb.refusal import Refused
 
 
 def open_token_shards(config: DataConfig, cache: Path) -> Shards:
@@ -53,7 +54,7 @@ def _stream(files: list[TokenFile]) -> TokenStream:
 def _matching_tokenizer(config: DataConfig, vocab_size: int) -> Tokenizer | None:
     tokenizer = given_tokenizer(config)
     if tokenizer is not None and tokenizer.vocab_size > vocab_size:
-        raise ValueError(
+        raise Refused(
             f"[data] tokenizer={config.tokenizer!r} has {tokenizer.vocab_size} tokens, more than the token "
             f"files' vocab_size={vocab_size}; set vocab_size to {tokenizer.vocab_size} in their sidecar"
         )

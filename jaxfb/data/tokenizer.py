@@ -18,6 +18,8 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from jaxfb.refusal import Refused
+
 SHOWN = 5
 END_TOKEN = "<|end|>"
 SAMPLE_BYTES = 64 * 2**20  # BPE merges settle long before this much text
@@ -270,12 +272,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise ValueError(f"[data] tokenizer={str(path)!r} is no file; use 'bpe', 'bytes' or a tokenizer.json")
+        raise Refused(f"[data] tokenizer={str(path)!r} is no file; use 'bpe', 'bytes' or a tokenizer.json")
     try:
         serialized = file.read_text(encoding="utf-8")
         return ByteTokenizer() if json.loads(serialized) == BYTES_FILE else LibraryTokenizer(serialized)
     except Exception as error:  # the library raises bare Exception
-        raise ValueError(f"[data] tokenizer={str(path)!r} cannot be read: {error}") from error
+        raise Refused(f"[data] tokenizer={str(path)!r} cannot be read: {error}") from error
 
 
 def warn_of_unknown(what: str, share: float, examples: list[str]) -> None:

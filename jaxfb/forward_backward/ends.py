@@ -20,6 +20,7 @@ from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import across
 from jaxfb.forward_backward.stage import Given
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
+from jaxfb.refusal import Refused
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 PyTree = Any
@@ -226,19 +227,19 @@ def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: i
       ValueError: the name is unknown, or "vocabulary" is not possible.
     """
     if asked not in (None, *PLACEMENTS):
-        raise ValueError(f"head_placement must be one of {', '.join(map(repr, PLACEMENTS))}, got {asked!r}")
+        raise Refused(f"head_placement must be one of {', '.join(map(repr, PLACEMENTS))}, got {asked!r}")
     if asked not in (None, "vocabulary"):
         return asked
     obstacle = _obstacle_to_vocabulary(model, outer, pipe, tensor)
     if asked and obstacle:
-        raise ValueError(f'head_placement="vocabulary" {obstacle}; use "last" or "rows"')
+        raise Refused(f'head_placement="vocabulary" {obstacle}; use "last" or "rows"')
     return "last" if obstacle else "vocabulary"
 
 
 def check_rows(placement: str, rows: int, pipe: int) -> None:
     """Raises ValueError if "rows" cannot share out a microbatch of so many rows."""
     if placement == "rows" and rows % pipe:
-        raise ValueError(
+        raise Refused(
             f'head_placement="rows" cuts a microbatch of {rows} rows over pipe={pipe}, which does not divide; '
             f'use rows_per_microbatch={max(pipe, rows - rows % pipe)} or head_placement="last"'
         )

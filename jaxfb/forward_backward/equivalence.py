@@ -97,7 +97,7 @@ class Equivalence:
         """
         if not self.ran:
             reasons = "; ".join(f"{one.mesh}: {one.refused}" for one in self.differences)
-            raise ValueError(
+            raise Refused(
                 f"no mesh and schedule could be compared with one device: {reasons or 'none given'}"
             )
         return max(self.ran, key=lambda one: one.size)

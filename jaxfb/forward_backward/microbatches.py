@@ -97,7 +97,7 @@ def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
     if rng.ndim == 0:
         return jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(plan.padded_rows))
     if rng.shape != (plan.rows,):
-        raise ValueError(
+        raise Refused(
             f"rng must be one key or one a row: plan has {plan.rows} rows, rng shape is {rng.shape}"
         )
     return rng if plan.padded_rows <= plan.rows else jnp.resize(rng, (plan.padded_rows,))
@@ -121,7 +121,7 @@ def _cut(leaf: Any, plan: BatchPlan) -> Any:
 def _in_context_order(batch: PyTree, size: int) -> PyTree:
     lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1}
     if len(lengths) != 1:
-        raise ValueError(
+        raise Refused(
             f"context {size} cuts every leaf [rows, length, ...] of a batch along its length, which must be one; "
             f"got lengths {sorted(lengths)}"
         )

@@ -15,6 +15,7 @@ import numpy as np
 from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.refusal import Refused
 
 PyTree = Any
 SEGMENTS, POSITIONS = "segments", "positions"
@@ -91,7 +92,7 @@ class Packed:
             back[self._row[valid], self._column[valid]] = output[valid]
             return back
         if self._packing:
-            raise ValueError(
+            raise Refused(
                 f"packed rows share array rows, so outputs must be per token, [{len(output)}, {width}, ...], got "
                 f"shape {output.shape}; return them per token, or use packing=False"
             )

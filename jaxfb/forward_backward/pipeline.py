@@ -22,6 +22,7 @@ from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.parallel import pipe
+from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput
 
@@ -302,7 +303,7 @@ def _if(when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
 def _check_float(hidden: PyTree) -> PyTree:
     for path, leaf in jax.tree_util.tree_leaves_with_path(hidden):
         if not jnp.issubdtype(leaf.dtype, jnp.floating):
-            raise ValueError(
+            raise Refused(
                 f"under a pipeline hidden must be float arrays, but embed gives hidden{jax.tree_util.keystr(path)} "
                 f"in {leaf.dtype}; leave it out and read it from the microbatch, which every layer is given"
             )

@@ -68,12 +68,12 @@ def num_layers(params: dict) -> int:
       ValueError: params has no "layers", or its leaves are stacked to different lengths.
     """
     if not isinstance(params, Mapping) or "layers" not in params or not jax.tree.leaves(params["layers"]):
-        raise ValueError(
+        raise Refused(
             'params of a Pipelined model must be a dict with "layers", every leaf [num_layers, ...]'
         )
     lengths = {leaf.shape[0] if leaf.shape else 0 for leaf in jax.tree.leaves(params["layers"])}
     if len(lengths) > 1:
-        raise ValueError(
+        raise Refused(
             f'every leaf of params["layers"] must be stacked to one num_layers, got {sorted(lengths)}'
         )
     return lengths.pop()
@@ -135,7 +135,7 @@ def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
     """The head's answer with the layers' terms and metrics beside its own."""
     for kind, ours, theirs in (("term", out.terms, layers.terms), ("metric", out.metrics, layers.metrics)):
         if both := sorted(set(ours) & set(theirs)):
-            raise ValueError(
+            raise Refused(
                 f"the head and the layers both return a {kind} named {both[0]!r}; rename one of them"
             )
     return LossOutput({**out.terms, **layers.terms}, {**out.metrics, **layers.metrics}, out.outputs)
@@ -143,7 +143,7 @@ def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
 
 def _layer_metric(name: str, metric: Any) -> Sum:
     if not isinstance(metric, Sum):
-        raise ValueError(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
+        raise Refused(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
     return as_metric(name, metric)
 
 
@@ -153,7 +153,7 @@ def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:
     before = jax.eval_shape(lambda h: h, hidden)
     describe = lambda tree: jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)  # noqa: E731
     if describe(before) != describe(after):
-        raise ValueError(
+        raise Refused(
             f"a layer must return hidden as it got it: embed gives {describe(before)}, layer gives {describe(after)}"
         )
 

@@ -15,6 +15,7 @@ from jax.sharding import Mesh
 from jaxfb.hlo.calls import times_run
 from jaxfb.hlo.groups import groups_of
 from jaxfb.hlo.text import Instruction, arrays_of, bytes_of, closing, has_array, parse
+from jaxfb.refusal import Refused
 
 KINDS = (
     "all-reduce",
@@ -82,7 +83,7 @@ def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
     arrays, size = Counter(), Counter()
     for one in found:
         if one.times is None:
-            raise ValueError(
+            raise Refused(
                 f"{one.kind} in {one.computation} runs an unknown number of times; give the loop a length"
             )
         arrays[one.kind] += one.arrays * one.times

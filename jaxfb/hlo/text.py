@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from jaxfb.refusal import Refused
+
 REGIONS = frozenset(("while", "conditional", "call"))
 """Instructions that run other computations, whose instructions are then read instead of theirs."""
 
@@ -40,7 +42,7 @@ def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
         elif current is not None and (found := _instruction(line)):
             current.append(found)
     if entry is None:
-        raise ValueError("no ENTRY computation in this text; pass compiled.as_text()")
+        raise Refused("no ENTRY computation in this text; pass compiled.as_text()")
     return computations, entry
 
 

@@ -16,6 +16,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxfb.losses.settings import check_not_negative, check_share
+from jaxfb.refusal import Refused
 
 
 class Estimate(NamedTuple):
@@ -167,7 +168,7 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> 
     """
     counted = np.asarray(mask) != 0
     if counted.sum() < 2:
-        raise ValueError(
+        raise Refused(
             f"[advantages] whitening needs 2 counted tokens, got {counted.sum()}: check the response mask, or "
             "leave the advantages as they are"
         )
@@ -198,7 +199,7 @@ def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
     """
     groups = np.asarray(groups)
     if rewards.shape != groups.shape or rewards.ndim != 1:
-        raise ValueError(
+        raise Refused(
             f"[advantages] an outcome estimator needs one reward and one group a row, got rewards {rewards.shape} and "
             f"groups {groups.shape}; sum rewards per token over each row first"
         )

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
@@ -50,7 +51,7 @@ def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, nu
         return
     found = coupled(loss, num_inputs, tuple(zip(names, shapes, strict=True)), structure)
     if found:
-        raise ValueError(
+        raise Refused(
             f"the loss {getattr(loss, '__name__', loss)} couples rows: {found[0]} of three rows together is not what "
             f"they give one by one, so it would depend on how the global batch is split, here into {num_parts} parts. "
             "Sum over rows and let Sum.weight divide; compute statistics of groups or of the batch before the update "

@@ -8,6 +8,7 @@ from __future__ import annotations
 import numpy as np
 
 from jaxfb.losses.settings import check_number
+from jaxfb.refusal import Refused
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -42,7 +43,7 @@ def rollout_weights(
       ValueError: a setting is out of range.
     """
     if level not in LEVELS:
-        raise ValueError(f"[rollout] {level=} must be one of {', '.join(LEVELS)}")
+        raise Refused(f"[rollout] {level=} must be one of {', '.join(LEVELS)}")
     check_number("rollout", "upper", upper, lambda x: x > 1, "above 1", 2.0)
     if lower is not None:
         check_number("rollout", "lower", lower, lambda x: 0 <= x < 1, "in [0, 1)", "None for 0")

@@ -14,6 +14,7 @@ import numpy as np
 from jax import lax
 
 from jaxfb.losses.settings import check_not_negative, check_positive, check_word
+from jaxfb.refusal import Refused
 
 KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 
@@ -77,9 +78,7 @@ def kl_in_reward(
     check_kl_estimator(estimator)
     check_not_negative("reward", 0.0, coefficient=coefficient)
     if estimator.endswith("+"):
-        raise ValueError(
-            f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}"
-        )
+        raise Refused(f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}")
     counted = np.asarray(mask) != 0
     difference = np.where(counted, log_probs, 0.0) - np.where(counted, ref_log_probs, 0.0)
     kl = np.where(counted, kl_values(np, difference, estimator), 0.0)

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from jaxfb.losses.cross_entropy import CrossEntropy, chunked_cross_entropy
 from jaxfb.losses.settings import check_not_negative, check_number
+from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, Sum
 
 OUTPUTS = (None, "tokens", "rows")
@@ -52,7 +53,7 @@ def next_token_loss(
     """
     check_regularizers(label_smoothing, z_loss, logit_softcap)
     if outputs not in OUTPUTS:
-        raise ValueError(f"[loss] {outputs=} must be one of {', '.join(map(repr, OUTPUTS))}")
+        raise Refused(f"[loss] {outputs=} must be one of {', '.join(map(repr, OUTPUTS))}")
     mask = microbatch["loss_mask"].astype(jnp.promote_types(hidden.dtype, jnp.float32))
     result = chunked_cross_entropy(
         hidden, kernel, microbatch["targets"], mask, chunk=chunk, axis=axis,

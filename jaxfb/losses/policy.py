@@ -23,7 +23,7 @@ from jaxfb.losses.kl import check_kl_estimator, kl_penalty
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_finite, check_not_negative
 from jaxfb.losses.surrogates import PPOClip, clamped_log_ratio
-from jaxfb.refusal import boolean, function
+from jaxfb.refusal import Refused, boolean, function
 from jaxfb.types import LossOutput, Max, Min, Sum
 
 
@@ -132,7 +132,7 @@ def _metrics(tokens: PolicyTokens, entropy: jax.Array, sequences: Sequences) -> 
 def microbatch_leaf(microbatch: Mapping, name: str) -> jax.Array:
     """microbatch[name]; ValueError in one sentence where it is missing."""
     if name not in microbatch:
-        raise ValueError(
+        raise Refused(
             f"[loss] the loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"
         )
     return microbatch[name]

@@ -27,7 +27,7 @@ from jaxfb.losses.settings import (
     check_positive,
     check_word,
 )
-from jaxfb.refusal import boolean
+from jaxfb.refusal import Refused, boolean
 from jaxfb.types import LossOutput, Sum
 
 KINDS = ("sigmoid", "ipo", "hinge", "robust")
@@ -74,7 +74,7 @@ class PreferenceLoss:
         smoothing = self.label_smoothing
         check_number("preference", "label_smoothing", smoothing, lambda x: 0 <= x < 0.5, "in [0, 0.5)", 0.0)
         if self.label_smoothing and self.kind in ("ipo", "hinge"):
-            raise ValueError(f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'")
+            raise Refused(f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'")
 
     def __call__(
         self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]

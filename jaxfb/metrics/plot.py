@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfb.metrics.writers import read_jsonl
+from jaxfb.refusal import Refused
 
 TRAIN, HELD_OUT, RATE, INK, GREY = "#9ec1e6", "#d1495b", "#2e6f95", "#333333", "#8a8a8a"
 
@@ -26,9 +27,7 @@ def plot_losses(
     records = read_jsonl(metrics_path)
     train, held_out = _series(records, "loss"), _series(records, "eval/loss")
     if not train[0] and not held_out[0]:
-        raise ValueError(
-            f"[plot] {metrics_path} holds no loss to draw; train first, it is written at each log"
-        )
+        raise Refused(f"[plot] {metrics_path} holds no loss to draw; train first, it is written at each log")
     figure = _new_figure()
     losses, rate = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_losses(losses, train, held_out, dict(baselines or {}))
@@ -55,7 +54,7 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
     runs = [read_jsonl(path) for path in metrics_paths]
     held_out = [_series(records, "eval/accuracy") for records in runs]
     if not any(steps for steps, _ in held_out):
-        raise ValueError("[plot] there is no eval/accuracy to draw; it is written at each evaluation")
+        raise Refused("[plot] there is no eval/accuracy to draw; it is written at each evaluation")
     figure = _new_figure()
     accuracy, entropy = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     for number, (records, series) in enumerate(zip(runs, held_out, strict=True)):
@@ -85,7 +84,7 @@ def _new_figure() -> Any:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
-        raise ValueError("[plot] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
+        raise Refused("[plot] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
     figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
     return figure

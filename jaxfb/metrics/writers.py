@@ -14,6 +14,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from jaxfb.refusal import Refused
+
 PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
 
 
@@ -144,9 +146,7 @@ def check_writers(names: Iterable[str]) -> None:
     """
     for name in names:
         if name not in PACKAGES:
-            raise ValueError(
-                f"[log] no writer {name!r}; use one of {', '.join(PACKAGES)} (jsonl is always on)"
-            )
+            raise Refused(f"[log] no writer {name!r}; use one of {', '.join(PACKAGES)} (jsonl is always on)")
         _extra(PACKAGES[name], name)
 
 
@@ -186,7 +186,7 @@ def _extra(package: str, extra: str) -> Any:
     try:
         return importlib.import_module(package)
     except ImportError:
-        raise ValueError(
+        raise Refused(
             f"[log] writer {extra!r} needs the package {package}: pip install 'jaxfb[{extra}]'"
         ) from None
 

@@ -24,6 +24,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
 from jaxfb.models.rope import rotate
 from jaxfb.parallel.tensor import constrain, residual_stream
+from jaxfb.refusal import Refused
 
 # (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -114,7 +115,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
         return _best(query, key, packed)
     refused = {"cudnn": lambda: _cudnn_refusal(query, packed), "splash": lambda: splash.refusal(query, key)}
     if backend in refused and (refusal := refused[backend]()):
-        raise ValueError(f"[model] attention={backend!r} {refusal}, or attention='auto'")
+        raise Refused(f"[model] attention={backend!r} {refusal}, or attention='auto'")
     return backend
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from math import isqrt
 
 from jaxfb.models.rope_scaling import RopeScaling
-from jaxfb.refusal import INT32, boolean, instance, integer, number, shown
+from jaxfb.refusal import INT32, Refused, boolean, instance, integer, number, shown
 
 _MOST = {"num_layers": 10_000, "mtp_depth": 100}  # each is traced or initialised by itself
 
@@ -194,7 +194,7 @@ def _fill(config: TransformerConfig, **defaults) -> None:
 def _check_positive(config: TransformerConfig, names: tuple[str, ...]) -> None:
     for name in names:
         if not getattr(config, name) > 0:
-            raise ValueError(f"[model] {name}={getattr(config, name)} must be positive")
+            raise Refused(f"[model] {name}={getattr(config, name)} must be positive")
 
 
 def _check_head_size_derives(config: TransformerConfig) -> None:
@@ -202,7 +202,7 @@ def _check_head_size_derives(config: TransformerConfig) -> None:
     if width % heads:
         below = width - width % heads
         choices = " or ".join(str(size) for size in (below, below + heads) if size)
-        raise ValueError(
+        raise Refused(
             f"[model] hidden_size={width} must be a multiple of num_heads={heads} unless head_size is given; "
             f"use hidden_size {choices}"
         )
@@ -213,47 +213,43 @@ def _check_heads(config: TransformerConfig) -> None:
     if heads % kv_heads:
         small = [n for n in range(1, isqrt(heads) + 1) if heads % n == 0]
         nearest = min({*small, *(heads // n for n in small)}, key=lambda n: (abs(n - kv_heads), n))
-        raise ValueError(
+        raise Refused(
             f"[model] num_heads={heads} must be a multiple of num_kv_heads={kv_heads}; "
             f"use num_kv_heads {nearest}"
         )
     if size % 2:
-        raise ValueError(f"[model] head_size={size} must be even for rotary positions; use {size + 1}")
+        raise Refused(f"[model] head_size={size} must be even for rotary positions; use {size + 1}")
 
 
 def _check_choices(config: TransformerConfig) -> None:
     if not 0 <= config.dropout < 1:
-        raise ValueError(f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none")
+        raise Refused(f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none")
     for name, legal in (("attention", ATTENTION_BACKENDS), ("context_attention", CONTEXT_ATTENTION)):
         if getattr(config, name) not in legal:
-            raise ValueError(
-                f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}"
-            )
+            raise Refused(f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}")
 
 
 def _check_loss(config: TransformerConfig) -> None:
     if not 0 <= config.label_smoothing < 1:
-        raise ValueError(
+        raise Refused(
             f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none"
         )
     balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate", "router_z_coefficient")
     for name in ("z_loss", "mtp_depth", "mtp_weight", *balance, "num_experts", "shared_expert_size"):
         if getattr(config, name) < 0:
-            raise ValueError(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
+            raise Refused(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
     for name in ("logit_softcap", "expert_capacity"):
         if getattr(config, name) is not None and not getattr(config, name) > 0:
-            raise ValueError(f"[model] {name}={getattr(config, name)} must be positive; use null for none")
+            raise Refused(f"[model] {name}={getattr(config, name)} must be positive; use null for none")
 
 
 def _check_experts(config: TransformerConfig) -> None:
     _check_positive(config, ("experts_per_token", "expert_mlp_size", "router_scale"))
     if config.experts_per_token > config.num_experts:
-        raise ValueError(
+        raise Refused(
             f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
             f"{config.num_experts}; use experts_per_token {config.num_experts}"
         )
     for name, legal in (("router_scores", ROUTER_SCORES), ("batch_balance_layers", BALANCED_LAYERS)):
         if getattr(config, name) not in legal:
-            raise ValueError(
-                f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}"
-            )
+            raise Refused(f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}")

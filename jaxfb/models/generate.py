@@ -23,6 +23,7 @@ from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.transformer import Block, outer_params, rebuilder
+from jaxfb.refusal import Refused
 
 Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a layer sees [R, S, G, K]
 
@@ -178,19 +179,17 @@ def _stop_ids(config: TransformerConfig, stop_token: int | Sequence[int] | None)
     ids = [] if stop_token is None else np.atleast_1d(stop_token).tolist()
     for stop in ids:
         if not isinstance(stop, int) or not 0 <= stop < config.vocab_size:
-            raise ValueError(
-                f"[generate] {stop_token=} must be ids from 0 to {config.vocab_size - 1}, or None"
-            )
+            raise Refused(f"[generate] {stop_token=} must be ids from 0 to {config.vocab_size - 1}, or None")
     return ids
 
 
 def _check(config, longest, max_new_tokens, temperature, top_k, key) -> None:
     if longest < 1 or max_new_tokens < 1:
-        raise ValueError(
+        raise Refused(
             f"[generate] prompts of {longest} tokens and {max_new_tokens=} must both be at least 1; "
             "start an empty prompt with the document separator"
         )
     if not 0 <= temperature < float("inf") or (temperature > 0 and key is None):
-        raise ValueError(f"[generate] {temperature=} must be 0 (greedy), or positive with a key to draw from")
+        raise Refused(f"[generate] {temperature=} must be 0 (greedy), or positive with a key to draw from")
     if top_k is not None and not 1 <= top_k <= config.vocab_size:
-        raise ValueError(f"[generate] {top_k=} must be from 1 to vocab_size={config.vocab_size}")
+        raise Refused(f"[generate] {top_k=} must be from 1 to vocab_size={config.vocab_size}")

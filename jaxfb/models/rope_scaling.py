@@ -6,6 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Literal
 
+from jaxfb.refusal import Refused
+
 
 @dataclass(frozen=True)
 class RopeScaling:
@@ -33,17 +35,17 @@ class RopeScaling:
 
     def __post_init__(self):
         if self.kind not in ("linear", "llama3", "yarn"):
-            raise ValueError(f"[model] rope_scaling.kind={self.kind!r} must be one of linear, llama3, yarn")
+            raise Refused(f"[model] rope_scaling.kind={self.kind!r} must be one of linear, llama3, yarn")
         if not 1 <= self.factor < math.inf:
-            raise ValueError(f"[model] rope_scaling.factor={self.factor} must be a number from 1 up; use 1")
+            raise Refused(f"[model] rope_scaling.factor={self.factor} must be a number from 1 up; use 1")
         if self.kind != "linear" and not (self.original_length or 0) > 0:
-            raise ValueError(
+            raise Refused(
                 f"[model] rope_scaling.kind={self.kind} needs original_length, the tokens of a sequence in training; "
                 "use 8192"
             )
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
             if not 0 < getattr(self, low) < getattr(self, high):
-                raise ValueError(
+                raise Refused(
                     f"[model] rope_scaling.{low}={getattr(self, low)} must be above 0 and below "
                     f"{high}={getattr(self, high)}"
                 )

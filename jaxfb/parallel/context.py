@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfb.parallel.collectives import gather_summing_wide
+from jaxfb.refusal import Refused
 
 AXIS = "context"
 METHODS = ("ring", "all_gather", "all_to_all")
@@ -32,7 +33,7 @@ def zigzag(length: int, size: int) -> np.ndarray:
     """
     if length % (2 * size):
         below = length - length % (2 * size)
-        raise ValueError(
+        raise Refused(
             f"sequences of {length} tokens cannot be cut into 2 x context {size} = {2 * size} equal pieces; "
             f"use a length of {' or '.join(str(n) for n in (below, below + 2 * size) if n)}"
         )
@@ -81,7 +82,7 @@ def later(x: jax.Array, distance: int) -> jax.Array:
     length = pieces[0].shape[1]
     if distance > length:
         whole = x.shape[1] * size
-        raise ValueError(
+        raise Refused(
             f"a token {distance} places later is beyond the next piece where sequences of {whole} tokens are cut "
             f"into pieces of {length}; use sequences of {whole * -(-distance // length)} or a smaller distance"
         )
@@ -136,7 +137,7 @@ def exchanged(query, key, value, segments) -> jax.Array:
     """Attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
     size = size_here()
     if key.shape[2] % size:
-        raise ValueError(
+        raise Refused(
             f"context attention by all_to_all needs kv heads that context {size} divides, got {key.shape[2]}; "
             'use method "ring"'
         )

@@ -19,6 +19,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxfb.refusal import Refused
+
 AXIS = "expert"
 
 # (rows [S, D] sorted by expert, how many of each of this device's experts i32[L]) -> [S, D]
@@ -46,7 +48,7 @@ def check_expert_divides(config: Any, expert: int) -> None:
     number = config.num_experts
     if number and number % expert:
         legal = max(size for size in range(1, expert + 1) if number % size == 0)
-        raise ValueError(
+        raise Refused(
             f"[expert] num_experts={number} must be a multiple of expert={expert}; "
             f"use num_experts {number + expert - number % expert} or expert {legal}"
         )
@@ -249,7 +251,7 @@ def _route_back(out, counts, most, num_rows):
 def _num_owners(num_experts: int, num_local: int) -> int:
     here = manual_size()
     if num_local != num_experts and num_local * here != num_experts:
-        raise ValueError(
+        raise Refused(
             f"[expert] {num_experts} experts over expert={here} are {num_experts / here:g} a device, "
             f"the weights hold {num_local}; cut their expert dim over the expert axis, evenly, or not at all"
         )

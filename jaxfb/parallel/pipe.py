@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.refusal import Refused
+
 PyTree = Any
 SHIFT = {"next": 1, "prev": -1, "stay": 0}
 
@@ -98,7 +100,7 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
     num_stages = sum(map(len, placement))
     if layers_per_stage is None:
         if num_layers % num_stages:
-            raise ValueError(_uneven(num_layers, num_stages, len(placement)))
+            raise Refused(_uneven(num_layers, num_stages, len(placement)))
         layers_per_stage = (num_layers // num_stages,) * num_stages
     layers_per_stage = tuple(layers_per_stage)
     if (
@@ -106,7 +108,7 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
         or sum(layers_per_stage) != num_layers
         or min(layers_per_stage) < 0
     ):
-        raise ValueError(
+        raise Refused(
             f"layers_per_stage={list(layers_per_stage)} must give each of {num_stages} stages its number of the "
             f"{num_layers} layers, 0 for a stage that passes hidden on; try {_balanced(num_layers, num_stages)}"
         )

@@ -14,6 +14,8 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.refusal import Refused
+
 AXIS = "tensor"
 
 # (module, leaf) -> the dim that is split, counted from the last; leaves not listed are whole on every device.
@@ -46,7 +48,7 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
       ValueError: as many entries as dims were not given.
     """
     if len(spec) != x.ndim:
-        raise ValueError(f"[tensor] constrain needs one entry per dim: {spec=} for an array of {x.shape=}")
+        raise Refused(f"[tensor] constrain needs one entry per dim: {spec=} for an array of {x.shape=}")
     mesh = jax.sharding.get_abstract_mesh()
     size = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
     if size == 1 or not _is_automatic(mesh, AXIS):
@@ -169,7 +171,7 @@ def check_tensor_divides(config: Any, tensor: int) -> None:
     for name in ("num_heads", "num_kv_heads", *mlp, "vocab_size"):
         value = getattr(config, name)
         if value % tensor:
-            raise ValueError(
+            raise Refused(
                 f"[tensor] {name}={value} must be a multiple of tensor={tensor}; "
                 f"use {name} {value + tensor - value % tensor} or tensor {_largest_divisor(value, tensor)}"
             )

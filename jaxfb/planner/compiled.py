@@ -22,6 +22,7 @@ from typing import Any
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.topology import Topology
+from jaxfb.refusal import Refused
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
@@ -72,12 +73,12 @@ def compile_for(
       ValueError: the compiler is missing, or will not make that topology, or the mesh does not fit on it.
     """
     if (missing := missing_compiler(topology)) is not None:
-        raise ValueError(f"[plan] {missing}, or add --no-compile for the estimate alone")
+        raise Refused(f"[plan] {missing}, or add --no-compile for the estimate alone")
     request = {"config": config_to_dict(config), "topology": topology.text}
     with tempfile.TemporaryDirectory() as directory:
         answer = _run_child(request, topology, Path(directory), say)
     if "refused" in answer:
-        raise ValueError(answer["refused"])
+        raise Refused(answer["refused"])
     if "too_large" in answer:
         return TooLarge(**answer["too_large"])
     return Compiled(**answer["compiled"])
@@ -192,7 +193,7 @@ def _mesh(config: Config, topology: Topology):
         return make_mesh(**vars(config.mesh), devices=devices)
     except NotImplementedError:
         sizes = " x ".join(f"{axis} {size}" for axis, size in vars(config.mesh).items() if size != 1)
-        raise ValueError(
+        raise Refused(
             f"[plan] the axes {sizes} cannot be laid over the torus of {topology.text}; "
             "use sizes that are products of its dimensions"
         ) from None

@@ -14,6 +14,7 @@ from jaxfb.config import Config
 from jaxfb.mesh import across_slices, mesh_sizes
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
+from jaxfb.refusal import Refused
 
 PLUGINS = ("xla_cuda13", "xla_cuda12")
 INSTALL = "pip install 'jaxfb[cuda]' adds it (no GPU is needed; Linux)"
@@ -103,14 +104,14 @@ def devices(chip: Chip, count: int = 1) -> list:
     from jax.experimental import topologies
 
     if not is_installed():
-        raise ValueError(f"[plan] XLA's compiler for GPUs is not installed; {INSTALL}")
+        raise Refused(f"[plan] XLA's compiler for GPUs is not installed; {INSTALL}")
     each = min(count, chip.island)
     try:
         described = topologies.get_topology_desc(
             platform="cuda", target_config=target_config(chip), topology=f"1x{count // each}x{each}"
         )
     except Exception as error:
-        raise ValueError(_not_taken(error)) from error
+        raise Refused(_not_taken(error)) from error
     return described.devices
 
 

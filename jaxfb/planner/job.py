@@ -23,6 +23,7 @@ from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.sharding import axes_of, shardings
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.planner.topology import Topology
+from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainState, TrainStep
 from jaxfb.training import setup
 
@@ -86,7 +87,7 @@ def model_sizes(config: Config) -> TransformerConfig:
     """The transformer's sizes without its text; a tokenizer.json on another machine must give its vocabulary."""
     known = {"bpe": config.data.vocab_size, "bytes": 257}
     if config.model.vocab_size is None and config.data.tokenizer not in known:
-        raise ValueError(
+        raise Refused(
             f"[plan] the vocabulary of {config.data.tokenizer} is not known without the file; "
             "add model.vocab_size=128256"
         )

@@ -21,6 +21,7 @@ from jaxfb.planner.known import Known
 from jaxfb.planner.text import answer
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
+from jaxfb.refusal import Refused
 
 SLACK = 1.3  # a guess may be so far above the memory and is still traced
 MOST_TRACED = 3  # times as many as are asked for, where the estimate finds that few fit
@@ -61,7 +62,7 @@ def search(
       ValueError: the topology has no chip to fit on, no layout is legal, or the compiler refuses every one.
     """
     if topology.chip is None:
-        raise ValueError(
+        raise Refused(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
     known = known or Known()
@@ -154,7 +155,7 @@ def _guessed(config: Config, topology: Topology, traced: int, say) -> list[Confi
     guesses = [(guess(one, sizes, topology), one) for one in legal]
     if not guesses:
         devices = topology.num_devices
-        raise ValueError(
+        raise Refused(
             f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"
         )
@@ -178,7 +179,7 @@ def _compiled(estimated: list[Found], count: int, known: Known, say, keep) -> li
             say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
             found.append(Found(asked.config, verdict))
         if not found:
-            raise ValueError("[plan] the compiler refused every layout that was traced; raise --traced")
+            raise Refused("[plan] the compiler refused every layout that was traced; raise --traced")
         keep(_ranked(found))
     return _ranked(found)
 

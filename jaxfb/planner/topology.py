@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from jaxfb.planner.chips import GPUS, TPUS, Chip
+from jaxfb.refusal import Refused
 
 EXAMPLES = "v5p:4x4x8, v5e:4x4, cpu:8 or gpu:h100x8"
 ALIASES = {"v7x": "tpu7x", "ironwood": "tpu7x", "trillium": "v6e", "v5litepod": "v5e", "v6": "v6e"}
@@ -47,14 +48,14 @@ def parse_topology(text: str) -> Topology:
     name, colon, shape = text.lower().partition(":")
     name = ALIASES.get(name, name)
     if not colon or not shape:
-        raise ValueError(f"[plan] cannot read the topology {text!r}; write one such as {EXAMPLES}")
+        raise Refused(f"[plan] cannot read the topology {text!r}; write one such as {EXAMPLES}")
     if name == "cpu":
         return Topology(text, "cpu", (_count(shape, text),), None)
     if name == "gpu":
         return _gpus(shape, text)
     if name not in TPUS:
         close = difflib.get_close_matches(name, [*TPUS, "cpu", "gpu"], n=1, cutoff=0.0)[0]
-        raise ValueError(
+        raise Refused(
             f"[plan] unknown topology {text!r}: no chip {name!r} among {', '.join(TPUS)}, cpu and gpu; "
             f"did you mean {close}:{shape}?"
         )
@@ -64,14 +65,14 @@ def parse_topology(text: str) -> Topology:
 def _gpus(shape: str, text: str) -> Topology:
     found = re.fullmatch(r"([a-z]+\d+)x(\d+)", shape)
     if not found or found[1] not in GPUS:
-        raise ValueError(
+        raise Refused(
             f"[plan] cannot read the GPUs in {text!r}; write gpu:NAMExCOUNT with a name among "
             f"{', '.join(GPUS)}, such as gpu:h100x8"
         )
     chip, count = GPUS[found[1]], _count(found[2], text)
     if count > chip.island and count % chip.island:
         nearest = chip.island * round(count / chip.island)
-        raise ValueError(
+        raise Refused(
             f"[plan] more than {chip.island} GPUs are hosts of {chip.island}, {text!r} does not fill them; "
             f"the nearest is gpu:{chip.name}x{nearest}"
         )
@@ -80,7 +81,7 @@ def _gpus(shape: str, text: str) -> Topology:
 
 def _count(number: str, text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
-        raise ValueError(f"[plan] {number!r} in the topology {text!r} is no number of devices; write cpu:8")
+        raise Refused(f"[plan] {number!r} in the topology {text!r} is no number of devices; write cpu:8")
     return int(number)
 
 
@@ -88,13 +89,13 @@ def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
     sizes = tuple(int(part) for part in shape.split("x") if part.isdecimal())
     form = "x".join(["4"] * chip.torus)
     if len(sizes) != len(shape.split("x")) or len(sizes) != chip.torus or min(sizes) < 1:
-        raise ValueError(
+        raise Refused(
             f"[plan] {chip.name} is a torus of {chip.torus} dimensions, {text!r} does not give them; "
             f"write {chip.name}:{form}"
         )
     if sizes != (1,) * chip.torus and any(size % 2 for size in sizes[:2]):
         nearest = "x".join(str(size + size % 2 if i < 2 else size) for i, size in enumerate(sizes))
-        raise ValueError(
+        raise Refused(
             f"[plan] a host holds 2x2 chips, so the first two sizes of {text!r} must be even; "
             f"the nearest is {chip.name}:{nearest}"
         )

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfb.planner.topology import Topology
+from jaxfb.refusal import Refused
 
 INSTALL = "pip install 'jaxfb[plan]' adds libtpu (no TPU is needed)"
 ENVIRONMENT = {
@@ -46,7 +47,7 @@ def devices(topology: Topology) -> list:
         return topologies.get_topology_desc(topology.text, platform="tpu", **options).devices
     except Exception as error:
         first = str(error).splitlines()[0]
-        raise ValueError(
+        raise Refused(
             f"[plan] libtpu does not make {topology.text}: {first}; use a shape such as 4x4x4"
         ) from None
 

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.refusal import Refused
 
 Values = Mapping[str, Any]
 
@@ -144,14 +145,12 @@ def architecture_of(values: Values) -> Architecture:
     """
     kind = values.get("model_type")
     if kind not in ARCHITECTURES:
-        raise ValueError(
+        raise Refused(
             f"[hf] model_type={kind!r} cannot be read; it must be one of {', '.join(sorted(ARCHITECTURES))}"
         )
     if values.get("quantization_config"):
         method = values["quantization_config"].get("quant_method", "an unknown method")
-        raise ValueError(
-            f"[hf] the weights are quantised ({method}); use the model's bfloat16 or float32 files"
-        )
+        raise Refused(f"[hf] the weights are quantised ({method}); use the model's bfloat16 or float32 files")
     return ARCHITECTURES[kind]
 
 
@@ -178,9 +177,7 @@ def sizes_of(values: Values) -> TransformerConfig:
         }
         return TransformerConfig(**{**common, **found.sizes(values)})
     except KeyError as error:
-        raise ValueError(
-            f"[hf] config.json of a {found.model_type} model must hold {error.args[0]!r}"
-        ) from None
+        raise Refused(f"[hf] config.json of a {found.model_type} model must hold {error.args[0]!r}") from None
 
 
 def _rope(values: Values) -> dict[str, Any]:
@@ -191,7 +188,7 @@ def _rope(values: Values) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": theta}
     if kind not in ("linear", "llama3", "yarn"):
-        raise ValueError(
+        raise Refused(
             f"[hf] rope_type={kind!r} is not supported; it must be one of default, linear, llama3, yarn"
         )
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, values)}
@@ -224,7 +221,7 @@ def _refuse(values: Values, **supported: Any) -> None:
     """Refuses keys that have another value than the supported one."""
     for name, wanted in supported.items():
         if values.get(name, wanted) != wanted:
-            raise ValueError(f"[hf] {name}={values[name]!r} is not supported; only {name}={wanted!r} is")
+            raise Refused(f"[hf] {name}={values[name]!r} is not supported; only {name}={wanted!r} is")
 
 
 def describe(sizes: TransformerConfig) -> dict[str, Any]:
@@ -274,7 +271,7 @@ def _kind_of(sizes: TransformerConfig) -> str:
         and not sizes.router_renormalize,
     }
     if present := [name for name, value in unknown.items() if value]:
-        raise ValueError(
+        raise Refused(
             f"[hf] no architecture of transformers listed here has {', '.join(present)}; it stays a jaxfb run"
         )
     if sizes.num_experts:

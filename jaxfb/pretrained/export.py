@@ -15,6 +15,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import Architecture, architecture_of, sizes_of
 from jaxfb.pretrained.names import Leaf, leaves_of, path_name
 from jaxfb.pretrained.repository import COMPANIONS, INDEX, SINGLE
+from jaxfb.refusal import Refused
 
 PyTree = Any
 FILE_BYTES = 5 * 10**9
@@ -40,7 +41,7 @@ def export_model(
     """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"[hf] {target} must be a new or an empty directory; choose another")
+        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
     architecture, sizes = architecture_of(config), sizes_of(config)
     tensors = list(_tensors(architecture, sizes, params))
     target.mkdir(parents=True, exist_ok=True)
@@ -77,7 +78,7 @@ def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTre
         if p not in leaves or p not in arrays or leaves[p].shape != arrays[p].shape
     }
     if wrong:
-        raise ValueError(
+        raise Refused(
             f"[hf] the parameters are not those that the config describes; they differ in {sorted(wrong)[0]}"
         )
     for path, leaf in leaves.items():

@@ -11,6 +11,7 @@ import jax
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained.architectures import OUTER_NAMES, Architecture
+from jaxfb.refusal import Refused
 
 TURNED = re.compile(r"(\.kernel|experts\.\w+)$")  # stored there as [out, in], here as [in, out]
 
@@ -81,7 +82,7 @@ def _of_layers(name: str, sizes: TransformerConfig) -> Iterator[Part]:
 
 def _known(names: Mapping[str, str], path: str, architecture: Architecture) -> str:
     if path not in names:
-        raise ValueError(
+        raise Refused(
             f"[hf] {architecture.class_name} has no tensor for {path}; such a model cannot be exported"
         )
     return names[path]

@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from jaxfb.refusal import Refused
+
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
 # carried along unchanged, where they exist
@@ -57,7 +59,7 @@ class Repository:
                 problems.append(f"{name}: dtype {dtype}, must be one of {', '.join(DTYPES)}")
         if problems:
             shown = problems[:8] + [f"and {len(problems) - 8} more"] * (len(problems) > 8)
-            raise ValueError(
+            raise Refused(
                 f"[hf] {self.path} does not hold what its config.json describes: {'; '.join(shown)}"
             )
 
@@ -81,7 +83,7 @@ def _files(path: Path) -> list[Path]:
         listed = _read_json(path / INDEX).get("weight_map", {})
         names = sorted(set(listed.values()))
         if wrong := [name for name in names if Path(str(name)).name != name]:
-            raise ValueError(f"[hf] {path / INDEX} names files outside the directory: {wrong[0]!r}")
+            raise Refused(f"[hf] {path / INDEX} names files outside the directory: {wrong[0]!r}")
     else:
         names = [SINGLE]
     missing = [name for name in names if not (path / name).is_file()]
@@ -90,7 +92,7 @@ def _files(path: Path) -> list[Path]:
         hint = (
             f"; {pickled[0]} is a pickle, which is never loaded: convert it to safetensors" if pickled else ""
         )
-        raise ValueError(f"[hf] {path} has no {missing[0] if missing else INDEX}{hint}")
+        raise Refused(f"[hf] {path} has no {missing[0] if missing else INDEX}{hint}")
     return [path / name for name in names]
 
 
@@ -102,16 +104,16 @@ def _header(file: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
             slices = {name: opened.get_slice(name) for name in opened.keys()}  # noqa: SIM118
             return {n: (file, tuple(s.get_shape()), s.get_dtype()) for n, s in slices.items()}
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"[hf] {file} cannot be read as safetensors: {str(error).splitlines()[0]}") from None
+        raise Refused(f"[hf] {file} cannot be read as safetensors: {str(error).splitlines()[0]}") from None
 
 
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.is_file():
-        raise ValueError(f"[hf] there is no file {file}")
+        raise Refused(f"[hf] there is no file {file}")
     try:
         values = json.loads(file.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"[hf] {file} is not JSON: {error}") from None
+        raise Refused(f"[hf] {file} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise ValueError(f"[hf] {file} must hold a JSON object")
+        raise Refused(f"[hf] {file} must hold a JSON object")
     return values

@@ -19,6 +19,7 @@ from jaxfb.pretrained.architectures import describe, sizes_of
 from jaxfb.pretrained.export import export_model
 from jaxfb.pretrained.load import load_params
 from jaxfb.pretrained.repository import COMPANIONS, open_repository
+from jaxfb.refusal import Refused
 
 CARRIED = "hf"  # in a run's directory: config.json and the companions of the model that it was imported from
 DTYPES = ("float32", "bfloat16", "float16")
@@ -34,7 +35,7 @@ def import_run(directory: str | Path, run_dir: str | Path) -> Path:
     """
     repository, target = open_repository(directory), Path(run_dir)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise ValueError(f"[hf] {target} must be a new or an empty directory; choose another --out")
+        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another --out")
     sizes = sizes_of(repository.config)
     params = load_params(repository, sizes, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
     target.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,7 @@ def export_run(run_dir: str | Path, directory: str | Path, dtype: str | None = N
     origin = _origin(source, config)
     sizes, description = _described(source, config, origin)
     if dtype not in (None, *DTYPES):
-        raise ValueError(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+        raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     wanted = jnp.dtype(dtype or description.get("dtype") or description.get("torch_dtype") or "float32")
     shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
     store = CheckpointStore(source / "checkpoints", keep_best=None)

@@ -27,6 +27,7 @@ from jaxfb.losses.kl import AdaptiveKL
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
+from jaxfb.refusal import Refused
 from jaxfb.rl.advantage import BY_GROUP
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
@@ -148,7 +149,7 @@ class PolicyWork(PostTraining):
             **{name: value for name, value in sizes.items() if name != "rollouts"},
         )
         if difference:
-            raise ValueError(difference)
+            raise Refused(difference)
         refuse_other_rollout(record["config"], self._config, record["update"], self.plan.updates_per_rollout)
         # a coefficient that was steered goes on from where it is, unless it is to be steered otherwise from now on
         changes = changes_between(record["config"], self._config)

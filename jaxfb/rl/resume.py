@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.config.post_training import RLConfig
+from jaxfb.refusal import Refused
 from jaxfb.training.changes import ABSENT, Change, changes_between
 
 # What a rollout's rows were made by, and what its updates compare them with.
@@ -35,14 +36,14 @@ def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int
     changes = changes_between(saved, config)
     lasting = [change for change in changes if _decides_what_is_saved(*change)]
     if lasting:
-        raise ValueError(
+        raise Refused(
             f"[run] a resumed run cannot change {_words(lasting)}: the arrays that are saved with it depend on that; "
             "keep the saved value, or begin a new run with start.run=the saved run's directory"
         )
     passed = update % per_rollout
     changed = [change for change in changes if _is_of_a_rollout(change[0])]
     if passed and changed:
-        raise ValueError(
+        raise Refused(
             f"[run] update {update} lies in the middle of a rollout, whose rows were made by the saved settings: "
             f"it cannot go on with {_words(changed)}; keep the saved values until update "
             f"{update - passed + per_rollout}, where the next rollout begins"

@@ -20,6 +20,7 @@ from jaxfb.mesh import axis_size
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 from jaxfb.parallel.tensor import transformer_param_specs
+from jaxfb.refusal import Refused
 
 PyTree = Any
 
@@ -66,7 +67,7 @@ class Sampler:
     def __post_init__(self):
         tokens = self.sizes.vocab_size - sum(end - first for first, end in self.absent_ids)
         if self.top_k is not None and not 1 <= self.top_k <= tokens:
-            raise ValueError(
+            raise Refused(
                 f"[rollout] top_k={self.top_k} must be from 1 to the {tokens} tokens there are; use "
                 f"rollout.top_k={min(50, tokens)}, or null to draw among all"
             )
@@ -111,7 +112,7 @@ class Sampler:
         """Returns prompts [rows, prompt_width] and their lengths, with rows for each device that shares them."""
         longest = max(map(len, prompts))
         if longest > self.prompt_width:
-            raise ValueError(
+            raise Refused(
                 f"[rollout] a prompt has {longest} tokens, above the {self.prompt_width} that prompts are padded to; "
                 "cut it"
             )

@@ -29,6 +29,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.setup import (
     abstract_params,
@@ -176,14 +177,14 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
     if asked == "bytes":
         return ByteTokenizer()
     if asked is None and config.start.run is None:
-        raise ValueError(
+        raise Refused(
             "[start] needs tokenizer where there is no run to take it from; use start.tokenizer=bytes"
         )
     path = (
         _tokenizer_directory(config) / "tokenizer.json" if not asked or Path(asked).is_dir() else Path(asked)
     )
     if not path.is_file():
-        raise ValueError(f"[start] there is no tokenizer {path}; give start.tokenizer, or a run that has one")
+        raise Refused(f"[start] there is no tokenizer {path}; give start.tokenizer, or a run that has one")
     return load_tokenizer(path)
 
 
@@ -215,5 +216,5 @@ def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
 
 def _read_template(path: Path) -> str:
     if not path.is_file():
-        raise ValueError(f"[start] there is no chat template {path}; use one of {', '.join(BUILT_IN)}")
+        raise Refused(f"[start] there is no chat template {path}; use one of {', '.join(BUILT_IN)}")
     return path.read_text(encoding="utf-8")

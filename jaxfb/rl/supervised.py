@@ -22,6 +22,7 @@ from jaxfb.data.token_rows import token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
+from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
@@ -113,7 +114,7 @@ class SupervisedWork(PostTraining):
             train, self.plan.train, seed=mine["seed"], dataset_rows=mine["dataset_rows"]
         )
         if difference:
-            raise ValueError(difference)
+            raise Refused(difference)
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.train_state = TrainState(**state)
@@ -154,7 +155,7 @@ def work_on(
     plans = planned(base, lambda base: base.plans(dict.fromkeys(needed, base.config.batch.rows), length))
     total = count(train)
     if not total:
-        raise ValueError("[data] there is no row to train on; give more, or hold out fewer")
+        raise Refused("[data] there is no row to train on; give more, or hold out fewer")
     run = RunPlan(plans, updates=config.batch.updates, epochs=config.batch.epochs, dataset_rows=total)
     step = base.train_step(model, plans["train"], run)
     return kind(base, run, Stream(train, config.run.seed), held_out, step, model)
@@ -174,12 +175,12 @@ def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:
     if needed > sequences * (length // sequences) and not section.truncate:
         enough = -(-needed // multiple) * multiple
         each = f", {length // sequences} for each of {sequences}" * (sequences > 1)
-        raise ValueError(
+        raise Refused(
             f"[{name}] sequence_length={length} has slots for {length} tokens{each}, the longest item needs "
             f"{tokens - 1}; use {name}.sequence_length={enough}, or {name}.truncate=true to cut it"
         )
     if length % multiple:
-        raise ValueError(
+        raise Refused(
             f"[{name}] sequence_length={length} is not a multiple of 2 * mesh.context = {multiple}; use "
             f"{name}.sequence_length={-(-length // multiple) * multiple}"
         )

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from jaxfb.data.chat import Chat, Message
+from jaxfb.refusal import Refused
 
 LISTED = 200_000
 
@@ -65,7 +66,7 @@ class Task(Protocol):
         """Returns whether the response counts as solved."""
 
 
-class BadJudgement(ValueError):
+class BadJudgement(Refused):
     """Raised where a task returns a reward that is no finite number, or an `is_correct` that is no bool."""
 
 
@@ -111,18 +112,18 @@ def check_task(task: Any, chat: Chat) -> int:
     """
     missing = [name for name in ("train", "held_out", "reward", "is_correct") if not hasattr(task, name)]
     if missing:
-        raise ValueError(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
+        raise Refused(f"[task] {task!r} lacks {', '.join(missing)}; see jaxfb.rl.tasks.Task")
     for name, use in (
         ("train", "rollouts draw their prompts from it"),
         ("held_out", "accuracy is measured on it"),
     ):
         if len(getattr(task, name)) == 0:
-            raise ValueError(f"[task] {name} is empty, but {use}; give at least one problem")
+            raise Refused(f"[task] {name} is empty, but {use}; give at least one problem")
     problems = [*task.train, *task.held_out]
     lengths = [len(ids) for ids in chat.prompts([messages_of(problem) for problem in problems])]
     if min(lengths) == 0:
         empty = problems[lengths.index(0)]
-        raise ValueError(
+        raise Refused(
             f"[task] the prompt of {empty!r} is empty, and sampling starts from a prompt; give it a text"
         )
     first = task.train[0]
@@ -170,7 +171,7 @@ class Arithmetic:
         base = 10**self.digits
         total = base * base * len(self.operations)
         if total <= self.num_held_out:
-            raise ValueError(
+            raise Refused(
                 f"[task] held_out={self.num_held_out} leaves none of the {total} problems to train on; use at most "
                 f"{total // 2}"
             )

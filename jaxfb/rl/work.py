@@ -9,6 +9,7 @@ from typing import Any
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.display import duration
 from jaxfb.models.config import flops_per_token
+from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import devices_and_mesh
@@ -76,7 +77,7 @@ class PostTraining:
         """Refuses to go on with other rows than the saved run was trained on."""
         mine = self.to_dict().get("text")
         if "text" in saved and saved["text"] != mine:
-            raise ValueError(
+            raise Refused(
                 f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
                 "its file and tokenizer, another run.dir, or --allow-changes to go on all the same"
             )

@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from jaxfb.refusal import integer, shown
+from jaxfb.refusal import Refused, integer, shown
 
 Table = tuple[tuple[tuple["Action", ...], ...], ...]
 
@@ -33,7 +33,7 @@ def parse_action(text: str) -> Action:
     """Reads "F3.1"; "F3" means chunk 0. ValueError if it is neither."""
     match = re.fullmatch(r"([FBW])([0-9]{1,9})(?:\.([0-9]{1,9}))?", text.strip())
     if match is None:
-        raise ValueError(
+        raise Refused(
             f"[schedule] an action of a table is F, B or W, then microbatch.chunk, such as F3.1; got {shown(text)}"
         )
     kind, microbatch, chunk = match.groups()
@@ -45,9 +45,7 @@ def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
     if isinstance(cell, str):
         cell = [part for part in cell.split("+") if part.strip(" .")]
     if cell is not None and not isinstance(cell, list | tuple):
-        raise ValueError(
-            f"[schedule] a cell of a table is a list of actions, a text or None, got {shown(cell)}"
-        )
+        raise Refused(f"[schedule] a cell of a table is a list of actions, a text or None, got {shown(cell)}")
     found = [parse_action(a) if isinstance(a, str) else _checked(a) for a in cell or ()]
     return tuple(sorted(found, key=lambda action: KINDS.find(action.kind)))
 
@@ -55,16 +53,16 @@ def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
 def cells_of_table(table: Any) -> Table:
     """Returns table[tick][device] as tuples of Actions; ValueError if it is no table or has no action."""
     if not isinstance(table, list | tuple) or not all(isinstance(row, list | tuple) and row for row in table):
-        raise ValueError(
+        raise Refused(
             f"[schedule] a table is a list of ticks, each a list of cells by device, got {shown(table)}"
         )
     cells = tuple(tuple(parse_cell(cell) for cell in row) for row in table)
     actions = [action for row in cells for cell in row for action in cell]
     if not actions:
-        raise ValueError("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
+        raise Refused("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
     microbatches, chunks = (1 + max(action[i] for action in actions) for i in (1, 2))
     if microbatches * chunks > len(actions) + _MOST_MISSING:
-        raise ValueError(
+        raise Refused(
             f"[schedule] the table has microbatches up to {microbatches - 1} and chunks up to {chunks - 1}, but only "
             f"{len(actions)} actions; each microbatch and chunk from 0 on must have its own"
         )
@@ -74,7 +72,7 @@ def cells_of_table(table: Any) -> Table:
 def _checked(action: Any) -> Action:
     is_triple = isinstance(action, list | tuple) and len(action) == 3 and isinstance(action[0], str)
     if not is_triple:
-        raise ValueError(
+        raise Refused(
             f'[schedule] an action of a table is an Action(kind, microbatch, chunk) or a text such as "F3.1", '
             f"got {shown(action)}"
         )

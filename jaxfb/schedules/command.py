@@ -4,6 +4,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
+from jaxfb.refusal import Refused
 from jaxfb.schedules.by_name import make
 from jaxfb.schedules.compare import comparison, comparison_table
 from jaxfb.schedules.draw import chrome_trace, timeline_figure
@@ -23,12 +24,12 @@ def chosen(
     """
     if table is not None:
         if (kind, pipe, microbatches, chunks) != (None,) * 4:
-            raise ValueError(
+            raise Refused(
                 f"[schedule] --table={table} says everything itself; leave out --kind, --pipe, --microbatches, --chunks"
             )
         path = Path(table)
         if not path.is_file():
-            raise ValueError(
+            raise Refused(
                 f"[schedule] --table={table} is no file; write one in the form that {EXAMPLE} prints"
             )
         return Schedule.from_text(path.read_text(), name=path.stem)
@@ -44,7 +45,7 @@ def compared(
     _require(pipe, microbatches)
     _check_costs(costs)
     if costs["head"]:
-        raise ValueError(
+        raise Refused(
             f"[schedule] --compare has no head, which costs every kind the same; leave out --head {costs['head']:g}"
         )
     rest = {name: cost for name, cost in costs.items() if name != "head"}
@@ -75,7 +76,7 @@ def written(
         name = schedule.name.replace(" ", "_").replace(",", "")
         picture, trace = picture or f"{out}/{name}.svg", trace or f"{out}/{name}.json"
     if picture and not find_spec("matplotlib"):
-        raise ValueError(
+        raise Refused(
             f"[schedule] a picture ({picture}) needs matplotlib, which is not installed; "
             "pip install 'jaxfb[plot]', or ask for --trace alone"
         )
@@ -91,17 +92,17 @@ def written(
 def _require(pipe: int | None, microbatches: int | None) -> None:
     given = {"--pipe": pipe, "--microbatches": microbatches}
     if missing := [name for name, value in given.items() if value is None]:
-        raise ValueError(f"[schedule] {' and '.join(missing)} must be given, such as {EXAMPLE}")
+        raise Refused(f"[schedule] {' and '.join(missing)} must be given, such as {EXAMPLE}")
     for name, value in given.items():
         if value < 1:
-            raise ValueError(f"[schedule] {name} {value} must be at least 1; use {name} 1")
+            raise Refused(f"[schedule] {name} {value} must be at least 1; use {name} 1")
 
 
 def _check_costs(costs: Mapping[str, float]) -> None:
     for name, cost in costs.items():
         if not 0 <= cost < float("inf"):
-            raise ValueError(
+            raise Refused(
                 f"[schedule] --{name.replace('_', '-')} {cost:g} must not be negative or infinite; use 0"
             )
     if not any(costs.values()):
-        raise ValueError("[schedule] every cost is 0, so there is no time to share out; use --forward 1")
+        raise Refused("[schedule] every cost is 0, so there is no time to share out; use --forward 1")

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
+from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS
 from jaxfb.schedules.render import headline
 from jaxfb.schedules.simulate import kind_costs
@@ -66,14 +67,14 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png", ".pdf"):
-        raise ValueError(
+        raise Refused(
             f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; "
             f"use {str(path.with_suffix('.svg'))!r}"
         )
     try:
         from matplotlib.figure import Figure  # heavy, and only needed here
     except ImportError:
-        raise ValueError("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
+        raise Refused("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
 
     found = bars(schedule, **(costs or {}))
     result = schedule.simulate(**(costs or {}))

@@ -7,7 +7,7 @@ ticks.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from jaxfb.refusal import boolean, integer, refuse
+from jaxfb.refusal import Refused, boolean, integer, refuse
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.sizes import WHO, checked_costs, checked_sizes
 
@@ -60,7 +60,7 @@ def megatron_order(
     if interleaved:
         _check_groups(num_stages, num_microbatches, group)
     elif num_chunks > 1:
-        raise ValueError(
+        raise Refused(
             f"chunks need the interleaved schedule; got num_chunks={num_chunks} with interleaved=False; "
             f"use num_chunks=1"
         )
@@ -89,14 +89,14 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 def _check_groups(num_stages: int, num_microbatches: int, group: int) -> None:
     if not num_stages <= group <= num_microbatches:
-        raise ValueError(
+        raise Refused(
             f"Megatron needs num_stages <= group_size <= num_microbatches; got num_stages={num_stages}, "
             f"group_size={group}, num_microbatches={num_microbatches}; "
             f"use group_size={num_stages} and at least {num_stages} microbatches"
         )
     rest = num_microbatches % group
     if 0 < rest < num_stages:
-        raise ValueError(
+        raise Refused(
             f"Megatron needs a last group of at least num_stages={num_stages} microbatches; got {rest} "
             f"(num_microbatches={num_microbatches}, group_size={group}); "
             f"use {num_microbatches - rest} or {num_microbatches - rest + num_stages} microbatches"

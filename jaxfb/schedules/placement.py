@@ -5,7 +5,7 @@ A placement is a tuple: placement[device][chunk] is the stage, 0 .. num_stages *
 
 from typing import Any
 
-from jaxfb.refusal import integer, shown
+from jaxfb.refusal import Refused, integer, shown
 
 Placement = tuple[tuple[int, ...], ...]
 
@@ -30,7 +30,7 @@ def placement_of(given: Any, num_stages: int, num_chunks: int) -> Placement:
         return v_placement(num_stages)
     rows = given if isinstance(given, list | tuple) else []
     if len(rows) != num_stages or not all(isinstance(row, list | tuple) and row for row in rows):
-        raise ValueError(
+        raise Refused(
             f'[schedule] placement must be "loop", "v", or a list of stages for each of the {num_stages} devices, got '
             f"{shown(given)}"
         )
@@ -45,7 +45,7 @@ def homes_of(placement: Placement) -> list[tuple[int, int]]:
     homes = {stage: (d, c) for d, row in enumerate(placement) for c, stage in enumerate(row)}
     count = sum(len(row) for row in placement)
     if sorted(homes) != list(range(count)) or len({len(row) for row in placement}) != 1:
-        raise ValueError(
+        raise Refused(
             f"a placement holds each of the stages 0 .. {count - 1} once, the same number on every device; "
             f"got {placement}; loop_placement(num_stages, num_chunks) is one"
         )
@@ -63,7 +63,7 @@ def channel_of(source: int, target: int, num_devices: int, stage: int = 0) -> st
         return "next"
     if target == (source - 1) % num_devices:
         return "prev"
-    raise ValueError(
+    raise Refused(
         f"consecutive stages must be on the same or on neighbouring devices; "
         f"stage {stage} is on device {source} and stage {stage + 1} on device {target} of {num_devices}; "
         f"use device {(source + 1) % num_devices} or {(source - 1) % num_devices} for stage {stage + 1}"

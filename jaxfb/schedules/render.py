@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from jaxfb.refusal import instance, integer, shown
+from jaxfb.refusal import Refused, instance, integer, shown
 from jaxfb.schedules.action import KINDS, Action, parse_action
 
 _MOST_IDLE = 1_000_000
@@ -83,12 +83,12 @@ def parse_table(text: str) -> list[list[list[Action]]]:
                 found = [] if entry == "." else [parse_action(part) for part in parts]
                 cells.setdefault((start + i, device), []).extend(found)
     if not cells:
-        raise ValueError(
+        raise Refused(
             '[schedule] the text has no line "device D ACTION ACTION ...", such as "device 0 F0.0 F1.0 . B0.0"'
         )
     ticks, devices = (1 + max(key[i] for key in cells) for i in (0, 1))
     if ticks * devices > len(cells) + _MOST_IDLE:
-        raise ValueError(
+        raise Refused(
             f"[schedule] the text has ticks up to {ticks - 1} and devices up to {devices - 1}, but only {len(cells)} "
             "cells; count both from 0"
         )
@@ -97,5 +97,5 @@ def parse_table(text: str) -> list[list[list[Action]]]:
 
 def _number(word: str, line: str) -> int:
     if not (word.isascii() and word.isdecimal() and len(word) < 10):
-        raise ValueError(f"[schedule] the text must have a number after tick and device, got {shown(line)}")
+        raise Refused(f"[schedule] the text must have a number after tick and device, got {shown(line)}")
     return int(word)

@@ -1,5 +1,6 @@
 """V-shape (forward_backward step): two chunks a device, down the devices and up again; even memory."""
 
+from jaxfb.refusal import Refused
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import tabulate
@@ -20,7 +21,7 @@ def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule
     device 0, so tied weights are used on one device only. ValueError unless num_chunks is 2.
     """
     if num_chunks != 2:
-        raise ValueError(
+        raise Refused(
             f"[schedule] v_shape places exactly two chunks on each device; got num_chunks={num_chunks}; "
             f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}"
         )

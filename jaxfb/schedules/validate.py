@@ -1,5 +1,6 @@
 """Is a table a schedule (forward_backward step)? Each action once, in order, no slot overwritten."""
 
+from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS, Action
 from jaxfb.schedules.placement import homes_of
 from jaxfb.schedules.render import render
@@ -17,7 +18,7 @@ def validate(schedule) -> None:
 
 
 def _refuse(schedule, tick: int, device: int, kind: str, message: str) -> None:
-    raise ValueError(f"[schedule] {message}\n{render(schedule, mark=(tick, device, kind))}")
+    raise Refused(f"[schedule] {message}\n{render(schedule, mark=(tick, device, kind))}")
 
 
 def _check_cells(schedule) -> None:
@@ -25,7 +26,7 @@ def _check_cells(schedule) -> None:
     seen: dict[tuple[int, Action], int] = {}
     for tick, row in enumerate(schedule.table):
         if len(row) != schedule.num_stages:
-            raise ValueError(
+            raise Refused(
                 f"[schedule] every tick has a cell for each device; tick {tick} has {len(row)} cells "
                 f"for num_stages={schedule.num_stages}; use () for an idle device"
             )
@@ -62,9 +63,7 @@ def _problem(schedule, tick: int, device: int, action: Action, seen: dict) -> st
 def _check_complete(schedule) -> None:
     """F of every microbatch and stage; B of all or none; W of all or none, and none without B."""
     if schedule.splits_backward and not schedule.has_backward:
-        raise ValueError(
-            "[schedule] W is the weight gradient of a B; the table has W but no B; add B or drop W"
-        )
+        raise Refused("[schedule] W is the weight gradient of a B; the table has W but no B; add B or drop W")
     for kind in KINDS:
         if kind != "F" and not any(kind == k for k, _, _ in schedule.ticks):
             continue

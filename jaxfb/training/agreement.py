@@ -16,6 +16,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxfb.config import Config, table
+from jaxfb.refusal import Refused
 from jaxfb.training.setup import Setup
 
 PACKAGES = ("jaxfb", "jax", "jaxlib", "flax", "optax", "orbax-checkpoint", "grain", "numpy")
@@ -90,7 +91,7 @@ def check_agreement(what: str, facts: Sequence[Mapping[str, Any]], names: Sequen
     ]
     if lines:
         more = f"; and {len(lines) - SHOWN} more" if len(lines) > SHOWN else ""
-        raise ValueError(
+        raise Refused(
             f"[hosts] the {len(facts)} processes differ in {what}: {'; '.join(lines[:SHOWN])}{more}; start all "
             "with the same"
         )

@@ -18,6 +18,7 @@ from jaxfb.data import Loader, PackedRows
 from jaxfb.forward_backward import Microbatches, specs_of, split
 from jaxfb.forward_backward.microbatches import rows_spec
 from jaxfb.parallel.sharding import shardings
+from jaxfb.refusal import Refused
 
 HostBatch = dict[str, np.ndarray]
 
@@ -45,7 +46,7 @@ class WindowReader:
             if start == window.start:
                 return batch
             if start > window.start:
-                raise ValueError(
+                raise Refused(
                     f"[data] update {window.update} starts at row {window.start}, which was read already"
                 )
 

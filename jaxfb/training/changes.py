@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.refusal import Refused
 
 FLAG = "--allow-changes"
 ABSENT = "(absent)"
@@ -46,7 +47,7 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
     if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
         had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in fixed)
         choices = f", another run.dir, or {FLAG} to go on all the same" if offer else " or another run.dir"
-        raise ValueError(
+        raise Refused(
             f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "
             f"meaning; use the saved values{choices}"
         )
@@ -76,7 +77,7 @@ def check_model(saved: Mapping[str, Any], config: Any) -> None:
     changes = [c for c in changes_between(saved, config) if c[0].startswith("model") and is_fixed(c[0])]
     if changes:
         had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
-        raise ValueError(
+        raise Refused(
             f"[eval] the run was trained with {had}; leave that out, it would read its parameters wrongly"
         )
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from jaxfb.compat import cluster_names, find_cluster
 from jaxfb.config.sections import HostsConfig
+from jaxfb.refusal import Refused
 
 GIVEN = {
     "coordinator": "JAX_COORDINATOR_ADDRESS",
@@ -89,16 +90,14 @@ def _detected(given: dict, config: HostsConfig, environment: Mapping[str, str]) 
 
 def _cluster(name: str, environment: Mapping[str, str]):
     if name != "auto" and name not in cluster_names():
-        raise ValueError(
+        raise Refused(
             f"[hosts] cluster={name!r} is not known to jax; use auto, none or one of {', '.join(cluster_names())}"
         )
     # a pod that is no numbered member of a job, such as a notebook's, is alone; to ask would fail
     skipped = () if "JOB_COMPLETION_INDEX" in environment else ("k8s",)
     found = find_cluster(None if name == "auto" else name, skipped)
     if found is None and name != "auto":
-        raise ValueError(
-            f"[hosts] cluster={name!r}, but this process was not started by it; use cluster=auto"
-        )
+        raise Refused(f"[hosts] cluster={name!r}, but this process was not started by it; use cluster=auto")
     return found
 
 
@@ -108,7 +107,7 @@ def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
         if given["processes"] is None and given["process_id"] is None and size in environment:
             processes, process_id = _number(size, environment), _number(rank, environment)
             if processes > 1 and given["coordinator"] is None:
-                raise ValueError(
+                raise Refused(
                     f"[hosts] {launcher} says that this is process {process_id} of {processes}, but not where "
                     "process 0 is; give hosts.coordinator=HOST:PORT, or hosts.processes=1 to run alone"
                 )
@@ -125,7 +124,7 @@ def _is_told(given: dict) -> bool:
     missing = [name for name, value in given.items() if value is None]
     if missing and len(missing) < len(given):
         known = ", ".join(f"{name}={value}" for name, value in given.items() if value is not None)
-        raise ValueError(
+        raise Refused(
             f"[hosts] {known} is given but not {' and '.join(missing)}; give all of "
             f"{', '.join(f'hosts.{name}' for name in given)} (or {', '.join(GIVEN.values())}), or none of them "
             "where Slurm, Open MPI, Kubernetes or a TPU pod tells"
@@ -136,9 +135,9 @@ def _is_told(given: dict) -> bool:
 def _checked(given: dict) -> tuple[str, int, int]:
     coordinator, processes, process_id = given.values()
     if not re.fullmatch(r".+:\d+", coordinator):
-        raise ValueError(f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {coordinator}:8476")
+        raise Refused(f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {coordinator}:8476")
     if process_id >= processes:
-        raise ValueError(
+        raise Refused(
             f"[hosts] process_id={process_id} must be below processes={processes}, they count from 0; "
             f"use 0 to {processes - 1}"
         )
@@ -148,7 +147,7 @@ def _checked(given: dict) -> tuple[str, int, int]:
 def _number(variable: str, environment: Mapping[str, str]) -> int:
     text = environment.get(variable, "")
     if not text.isdecimal():
-        raise ValueError(f"[hosts] ${variable}={text!r} must be a number; correct it or unset it")
+        raise Refused(f"[hosts] ${variable}={text!r} must be a number; correct it or unset it")
     return int(text)
 
 

@@ -18,6 +18,7 @@ from jaxfb.config.custom import CustomConfig
 from jaxfb.display import duration
 from jaxfb.mesh import make_mesh
 from jaxfb.metrics import plot_losses
+from jaxfb.refusal import Refused
 from jaxfb.registry import load
 from jaxfb.train_state import is_init_function
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
@@ -125,7 +126,7 @@ class Custom:
             return {}
         found = self._evaluation(self.train_state.params)
         if not isinstance(found, Mapping):
-            raise ValueError(f"[eval] evaluate must return numbers by name, got {type(found).__name__}")
+            raise Refused(f"[eval] evaluate must return numbers by name, got {type(found).__name__}")
         return {
             name if name.startswith("eval/") else f"eval/{name}": float(value)
             for name, value in found.items()
@@ -147,7 +148,7 @@ class Custom:
             {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}, self.run_plan.train, ramp_up=ramp_up
         )
         if difference:
-            raise ValueError(difference)
+            raise Refused(difference)
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.rows.restore(record["data"])
@@ -197,7 +198,7 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     rows = own_rows(_made(parts["data"]), config.run.seed)
     run = config.run
     if run.epochs is not None and rows.num_rows is None:
-        raise ValueError(
+        raise Refused(
             f"[run] epochs={run.epochs} needs rows that can be counted; use run.updates, or a sequence of rows"
         )
     run_plan = RunPlan(
@@ -237,7 +238,7 @@ def _model(model: Any, loss: Callable | None) -> LossFn | Pipelined:
     if loss is None:
         return model
     if isinstance(model, Pipelined):
-        raise ValueError(
+        raise Refused(
             "[trainer] loss is for a model that returns predictions; the head of a Pipelined returns its terms"
         )
 
@@ -253,7 +254,7 @@ def _optimizer(
     if own.get("optimizer") is not None:
         return own["optimizer"]
     if config.optimizer is None:
-        raise ValueError(
+        raise Refused(
             "[optimizer] must be given: a section optimizer with learning_rate, or an optax transformation"
         )
     return optimizer(config, run_plan)

@@ -21,6 +21,7 @@ import jax
 
 from jaxfb.compat import backends_are_made, coordination
 from jaxfb.config.sections import HostsConfig
+from jaxfb.refusal import Refused
 from jaxfb.training.abort import is_listening, speak_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.cluster import Place, find_place
@@ -96,7 +97,7 @@ class Hosts:
         outcome = json.loads(self._wait(key, "process 0 to decide", None))
         if "refused" in outcome:
             self._hear_together(f"{key}/heard")
-            raise ValueError(outcome["refused"])
+            raise Refused(outcome["refused"])
         return outcome["value"]
 
     def in_turn(self, function: Callable[[], Value]) -> Value:
@@ -209,7 +210,7 @@ def _join(config: HostsConfig) -> None:
     if place is None:
         return
     if backends_are_made():
-        raise ValueError(
+        raise Refused(
             f"[hosts] process {place.process_id} of {place.processes} cannot join the others once jax has made its "
             "devices; call jaxfb, or jax.distributed.initialize, before the first computation"
         )

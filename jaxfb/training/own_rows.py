@@ -14,6 +14,7 @@ import numpy as np
 
 from jaxfb.batch_plan import Window
 from jaxfb.data.loader import row_order
+from jaxfb.refusal import Refused
 
 PyTree = Any
 
@@ -51,9 +52,9 @@ def own_rows(data: Any, seed: int) -> OwnRows:
     if leaves := _arrays(data):
         counts = sorted({len(leaf) for leaf in leaves})
         if len(counts) != 1:
-            raise ValueError(f"[data] every array must have one number of rows, got {counts}")
+            raise Refused(f"[data] every array must have one number of rows, got {counts}")
         return _Indexed(lambda index: jax.tree.map(lambda leaf: leaf[index], data), counts[0], seed)
-    raise ValueError(
+    raise Refused(
         "[data] must be arrays [rows, ...] in a tree, a sequence of rows or an iterable of rows, got "
         f"{type(data).__name__}"
     )
@@ -64,7 +65,7 @@ class _Indexed:
 
     def __init__(self, row: Any, num_rows: int, seed: int):
         if not num_rows:
-            raise ValueError("[data] there is no row to train on; give more")
+            raise Refused("[data] there is no row to train on; give more")
         self._row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
@@ -77,7 +78,7 @@ class _Indexed:
 
     def restore(self, position: Mapping[str, Any]) -> None:
         if position["num_rows"] != self.num_rows:
-            raise ValueError(
+            raise Refused(
                 f"[data] the saved run had {position['num_rows']} rows, these are {self.num_rows}; use its data, or "
                 "another run.dir"
             )
@@ -118,7 +119,7 @@ class _Streamed:
         try:
             row = next(self._rows)
         except StopIteration:
-            raise ValueError(
+            raise Refused(
                 f"[data] the rows ended after {self._consumed}, before the run did; give more rows, a shorter run, or "
                 "an iterable that begins again by itself"
             ) from None

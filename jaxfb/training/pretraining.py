@@ -14,6 +14,7 @@ import jax
 from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
 from jaxfb.models.config import flops_per_token
+from jaxfb.refusal import Refused
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
@@ -169,10 +170,10 @@ class Pretraining:
             {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}, plan.train, ramp_up=ramp_up
         )
         if difference:
-            raise ValueError(difference)
+            raise Refused(difference)
         update, consumed = host["update"], host["data"]["consumed_rows"]
         if update < plan.total_updates and plan.window(update).start != consumed:
-            raise ValueError(
+            raise Refused(
                 f"[run] the saved run consumed {consumed} rows in {update} updates, by this config they "
                 f"would be {plan.window(update).start}: a window was cut short where this run cuts none; "
                 "resume with the saved run's length"

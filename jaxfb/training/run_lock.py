@@ -113,7 +113,7 @@ class RunLock:
                 os.close(file)
                 raise
             os.close(file)  # the process that had it removed it between our opening and locking
-        raise FileNotFoundError(errno.ENOENT, "the lock file keeps vanishing")
+        raise OSError(errno.EBUSY, "the lock file keeps vanishing")
 
     def _lock(self, file: int) -> bool:
         if fcntl is None:

@@ -14,6 +14,7 @@ from jaxfb.data.chat import Chat
 from jaxfb.data.tokenizer import absent_ids
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
+from jaxfb.refusal import Refused
 
 
 def continue_text(
@@ -61,7 +62,5 @@ def _prompt(tokenizer: Tokenizer, prompt: str, chat: Chat | None) -> tuple[np.nd
     start = [tokenizer.start_id] if not prompt and tokenizer.start_id is not None else []
     ids = np.array([*start, *tokenizer.encode([prompt])[0]], np.int32)
     if len(ids) == 0:
-        raise ValueError(
-            "[generate] the prompt is empty and this tokenizer has no start token; give a prompt"
-        )
+        raise Refused("[generate] the prompt is empty and this tokenizer has no start token; give a prompt")
     return ids, () if tokenizer.eos_id is None else (tokenizer.eos_id,)

@@ -14,6 +14,7 @@ import jax
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_to_dict
+from jaxfb.refusal import Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
@@ -149,7 +150,7 @@ class Run:
         """Refuses by key before by shape; arrays of other shapes cannot be allowed, so that is not offered then."""
         record, misfit = self._store.host(step), None
         if "plan" not in record:
-            raise ValueError(
+            raise Refused(
                 f"[run] dir={self.directory.path} holds an imported model that no run has trained, so there is nothing "
                 "to resume; choose another run.dir"
             )
@@ -171,7 +172,7 @@ class Run:
         if bad := unsound_leaves(_trained(state)):
             earlier = [step for step in self._store.steps() if step < update]
             others = f" ({', '.join(map(str, earlier))})" if earlier else ", of which there is none"
-            raise ValueError(
+            raise Refused(
                 f"[checkpoint] update {update} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
                 f"move its directory away to go on from an earlier one{others}"
             )

@@ -34,6 +34,7 @@ from jaxfb.optim import (
 )
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.types import Pipelined
 
@@ -165,7 +166,7 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
         return model_sizes(load_config(config.start.run), vocab_size)
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
-        raise ValueError(
+        raise Refused(
             f"[model] vocab_size={config.model.vocab_size} is below the {vocab_size} ids of the tokenizer; "
             f"use {rounded}, or leave it out"
         )
