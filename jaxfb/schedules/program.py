@@ -17,17 +17,15 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       gradient_from_next, gradient_from_prev, gradient_from_stay        [t][d]  gradient slot to store it in
     (gradients are needed only by step 4, so their permute may be issued here and hidden by F).
     Nothing arrives in tick 0. `program.arrivals(phase)` names the channels that bring anything in a phase;
-    what is sent in its last tick is carried into the next phase. Where `program.activations_wait` is False,
-    F reads every activation in the tick in which it arrives, so the buffer may be left out; `gradients_wait`
-    says the same of gradients and B.
+    what is sent in its last tick is carried into the next phase.
  2. F, if the phase has F:
       f_valid, f_microbatch, f_chunk  [t][d]
       f_embed     [t][d]  1: stage 0, the input is embed(microbatch), not a slot
       f_input     [t][d]  activation slot to read (spare if f_embed)
       f_residual  [t][d]  residual slot to write (none if the schedule has no backward)
       f_last      [t][d]  1: last stage, the output goes to the loss of step 3 and travels nowhere
-      f_send      [t][d]  0 next, 1 prev, 2 stay, 3 nowhere. Information: sending on every channel is right as
-                          well, since the receiver's row sends what it does not expect to its spare slot
+                          (every F sends on every channel; the receiver's row sends what it does not expect to
+                          its spare slot)
       embed_valid, embed_microbatch  [t]  the microbatch whose stage 0 runs in this tick, on device
                           program.embed_device: for an embedding that all devices compute together
  3. loss, if loss_valid (a uniform branch: the same on every device, so collectives inside are fine):
@@ -37,10 +35,8 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       b_valid, b_microbatch, b_chunk  [t][d]
       b_residual   [t][d]  residual slot to read
       b_gradient   [t][d]  gradient slot to read, on the last stage too (step 3 put it there)
-      b_last       [t][d]  1: last stage, that is, b_gradient came from the loss
       b_embed      [t][d]  1: stage 0, the input gradient is that of embed(microbatch) and travels nowhere
       b_cotangent  [t][d]  cotangent slot to write for W (none if there is no W: B is all of it then)
-      b_send       [t][d]  as f_send
       embed_gradient_valid, embed_gradient_microbatch  [t]  the microbatch whose stage 0 ran B in this tick
  5. W, if the phase has W:
       w_valid, w_microbatch, w_chunk  [t][d]
@@ -58,14 +54,13 @@ from jaxfb.schedules.placement import MIRROR, channel_of
 from jaxfb.schedules.slots import BUFFERS, WRITTEN_BY, Slots
 
 CHANNELS = ("next", "prev", "stay")
-NOWHERE = 3
 
 TICK_ROWS = tuple(
     f"{event}_{field}" for event in ("embed", "loss", "embed_gradient") for field in ("valid", "microbatch")
 )
 ZERO_ROWS = (
     *(f"{kind}_{field}" for kind in "fbw" for field in ("valid", "microbatch", "chunk")),
-    *("f_embed", "f_last", "b_last", "b_embed"),
+    *("f_embed", "f_last", "b_embed"),
 )
 SLOT_ROWS = {
     **{f"activation_from_{channel}": "activation" for channel in CHANNELS},
@@ -96,8 +91,6 @@ class Program:
     backward_channels: tuple[str, ...]
     embed_device: int
     loss_device: int
-    activations_wait: bool
-    gradients_wait: bool
     phases: tuple[Phase, ...]
     rows: dict[str, list]
 
@@ -150,8 +143,6 @@ def program_of(schedule) -> Program:
         backward_channels=tuple(c for c in CHANNELS if schedule.has_backward and MIRROR[c] in hops),
         embed_device=schedule.device_chunk_of(0)[0],
         loss_device=schedule.device_chunk_of(last)[0],
-        activations_wait=slots.waits("activation"),
-        gradients_wait=slots.waits("gradient"),
         phases=schedule.phases,
         rows=rows,
     )
@@ -159,7 +150,7 @@ def program_of(schedule) -> Program:
 
 def _blank(schedule, slots: Slots) -> dict[str, list]:
     ticks, devices = range(schedule.num_ticks), schedule.num_stages
-    initial = dict.fromkeys(ZERO_ROWS, 0) | {"f_send": NOWHERE, "b_send": NOWHERE}
+    initial = dict.fromkeys(ZERO_ROWS, 0)
     initial |= {name: 0 if buffer in WRITTEN_BY else slots.most(buffer) for name, buffer in SLOT_ROWS.items()}
     rows: dict[str, list] = {name: [0 for _ in ticks] for name in TICK_ROWS}
     rows |= {name: [[value] * devices for _ in ticks] for name, value in initial.items()}
@@ -170,9 +161,7 @@ def _blank(schedule, slots: Slots) -> dict[str, list]:
 
 
 def _forward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
-    last = stage == len(hops)
-    row = {"f_embed": int(stage == 0), "f_last": int(last)}
-    row["f_send"] = NOWHERE if last else CHANNELS.index(hops[stage])
+    row = {"f_embed": int(stage == 0), "f_last": int(stage == len(hops))}
     if stage > 0:
         row["f_input"] = slots.number["activation"][m, stage]
     if (m, stage) in slots.number["residual"]:
@@ -181,8 +170,7 @@ def _forward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
 
 
 def _backward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
-    row = {"b_embed": int(stage == 0), "b_last": int(stage == len(hops))}
-    row["b_send"] = CHANNELS.index(MIRROR[hops[stage - 1]]) if stage > 0 else NOWHERE
+    row = {"b_embed": int(stage == 0)}
     row["b_residual"] = slots.number["residual"][m, stage]
     row["b_gradient"] = slots.number["gradient"][m, stage]
     if (m, stage) in slots.number["cotangent"]:

@@ -43,11 +43,6 @@ class Slots:
     num: dict[str, tuple[int, ...]]
     number: dict[str, dict[Item, int]]
     idle: dict[str, dict[tuple[int, int], int]]
-    waiting: frozenset[str]
-
-    def waits(self, buffer: str) -> bool:
-        """False if every value is read in the tick that writes it."""
-        return buffer in self.waiting
 
     def most(self, buffer: str) -> int:
         """Slots that a device needs at most, for buffers have one shape on all of them; bubbles included."""
@@ -57,16 +52,14 @@ class Slots:
 
 def slots_of(schedule) -> Slots:
     """Colours the intervals of a valid schedule, buffer by buffer and device by device."""
-    num, number, idle, waiting = {}, {}, {}, set()
+    num, number, idle = {}, {}, {}
     for buffer, by_device in intervals(schedule).items():
         coloured = [colour(found) for found in by_device]
         num[buffer] = tuple(count for count, _ in coloured)
-        if any(start < stop for found in by_device for start, stop, _ in found):
-            waiting.add(buffer)
         number[buffer] = {item: slot for _, slots in coloured for item, slot in slots.items()}
         if buffer in WRITTEN_BY and number[buffer]:
             idle[buffer] = unoccupied(schedule, by_device, number[buffer], WRITTEN_BY[buffer])
-    return Slots(num, number, idle, frozenset(waiting))
+    return Slots(num, number, idle)
 
 
 def intervals(schedule) -> dict[str, list[list[Interval]]]:
