@@ -65,6 +65,21 @@ def check_alive(state: PyTree) -> None:
             )
 
 
+def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
+    """Raises ValueError for a state whose parts belong to a step with another optimizer or loss scale."""
+    expected = jax.tree.structure(jax.eval_shape(optimizer.init, state.params))
+    if jax.tree.structure(state.opt_state) != expected:
+        raise Refused(
+            "state.opt_state is not of this step's optimizer; make the state with this step's init, or the step with "
+            "the optimizer that the state was made with"
+        )
+    if (state.loss_scale is None) != (loss_scale is None):
+        raise Refused(
+            f"state.loss_scale is {'None' if state.loss_scale is None else 'there'}, but this step was made with "
+            f"loss_scale={shown(loss_scale)}; make the state with this step's init, or the step with another"
+        )
+
+
 def check_init_function(params: Any) -> None:
     """Raises ValueError for a class, which is called by mistake only."""
     if isinstance(params, type):

@@ -119,7 +119,8 @@ class StepMetrics:
     clip_coefficient:  what the gradients were multiplied by.
     param_norm:        global norm of the parameters before the update ("weight norm").
     update_norm:       global norm of what was added to them (0 if skipped).
-    learning_rate:     the one that this update used; nan for a transformation that does not tell.
+    learning_rate:     the one that this update used, 0 in the first of a warmup that starts at 0; nan for an optax
+                       transformation whose state does not tell (`optax.inject_hyperparams` makes it tell).
     loss_scale:        that this update used, 1 without loss scaling.
     skipped:           bool, the update was not applied.
     nonfinite:         NonFinite, what was not finite; `nonfinite_causes` names it.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb import cpu, gradients
+from jaxfb.attempt import Attempt, Trial, find_nonfinite, of_dtype, rows_count
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
@@ -26,7 +27,7 @@ from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
-from jaxfb.parallel.sharding import abstract, adopt, shardings
+from jaxfb.parallel.sharding import abstract, adopt, moment_specs, shardings
 from jaxfb.refusal import Refused, instance
 from jaxfb.train_arguments import (
     check_alive,
@@ -34,9 +35,10 @@ from jaxfb.train_arguments import (
     check_optimizer,
     check_options,
     check_rows,
+    check_state,
     one_key,
 )
-from jaxfb.train_state import NonFinite, StepMetrics, TrainState, is_init_function
+from jaxfb.train_state import StepMetrics, TrainState, is_init_function
 from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
 
 PyTree = Any
@@ -59,7 +61,8 @@ def make_train_step(
 
     Args:
       model: `loss_fn(params, microbatch, rng)` or a `Pipelined`.
-      optimizer: `make_optimizer(...)` or any optax transformation; applied once a call.
+      optimizer: `make_optimizer(...)` or any optax transformation; applied once a call. One that takes extra arguments
+        is given `value`, the loss, and `samples`, the rows of the updates before.
       plan: of purpose "train", or "critic" for a policy's value model; every batch has its rows.
       max_grad_norm: global norm to clip to; None does not clip.
       clip_convention: "exact" min(1, max/norm), "torch" min(1, max/(norm + 1e-6)).
@@ -240,6 +243,7 @@ class TrainStep:
         shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
             self._look_at(state.params)
+            check_state(state, self.optimizer, self._loss_scale)
             self._shardings[shapes] = self.state_shardings(state)
         targets = self._shardings[shapes]
         if all(
@@ -255,7 +259,7 @@ class TrainStep:
         specs = replace(
             specs,
             params=fb.param_specs(self.model, params),
-            opt_state=_moment_specs(state.opt_state, params, fb.grad_specs(self.model, params)),
+            opt_state=moment_specs(state.opt_state, params, fb.grad_specs(self.model, params)),
         )
         return shardings(specs, fb.mesh)
 
@@ -265,59 +269,41 @@ class TrainStep:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
         rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
         out = self.forward_backward(self.model, state.params, batch, plan, rng, grad_scale=scale)
-        grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
-        param_norm = gradients.global_norm(state.params)
-        norm, counted = gradients.global_norm(grads), _counts(out, self.forward_backward.normalize)
-        # Tried first, for its flags and norms alone: nothing of its arrays is stored. What is kept is computed again,
-        # inside the branch, where the compiler may overwrite parameters and moments where they are.
-        tried = self._attempt(state, out, norm, scale)
-        nonfinite = _nonfinite(out.loss, grads, state.params, tried, counted)
+        trial = self._try(state, out, scale)
+        params, opt_state = jax.lax.cond(
+            trial.applied,
+            lambda: self._kept(state, self._attempt(state, out, scale, trial.grad_norm)),
+            lambda: (state.params, state.opt_state),
+        )
+        new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
+        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
+        return new, self._metrics(state, new, out, trial, scale)
+
+    def _try(self, state: TrainState, out: ForwardBackwardOutput, scale: jax.Array) -> Trial:
+        """The update for its flags and norms alone, so that nothing of its arrays is stored.
+
+        What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
+        """
+        grads = self._unscaled(out, scale)
+        norm, param_norm = gradients.global_norm(grads), gradients.global_norm(state.params)
+        attempt = self._attempt(state, out, scale, norm)
+        counted = rows_count(out, self.forward_backward.normalize)
+        nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
         # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
         # parameters, else a compiler copies them.
         applied = ~nonfinite.any & counted & ~jnp.isnan(param_norm)
-        params, opt_state = jax.lax.cond(
-            applied,
-            lambda: self._kept(state, self._attempt(state, out, norm, scale)),
-            lambda: (state.params, state.opt_state),
-        )
-        new = _advance(state, params, opt_state, applied, nonfinite, rows)
-        new = replace(
-            new,
-            loss_scale=self._loss_scale and self._loss_scale.update(state.loss_scale, jnp.isfinite(norm)),
-        )
-        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
-        return new, StepMetrics(
-            step=state.step,
-            loss=out.loss,
-            terms={name: term.value for name, term in out.terms.items()},
-            weights={name: term.weight for name, term in out.terms.items()},
-            metrics={name: metric.value for name, metric in out.metrics.items()},
-            grad_norm=norm,
-            clipped_grad_norm=norm * tried.clip_coefficient,
-            clip_coefficient=tried.clip_coefficient,
-            param_norm=param_norm,
-            update_norm=jnp.where(applied, gradients.global_norm(tried.updates), 0),
-            learning_rate=learning_rate_of(
-                self.optimizer, state.opt_state, state.samples, updated=tried.opt_state
-            ),
-            loss_scale=scale,
-            skipped=~applied,
-            nonfinite=nonfinite,
-            nonfinite_updates=new.nonfinite_updates,
-            zero_weight_updates=new.zero_weight_updates,
-            num_zeros=gradients.num_zeros(grads) if self._count_zeros else None,
-        )
+        return Trial(attempt, grads, norm, param_norm, nonfinite, applied)
 
-    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, scale: Any) -> _Attempt:
+    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, scale: Any, norm: Any) -> Attempt:
         """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted."""
         with jax.named_scope("optimizer"):
-            grads = gradients.unscale(out.grads, scale if state.loss_scale is not None else None)
             grads, coefficient = gradients.clip_by_global_norm(
-                grads, norm, self._max_grad_norm, self._clip_convention
+                self._unscaled(out, scale), norm, self._max_grad_norm, self._clip_convention
             )
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            more = {"samples": state.samples, "value": out.loss}
             update = optax.with_extra_args_support(self.optimizer).update
-            updates, opt_state = update(grads, state.opt_state, state.params, samples=state.samples)
+            updates, opt_state = update(grads, state.opt_state, state.params, **more)
             counted = self.model.counted if isinstance(self.model, Pipelined) else None
             if counted is not None:
                 leaves = counted.leaves(state.params)
@@ -325,78 +311,53 @@ class TrainStep:
             params = optax.apply_updates(state.params, updates)
         if counted is not None and counted.after is not None:
             params = counted.after(params, out.metrics)
-        return _Attempt(params, opt_state, updates, coefficient)
+        return Attempt(params, opt_state, updates, coefficient)
 
-    def _kept(self, state: TrainState, attempt: _Attempt) -> tuple[PyTree, PyTree]:
+    def _unscaled(self, out: ForwardBackwardOutput, scale: jax.Array) -> PyTree:
+        return gradients.unscale(out.grads, None if self._loss_scale is None else scale)
+
+    def _kept(self, state: TrainState, attempt: Attempt) -> tuple[PyTree, PyTree]:
         """The parameters and the optimizer's state after an attempt that is applied, of the dtypes of before."""
         old = (state.params, state.opt_state)
-        new = jax.tree.map(_of_dtype, (attempt.params, attempt.opt_state), old)
+        new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
         places = self.state_shardings(state)
         return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
 
+    def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
+        """The state with the counters and the loss scale after this attempt."""
+        applied, failed = trial.applied, trial.nonfinite.any
+        scale = self._loss_scale and self._loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
+        return replace(
+            state,
+            step=state.step + applied,
+            samples=state.samples + jnp.where(applied, rows, 0),
+            nonfinite_updates=state.nonfinite_updates + failed,
+            zero_weight_updates=state.zero_weight_updates + (~failed & ~applied),
+            loss_scale=scale,
+        )
 
-class _Attempt(NamedTuple):
-    """One optax update, whether it will be applied or not."""
-
-    params: PyTree
-    opt_state: PyTree
-    updates: PyTree
-    clip_coefficient: jax.Array
-
-
-def _nonfinite(loss, grads, params, tried: _Attempt, counted) -> NonFinite:
-    """What was not finite, each part where it begins; without counted rows no update was wanted."""
-    of_gradients = gradients.nonfinite_leaves(grads)
-    of_updates = gradients.nonfinite_leaves(tried.updates) & ~jnp.any(of_gradients) & counted
-
-    def is_bad(old, update, new):
-        return ~jnp.all(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)))
-
-    flags = jax.tree.leaves(jax.tree.map(is_bad, params, tried.updates, tried.params))
-    of_parameters = jnp.stack(flags) if flags else of_gradients
-    return NonFinite(~jnp.isfinite(loss), of_gradients, of_updates, of_parameters)
-
-
-def _advance(state, params, opt_state, applied, nonfinite, rows) -> TrainState:
-    """The state after this attempt: what is kept of parameters and moments, and the counters."""
-    return replace(
-        state,
-        params=params,
-        opt_state=opt_state,
-        step=state.step + applied,
-        samples=state.samples + jnp.where(applied, rows, 0),
-        nonfinite_updates=state.nonfinite_updates + nonfinite.any,
-        zero_weight_updates=state.zero_weight_updates + (~nonfinite.any & ~applied),
-    )
-
-
-def _counts(out: ForwardBackwardOutput, normalize: str) -> jax.Array:
-    """bool[], whether the rows count: some term has a divisor other than zero.
-
-    That is its weight over the global batch, or where each microbatch is divided by itself, its weight there.
-    """
-    divided = out.terms if normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
-    return jnp.any(jnp.stack([jnp.any(term.weight != 0) for term in divided.values()]))
-
-
-def _of_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
-    return new if new.dtype == old.dtype else new.astype(old.dtype)
-
-
-def _moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTree:
-    """Optimizer state that mirrors a parameter (its path ends in the parameter's, same shape) lives as its gradient."""
-    leaves = jax.tree_util.tree_leaves_with_path(params)
-    specs = jax.tree.leaves(grad_specs, is_leaf=lambda spec: isinstance(spec, P))
-    known = {
-        tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)
-    }
-
-    def spec(path, leaf):
-        names = tuple(map(str, path))
-        for start in range(len(names) + 1):
-            shape, found = known.get(names[start:], (None, None))
-            if shape == leaf.shape:
-                return found
-        return P()
-
-    return jax.tree_util.tree_map_with_path(spec, opt_state)
+    def _metrics(
+        self, old: TrainState, new: TrainState, out: ForwardBackwardOutput, trial: Trial, scale: Any
+    ):
+        attempt, norm = trial.attempt, trial.grad_norm
+        return StepMetrics(
+            step=old.step,
+            loss=out.loss,
+            terms={name: term.value for name, term in out.terms.items()},
+            weights={name: term.weight for name, term in out.terms.items()},
+            metrics={name: metric.value for name, metric in out.metrics.items()},
+            grad_norm=norm,
+            clipped_grad_norm=norm * attempt.clip_coefficient,
+            clip_coefficient=attempt.clip_coefficient,
+            param_norm=trial.param_norm,
+            update_norm=jnp.where(trial.applied, gradients.global_norm(attempt.updates), 0),
+            learning_rate=learning_rate_of(
+                self.optimizer, old.opt_state, old.samples, updated=attempt.opt_state
+            ),
+            loss_scale=scale,
+            skipped=~trial.applied,
+            nonfinite=trial.nonfinite,
+            nonfinite_updates=new.nonfinite_updates,
+            zero_weight_updates=new.zero_weight_updates,
+            num_zeros=gradients.num_zeros(trial.grads) if self._count_zeros else None,
+        )

@@ -16,6 +16,7 @@ from jax import lax
 
 from jaxfb.compat import opened, prune, silent
 from jaxfb.forward_backward.reduce import reduce_records
+from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
 from jaxfb.types import LossFn, Sum
 
@@ -44,11 +45,13 @@ def term_weights(
       cut: tree like microbatches of bool, the leaves that a context axis cuts; None without one.
 
     Raises:
-      ValueError: a weight depends on the parameters, or a term without one reads nothing of the microbatch.
+      ValueError: a weight depends on the parameters, a term without one reads nothing of the microbatch, or there are
+        running statistics among the parameters.
     """
     program = _TermsProgram(loss_fn, params, microbatches, keys)
     program.check_data_only(params)
     program.check_summed(num_parts)
+    check_statistics(params, program.params_read())
     with jax.named_scope("weights"):
         if cut is None:
             weights = program.run(program.weighted)
@@ -149,6 +152,10 @@ class _TermsProgram:
         leaves = jax.tree.leaves(cut)
         reads = lambda name: self._read(weights=[name])[self._num_params :]  # noqa: E731
         return [name for name in self.weighted if any(map(min, zip(reads(name), leaves, strict=False)))]
+
+    def params_read(self) -> list[bool]:
+        """Whether the objective depends on each leaf of the parameters."""
+        return self._read(totals=self.names)[: self._num_params]
 
     def total_reads_microbatch(self, name: str) -> bool:
         """Whether the term's total differs between microbatches, by their rows or by their keys."""

@@ -76,7 +76,8 @@ def lr_schedule(
       peak: the rate at the end of the warmup.
       total: where the fall ends. Needed by all but constant, which ignores it, and inverse_sqrt (see there).
       warmup: length of the rise, less than `total`.
-      initial: rate of the first update of a warmup. transformers starts its wsd at `final`, all else at 0.
+      initial: rate of the first update of a warmup; at 0, as in transformers, that update moves nothing.
+        transformers starts its wsd at `final`, all else at 0.
       final: rate at and after `total`, at most `peak`. Ignored by constant.
       warmup_shape: linear, cosine, exponential or minus_sqrt.
       unit: "updates", or "samples": the argument is then the number of rows consumed so far.

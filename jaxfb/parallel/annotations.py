@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -67,6 +67,27 @@ def check_kinds(params: PyTree) -> None:
             raise Refused(
                 f"params{jax.tree_util.keystr(path)} is a {kinds[0]} of NNX, not a Param, and no gradient moves it; "
                 f"{SPLIT}"
+            )
+
+
+def check_statistics(params: PyTree, read: Sequence[bool]) -> None:
+    """Raises ValueError for running statistics that lost their kind on the way, as in `nnx.to_pure_dict`.
+
+    They are known by their names, "mean" and "var" side by side, and by a loss that reads neither.
+
+    Args:
+      read: for each leaf whether the loss depends on it.
+    """
+    paths = [path for path, _ in jax.tree_util.tree_leaves_with_path(params)]
+    unread = {path[:-1]: set() for path in paths if path}
+    for path, used in zip(paths, read, strict=True):
+        if path and not used:
+            unread[path[:-1]].add(str(getattr(path[-1], "key", getattr(path[-1], "name", ""))))
+    for parent, names in unread.items():
+        if {"mean", "var"} <= names:
+            raise Refused(
+                f"params{jax.tree_util.keystr(parent)} has running statistics, 'mean' and 'var', which the loss does "
+                f"not read and no gradient moves; {SPLIT}"
             )
 
 

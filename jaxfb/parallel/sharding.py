@@ -65,6 +65,25 @@ def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data
     )
 
 
+def moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTree:
+    """Returns where optimizer state lives: what mirrors a parameter (its path ends so, same shape) as its gradient."""
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    specs = jax.tree.leaves(grad_specs, is_leaf=lambda spec: isinstance(spec, P))
+    known = {
+        tuple(map(str, path)): (leaf.shape, spec) for (path, leaf), spec in zip(leaves, specs, strict=True)
+    }
+
+    def spec(path, leaf):
+        names = tuple(map(str, path))
+        for start in range(len(names) + 1):
+            shape, found = known.get(names[start:], (None, None))
+            if shape == leaf.shape:
+                return found
+        return P()
+
+    return jax.tree_util.tree_map_with_path(spec, opt_state)
+
+
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     """NamedShardings of a tree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))

@@ -118,8 +118,10 @@ def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
     from jaxfb import train_step
 
-    right = train_step._nonfinite
-    monkeypatch.setattr(train_step, "_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args)))
+    right = train_step.find_nonfinite
+    monkeypatch.setattr(
+        train_step, "find_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args))
+    )
     outcome = try_case(CASES["a skipped update"])
     assert "second parameters after a skipped update" in outcome.detail
 

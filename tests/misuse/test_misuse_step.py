@@ -310,3 +310,14 @@ def test_a_mask_that_is_not_like_the_parameters_is_refused(mask):
 def test_leaves_that_are_no_float_arrays_are_refused(step, params):
     with pytest.raises(ValueError, match="params"):
         step.init(params)
+
+
+def test_a_state_of_another_step_is_refused(step):
+    of_adam = make_train_step(loss, optax.adam(0.1), None, PLAN).init(PARAMS)
+    with pytest.raises(ValueError, match="state.opt_state is not of this step's optimizer"):
+        step(of_adam, BATCH)
+    scaled = make_train_step(loss, optax.sgd(0.1), None, PLAN, loss_scale=StaticLossScale(2.0)).init(PARAMS)
+    with pytest.raises(
+        ValueError, match="state.loss_scale is there, but this step was made with loss_scale=None"
+    ):
+        step(scaled, BATCH)

@@ -267,3 +267,24 @@ def test_the_pages_param_specs_cut_as_it_tells():
     state = names["train_step"].init(params)
     assert kernels(state.params)[WIDTH, HIDDEN].sharding.spec == P(None, "tensor")
     assert kernels(state.params)[HIDDEN, 1].sharding.spec == P("tensor")
+
+
+def test_running_statistics_in_a_pure_dict_are_found_by_a_loss_that_reads_none_of_them():
+    graph, state = nnx.split(Normed(nnx.Rngs(0)))
+    params = nnx.to_pure_dict(state)
+
+    def loss(params, microbatch, rng):
+        return squares(nnx.merge(graph, params)(microbatch["x"]), microbatch)
+
+    with pytest.raises(
+        ValueError, match=r"params\['bn'\] has running statistics, 'mean' and 'var', which the loss"
+    ):
+        two_updates(make_mesh(), loss, params)
+
+    def gaussian(params, microbatch, rng):  # of the same names, and read
+        return Sum(((microbatch["x"] - params["mean"]) ** 2 / jnp.exp(params["var"])).sum(), float(ROWS))
+
+    state, _ = two_updates(
+        make_mesh(), gaussian, {"mean": np.zeros(WIDTH, np.float32), "var": np.zeros(WIDTH, np.float32)}
+    )
+    assert int(state.step) == 2

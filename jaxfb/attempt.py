@@ -1,0 +1,60 @@
+"""An optax update that is tried before it is applied: its parts, and what in them is not finite."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb import gradients
+from jaxfb.train_state import NonFinite
+from jaxfb.types import ForwardBackwardOutput
+
+PyTree = Any
+
+
+class Attempt(NamedTuple):
+    """One optax update, whether it will be applied or not."""
+
+    params: PyTree
+    opt_state: PyTree
+    updates: PyTree
+    clip_coefficient: jax.Array
+
+
+class Trial(NamedTuple):
+    """An attempt, what was found out about it, and whether it is applied."""
+
+    attempt: Attempt
+    grads: PyTree
+    grad_norm: jax.Array
+    param_norm: jax.Array
+    nonfinite: NonFinite
+    applied: jax.Array
+
+
+def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
+    """What was not finite, each part where it begins; without counted rows no update was wanted."""
+    of_gradients = gradients.nonfinite_leaves(grads)
+    of_updates = gradients.nonfinite_leaves(attempt.updates) & ~jnp.any(of_gradients) & counted
+
+    def is_bad(old, update, new):
+        return ~jnp.all(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)))
+
+    flags = jax.tree.leaves(jax.tree.map(is_bad, params, attempt.updates, attempt.params))
+    return NonFinite(~jnp.isfinite(loss), of_gradients, of_updates, jnp.stack(flags))
+
+
+def rows_count(out: ForwardBackwardOutput, normalize: str) -> jax.Array:
+    """bool[], whether the rows count: some term has a divisor other than zero.
+
+    That is its weight over the global batch, or where each microbatch is divided by itself, its weight there.
+    """
+    divided = out.terms if normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
+    return jnp.any(jnp.stack([jnp.any(term.weight != 0) for term in divided.values()]))
+
+
+def of_dtype(new: jax.Array, old: jax.Array) -> jax.Array:
+    """Returns `new` in the dtype of `old`."""
+    return new if new.dtype == old.dtype else new.astype(old.dtype)
