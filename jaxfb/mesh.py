@@ -138,7 +138,7 @@ def _checked_size(axis: str, size: Any) -> int:
 
 
 def _checked_devices(devices: Any) -> list:
-    """`devices` as a list; refuses none at all, what is no device, and one that is there twice."""
+    """Returns `devices` as a list; refuses none at all, what is no device, and one that is there twice."""
     found = devices.flatten() if isinstance(devices, np.ndarray) else devices
     found = list(found) if isinstance(found, list | tuple | np.ndarray) else []
     if (
@@ -172,7 +172,7 @@ def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping
 
 
 def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, int]:
-    """The change of the largest axis that makes the sizes fit; of others too where that is not enough."""
+    """Returns the change of the largest axis that makes the sizes fit; of others too where that is not enough."""
     changed = [axis for axis, size in sizes.items() if size > 1]
     changed.sort(key=lambda axis: -sizes[axis])
     rest, left = known // sizes[changed[0]], num_devices

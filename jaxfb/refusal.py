@@ -38,7 +38,7 @@ class StorageError(OSError):
 
 
 def shown(value: Any, width: int = 80) -> str:
-    """The repr of a value on one line of at most `width` characters, whatever the value is."""
+    """Returns the repr of any value on one line of at most `width` characters."""
     if isinstance(value, int) and abs(value) >= 10**width:
         return f"an int of {value.bit_length()} bits"
     try:
@@ -57,7 +57,7 @@ def integer(
     most: int = INT32,
     error: type[Refused] = Refused,
 ) -> int:
-    """`value` as an int from `least` to `most`, numpy integers included; bools, floats and texts are refused."""
+    """Returns `value` as an int from `least` to `most`, numpy integers included; refuses bools, floats and texts."""
     number = _index(value)
     if number is not None and least <= number <= most:
         return number
@@ -80,7 +80,7 @@ def number(
     above: float = -math.inf,
     below: float = math.inf,
 ) -> float:
-    """`value` if it is a finite real number with least <= value <= most and above < value < below.
+    """Returns `value` if it is a finite real number with least <= value <= most and above < value < below.
 
     Refuses bools, texts, arrays, NaN and infinity.
     """
@@ -95,7 +95,7 @@ def number(
 
 
 def boolean(name: str, value: Any, *, who: str = "", error: type[Refused] = Refused) -> bool:
-    """`value` if it is True or False; 0, 1 and texts are refused."""
+    """Returns `value` if it is True or False; refuses 0, 1 and texts."""
     if value is True or value is False:
         return value
     raise error(
@@ -104,7 +104,7 @@ def boolean(name: str, value: Any, *, who: str = "", error: type[Refused] = Refu
 
 
 def choice(name: str, value: Any, legal: Collection[Any], *, who: str = "") -> Any:
-    """`value` if it is one of `legal`; otherwise the nearest is named."""
+    """Returns `value` if it is one of `legal`; otherwise names the nearest."""
     if any(value is one or (type(value) is type(one) and value == one) for one in legal):
         return value
     words = [one for one in legal if isinstance(one, str)]
@@ -118,14 +118,14 @@ def choice(name: str, value: Any, legal: Collection[Any], *, who: str = "") -> A
 
 
 def function(name: str, value: Any, signature: str, *, who: str = "") -> Callable:
-    """`value` if it can be called; `signature` says how it will be, such as "(params, microbatch, rng)"."""
+    """Returns `value` if it can be called; `signature` tells how, such as "(params, microbatch, rng)"."""
     if callable(value) and not isinstance(value, type):
         return value
     raise Refused(f"{_prefix(who)}{name} must be a function {signature}, got {shown(value)}")
 
 
 def instance(name: str, value: Any, kind: type | tuple[type, ...], what: str, *, who: str = "") -> Any:
-    """`value` if it is an instance of `kind`, which `what` describes, such as "a jaxfb.BatchPlan"."""
+    """Returns `value` if it is an instance of `kind`, which `what` describes, such as "a jaxfb.BatchPlan"."""
     if isinstance(value, kind):
         return value
     refuse(name, value, what, who=who)
@@ -141,7 +141,7 @@ def _prefix(who: str) -> str:
 
 
 def _index(value: Any) -> int | None:
-    """The int that `value` is, None for a bool and for all that is no integer."""
+    """Returns the int that `value` is, None for a bool and for all that is no integer."""
     if isinstance(value, bool) or type(value).__name__ in ("bool_", "bool"):
         return None
     try:

@@ -54,7 +54,7 @@ class Registry(Generic[Part]):
             return self._parts[name]
         if isinstance(name, str) and ":" in name:
             return load(name, self.what)
-        raise Refused(self._unknown(name))
+        raise self._unknown(name)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._parts)
@@ -67,13 +67,14 @@ class Registry(Generic[Part]):
         self[name]
         return name
 
-    def _unknown(self, name: object) -> str:
+    def _unknown(self, name: object) -> Refused:
         text = name if isinstance(name, str) and len(name) < 100 else ""
         near = difflib.get_close_matches(text.lower().replace("-", "_"), self.names, n=1, cutoff=0.0)
         known = ", ".join(self.names)
-        return (
+        return Refused(
             f"[{self.what}] unknown {self.what} {shown(name)}; use {near[0]!r} (known: {known}), or your own as "
-            "'package.module:attribute'"
+            "'package.module:attribute'",
+            [{self.what: near[0]}],
         )
 
 

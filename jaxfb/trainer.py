@@ -22,14 +22,14 @@ from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.data.chat import saved_chat
-from jaxfb.refusal import Refused, function, instance, integer, number, refuse
+from jaxfb.refusal import Refused, boolean, function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
 from jaxfb.training.changes import check_model
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
-from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
+from jaxfb.training.guard import NonFiniteAbort
 from jaxfb.training.hosts import Hosts, LostProcess
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.run_dir import RunDirectory
@@ -39,12 +39,9 @@ from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_se
 
 __all__ = [
     "CannotWrite",
-    "DeviceFault",
-    "GuardAbort",
     "LostProcess",
     "NonFiniteAbort",
     "Result",
-    "SpikeAbort",
     "Trainer",
     "evaluate",
     "generate",
@@ -79,6 +76,8 @@ def train(
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
       CannotWrite: the disk is full or not writable; the message tells which update is saved.
     """
+    kinds = (Config, CustomConfig)
+    instance("config", config, kinds, "a config of `jaxfb train`, such as jaxfb.load_config('quickstart')")
     make = _custom if isinstance(config, CustomConfig) else _pretraining
     return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
 
@@ -146,6 +145,11 @@ class Trainer:
         if evaluate is not None:
             function("evaluate", evaluate, "(params)", who="[trainer]")
         gradients.check_clipping(max_grad_norm)
+        for name in ("batch", "run"):
+            if not isinstance(sections.get(name, {}), Mapping):
+                refuse(
+                    name, sections[name], "a section of a config, its keys and their values", who="[trainer]"
+                )
         self._parts = {
             "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
         }  # fmt: skip
@@ -232,6 +236,8 @@ def generate(
         integer("tokens", tokens, who=who)
     if temperature is not None:
         number("temperature", temperature, who=who, least=0)
+    boolean("raw", raw, who=who)
+    instance("prompt", prompt, str, "text", who=who)
     if any("\ud800" <= character <= "\udfff" for character in prompt):
         refuse("prompt", prompt, "text in UTF-8", who=who)
     use_compile_cache()

@@ -116,7 +116,7 @@ def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: in
 
 
 def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
-    """`lengths` as ints, one for each row of a plan by tokens."""
+    """Returns `lengths` as ints, one for each row of a plan by tokens."""
     if not plan.by_tokens:
         raise PlanError(
             f'plan "{plan.purpose}" has no max_tokens_per_microbatch; only a token budget asks for lengths'

@@ -59,7 +59,7 @@ def shapes(plan: Any) -> tuple[tuple[int, int, int], ...]:
 
 
 def _packed_shapes(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
-    """The shapes of 1, 2, ... plan.rows array rows, without looking at each number: a full shape is left at once."""
+    """Yields the shapes of 1, 2, ... plan.rows array rows; goes from one shape straight to the next."""
     num_rows = 1
     while num_rows <= plan.rows:
         shape = shape_for(plan, width, num_rows)

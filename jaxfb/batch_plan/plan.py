@@ -23,6 +23,7 @@ from jaxfb.batch_plan.refusal import (
     not_negative,
     offer,
     one_of,
+    only_legal,
     positive_int,
     positive_ints,
     true_or_false,
@@ -97,6 +98,7 @@ class BatchPlan:
     def __post_init__(self) -> None:
         one_of("plan", "purpose", self.purpose, PURPOSES)
         one_of(self.purpose, "remainder", self.remainder, REMAINDERS)
+        _check_exclusive(self)
         for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of", "sequence_length"):
             if (value := getattr(self, name)) is not None or name in ("data_parallel", "multiple_of"):
                 object.__setattr__(self, name, positive_int(self.purpose, name, value))
@@ -284,21 +286,33 @@ def _check_all_rows_come_back(given: Mapping[str, Any]) -> None:
     )
 
 
+def _check_exclusive(plan: BatchPlan) -> None:
+    """Either a budget cuts the rows, or a number of rows or of microbatches does."""
+    budget = plan.max_tokens_per_microbatch
+    cuts = {name: getattr(plan, name) for name in ("rows_per_microbatch", "num_microbatches")}
+    for name, cut in cuts.items():
+        if budget is None or cut is None:
+            continue
+        without = {
+            "max_tokens_per_microbatch": None,
+            "sequence_length": None,
+            "widths": None,
+            "packing": False,
+        }
+        choices = only_legal(
+            [dict.fromkeys(cuts), without], lambda choice: dataclasses.replace(plan, **choice)
+        )
+        why = ": lengths decide how many there are" if name == "num_microbatches" else ""
+        raise PlanError(
+            f"[{plan.purpose}] {name}={shown(cut)} and max_tokens_per_microbatch={shown(budget)} are exclusive{why}; "
+            "leave one of them out",
+            choices,
+        )
+
+
 def _check_given(plan: BatchPlan) -> None:
-    """Enough is given, and nothing that excludes something else."""
-    budget, rows_per_microbatch = plan.max_tokens_per_microbatch, plan.rows_per_microbatch
-    if budget and rows_per_microbatch:
-        raise PlanError(
-            f"[{plan.purpose}] rows_per_microbatch={rows_per_microbatch} and "
-            f"max_tokens_per_microbatch={budget} are exclusive; keep rows_per_microbatch",
-            [{"max_tokens_per_microbatch": None}],
-        )
-    if budget and plan.num_microbatches:
-        raise PlanError(
-            f"[{plan.purpose}] num_microbatches={plan.num_microbatches} and "
-            f"max_tokens_per_microbatch={budget} are exclusive: lengths decide how many there are; keep one",
-            [{"max_tokens_per_microbatch": None, "sequence_length": None}],
-        )
+    """Enough is given."""
+    budget = plan.max_tokens_per_microbatch
     missing = [name for name in SIZES if getattr(plan, name) is None]
     if len(missing) > 1 and not (budget and plan.rows):
         cuts = "rows_per_microbatch or num_microbatches, or max_tokens_per_microbatch"

@@ -22,24 +22,24 @@ class PlanError(Refused):
 
 
 def positive_int(who: str, name: str, value: Any, most: int = INT32) -> int:
-    """`value` as an int from 1 to `most`, numpy integers included; bools and floats are refused."""
+    """Returns `value` as an int from 1 to `most`, numpy integers included; refuses bools and floats."""
     return integer(name, value, who=f"[{who}]", most=most, error=PlanError)
 
 
 def positive_ints(who: str, name: str, values: Any) -> tuple[int, ...]:
-    """`values`, a list or a tuple, as a tuple of positive ints; an empty one is refused."""
+    """Returns a list or a tuple of positive ints as a tuple; refuses an empty one."""
     if not isinstance(values, list | tuple | range) or not values:
         raise PlanError(f"[{who}] {name} must be a list of positive ints, got {shown(values)}")
     return tuple(positive_int(who, name, value) for value in values)
 
 
 def not_negative(who: str, name: str, value: Any) -> int:
-    """`value` as an int that is not negative, such as a position in a stream of rows."""
+    """Returns `value` as an int that is not negative, such as a position in a stream of rows."""
     return integer(name, value, who=f"[{who}]", least=0, most=MOST_ROWS, error=PlanError)
 
 
 def true_or_false(who: str, name: str, value: Any) -> bool:
-    """`value` if it is a bool."""
+    """Returns `value` if it is True or False."""
     return boolean(name, value, who=f"[{who}]", error=PlanError)
 
 
@@ -68,6 +68,18 @@ def nearest(value: int, highest: int, is_legal: Callable[[int], bool]) -> tuple[
     above = range(value + 1, min(highest, value + _SCAN_LIMIT) + 1)
     found = (next(filter(is_legal, side), None) for side in (below, above))
     return tuple(number for number in found if number is not None)
+
+
+def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> list[Choice]:
+    """Returns the choices that `accepts` takes without a refusal; all where it takes none, since more is wrong."""
+    legal = []
+    for choice in choices:
+        try:
+            accepts(choice)
+        except Refused:
+            continue
+        legal.append(choice)
+    return legal or list(choices)
 
 
 def offer(choices: Sequence[Choice], subject: str = "") -> str:

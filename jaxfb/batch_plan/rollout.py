@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
 
 from jaxfb.batch_plan.plan import PURPOSES, UPDATES, BatchPlan, plans_by_purpose
@@ -18,6 +18,7 @@ from jaxfb.batch_plan.refusal import (
     not_negative,
     offer,
     one_of,
+    only_legal,
     positive_int,
     true_or_false,
 )
@@ -219,20 +220,52 @@ def _check_updates(plan: RolloutPlan) -> None:
         return
     replicas = plan.train.data_parallel if "train" in plan.plans else 1
     legal = nearest(update, rows, lambda n: rows % n == 0 and n % replicas == 0)
-    choices = [{"rows_per_update": n} for n in legal]
+    choices = only_legal([_fitted(plan, rows_per_update=n) for n in legal], lambda one: replace(plan, **one))
     why = f"update of {update} rows needs more than the {rows} a rollout yields"
     if rows >= update:
         made = f"rollout gives {plan.prompts} prompts × {plan.samples_per_prompt} = {rows} rows"
         why = f"{made}; updates of {update} leave {rows % update} rows"
     sizes = f"prompts={plan.prompts} and samples_per_prompt={plan.samples_per_prompt}"
-    raise PlanError(f"[rollout] with {sizes}, {why}{offer(choices)}", choices)
+    words = offer([{"rows_per_update": choice["rows_per_update"]} for choice in choices])
+    raise PlanError(f"[rollout] with {sizes}, {why}{words}", choices)
+
+
+def _fitted(plan: RolloutPlan, **sizes: int) -> dict[str, Any]:
+    """Returns these sizes with plans for them: of as many rows as an update and a rollout then have."""
+    prompts, samples, update = (
+        sizes.get(name, getattr(plan, name)) for name in ("prompts", "samples_per_prompt", "rows_per_update")
+    )
+    rows = dict.fromkeys(UPDATES, update) | dict.fromkeys(FORWARD_PURPOSES, prompts * samples)
+    plans = {purpose: _of_rows(one, rows.get(purpose)) for purpose, one in plan.plans.items()}
+    return {**sizes, "plans": plans}
+
+
+def _of_rows(plan: BatchPlan, rows: int | None) -> BatchPlan:
+    """Returns the plan for so many rows, none of them dropped; the plan itself where there is none."""
+    if rows in (None, plan.real_rows):
+        return plan
+    try:
+        return plan.replace(rows=rows, remainder="pad")
+    except PlanError:
+        return plan
+
+
+def _of_groups(train: BatchPlan, samples: int) -> BatchPlan:
+    """Returns a plan with whole groups in each microbatch."""
+    return BatchPlan(
+        train.purpose,
+        rows=train.rows,
+        rows_per_microbatch=samples,
+        data_parallel=train.data_parallel,
+        remainder="pad",
+    )
 
 
 def _check_groups(plan: RolloutPlan) -> None:
     if plan.groups and plan.samples_per_prompt < 2:
         raise PlanError(
             f"[rollout] {plan.groups} needs samples_per_prompt ≥ 2, got {plan.samples_per_prompt}; use 2 or more",
-            [{"samples_per_prompt": 2}],
+            only_legal([_fitted(plan, samples_per_prompt=2)], lambda one: replace(plan, **one)),
         )
     train = plan.train
     if not plan.whole_groups:
@@ -241,11 +274,13 @@ def _check_groups(plan: RolloutPlan) -> None:
         per = f"{train.rows_per_microbatch} rows" if not train.by_tokens else "a token budget"
         raise PlanError(
             f"[train] whole_groups keeps groups of {plan.samples_per_prompt} samples together; {per} per "
-            f"microbatch cuts them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it"
+            f"microbatch cuts them; use rows_per_microbatch={plan.samples_per_prompt} or a multiple of it",
+            [{"plans": {**plan.plans, "train": _of_groups(train, plan.samples_per_prompt)}, "seed": None}],
         )
     if plan.seed is not None:
         raise PlanError(
-            "[rollout] whole_groups keeps groups together, a shuffle of rows cuts them; use seed=None"
+            "[rollout] whole_groups keeps groups together, a shuffle of rows cuts them; use seed=None",
+            [{"seed": None}],
         )
 
 
@@ -256,11 +291,14 @@ def _check_plans(plan: RolloutPlan) -> None:
         wanted = sizes.get(purpose)
         if wanted and one.rows != wanted:
             what = "an update" if purpose in UPDATES else "a rollout"
-            raise PlanError(f"[{purpose}] covers {one.rows} rows, {what} has {wanted}; use rows={wanted}")
+            raise PlanError(
+                f"[{purpose}] covers {one.rows} rows, {what} has {wanted}; use rows={wanted}", [_fitted(plan)]
+            )
         if wanted and one.real_rows != wanted:
             raise PlanError(
                 f'[{purpose}] remainder="drop" would leave out {wanted - one.real_rows} of the {wanted} rows; use '
-                'remainder="pad"'
+                'remainder="pad"',
+                [_fitted(plan)],
             )
     replicas = {purpose: one.data_parallel for purpose, one in plan.plans.items()}
     if len(set(replicas.values())) > 1:

@@ -6,6 +6,7 @@ processes, replicas and microbatches.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +19,16 @@ from typing import Any, NamedTuple
 from jaxfb.batch_plan.fit import divide
 from jaxfb.batch_plan.plan import REMAINDERS, BatchPlan, Remainder, plans_by_purpose
 from jaxfb.batch_plan.ramp_up import RampUp, as_ramp_up
-from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, around, not_negative, offer, one_of, positive_int
+from jaxfb.batch_plan.refusal import (
+    MOST_ROWS,
+    PlanError,
+    around,
+    not_negative,
+    offer,
+    one_of,
+    only_legal,
+    positive_int,
+)
 from jaxfb.refusal import INT32, shown
 
 _LENGTHS = ("updates", "samples", "tokens", "epochs")
@@ -208,7 +218,7 @@ def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
 
 
 def _end_of_epoch(run: RunPlan, position: int, rows: int) -> int:
-    """The end of the epoch at this position; of the stream, where windows of so many rows never cross one."""
+    """Returns the end of the epoch at this position; of the stream, where windows of so many rows never cross one."""
     size = run.dataset_rows or _ENDLESS
     if size % rows == 0 and position % size % rows == 0:
         return _ENDLESS
@@ -244,11 +254,13 @@ def _rows_of_tokens(run: RunPlan) -> int:
     rows = divide(run.tokens, run.sequence_length, run.remainder)
     if rows:
         return rows
-    choices = [{"tokens": tokens} for tokens in around(run.tokens, run.sequence_length)]
+    unit = run.sequence_length * run.train.real_rows  # whole updates, so that no other remainder is left
+    near = [{"tokens": tokens} for tokens in around(run.tokens, unit)]
+    choices = only_legal([*near, {"remainder": "pad"}], lambda choice: dataclasses.replace(run, **choice))
     raise PlanError(
         f"[run] {run.tokens} tokens are not whole rows of sequence_length {run.sequence_length}"
-        f'{offer(choices, "tokens")}, or remainder="pad"',
-        [*choices, {"remainder": "pad"}],
+        f"{offer(choices, 'tokens')}",
+        choices,
     )
 
 
@@ -257,9 +269,10 @@ def _check_length(run: RunPlan) -> None:
     lengths = {name: getattr(run, name) for name in _LENGTHS if getattr(run, name) is not None}
     if len(lengths) != 1:
         got = " and ".join(f"{name}={shown(value)}" for name, value in lengths.items()) or "none"
+        choices = [{other: None for other in lengths if other != name} for name in lengths]
         raise PlanError(
             f"[run] give exactly one of updates, samples, tokens or epochs, got {got}",
-            [{other: None for other in lengths if other != name} for name in lengths],
+            only_legal(choices, lambda choice: dataclasses.replace(run, **choice)) if lengths else (),
         )
     if run.epochs is not None:
         _check_epochs(run.epochs)
@@ -275,7 +288,7 @@ def _check_epochs(epochs: Any) -> None:
 
 
 def _check_number_of_epochs(run: RunPlan) -> None:
-    """An epoch that ends with a short window is an entry of the plan, so there may not be any number of them."""
+    """Refuses too many epochs: each one that ends with a short window is an entry of the plan."""
     if run.dataset_rows is None:
         return
     if run.updates is None:

@@ -9,6 +9,7 @@ from typing import Any
 import jax
 
 from jaxfb import refusal
+from jaxfb.batch_plan import BatchPlan
 from jaxfb.checking.case import Case
 from jaxfb.checking.draw import AXES, draw
 from jaxfb.checking.found import Found, Result
@@ -16,6 +17,7 @@ from jaxfb.checking.problem import check_own, facts
 from jaxfb.checking.search import result_of
 from jaxfb.checking.shrink import MOST_TRIES
 from jaxfb.checking.trial import try_case
+from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
@@ -55,9 +57,13 @@ def check_random(
     begun = time.monotonic()
     for name, value, least in (("cases", cases, 1), ("seed", seed, -refusal.INT64), ("tries", tries, 0)):
         refusal.integer(name, value, least=least, most=refusal.INT64)
+    if not isinstance(axes, list | tuple | None):
+        refusal.refuse("axes", axes, f"a list of some of {', '.join(AXES)}, or None")
     for axis in axes or ():
         refusal.choice("each of axes", axis, tuple(AXES))
+    refusal.function("report", report, "(result)")
     own = check_own((model, params, batch), "check_random(model, params, batch)")
+    _check_together(*own)
     around = facts(own, axes, len(jax.devices()))
 
     def run(request):
@@ -66,3 +72,10 @@ def check_random(
 
     results = [result_of(index, run, tries, report) for index in range(cases)]
     return Found(tuple(results), seed, seconds=time.monotonic() - begun)
+
+
+def _check_together(model: LossFn | Pipelined, params: PyTree, batch: PyTree) -> None:
+    """Raises ValueError where the model does not take these parameters and rows; nothing is compiled."""
+    rows = len(jax.tree.leaves(batch)[0])
+    forward = get_forward_backward_func()
+    jax.eval_shape(lambda: forward(model, params, batch, BatchPlan(rows=rows, num_microbatches=1), rng=0))

@@ -200,11 +200,12 @@ def _check_positive(config: TransformerConfig, names: tuple[str, ...]) -> None:
 def _check_head_size_derives(config: TransformerConfig) -> None:
     width, heads = config.hidden_size, config.num_heads
     if width % heads:
-        below = width - width % heads
-        choices = " or ".join(str(size) for size in (below, below + heads) if size)
+        below = width - width % (2 * heads)  # heads of an even size, as rotary positions need
+        legal = [size for size in (below, below + 2 * heads) if size]
         raise Refused(
             f"[model] hidden_size={width} must be a multiple of num_heads={heads} unless head_size is given; "
-            f"use hidden_size {choices}"
+            f"use hidden_size {' or '.join(map(str, legal))}",
+            [{"hidden_size": size} for size in legal],
         )
 
 

@@ -12,6 +12,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
+from jaxfb.refusal import instance
 
 if TYPE_CHECKING:
     from jaxfb.callbacks import Callback
@@ -41,6 +42,9 @@ def post_train(
       CannotWrite: the disk is full or not writable; the message says which update is saved.
     """
     from jaxfb.training import loop
+
+    kinds = (SFTConfig, DPOConfig, RLConfig)
+    instance("config", config, kinds, "a config of post-training, such as jaxfb.load_config('sft')")
 
     def make(config: Any, hosts: Any) -> Any:
         if isinstance(config, SFTConfig):

@@ -1,6 +1,6 @@
 """Schedules by name (forward_backward step)."""
 
-from jaxfb.refusal import instance
+from jaxfb.refusal import Refused, instance
 from jaxfb.schedules import gpipe, interleaved, one_f_one_b, v_shape, zero_bubble  # noqa: F401
 from jaxfb.schedules.kinds import KINDS, kind_of
 from jaxfb.schedules.sizes import checked_sizes
@@ -20,7 +20,11 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
     Raises:
       ValueError: an unknown name, a size below 1, or num_chunks that v_shape cannot use.
     """
-    kind = kind_of(name)
+    try:
+        kind = kind_of(name)
+    except Refused as refused:
+        choices = [{"name": near} for choice in refused.choices for near in choice.values()]
+        raise Refused(str(refused), choices) from None
     sizes = checked_sizes(num_stages, num_microbatches, num_chunks)
     return instance(
         "name", kind.build(*sizes), Schedule, f"that of a function that returns a Schedule, {name!r}"

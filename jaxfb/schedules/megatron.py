@@ -62,7 +62,8 @@ def megatron_order(
     elif num_chunks > 1:
         raise Refused(
             f"chunks need the interleaved schedule; got num_chunks={num_chunks} with interleaved=False; "
-            f"use num_chunks=1"
+            f"use num_chunks=1",
+            [{"num_chunks": 1}, {"interleaved": None}],
         )
     forward = schedule_table(num_microbatches, num_chunks, group)
     backward = [(m, num_chunks - 1 - c) for m, c in forward]
@@ -89,17 +90,20 @@ def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> l
 
 def _check_groups(num_stages: int, num_microbatches: int, group: int) -> None:
     if not num_stages <= group <= num_microbatches:
+        least = {"num_microbatches": -(-max(num_microbatches, 1) // num_stages) * num_stages}
         raise Refused(
             f"Megatron needs num_stages <= group_size <= num_microbatches; got num_stages={num_stages}, "
             f"group_size={group}, num_microbatches={num_microbatches}; "
-            f"use group_size={num_stages} and at least {num_stages} microbatches"
+            f"use group_size={num_stages} and at least {num_stages} microbatches",
+            [{"group_size": num_stages} | least],
         )
     rest = num_microbatches % group
     if 0 < rest < num_stages:
         raise Refused(
             f"Megatron needs a last group of at least num_stages={num_stages} microbatches; got {rest} "
             f"(num_microbatches={num_microbatches}, group_size={group}); "
-            f"use {num_microbatches - rest} or {num_microbatches - rest + num_stages} microbatches"
+            f"use {num_microbatches - rest} or {num_microbatches - rest + num_stages} microbatches",
+            [{"num_microbatches": num_microbatches - rest + more} for more in (0, num_stages)],
         )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.refusal import Refused, integer, number, shown
@@ -18,7 +19,7 @@ def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tu
       ValueError: one is no positive int, or their table would be too large to be built.
     """
     sizes = {"num_stages": num_stages, "num_microbatches": num_microbatches, "num_chunks": num_chunks}
-    stages, microbatches, chunks = (_size(name, value) for name, value in sizes.items())
+    stages, microbatches, chunks = (_size(name, value, sizes) for name, value in sizes.items())
     if cells_of(stages, microbatches, chunks) > LARGEST:
         choices = _smaller(stages, microbatches, chunks)
         raise Refused(
@@ -29,16 +30,26 @@ def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tu
     return stages, microbatches, chunks
 
 
-def _size(name: str, value: Any) -> int:
+def _size(name: str, value: Any, sizes: Mapping[str, Any]) -> int:
     try:
         return integer(name, value, most=LARGEST)
     except Refused as refused:
-        use = refused.choices or ({name: 1},)
-        most = f" and at most {LARGEST}" if use[0][name] == LARGEST else ""
+        too_large = bool(refused.choices) and refused.choices[0][name] == LARGEST
+        most = f" and at most {LARGEST}" if too_large else ""
+        use = _largest(name, sizes) if too_large else {name: 1}
         raise Refused(
-            f"{WHO} {name} must be an integer of at least 1{most}; got {name}={shown(value)}; use {_words(use[0])}",
-            use,
+            f"{WHO} {name} must be an integer of at least 1{most}; got {name}={shown(value)}; use {_words(use)}",
+            [use],
         ) from None
+
+
+def _largest(name: str, sizes: Mapping[str, Any]) -> dict[str, int]:
+    """Returns the largest power of 2 that fits to the other sizes, if these are small; else 1."""
+    others = {other: size for other, size in sizes.items() if other != name}
+    if not all(isinstance(size, int) and 1 <= size <= 1000 for size in others.values()):
+        return {name: 1}
+    fitting = [2**power for power in range(20) if cells_of(**others, **{name: 2**power}) <= LARGEST]
+    return {name: max(fitting, default=1)}
 
 
 def cells_of(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
@@ -52,7 +63,7 @@ def checked_costs(**costs: Any) -> dict[str, float]:
 
 
 def _smaller(stages: int, microbatches: int, chunks: int) -> list[dict[str, int]]:
-    """The largest sizes that fit: of one alone, as far as that is enough, else of all three."""
+    """Returns the largest sizes that fit: of one alone, as far as that is enough, else of all three."""
     found = []
     if (most := LARGEST // (stages * chunks) - stages) >= 1:
         found.append({"num_microbatches": most})

@@ -104,7 +104,7 @@ def unoccupied(
 
 
 def lowest_free(found: list[Interval], number: dict[Item, int], ticks: list[int]) -> list[int]:
-    """The lowest slot that none of these intervals occupies in each of these ticks, which are in order."""
+    """Returns the lowest slot that none of these intervals occupies, for each of these ticks, which are in order."""
     starting = sorted((start, number[item]) for start, _, item in found)[::-1]
     stopping = sorted((stop, number[item]) for _, stop, item in found)[::-1]
     occupied = [0] * len({slot for _, slot in starting})

@@ -23,7 +23,8 @@ def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule
     if num_chunks != 2:
         raise Refused(
             f"[schedule] v_shape places exactly two chunks on each device; got num_chunks={num_chunks}; "
-            f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}"
+            f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}",
+            [{"num_chunks": 2}, {"name": "interleaved"}],
         )
     placement = v_placement(num_stages)
     timed = []

@@ -8,7 +8,17 @@ from legal import boolean, integers, maybe, nothing, numbers, one_of, positive_i
 from wrong import Call, pool
 
 import jaxfb
-from jaxfb import BatchPlan, LossOutput, Max, Pipelined, Sum, get_forward_backward_func, make_mesh
+from jaxfb import (
+    BatchPlan,
+    Last,
+    LossOutput,
+    Max,
+    Min,
+    Pipelined,
+    Sum,
+    get_forward_backward_func,
+    make_mesh,
+)
 from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
@@ -139,6 +149,22 @@ CALLS = [
         },
         NAMED | {"meshes": "mesh", "rng": "rng|key"},
     ),
+    Call(
+        "check_random",
+        lambda cases=1, axes=("data",), **rest: jaxfb.check_random(cases=cases, axes=axes, **rest),
+        lambda: dict(model=loss, params=params(), batch=batch()),
+        {
+            "model": nothing,
+            "params": _arrays,
+            "batch": _arrays,
+            "cases": integers(1, 2**63 - 1),
+            "seed": integers(-(2**63), 2**63 - 1),
+            "axes": one_of((None, [], ())),
+            "tries": integers(0, 2**63 - 1),
+            "report": lambda value: callable(value) and not isinstance(value, type),
+        },
+        NAMED,
+    ),
 ]
 
 
@@ -197,10 +223,13 @@ ANSWERS = {
         ONE,
         lambda p, mb, rng: LossOutput({"loss": loss(p, mb, rng)}, {"metric": Sum(TOTAL, x)}),
     ),
-    "a maximum": lambda x: (
-        ONE,
-        lambda p, mb, rng: LossOutput({"loss": loss(p, mb, rng)}, {"metric": Max(x)}),
-    ),
+    **{
+        name: lambda x, kind=kind: (
+            ONE,
+            lambda p, mb, rng: LossOutput({"loss": loss(p, mb, rng)}, {"metric": kind(x)}),
+        )
+        for name, kind in {"a maximum": Max, "a minimum": Min, "a last value": Last}.items()
+    },
     "outputs": lambda x: (ONE, lambda p, mb, rng: LossOutput({"loss": loss(p, mb, rng)}, {}, {"outputs": x})),
     "embed": lambda x: (PIPE, Pipelined(lambda *_: x, layer, head)),
     "layer": lambda x: (PIPE, Pipelined(embed, lambda *_: x, head)),
@@ -218,7 +247,7 @@ LEGAL_ANSWERS = {
     "metrics": EMPTY,
     "a metric's total": _numbers,
     "a metric's weight": lambda x: x is None or _numbers(x),
-    "a maximum": _numbers,
+    **dict.fromkeys(("a maximum", "a minimum", "a last value"), _numbers),
     "embed": lambda x: hasattr(x, "shape") and x.shape[:1] == (2,),
     "from_megatron's metrics": one_of([{}, {"a": 1}]),
     "outputs": lambda x: (

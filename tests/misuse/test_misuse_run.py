@@ -119,11 +119,35 @@ def calls(directory, store):
                 "evaluate": maybe(functions),
                 "callbacks": one_of(([], (), {}, set())),
                 "seed": integers(0, 2**64),
+                "max_grad_norm": maybe(numbers(above=0)),
                 "mesh": one_of(({},)),
+                "batch": one_of(({},)),
+                "run": one_of(({},)),
                 "no_such_section": nothing,
             },
         ),
+        *(
+            Call(name, function, lambda starter=starter: dict(config=short(starter, directory)), RUN)
+            for name, function, starter in (
+                ("train", jaxfb.train, "quickstart"),
+                ("post_train", jaxfb.post_train, "sft"),
+            )
+        ),
     ]
+
+
+RUN = {
+    "config": nothing,
+    "resume": boolean,
+    "fresh": boolean,
+    "allow_changes": boolean,
+    "callbacks": one_of(([], (), {}, set())),
+}
+
+
+def short(name, directory):
+    """A starter config that would run in this directory; no call gets so far."""
+    return jaxfb.load_config(name, [f"run.dir={directory / 'never'}"])
 
 
 @pytest.fixture(scope="module")
