@@ -69,10 +69,14 @@ def _accepts(make: Callable[[Any], Any], base: Any, choice: Mapping[str, Any]) -
 
 
 def _in_config(config: Any, error: PlanError, choice: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Translates a plan's choice into keys of the config; None where the config has no such key."""
+    """Translates a plan's choice into keys of the config; None where the config has no such key.
+
+    The plans of a choice are left out: a config's are made anew from its sizes.
+    """
     who = re.match(r"\[(\w+)\]", str(error))
-    found = {_key(config, who[1] if who else "", name): value for name, value in choice.items()}
-    return None if None in found else found
+    changes = {name: value for name, value in choice.items() if name != "plans"}
+    found = {_key(config, who[1] if who else "", name): value for name, value in changes.items()}
+    return None if None in found or not found else found
 
 
 def _key(config: Any, who: str, name: str) -> str | None:
