@@ -1,7 +1,8 @@
-"""The tree tells the story: a room imports only from rooms above it, and schedules need no jax."""
+"""Modules import only from those above them in one order, which the README shows, and schedules need no jax."""
 
 import ast
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,8 @@ def imported(path: Path) -> set[str]:
     return found
 
 
-def room(module: str) -> str:
+def top(module: str) -> str:
+    """Returns the file or package of jaxfb that a module is in."""
     return module.split(".")[1]
 
 
@@ -35,18 +37,25 @@ FILES = {path.relative_to(ROOT).with_suffix("").parts: path for path in ROOT.rgl
 
 
 @pytest.mark.parametrize("name", ORDER)
-def test_a_room_imports_only_from_rooms_above_it(name):
+def test_a_module_imports_only_from_those_above_it(name):
     above = ORDER[: ORDER.index(name) + 1]
     for parts, path in FILES.items():
         if parts[0] != name:
             continue
-        rooms = {room(module) for module in imported(path) if module.startswith("jaxfb.")}
-        below = {other for other in rooms & set(ORDER) if other not in above}
-        assert not below, f"{'/'.join(parts)}.py imports {sorted(below)}, which come later in the story"
+        used = {top(module) for module in imported(path) if module.startswith("jaxfb.")}
+        below = {other for other in used & set(ORDER) if other not in above}
+        assert not below, f"{'/'.join(parts)}.py imports {sorted(below)}, which come later in the order"
 
 
-def test_every_room_has_its_place_in_the_story():
+def test_every_module_is_in_the_order():
     assert {parts[0] for parts in FILES} - {"__init__"} <= set(ORDER)
+
+
+def test_the_tree_of_the_readme_has_this_order():
+    tree = re.search(r"```\njaxfb/\n(.*?)configs/", (ROOT.parent / "README.md").read_text(), re.DOTALL)[1]
+    names = [name for line in tree.splitlines() for name in re.findall(r"(\w+)(?:\.py|/)(?= |$)", line)]
+    assert len(names) > 20 and set(names) <= set(ORDER)
+    assert names == sorted(names, key=ORDER.index)
 
 
 def test_no_public_name_is_also_the_name_of_a_submodule():

@@ -33,7 +33,7 @@ def cost_table(result: Result) -> list[Table]:
         "time, median of rounds": ".2f",
         "time, best to best": ".2f",
     }
-    head |= {"peak MB": ".1f", "beside": ".1f", "temporaries MB": ".1f", "beside ": ".1f"}
+    head |= {"peak MB": ".1f", "the other's": ".1f", "temporaries MB": ".1f", "the other's ": ".1f"}
     rows = []
     for label, (time, ours, theirs) in PAIRS.items():
         sizes = [result[kind][name] / 1e6 for kind in ("peak_bytes", "temp_bytes") for name in (ours, theirs)]
@@ -98,7 +98,7 @@ def tpu_claims(result: Result) -> list[Claim]:
     found = tpu_facts(result)
     return [
         Claim(
-            f"temporaries of a {found['topology']} chip, data {found['data']}, {microbatches(count)}",
+            f"temporaries per chip of {found['topology']}, data {found['data']}, {microbatches(count)}",
             f"{found[f'ours_{which}']:.1f} MB",
             f"MaxText: {found[f'theirs_{which}']:.1f} MB",
             found[f"ours_{which}"] / found[f"theirs_{which}"],
@@ -110,26 +110,27 @@ def tpu_claims(result: Result) -> list[Claim]:
 SECTIONS = (
     Section(
         "accumulation",
-        "Accumulation against a loop of one's own",
-        """All {count} microbatches in one call of `forward_backward`, sums of their gradients and all, take
-        **{call:.2f}** times as long as as many calls of a jitted `value_and_grad` whose gradients nobody adds
-        up. A whole update takes **{step:.2f}** times as long as `optax.MultiSteps` around the same AdamW; the
-        optimizer's state is {state:.2f} times the size, because the sum of gradients is not kept in it
-        between updates. A program's peak is {peak_of_step:.2f} times that of a mini-step of `MultiSteps`, and
-        {peak_of_call:.2f} times that of one `value_and_grad`, which holds no sum.""",
+        "Accumulation compared with a loop and `optax.MultiSteps`",
+        """One call of `forward_backward` with all {count} microbatches, their gradients summed, takes
+        **{call:.2f}** times as long as the same number of calls of a jitted `value_and_grad` whose gradients
+        are not even summed. A whole update takes **{step:.2f}** times as long as `optax.MultiSteps` around
+        the same AdamW. The optimizer state is {state:.2f} times the size, because jaxfb does not keep the sum
+        of gradients between updates. The peak memory of an update is {peak_of_step:.2f} times that of one
+        `MultiSteps` call, and the peak of `forward_backward` {peak_of_call:.2f} times that of one
+        `value_and_grad`.""",
         costs,
         cost_table,
         cost_claims,
     ),
     Section(
         "accumulation_tpu",
-        "Accumulation on a TPU pod, next to MaxText",
-        """The TPU's own compiler, without a TPU: a data-parallel train step on {topology}, compiled ahead of
-        time, next to what the same compiler said of MaxText on the same shapes. With {few} microbatch and
-        `remat="full"` a chip needs {ours_few:.1f} MB of temporaries (MaxText {theirs_few:.1f}); with {many},
-        **{ours_many:.1f} MB (MaxText {theirs_many:.1f})**. The program holds {reductions_few} reductions of
-        gradients with {few} microbatch and {reductions_many} with {many}, {reduced:.1f} MB in all: their
-        number does not grow with that of the microbatches.""",
+        "Accumulation on a TPU pod, compared with MaxText",
+        """A data-parallel train step on {topology}, compiled ahead of time by the TPU compiler without a TPU,
+        for jaxfb and for MaxText with the same shapes. With {few} microbatch and `remat="full"` a chip needs
+        {ours_few:.1f} MB of temporaries (MaxText {theirs_few:.1f}), and with {many} microbatches
+        **{ours_many:.1f} MB (MaxText {theirs_many:.1f})**. The number of gradient reductions does not grow
+        with the number of microbatches: {reductions_few} with {few} and {reductions_many} with {many},
+        {reduced:.1f} MB in all.""",
         tpu_facts,
         tpu_table,
         tpu_claims,

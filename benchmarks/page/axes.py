@@ -36,7 +36,7 @@ def bytes_table(result: Result) -> list[Table]:
 
 def bytes_picture(result: Result) -> list[Picture]:
     ratios = {name: row["ratio"] for name, row in result["rows"].items()}
-    panel = Panel("bytes sent over the formula's", "ratio", bars=ratios, rule=1.0)
+    panel = Panel("bytes sent in a step", "compiled program / formula", bars=ratios, rule=1.0)
     return [Picture("axis_bytes", "Bytes sent along each axis over what the formula says", (panel,))]
 
 
@@ -144,41 +144,44 @@ def moe_claims(result: Result) -> list[Claim]:
 SECTIONS = (
     Section(
         "axis_bytes",
-        "Bytes along each axis, against the formula",
-        """What a device sends along one axis of {devices} in a forward and backward: collectives of the CPU's
-        compiled program, times their trip counts, next to a formula worked out by hand. {equal} of {count}
-        rows agree within {within:.0%}. The others: {off}. The CPU's compiler adds up gradients of several
-        projections of one input after the tensor axis's all-reduces and not before, makes no reduce-scatter
-        of an all-reduce and a slice, and exchanges tokens for experts densely; the TPU's does better on the
-        first two (see sequence parallelism).""",
+        "Bytes sent along each axis",
+        """Bytes that one device sends along one axis of {devices} devices in a forward and backward pass: the
+        collectives of the CPU's compiled program, multiplied by the trip counts of their loops, compared with
+        a formula worked out by hand. {equal} of {count} rows agree within {within:.0%}. The others: {off}.
+        The CPU compiler sums the gradients of several projections of one input after the tensor axis's
+        all-reduces instead of before, does not turn an all-reduce and a slice into a reduce-scatter, and pads
+        the exchange of tokens for experts. The TPU compiler does better on the first two (see sequence
+        parallelism).""",
         bytes_facts, bytes_table, pictures=bytes_picture,
     ),
     Section(
         "context_memory",
-        "Context parallelism: memory against its size",
-        """Rows of {length:,} tokens cut over the context axis. A device alone needs {whole:,.1f} MB of
-        temporaries; one of {most} needs **{ring:.1f} MB** with the ring, {all_gather:.1f} with gathered keys
-        and {all_to_all:.1f} with heads exchanged. The ring's is {share:.1%} of the whole where an even share
-        would be {even:.1%}, because it never holds the whole matrix of scores of its rows.""",
+        "Context parallelism: memory by the size of the axis",
+        """Rows of {length:,} tokens, cut over the context axis. One device alone needs {whole:,.1f} MB of
+        temporaries. Each of {most} devices needs **{ring:.1f} MB** with `ring`, {all_gather:.1f} MB with
+        `all_gather` and {all_to_all:.1f} MB with `all_to_all`. An even share would be {even:.1%} of the
+        whole; the ring's {share:.1%} is less because it never stores the whole score matrix of its rows.""",
         context_facts, context_table, pictures=context_picture,
     ),
     Section(
         "sequence_parallel",
-        "Sequence parallelism by the TPU's compiler",
-        """A tensor axis with and without `sequence_parallel`, rows of {length:,} tokens, compiled for a TPU
-        without one: all-reduces of hidden states become reduce-scatters and gathers. Temporaries are
-        {none:.2f} times as large with nothing recomputed, {full:.2f} times with all of it.""",
+        "Sequence parallelism, from the TPU compiler",
+        """A tensor axis with and without `sequence_parallel`, rows of {length:,} tokens, compiled by the TPU
+        compiler without a TPU. All-reduces of hidden states become reduce-scatters and all-gathers.
+        Temporaries are {none:.2f} times as large with `remat="none"` and {full:.2f} times with
+        `remat="full"`.""",
         tensor_facts, tensor_table, script="sequence_parallel_tpu",
     ),
     Section(
         "moe_against_dense",
-        "Mixture of experts against a dense model",
-        """{experts} experts, {per_token} for a token, beside a dense model of equal active flops:
-        {parameters:.1f} times the parameters, **{dropless:.2f}** times its time and {temp:.2f} times its
-        temporaries on one device. Cut over the devices of a CPU that share its cores it takes {cut:.2f} times
-        the time and {temp_cut:.2f} times the temporaries of the dense model cut by rows: tokens are exchanged
-        densely there. The grouped matmul takes {ragged:.2f} times as long as `lax.ragged_dot`, and
-        {matmul:.2f} times as long as one dense matmul of as many rows.""",
+        "Mixture of experts compared with a dense model",
+        """A mixture of {experts} experts, {per_token} for each token, compared with a dense model of the same
+        active flops. It has {parameters:.1f} times the parameters and takes **{dropless:.2f}** times the time
+        and {temp:.2f} times the temporaries on one device. With experts cut over simulated devices that share
+        a CPU's cores it takes {cut:.2f} times the time and {temp_cut:.2f} times the temporaries of the dense
+        model with rows cut over them, because the exchange of tokens is padded on a CPU. The grouped matmul
+        takes {ragged:.2f} times as long as `lax.ragged_dot`, and {matmul:.2f} times as long as one dense
+        matmul with the same number of rows.""",
         moe_facts, moe_table, moe_claims,
     ),
 )  # fmt: skip

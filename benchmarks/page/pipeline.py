@@ -61,7 +61,7 @@ def memory_table(result: Result) -> list[Table]:
 
 def memory_claims(result: Result) -> list[Claim]:
     f = memory_facts(result)
-    what = f"temporaries of a stage, {FIRST}, {microbatches(f['many'])}, nothing recomputed"
+    what = f"temporaries per device, pipeline, {FIRST}, {microbatches(f['many'])}, no remat"
     theirs = f"GPipe by autodiff: {f['theirs_many']:,.1f} MB"
     return [Claim(what, f"{f['ours_many']:.1f} MB", theirs, f["ours_many"] / f["theirs_many"])]
 
@@ -141,7 +141,7 @@ def tpu_claims(result: Result) -> list[Claim]:
     f = tpu_facts(result)
     return [
         Claim(
-            f"HBM of a {f['topology']} chip, pipe {f['pipe']} x data {f['data']}, {FIRST}, {microbatches(count)}",
+            f"HBM per chip of {f['topology']}, pipe {f['pipe']} x data {f['data']}, {FIRST}, {microbatches(count)}",
             f"{f[f'hbm_{which}']:.1f} MB",
             f"MaxText: {f[f'their_hbm_{which}']:.1f} MB",
             f[f"hbm_{which}"] / f[f"their_hbm_{which}"],
@@ -190,41 +190,40 @@ def head_table(result: Result) -> list[Table]:
 SECTIONS = (
     Section(
         "pipeline_memory",
-        "Pipeline: memory against the number of microbatches",
-        """Forward and backward of a pipeline of {pipe} stages, compiled for simulated devices, next to the usual
-        JAX pipeline: a scan over ticks with its backward by autodiff (the same gradients, to {difference:.1g}
-        in float32). From {few} to {many} microbatches the temporaries of the one grow from {theirs_few:,.1f}
-        to {theirs_many:,.1f} MB, those of 1f1b from {ours_few:.1f} to {ours_many:.1f} MB; of all schedules
-        but GPipe none grows by more than {growth:.2%}. Size of the program and compile time do not grow
-        either, but are more than autodiff's: {compile_ours:.1f} against {compile_theirs:.1f} s of CPU time,
-        nothing recomputed.""",
+        "Pipeline: memory by the number of microbatches",
+        """Forward and backward of a pipeline of {pipe} stages, compiled for simulated devices. It is compared
+        with the usual pipeline in JAX, a scan over ticks whose backward is made by autodiff (equal gradients,
+        to {difference:.1g} in float32). From {few} to {many} microbatches the temporaries of that pipeline
+        grow from {theirs_few:,.1f} to {theirs_many:,.1f} MB, those of jaxfb's 1f1b from {ours_few:.1f} to
+        {ours_many:.1f} MB. No schedule but GPipe grows by more than {growth:.2%}. Program size and compile
+        time do not grow either, but compiling takes longer than with autodiff: {compile_ours:.1f} against
+        {compile_theirs:.1f} s of CPU time without rematerialization.""",
         memory_facts, memory_table, memory_claims, memory_picture,
     ),
     Section(
         "pipeline_tpu",
-        "Pipeline on a TPU pod, next to MaxText",
-        """The TPU's own compiler, without a TPU: a whole train step on {topology}, {pipe} stages x {data}
-        replicas, next to what the same compiler said of MaxText's pipeline on the same shapes. Recomputing
-        all, 1f1b needs {ours_few:.1f} MB of temporaries a chip with {few} microbatches (MaxText
-        {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**, beside
-        {arguments:.1f} MB of arguments (MaxText {their_arguments:.1f}, embedding and head whole on every
-        stage). The HBM that the compiler plans for all of it, since some temporaries only ever are in VMEM, is
-        {hbm_few:.1f} MB (MaxText {their_hbm_few:.1f}) and {hbm_many:.1f} (MaxText {their_hbm_many:.1f}).
-        Gradients are
-        {gradients:.1f} MB a chip, whatever the number of microbatches; forward and backward need {inner:.1f}
-        MB of temporaries beside them. Gradients cross the data axis in {reductions} collective of
-        {reduced:.1f} MB, outside of all loops. A permute is hidden if matrix work runs between its start and
-        its end in the compiler's own order.""",
+        "Pipeline on a TPU pod, compared with MaxText",
+        """A whole train step on {topology}, {pipe} stages x {data} replicas, compiled ahead of time by the TPU
+        compiler without a TPU, for jaxfb and for MaxText's pipeline with the same shapes. With full
+        rematerialization, 1f1b needs {ours_few:.1f} MB of temporaries per chip with {few} microbatches
+        (MaxText {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**.
+        Arguments take another {arguments:.1f} MB (MaxText {their_arguments:.1f}, which keeps embedding and
+        head on every stage). The HBM that the compiler plans in total is {hbm_few:.1f} MB (MaxText
+        {their_hbm_few:.1f}) and {hbm_many:.1f} MB (MaxText {their_hbm_many:.1f}); some temporaries are in
+        VMEM only and not part of it. Gradients take {gradients:.1f} MB per chip whatever the number of
+        microbatches, and forward and backward {inner:.1f} MB of temporaries besides. Gradients are reduced
+        over the data axis by {reductions} collective of {reduced:.1f} MB, outside of all loops. A permute
+        counts as hidden if matrix products run between its start and its end in the compiler's order.""",
         tpu_facts, tpu_table, tpu_claims, tpu_picture,
     ),
     Section(
         "head_placement",
         "Pipeline: where the head is computed",
-        """A vocabulary of {vocab:,} on {pipe} stages. Cut over the stages by `vocabulary`, the default, a device
-        holds {params:.1f} MB of parameters in place of {params_else:.1f}. To cut the `rows` of the head's
-        input takes {rows:.1f} times as long on this machine's shared cores, to leave the head to the `last`
-        stage {last:.1f} times: every stage of a lockstep program then runs all of it. The losses differ by at
-        most {spread:.1g}.""",
+        """A vocabulary of {vocab:,} on {pipe} stages. With the default, `vocabulary`, the vocabulary is cut over
+        the stages and a device stores {params:.1f} MB of parameters instead of {params_else:.1f}. Splitting
+        the `rows` of the head's input takes {rows:.1f} times as long on this machine's shared cores, and
+        computing the head on the `last` stage {last:.1f} times, because in a program of shared ticks every
+        stage then spends the time of the whole head. The losses differ by at most {spread:.1g}.""",
         head_facts, head_table,
     ),
 )  # fmt: skip

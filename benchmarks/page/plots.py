@@ -67,12 +67,13 @@ class Picture:
             raise ValueError("[bench] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
         path.parent.mkdir(parents=True, exist_ok=True)
         with matplotlib.rc_context({"svg.hashsalt": self.name, "svg.fonttype": "none", "font.size": 9}):
-            height = max(3.1, *(0.9 + 0.19 * len(panel.bars) for panel in self.panels))
-            size = (1.2 + 4.4 * len(self.panels), height)
+            columns = min(2, len(self.panels))
+            lines = -(-len(self.panels) // columns)
+            height = max(2.9, *(0.9 + 0.19 * len(panel.bars) for panel in self.panels))
+            size = (1.2 + 4.0 * columns, lines * height)
             figure = Figure(figsize=size, layout="constrained", facecolor="white")
-            for axes, panel in zip(
-                figure.subplots(1, len(self.panels), squeeze=False)[0], self.panels, strict=True
-            ):
+            grid = figure.subplots(lines, columns, squeeze=False, sharey=any(p.bars for p in self.panels))
+            for axes, panel in zip(grid.flat, self.panels, strict=False):
                 _draw(axes, panel)
             _legend(figure)
             figure.savefig(path, metadata={"Date": None, "Creator": None, "Description": self.digest()})
@@ -85,7 +86,7 @@ def _draw(axes, panel: Panel) -> None:
         (axes.axvline if panel.bars else axes.axhline)(panel.rule, color=INK, linewidth=0.8, linestyle=":")
     if panel.bars:
         axes.barh(list(panel.bars), list(panel.bars.values()), color=COLOURS["1f1b"], height=0.6)
-        axes.invert_yaxis()
+        axes.set_ylim(len(panel.bars) - 0.5, -0.5)
     others = iter(OTHERS)
     for label, points in panel.lines.items():
         style = {"color": COLOURS[label]} if label in COLOURS else {"color": next(others), "linestyle": "--"}

@@ -134,24 +134,25 @@ def torch_picture(result: Result) -> list[Picture]:
 SECTIONS = (
     Section(
         "pipeline_time",
-        "Pipeline: time, measured and simulated",
-        """Forward and backward on {pipe} simulated devices, one thread each. With {most} microbatches {fastest}
-        is the fastest: **{fastest_by:.2f}** times 1f1b's time, where its bubble alone would make
-        {predicted:.2f}. A measured step takes {few_least:.2f} to {few_most:.2f} times what
-        `Schedule.simulate` makes of the measured costs of a stage with {few} microbatches, {most_least:.2f}
-        to {most_most:.2f} times with {most}: the simulator knows the bubble, and not what a step and a tick
-        cost beside their work. Recomputing each layer from its input takes {layer:.2f} times as long as
-        recomputing nothing, each stage from its input {full:.2f} times.""",
+        "Pipeline: measured and simulated time",
+        """Forward and backward on {pipe} simulated devices with one thread each. With {most} microbatches
+        {fastest} is the fastest schedule, at **{fastest_by:.2f}** times 1f1b's time, where the bubble alone
+        predicts {predicted:.2f}. `Schedule.simulate`, given the measured cost of a stage, knows about the
+        bubble but not about the overhead of a step and of a tick: a measured step takes {few_least:.2f} to
+        {few_most:.2f} times the simulated time with {few} microbatches, and {most_least:.2f} to
+        {most_most:.2f} times with {most}. Compared with no rematerialization, `remat="layer"` takes
+        {layer:.2f} times as long and `remat="full"` {full:.2f} times.""",
         time_facts, time_table, pictures=time_picture,
     ),
     Section(
         "pipeline_against_torch",
-        "Pipeline next to torch.distributed.pipelining",
-        """The same transformer, microbatches and kind of schedule on {pipe} stages of the CPU, one thread each,
-        steps of both interleaved; the losses differ by at most {difference:.1g}. jaxfb is the slower of the
-        two in {slower} of {count} rows: by a factor of {few_least:.2f} to {few_most:.2f} with {few}
-        microbatches, and of **{many_least:.2f} to {many_most:.2f}** with {many}. Their zero bubble is
-        interleaved, and their V a zero-bubble schedule as well; ours are neither.""",
+        "Pipeline compared with torch.distributed.pipelining",
+        """The same transformer, microbatches and kind of schedule on {pipe} stages of the CPU with one thread
+        each, steps of both libraries in turn; the losses differ by at most {difference:.1g}. jaxfb is slower
+        in {slower} of {count} rows. Its time is {few_least:.2f} to {few_most:.2f} times torch's with {few}
+        microbatches and **{many_least:.2f} to {many_most:.2f}** times with {many}. torch's zero-bubble
+        schedule is also interleaved, and its V-shaped schedule is also a zero-bubble schedule; jaxfb's are
+        not.""",
         torch_facts, torch_table, torch_claims, torch_picture,
     ),
 )  # fmt: skip

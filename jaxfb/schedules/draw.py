@@ -84,7 +84,8 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     _draw_bars(axes, found, schedule.num_chunks, result.time, figure.get_size_inches()[0])
     _draw_phases(axes, schedule, result.tick_times)
     _label(axes, schedule, result, {bar.kind for bar in found})
-    figure.savefig(path, bbox_inches="tight", dpi=150)
+    metadata = {"Date": None} if path.suffix == ".svg" else None  # the same schedule gives the same file
+    figure.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)
     return path
 
 
@@ -148,7 +149,7 @@ def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: flo
             dark = sum(face) < 1.9
             axes.text(
                 bar.start + bar.length / 2, bar.device, str(bar.microbatch), ha="center", va="center",
-                fontsize=8, color="white" if dark else "#20242a",
+                fontsize=9, color="white" if dark else "#20242a",
             )  # fmt: skip
 
 
@@ -170,7 +171,7 @@ def _draw_phases(axes, schedule, tick_times: tuple[float, ...]) -> None:
             "+".join(phase.kinds),
             ha="center",
             va="bottom",
-            fontsize=8,
+            fontsize=9,
             color="#6b7280",
         )
 
@@ -196,5 +197,5 @@ def _label(axes, schedule, result, kinds: set[str]) -> None:
     patches = [Patch(color=COLOURS[k], label=labels[k]) for k in shown] + [Patch(color=IDLE, label="idle")]
     axes.legend(
         handles=patches, ncols=len(patches), loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2.4,
-        frameon=False, fontsize=8,
+        frameon=False, fontsize=9,
     )  # fmt: skip

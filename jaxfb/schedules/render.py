@@ -23,7 +23,8 @@ def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
 def headline(schedule) -> str:
     """Name and sizes, such as "1f1b: 4 devices x 1 chunk, 8 microbatches, 14 ticks"."""
     chunks = "1 chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
-    sizes = f"{schedule.num_stages} devices x {chunks}, {schedule.num_microbatches} microbatches"
+    devices = f"{schedule.num_stages} device" + "s" * (schedule.num_stages > 1)
+    sizes = f"{devices} x {chunks}, {schedule.num_microbatches} microbatches"
     return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks"
 
 
