@@ -246,7 +246,8 @@ SECTIONS = (
         "gpu_compiled",
         "Memory on a GPU, from its compiler",
         """Memory of one update as XLA's compiler reports it for the GPU benchmark's card, without the card:
-        {fit} of {of} settings fit into {hbm} GB, of which parameters and optimizer state take {state:.1f} GB. With {count}
+        {fit} of {of} settings fit into {hbm} GB, of which parameters and optimizer state take {state:.1f} GB. With
+        {count}
         rows in a microbatch the peak is {none:.1f} GB if nothing is recomputed, {selective:.1f} GB with
         `remat="selective"` and {full:.1f} GB with `remat="full"`. This table has no speeds; `jaxfb bench gpu`
         measures them on a card.""",
