@@ -3,7 +3,7 @@
 Nothing heavy is imported until a config has been read and found legal, so a typo costs half a second.
 Exit codes: 0 done; 1 a check that failed; 2 a refused command or config (one sentence, no traceback); 74 something
 could not be written or read, as on a full disk; 75 stopped by a signal, saved, to be resumed; 76 another process of
-the job was lost; 78 given up because updates stayed non-finite.
+the job was lost; 78 given up because updates stayed non-finite or spikes kept coming; 79 a device computes wrongly.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
-UNWRITTEN, RESUMABLE, LOST, GAVE_UP, DIFFERS, FAILED = 74, 75, 76, 78, 1, 1
+UNWRITTEN, RESUMABLE, LOST, DIFFERS, FAILED = 74, 75, 76, 1, 1
 # What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
 OF_THE_DISK = frozenset(
     getattr(errno, name)
@@ -374,9 +374,9 @@ def _ended(train: Callable[[], Any]) -> int:
 
     try:
         result = train()
-    except trainer.NonFiniteAbort as error:
+    except trainer.GuardAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
-        return GAVE_UP
+        return error.exit_code
     except trainer.LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST

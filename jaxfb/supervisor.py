@@ -15,13 +15,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-DONE, REFUSED, UNWRITABLE, RESUMABLE, LOST, GAVE_UP = 0, 2, 74, 75, 76, 78
+DONE, REFUSED, UNWRITABLE, RESUMABLE, LOST, GAVE_UP, FAULTY = 0, 2, 74, 75, 76, 78, 79
 FINAL = (
     DONE,
     REFUSED,
     UNWRITABLE,
     RESUMABLE,
     GAVE_UP,
+    FAULTY,
 )  # exit codes after which another start would change nothing
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
@@ -147,7 +148,7 @@ def _of_all(codes: Sequence[int]) -> int:
 
     A crash comes before 76, with which the others only answer it.
     """
-    for wanted in (REFUSED, UNWRITABLE, GAVE_UP, RESUMABLE):
+    for wanted in (REFUSED, UNWRITABLE, FAULTY, GAVE_UP, RESUMABLE):
         if wanted in codes:
             return wanted
     bad = [code for code in codes if code != DONE]

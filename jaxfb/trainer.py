@@ -29,7 +29,7 @@ from jaxfb.training.changes import check_model
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
-from jaxfb.training.guard import NonFiniteAbort
+from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
 from jaxfb.training.hosts import Hosts, LostProcess
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.run_dir import RunDirectory
@@ -39,9 +39,12 @@ from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_se
 
 __all__ = [
     "CannotWrite",
+    "DeviceFault",
+    "GuardAbort",
     "LostProcess",
     "NonFiniteAbort",
     "Result",
+    "SpikeAbort",
     "Trainer",
     "evaluate",
     "generate",

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -65,10 +66,12 @@ class CustomConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)
+        check_rollback(self.guard, self.checkpoint.every)
         if self.run.tokens is not None:
             raise Refused(
                 "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs"

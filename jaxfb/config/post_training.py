@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
+from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.policy import (
     AdvantageConfig,
     CriticConfig,
@@ -213,6 +214,7 @@ class PostTrainingConfig:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
@@ -222,6 +224,7 @@ class PostTrainingConfig:
                 f"[model] give model, for random parameters, or start.run, for those of a run; got {given}"
             )
         check_pipeline(self.mesh, self.schedule, self.chunks)
+        check_rollback(self.guard, self.checkpoint.every)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -254,6 +257,12 @@ class RLConfig(PostTrainingConfig):
 
     def __post_init__(self):
         super().__post_init__()
+        if self.guard.spikes == "rollback" or (self.guard.verify_every and self.critic):
+            raise Refused(
+                f"[guard] spikes={self.guard.spikes} verify_every={self.guard.verify_every}: a policy samples its own "
+                "rows and cannot pass over them, and no update with a critic is repeated; use guard.spikes=warn and "
+                "guard.verify_every=null"
+            )
         if (self.critic is None) == (self.advantage.name == "gae"):
             fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
             raise Refused(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -46,10 +47,12 @@ class Config:
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     log: LogConfig = field(default_factory=LogConfig)
+    guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
 
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)
+        check_rollback(self.guard, self.checkpoint.every)
         _check_learning_rate(self)
 
 

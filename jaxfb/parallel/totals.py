@@ -6,7 +6,7 @@ So the numbers are the same on every mesh, and a program has no collectives that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import lru_cache, partial
 from typing import Any
 
@@ -41,6 +41,26 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, str | None]:
     }
 
 
+def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple[int, ...]]]:
+    """Returns the checksum of the part of each array that each device keeps, by name and id of the device.
+
+    Equal parts have equal sums, wherever in the array they are. Every process of a job must call it.
+
+    Args:
+      leaves: arrays on one mesh, all with a `NamedSharding`.
+    """
+    if not leaves:
+        return {}
+    mesh = next(iter(leaves.values())).sharding.mesh
+    shapes, specs = _shapes_and_specs(leaves.values())
+    rows = _gathered(_program(mesh, shapes, specs, _sums, by_device=True)(*leaves.values()))
+    devices = [device.id for device in mesh.devices.flat]
+    return {
+        name: {device: tuple(map(int, row[number])) for device, row in zip(devices, rows, strict=True)}
+        for number, name in enumerate(leaves)
+    }
+
+
 def finite(leaves: Mapping[str, jax.Array]) -> dict[str, bool]:
     """Returns for each float array, by its name, whether it holds neither nan nor inf.
 
@@ -70,13 +90,24 @@ def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
 
 
 def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> np.ndarray:
-    # a restored random key has the spec of its data, one dim longer than the key
-    shapes, specs = zip(*((leaf.shape, P(*leaf.sharding.spec[: leaf.ndim])) for leaf in leaves), strict=True)
+    shapes, specs = _shapes_and_specs(leaves)
     parts = _program(mesh, shapes, specs, measure)(*leaves).addressable_shards
     total = np.concatenate([np.asarray(part.data) for part in parts]).sum(0, dtype=np.uint32)
     if jax.process_count() > 1:
         total = multihost_utils.process_allgather(total).sum(0, dtype=np.uint32)
     return total
+
+
+def _shapes_and_specs(leaves: Iterable[jax.Array]) -> tuple[tuple, tuple[P, ...]]:
+    # a restored random key has the spec of its data, one dim longer than the key
+    return tuple(zip(*((leaf.shape, P(*leaf.sharding.spec[: leaf.ndim])) for leaf in leaves), strict=True))
+
+
+def _gathered(rows: jax.Array) -> np.ndarray:
+    """The whole of an array that is cut over all devices, on every process."""
+    if rows.is_fully_addressable:
+        return np.asarray(rows)
+    return np.asarray(multihost_utils.process_allgather(rows, tiled=True))
 
 
 def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
@@ -86,10 +117,17 @@ def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
 
 
 @lru_cache(maxsize=32)
-def _program(mesh: Mesh, shapes: tuple, specs: tuple[P, ...], measure: Measure) -> Callable:
+def _program(
+    mesh: Mesh, shapes: tuple, specs: tuple[P, ...], measure: Measure, by_device: bool = False
+) -> Callable:
+    """u32[devices, leaves, k]; by_device: of each device's blocks alone, copies of others included."""
+
     def local(*blocks):
         rows = []
         for block, shape, spec in zip(blocks, shapes, specs, strict=True):
+            if by_device:
+                rows.append(measure(block, _index(block.shape, block.shape, [0] * block.ndim)))
+                continue
             used, starts = _place(mesh, block.shape, spec)
             counts = jnp.bool_(True)  # of the replicas the first
             for axis in mesh.axis_names:

@@ -20,5 +20,10 @@ def after_failures(newest: int | None, again: str) -> str:
     )
 
 
+def after_fault(newest: int | None, again: str) -> str:
+    """Returns how to go on after a device was found to be broken; `again` is the command for it."""
+    return f"{_newest(newest)} saved; without that device go on with: {again}"
+
+
 def _newest(update: int | None) -> str:
     return "nothing is" if update is None else f"update {update} is"

@@ -19,8 +19,24 @@ from jaxfb.training.setup import loss_scale
 SHOWN = 4
 
 
-class NonFiniteAbort(RuntimeError):
+class GuardAbort(RuntimeError):
+    """A guard ends the run; what was saved before is sound. `exit_code` is that of the command line."""
+
+    exit_code = 78
+
+
+class NonFiniteAbort(GuardAbort):
     """So many updates in a row were not finite that going on is pointless, or the state itself is not."""
+
+
+class SpikeAbort(GuardAbort):
+    """The run returned to one checkpoint as often as `guard.max_rollbacks` allows, and another spike came."""
+
+
+class DeviceFault(GuardAbort):
+    """A device computes wrongly, or keeps wrong copies: the run must go on without it."""
+
+    exit_code = 79
 
 
 class SkipGuard:

@@ -22,8 +22,9 @@ from jaxfb.refusal import boolean
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
-from jaxfb.training.ending import after_failures, what_is_saved
-from jaxfb.training.guard import NonFiniteAbort, SkipGuard
+from jaxfb.training.ending import after_failures, after_fault, what_is_saved
+from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
+from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts
 from jaxfb.training.interrupt import Interrupt
 from jaxfb.training.log import Log
@@ -64,7 +65,8 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
       ValueError: an impossible size, a missing file, a saved run in the way or one in progress, a checkpoint that does
         not fit; no file was changed then.
       LostProcess: another process of the job is gone; what was saved is whole.
-      NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
+      GuardAbort: a guard ends the run: too many updates in a row were not finite or the state is not (NonFiniteAbort),
+        spikes come again and again (SpikeAbort), a device computes wrongly (DeviceFault); of that nothing is saved.
       CannotWrite: the disk is full or not writable; the message tells which update is saved.
     """
     callbacks, directory = combine(callbacks), RunDirectory.of(config)
@@ -116,7 +118,7 @@ class _Loop:
         hosts.say(_where_from(run_, start.resume))
         with Log(run_, self._interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
             self._hooks = combine([callback(on_step_start=hosts.reach), log, self._callbacks])
-            self._guard = SkipGuard.of(run_.config, self._work.abstract_params, lambda text: run_.say(text))
+            self._guard = Guards(run_)
             self._train()
         return self._end()
 
@@ -130,16 +132,25 @@ class _Loop:
                 self._evaluate()
                 self._save()
             while not run_.finished and not self._ends():
-                self._one()
+                self._one_or_back()
             if self._guard.failed and run_.finished:
                 failed = self._guard.failed
                 raise NonFiniteAbort(
                     f"[train] the last updates of the run, {failed} of them, were not finite"
                 )
-        except NonFiniteAbort as error:
+        except GuardAbort as error:
             run_.wait_saved()
-            raise NonFiniteAbort(f"{error}; {after_failures(run_.newest_saved, _again(run_))}") from None
+            advice = after_fault if isinstance(error, DeviceFault) else after_failures
+            raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}") from None
         run_.wait_saved()
+
+    def _one_or_back(self) -> None:
+        """One update, or the return to a checkpoint where the one before turns out to be a spike."""
+        try:
+            self._one()
+        except Spike as spike:
+            self._pending = Pending()  # what was computed from the state that is given up
+            self._guard.roll_back(spike)
 
     def _one(self) -> None:
         """One update. The numbers of the one before arrive while it runs, except before an evaluation or a save."""
@@ -151,7 +162,7 @@ class _Loop:
         if self._on_cpu:
             self._arrive(self._pending.flush())
         with phases("update", number + 1):
-            metrics = self._work.update(number, batch)
+            metrics = self._guard.update(number, batch)
         run_.done = number + 1
         self._arrive(self._pending.push(run_.done, metrics))
         # asked on every process and after every update: it meets the others where there are several
@@ -190,13 +201,14 @@ class _Loop:
         if arrived is None:
             return
         step, (metrics, more) = arrived
-        self._guard.check(step, metrics)
-        record = {**self._work.record(step - 1, metrics), **more}
+        judged = self._guard.check(step, metrics)
+        record = {**self._work.record(step - 1, metrics), **more, **judged}
         record |= {
             name: seconds for name, seconds in self._run.phases.take(step).items() if name not in record
         }
         with self._run.phases("logging"):
             self._hooks.on_step_end(step, record)
+        self._guard.undo_spike(step, record)
 
     def _evaluate(self) -> None:
         self._hooks.on_eval(self._run.done, self._or_save_first(self._run.evaluate))

@@ -67,6 +67,7 @@ class Run:
     resumed:   `done` and the state are those of a checkpoint.
     say:       prints a line above the progress.
     phases:    where the time goes.
+    kept:      JSON values that the guards save with each checkpoint.
     """
 
     def __init__(self, work: Work, directory: RunDirectory, say: Callable[[str], None] = print):
@@ -80,6 +81,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         self.stopped: str | None = None
         self.phases = Phases()
+        self.kept: dict[str, Any] = {}
         self._saved: int | None = None
         self._evaluated_at: int | None = None
 
@@ -141,10 +143,27 @@ class Run:
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
         self.work.restore(state, record, allow_changes)
-        self.done = self._saved = record["update"]
-        self.metrics, self._evaluated_at = record["metrics"], self.done if record["metrics"] else None
+        self._take_up(record)
+        self.done = record["update"]
         self.resumed = True
         return True
+
+    def roll_back(self, past: int) -> int:
+        """Restores the newest checkpoint and continues with the rows behind update `past`; returns its update."""
+        self.wait_saved()
+        abstract = self.work.abstract_state()
+        jax.tree.map(lambda leaf: leaf.delete(), self.state)  # there may be memory for one state alone
+        state, record = self._store.restore(abstract)
+        self.work.restore(state, record, False)
+        self._take_up(record)
+        self.done = past
+        return record["update"]
+
+    def _take_up(self, record: Mapping[str, Any]) -> None:
+        """Continues with the evaluation and the guards' values of a checkpoint."""
+        self._saved = record["update"]
+        self.metrics, self._evaluated_at = record["metrics"], self._saved if record["metrics"] else None
+        self.kept = record.get("guard", {})
 
     def _check_newest(self, step: int, abstract: Any, allow_changes: bool) -> None:
         """Refuses by key before by shape; arrays of other shapes cannot be allowed, so that is not offered then."""
@@ -233,6 +252,7 @@ class Run:
             "config": config_to_dict(self.config),
             "plan": self.work.to_dict(),
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
+            "guard": self.kept,
             **self.work.host(self.done),
         }
 

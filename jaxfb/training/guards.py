@@ -1,0 +1,150 @@
+"""All guards of a run behind one interface: what the training loop calls around each update.
+
+update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from jaxfb.guard.devices import differing_replicas
+from jaxfb.guard.spikes import SpikeDetector
+from jaxfb.train_step import StepMetrics
+from jaxfb.training.guard import DeviceFault, SkipGuard, SpikeAbort, listed
+from jaxfb.training.rerun import update_twice
+from jaxfb.training.session import Run
+
+
+class Spike(Exception):
+    """An update whose effect is to be undone: the loop returns to a checkpoint and goes on behind its rows."""
+
+    def __init__(self, update: int):
+        super().__init__(f"spike at update {update}")
+        self.update = update
+
+
+class Guards:
+    """Every guard that the config of a run asks for.
+
+    run: what they watch.
+    """
+
+    def __init__(self, run: Run):
+        self._run, self._config = run, run.config.guard
+        self._skips = SkipGuard.of(run.config, run.work.abstract_params, lambda text: run.say(text))
+        self._spikes = SpikeDetector(self._config.spike_window, self._config.spike_threshold)
+        self._spikes.restore(run.kept.get("spikes", {}))
+        self._rollbacks: dict[int, int] = {}
+        self._compared: int | None = None
+
+    @property
+    def failed(self) -> int:
+        """How many updates in a row, up to the latest, were not finite; while it is not 0 nothing is to be saved."""
+        return self._skips.failed
+
+    def update(self, number: int, batch: Any) -> tuple[StepMetrics, Mapping[str, Any]]:
+        """Computes update `number` (from 0), twice where that is due, and compares the copies where that is due.
+
+        Raises:
+          DeviceFault: a device computes wrongly, or copies differ.
+        """
+        if _is_due(self._config.verify_every, number + 1):
+            answer = self._repeated(number, batch)
+        else:
+            answer = self._run.work.update(number, batch)
+        if _is_due(self._config.compare_replicas_every, number + 1):
+            self._compare(number + 1)
+        return answer
+
+    def check(self, update: int, metrics: StepMetrics) -> dict[str, float]:
+        """Judges the numbers of an update, on the host; returns what its record adds.
+
+        Raises:
+          NonFiniteAbort: too many updates in a row were not finite.
+        """
+        self._skips.check(update, metrics)
+        if self._config.spikes == "off" or metrics.skipped:
+            return {}
+        spikes = self._spikes.judge({"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)})
+        self._run.kept = {"spikes": self._spikes.to_dict()}
+        for name, score in spikes.items():
+            self._run.say(
+                f"update {update}: {name} {float(getattr(metrics, name)):.4g} is {score:.0f} robust standard "
+                "deviations above the median of the updates before"
+            )
+        return {f"spike/{name}": score for name, score in spikes.items()}
+
+    def undo_spike(self, update: int, record: Mapping[str, Any]) -> None:
+        """Raises Spike where the update was one, the policy is to roll back and there is a checkpoint to return to."""
+        if self._config.spikes == "rollback" and any(name.startswith("spike/") for name in record):
+            if self._run.newest_saved is None:
+                self._run.say(f"update {update}: nothing is saved yet, so its spike stays")
+                return
+            raise Spike(update)
+
+    def roll_back(self, spike: Spike) -> None:
+        """Returns to the newest checkpoint and continues behind the rows of the spike.
+
+        Raises:
+          SpikeAbort: too many returns to that checkpoint.
+        """
+        self._run.wait_saved()
+        saved = self._run.newest_saved
+        count = self._rollbacks[saved] = self._rollbacks.get(saved, 0) + 1
+        if count > self._config.max_rollbacks:
+            raise SpikeAbort(
+                f"[guard] update {spike.update} is the {count}. spike after checkpoint {saved}, and "
+                f"guard.max_rollbacks={self._config.max_rollbacks}"
+            )
+        saved = self._run.roll_back(spike.update)
+        self._spikes.restore(self._run.kept.get("spikes", {}))
+        self._run.say(
+            f"update {spike.update}: rolled back to the state of update {saved}; update {spike.update + 1} is next, so "
+            f"the rows of updates {saved + 1} to {spike.update} change nothing"
+        )
+
+    def _repeated(self, number: int, batch: Any) -> Any:
+        answer, verdict = update_twice(self._run.work, number, batch)
+        if verdict.cause == "device":
+            raise DeviceFault(f"[guard] update {number + 1}: {verdict}")
+        if verdict.cause != "none":
+            self._run.say(f"update {number + 1}: {verdict}")
+        metrics, more = answer
+        return metrics, {**more, "guard/repeated": 1, "guard/differed": int(bool(verdict.leaves))}
+
+    def _compare(self, update: int) -> None:
+        state = self._run.state
+        leaves = {
+            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
+        }
+        cut = {name: leaf for name, leaf in leaves.items() if isinstance(leaf.sharding, NamedSharding)}
+        bad = differing_replicas(cut)
+        if not bad:
+            self._compared = update
+            return
+        devices = sorted({device for ids in bad.values() for device in ids})
+        before = f"since update {self._compared}" if self._compared else "since the start of this process"
+        raise DeviceFault(
+            f"[guard] update {update}: copies that must be equal differ {before}, in {listed(list(bad))}, on "
+            f"{_places(self._run.mesh, devices)}; replace the device and go on from a checkpoint before that"
+        )
+
+
+def _is_due(every: int | None, update: int) -> bool:
+    return every is not None and update % every == 0
+
+
+def _places(mesh: Mesh, devices: list[int]) -> str:
+    """Returns `device 5 (data 1, fsdp 0)`, for each of them."""
+    named = []
+    for place in np.ndindex(mesh.devices.shape):
+        if mesh.devices[place].id in devices:
+            sizes = zip(mesh.axis_names, mesh.devices.shape, place, strict=True)
+            where = ", ".join(f"{name} {index}" for name, size, index in sizes if size > 1)
+            named.append(f"device {mesh.devices[place].id} ({where})")
+    return ", ".join(named)

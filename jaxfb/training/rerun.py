@@ -1,0 +1,98 @@
+"""Repeats an update from the same state and compares all bits: the only way to notice a device that computes wrongly.
+
+Where two runs differ, a third decides. A fault that does not come back is transient; where no two runs agree, a fixed
+computation on every device tells a broken device from a program that is not deterministic.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxfb.guard.devices import failed_self_test
+from jaxfb.parallel.totals import checksums
+from jaxfb.training.guard import listed
+from jaxfb.training.work import Work
+
+PyTree = Any
+Sums = Mapping[str, str | None]
+HOST = "pinned_host"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What repeating an update showed.
+
+    cause:   "none", "transient" (a third run agreed with one of two), "device" or "software".
+    leaves:  paths of the arrays of the train state that differed between the first two runs.
+    devices: ids of the devices that failed the self test.
+    """
+
+    cause: str = "none"
+    leaves: tuple[str, ...] = ()
+    devices: tuple[int, ...] = ()
+
+    def __str__(self) -> str:
+        what = f"two runs from one state differ in {listed(list(self.leaves))}"
+        names = ", ".join(map(str, self.devices))
+        return {
+            "none": "two runs from one state are the same bits",
+            "transient": f"{what}; a third run agreed with one of them, so the fault was transient",
+            "device": f"{what}; device {names} fails a fixed computation that all others agree on: replace it",
+            "software": f"{what}, and so does a third, though every device passes its test: the program is not "
+            "deterministic (on GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true)",
+        }[self.cause]
+
+
+def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
+    """Computes an update twice from one state, three times where they differ; the last run's state stays.
+
+    Memory: a copy of the train state, in the host's memory where the platform has pinned memory.
+
+    Returns:
+      (what `work.update` returns, the verdict).
+    """
+    kept = _kept(work.train_state)
+    _, first = _run(work, number, batch, None)
+    answer, second = _run(work, number, batch, kept)
+    if not (leaves := _differing(first, second)):
+        bad = failed_self_test(work.mesh)
+        return answer, Verdict("device" if bad else "none", (), tuple(bad))
+    answer, third = _run(work, number, batch, kept)
+    if third in (first, second):
+        return answer, Verdict("transient", tuple(leaves))
+    bad = failed_self_test(work.mesh)
+    return answer, Verdict("device" if bad else "software", tuple(leaves), tuple(bad))
+
+
+def _run(work: Work, number: int, batch: Any, kept: PyTree | None) -> tuple[Any, Sums]:
+    """One run, from the kept state unless it is None; returns its answer and the checksums of the state after it."""
+    if kept is not None:
+        work.train_state = _back(kept, jax.tree.map(lambda leaf: leaf.sharding, work.train_state))
+    answer = work.update(number, batch)
+    leaves = jax.tree_util.tree_leaves_with_path(work.train_state)
+    return answer, checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+
+
+def _differing(first: Sums, second: Sums) -> list[str]:
+    return [name for name in first if first[name] != second[name]]
+
+
+def _kept(state: PyTree) -> PyTree:
+    """A copy that the next update does not overwrite."""
+
+    def copy(leaf):
+        has_host = any(memory.kind == HOST for memory in next(iter(leaf.devices())).addressable_memories())
+        if not has_host or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+            return leaf.copy()
+        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
+
+    return jax.block_until_ready(jax.tree.map(copy, state))
+
+
+def _back(kept: PyTree, places: PyTree) -> PyTree:
+    """The kept state on the devices, once more as a copy: the update donates it."""
+    return jax.tree.map(lambda leaf, place: jax.device_put(leaf, place, may_alias=False), kept, places)

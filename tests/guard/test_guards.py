@@ -1,0 +1,192 @@
+"""The guards in a run: spikes that are undone, updates that are repeated, copies that are compared."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+
+import jaxfb
+from jaxfb.guard.faults import AfterUpdate, BeforeUpdate, with_flipped_bit
+from jaxfb.metrics import read_jsonl
+from jaxfb.training.guard import DeviceFault, SpikeAbort
+
+SPIKE = 20
+
+
+def loss_fn(params, microbatch, rng):
+    error = microbatch["x"] @ params["w"] - microbatch["y"]
+    return jaxfb.Sum((error**2).sum(), 1.0 * microbatch["x"].shape[0])
+
+
+def rows():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(256, 4)).astype(np.float32)
+    return {"x": x, "y": (x @ np.arange(4.0) + 0.3 * rng.normal(size=256)).astype(np.float32)}
+
+
+def train(directory, updates=30, callbacks=(), resume=False, mesh=None, **guard):
+    trainer = jaxfb.Trainer(
+        model=loss_fn,
+        params={"w": np.zeros(4, np.float32)},
+        data=rows(),
+        optimizer=optax.adam(0.03),
+        dir=str(directory),
+        updates=updates,
+        rows=8,
+        rows_per_microbatch=2,
+        mesh=mesh or {"data": 2},
+        checkpoint={"every": 4},
+        guard={"spike_window": 8, **guard},
+        callbacks=list(callbacks),
+    )
+    result = trainer.train(resume=resume)
+    return result, read_jsonl(directory / "metrics.jsonl")
+
+
+def bad_row(batch):
+    batch["y"] += 1e3
+
+
+def weights(directory):
+    from jaxfb.checkpoint import CheckpointStore
+
+    abstract = {"params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}}
+    return CheckpointStore(directory / "checkpoints").restore(abstract, partial=True)[0]["params"]["w"]
+
+
+def test_a_spike_is_reported_and_training_goes_on(tmp_path, capsys):
+    result, records = train(tmp_path, callbacks=[BeforeUpdate(SPIKE, bad_row)])
+    assert result.status == "finished"
+    flagged = [record["step"] for record in records if "spike/loss" in record]
+    assert flagged == [SPIKE]
+    assert f"update {SPIKE}: loss" in capsys.readouterr().out
+
+
+def test_rolling_back_undoes_the_spike_and_continues_behind_its_rows(tmp_path):
+    result, records = train(tmp_path / "a", callbacks=[BeforeUpdate(SPIKE, bad_row)], spikes="rollback")
+    assert result.status == "finished" and result.updates == 30
+    assert [record["step"] for record in records if "loss" in record] == list(range(1, 31))
+    # as a run that never sees the rows from the checkpoint to the spike: updates 17 to 20 change nothing
+    applied = [record["applied_updates"] for record in records if "loss" in record]
+    assert applied[SPIKE - 1] == SPIKE - 1 and applied[SPIKE] == 16
+    calm, _ = train(tmp_path / "b", updates=30)
+    after = [record["loss"] for record in records if record["step"] > SPIKE and "loss" in record]
+    assert max(after) < 50
+
+
+def test_a_run_killed_after_a_rollback_ends_in_the_same_bits(tmp_path):
+    class Kill(jaxfb.Callback):
+        def on_step_start(self, step):
+            if step == SPIKE + 2:  # nothing was saved since the rollback
+                raise KeyboardInterrupt
+
+    spike = BeforeUpdate(SPIKE, bad_row)
+    train(tmp_path / "whole", callbacks=[spike], spikes="rollback")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "killed", callbacks=[spike, Kill()], spikes="rollback")
+    train(tmp_path / "killed", callbacks=[spike], spikes="rollback", resume=True)
+    np.testing.assert_array_equal(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_spikes_without_end_end_the_run(tmp_path):
+    bad = [BeforeUpdate(update, bad_row) for update in range(SPIKE, 31)]
+    with pytest.raises(SpikeAbort, match="guard.max_rollbacks=2"):
+        train(tmp_path, callbacks=bad, spikes="rollback", max_rollbacks=2)
+
+
+def test_a_repeated_update_changes_no_bit(tmp_path):
+    train(tmp_path / "plain", updates=6)
+    _, records = train(tmp_path / "twice", updates=6, verify_every=2)
+    assert [record.get("guard/repeated") for record in records if "loss" in record] == [
+        None,
+        1,
+        None,
+        1,
+        None,
+        1,
+    ]
+    assert not any(record.get("guard/differed") for record in records)
+    np.testing.assert_array_equal(weights(tmp_path / "plain"), weights(tmp_path / "twice"))
+
+
+def flip(name="w", device=1):
+    def change(state):
+        params = {**state.params, name: with_flipped_bit(state.params[name], device, element=1, bit=2)}
+        return dataclasses.replace(state, params=params)
+
+    return change
+
+
+def test_a_fault_that_does_not_come_back_is_outvoted(tmp_path, capsys):
+    train(tmp_path / "plain", updates=6)
+    _, records = train(
+        tmp_path / "fault", updates=6, verify_every=2, callbacks=[AfterUpdate(4, flip(device=0))]
+    )
+    assert [record["step"] for record in records if record.get("guard/differed")] == [4]
+    assert ".params['w']; a third run agreed with one of them" in capsys.readouterr().out
+    np.testing.assert_array_equal(weights(tmp_path / "plain"), weights(tmp_path / "fault"))
+
+
+def test_a_device_that_fails_again_is_named(tmp_path, monkeypatch):
+    counter = iter(range(100))
+
+    def worse(state):
+        return flip_bit_number(state, next(counter))
+
+    def flip_bit_number(state, bit):
+        params = {"w": with_flipped_bit(state.params["w"], 0, element=1, bit=bit)}
+        return dataclasses.replace(state, params=params)
+
+    monkeypatch.setattr("jaxfb.training.rerun.failed_self_test", lambda mesh: [1])
+    with pytest.raises(DeviceFault, match="device 1 fails a fixed computation"):
+        train(tmp_path, updates=6, verify_every=2, callbacks=[AfterUpdate(4, worse, times=9)])
+
+
+def test_a_program_that_is_not_deterministic_is_said_to_be(tmp_path, capsys):
+    counter = iter(range(100))
+
+    def noise(state):
+        bit = next(counter)
+        return dataclasses.replace(
+            state, params={"w": with_flipped_bit(state.params["w"], 0, element=1, bit=bit)}
+        )
+
+    result, _ = train(tmp_path, updates=6, verify_every=4, callbacks=[AfterUpdate(4, noise, times=3)])
+    assert result.status == "finished"
+    assert "the program is not deterministic" in capsys.readouterr().out
+
+
+def test_copies_that_differ_are_named_with_leaf_and_device(tmp_path):
+    with pytest.raises(DeviceFault) as error:
+        train(
+            tmp_path, mesh={"data": 4}, compare_replicas_every=2, callbacks=[AfterUpdate(5, flip(device=2))]
+        )
+    text = str(error.value)
+    assert "update 6: copies that must be equal differ since update 4, in" in text
+    assert ".params['w']" in text and "device 2 (data 2)" in text
+
+
+def test_equal_copies_stop_nothing(tmp_path):
+    assert train(tmp_path, updates=5, compare_replicas_every=1)[0].status == "finished"
+
+
+@pytest.mark.parametrize(
+    ("guard", "message"),
+    (
+        ({"spikes": "rollback"}, "checkpoint.every=null"),
+        ({"spike_threshold": float("nan")}, "spike_threshold"),
+        ({"spike_window": 3}, "use 8 or more"),
+        ({"verify_every": 0}, "verify_every"),
+        ({"spikes": "sometimes"}, "spikes"),
+    ),
+)
+def test_impossible_guards_are_refused(tmp_path, guard, message):
+    from tiny import write_tiny
+
+    from jaxfb.config import load_config
+
+    with pytest.raises(ValueError, match=message):
+        load_config(write_tiny(tmp_path, guard=guard, checkpoint={"every": None}))

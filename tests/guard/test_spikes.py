@@ -1,0 +1,63 @@
+"""Spikes are judged by a median and the median absolute deviation of the updates before them."""
+
+import math
+
+import numpy as np
+import pytest
+
+from jaxfb.guard.spikes import SpikeDetector, robust_z
+
+
+def test_the_score_is_that_of_the_definition():
+    before = [1.0, 2.0, 3.0, 4.0, 100.0]  # median 3, absolute deviations 2 1 0 1 97: their median is 1
+    assert robust_z(6.0, before) == pytest.approx(3 / 1.4826)
+    assert robust_z(0.0, before) == pytest.approx(-3 / 1.4826)
+
+
+def test_of_normal_numbers_it_is_the_ordinary_score():
+    before = np.random.default_rng(0).normal(5.0, 2.0, 20_001).tolist()
+    assert robust_z(11.0, before) == pytest.approx(3.0, rel=0.05)
+
+
+def test_a_flat_curve_has_no_infinite_scores():
+    assert robust_z(2.0, [2.0] * 9) == 0
+    assert robust_z(2.02, [2.0] * 9) == pytest.approx(1.0)
+    assert robust_z(1.0, [0.0] * 9) == math.inf
+
+
+def fed(detector, losses, norms=None):
+    norms = losses if norms is None else norms
+    return [detector.judge({"loss": a, "grad_norm": b}) for a, b in zip(losses, norms, strict=True)]
+
+
+def test_nothing_is_judged_before_half_a_window():
+    assert not any(fed(SpikeDetector(8, 5.0), [1.0, 1.1, 0.9, 50.0]))
+
+
+def test_a_spike_is_named_and_the_next_one_is_still_seen():
+    detector = SpikeDetector(8, 5.0)
+    smooth = [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1]
+    assert not any(fed(detector, smooth))
+    first, second = fed(detector, [9.0, 9.0], [1.0, 1.0])
+    assert set(first) == {"loss"} == set(second)
+    assert set(detector.judge({"loss": 1.0, "grad_norm": 9.0})) == {"grad_norm"}
+
+
+def test_a_new_level_is_normal_after_a_while():
+    found = fed(SpikeDetector(8, 5.0), [1.0] * 8 + [3.0] * 8)
+    assert all(found[8:12]) and not any(found[13:])
+
+
+def test_numbers_below_the_others_are_no_spike():
+    assert not any(fed(SpikeDetector(8, 5.0), [5.0, 5.1, 4.9, 5.0, 5.0, 5.1, 0.1, -9.0]))
+
+
+def test_a_restored_detector_judges_alike():
+    rng = np.random.default_rng(1)
+    losses = (2 + 0.1 * rng.normal(size=60)).tolist() + [4.0] + (2 + 0.1 * rng.normal(size=9)).tolist()
+    whole = fed(SpikeDetector(16, 8.0), losses)
+    first = SpikeDetector(16, 8.0)
+    start = fed(first, losses[:40])
+    second = SpikeDetector(16, 8.0)
+    second.restore(first.to_dict())
+    assert start + fed(second, losses[40:]) == whole and any(whole)
