@@ -133,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_init,
         _add_training,
         _add_uses_of_a_run,
+        _add_replay,
         _add_pretrained,
         _add_launch,
         _add_check,
@@ -179,6 +180,13 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
     )
+
+
+def _add_replay(verbs) -> None:
+    text = "compute the update again at which a guard ended a run; 0: the same bits, 1: others"
+    verb = _verb(verbs, "replay", _replay, text)
+    verb.add_argument("dump", metavar="DUMP", help="a directory RUN/dumps/update-N")
+    _add_hosts(verb)
 
 
 def _add_launch(verbs) -> None:
@@ -405,6 +413,20 @@ def _generate(options) -> None:
     raw = {"raw": True} if options.raw else {}
     text = trainer.generate(run_dir, options.prompt, **given, **raw)
     print(text)
+
+
+def _replay(options) -> int:
+    from jaxfb.training.dump import read_dump
+
+    dump = read_dump(options.dump)
+    from jaxfb import rl, trainer
+    from jaxfb.training import replay
+
+    is_post_training = any(section in dump.config for section in ("conversations", "preferences", "task"))
+    make_work = rl.make_work if is_post_training else trainer.make_work
+    found = replay.replay(options.dump, make_work, _hosts(options))
+    print("\n".join(replay.report(found)))
+    return DIFFERS if found.is_same is False else 0
 
 
 def _launch(options) -> int:

@@ -267,7 +267,7 @@ class TrainStep:
         self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan
     ) -> tuple[TrainState, StepMetrics]:
         scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
-        rng = jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
+        rng = self.key_of(state)
         out = self.forward_backward(self.model, state.params, batch, plan, rng, grad_scale=scale)
         trial = self._try(state, out, scale)
         params, opt_state = jax.lax.cond(
@@ -278,6 +278,10 @@ class TrainStep:
         new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
         new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
         return new, self._metrics(state, new, out, trial, scale)
+
+    def key_of(self, state: TrainState) -> jax.Array | None:
+        """Returns the PRNG key of the next update, None without dropout."""
+        return jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
 
     def _try(self, state: TrainState, out: ForwardBackwardOutput, scale: jax.Array) -> Trial:
         """The update for its flags and norms alone, so that nothing of its arrays is stored.

@@ -32,10 +32,12 @@ from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
 from jaxfb.training.hosts import Hosts, LostProcess
 from jaxfb.training.pretraining import Pretraining
+from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Result
 from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
+from jaxfb.training.work import Work
 
 __all__ = [
     "CannotWrite",
@@ -43,6 +45,7 @@ __all__ = [
     "GuardAbort",
     "LostProcess",
     "NonFiniteAbort",
+    "Replay",
     "Result",
     "SpikeAbort",
     "Trainer",
@@ -81,8 +84,7 @@ def train(
     """
     kinds = (Config, CustomConfig)
     instance("config", config, kinds, "a config of `jaxfb train`, such as jaxfb.load_config('quickstart')")
-    make = _custom if isinstance(config, CustomConfig) else _pretraining
-    return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
+    return loop.run(make_work, config, loop.Start(resume, fresh, allow_changes), callbacks)
 
 
 class Trainer:
@@ -173,15 +175,18 @@ class Trainer:
         start = loop.Start(resume, fresh, allow_changes)
         return loop.run(self._work, self.config, start, self._callbacks)
 
+    def replay(self, dump: str | Path) -> Replay:
+        """Computes the update again at which a guard ended a run of this trainer; `dump`: RUN/dumps/update-N."""
+        return replay(dump, self._work)
+
     def _work(self, config: CustomConfig, hosts: Hosts) -> Custom:
         return make_custom(config, max_grad_norm=self._max_grad_norm, **self._parts)
 
 
-def _custom(config: CustomConfig, hosts: Hosts) -> Custom:
-    return make_custom(config)
-
-
-def _pretraining(config: Config, hosts: Hosts) -> Pretraining:
+def make_work(config: Config | CustomConfig, hosts: Hosts) -> Work:
+    """Returns everything that a training config describes, ready to run; nothing is compiled."""
+    if isinstance(config, CustomConfig):
+        return make_custom(config)
     return Pretraining(_setup(hosts, config), hosts.say)
 
 

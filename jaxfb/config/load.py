@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -56,11 +57,19 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     return build(root, values)
 
 
-def config_from_dict(values: Mapping[str, Any]) -> Any:
-    """The config of plain nested values, such as those saved with a checkpoint (`config_to_dict`)."""
+def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Any:
+    """Returns the config of plain nested values, such as those saved with a checkpoint (`config_to_dict`).
+
+    overrides: "key.path=value" as for `load_config`; `values` stay as they are.
+    """
     if not isinstance(values, Mapping):
         refuse("values", values, f"a dict of sections such as {', '.join(fields_of(Config))}", who="[config]")
-    return build(kind_of(values), values)
+    root = kind_of(values)
+    if overrides:
+        values = copy.deepcopy(dict(values))
+    for override in overrides:
+        _apply(values, override, root)
+    return build(root, values)
 
 
 def kind_of(values: Mapping[str, Any]) -> type:

@@ -9,7 +9,8 @@ what all share, pretraining too. Every pass is the same `forward_backward` call,
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING
 
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.refusal import instance
@@ -17,7 +18,9 @@ from jaxfb.refusal import instance
 if TYPE_CHECKING:
     from jaxfb.callbacks import Callback
     from jaxfb.rl.tasks import Task
+    from jaxfb.training.hosts import Hosts
     from jaxfb.training.session import Result
+    from jaxfb.training.work import Work
 
 
 def post_train(
@@ -45,18 +48,20 @@ def post_train(
 
     kinds = (SFTConfig, DPOConfig, RLConfig)
     instance("config", config, kinds, "a config of post-training, such as jaxfb.load_config('sft')")
-
-    def make(config: Any, hosts: Any) -> Any:
-        if isinstance(config, SFTConfig):
-            from jaxfb.rl.supervised import make_supervised_work
-
-            return make_supervised_work(config)
-        if isinstance(config, DPOConfig):
-            from jaxfb.rl.preference import make_preference_work
-
-            return make_preference_work(config)
-        from jaxfb.rl.policy import make_policy_work
-
-        return make_policy_work(config, task, hosts.first)
-
+    make = partial(make_work, task=task)
     return loop.run(make, config, loop.Start(resume, fresh, allow_changes), callbacks)
+
+
+def make_work(config: SFTConfig | DPOConfig | RLConfig, hosts: Hosts, task: Task | None = None) -> Work:
+    """Returns everything that a post-training config describes, ready to run; nothing is compiled."""
+    if isinstance(config, SFTConfig):
+        from jaxfb.rl.supervised import make_supervised_work
+
+        return make_supervised_work(config)
+    if isinstance(config, DPOConfig):
+        from jaxfb.rl.preference import make_preference_work
+
+        return make_preference_work(config)
+    from jaxfb.rl.policy import make_policy_work
+
+    return make_policy_work(config, task, hosts.first)

@@ -10,16 +10,19 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, Window
 from jaxfb.data import Loader, PackedRows
 from jaxfb.forward_backward import Microbatches, specs_of, split
-from jaxfb.forward_backward.microbatches import rows_spec
+from jaxfb.forward_backward.microbatches import row_keys, rows_spec, split_keys
 from jaxfb.parallel.sharding import shardings
 from jaxfb.refusal import Refused
+from jaxfb.train_step import TrainState, TrainStep
 
+PyTree = Any
 HostBatch = dict[str, np.ndarray]
 
 
@@ -93,6 +96,21 @@ def place(batch: HostBatch, plan: BatchPlan, mesh: Mesh) -> Microbatches:
     microbatches = split(batch, _plan_of(plan, len(replicas)), mesh)
     targets = shardings(specs_of(microbatches, mesh), mesh)
     return jax.tree.map(lambda leaf, target: _to_devices(leaf, target, plan, replicas), microbatches, targets)
+
+
+def parts_of_update(
+    step: TrainStep, state: TrainState, batch: HostBatch, plan: BatchPlan
+) -> tuple[Any, PyTree, PyTree, jax.Array | None]:
+    """Returns what one update computes with, apart: model, parameters, microbatches on the host, keys of their rows.
+
+    Parameters are in the dtype of computing; microbatches [num_microbatches, rows, ...] and keys likewise; for one
+    process, which has all rows.
+    """
+    dtype = step.forward_backward.compute_dtype
+    cast = lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
+    params = state.params if dtype is None else jax.tree.map(cast, state.params)
+    keys = split_keys(row_keys(step.key_of(state), plan), plan)
+    return step.model, params, split(batch, plan).leaves, keys
 
 
 def _plan_of(plan: BatchPlan, replicas: int) -> BatchPlan:

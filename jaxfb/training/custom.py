@@ -23,7 +23,7 @@ from jaxfb.registry import load
 from jaxfb.train_state import is_init_function
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.batches import place, rows_here
+from jaxfb.training.batches import parts_of_update, place, rows_here
 from jaxfb.training.log import named_numbers
 from jaxfb.training.own_rows import OwnRows, own_rows
 from jaxfb.training.run_dir import RunDirectory
@@ -117,6 +117,11 @@ class Custom:
             self._compiled.add(window.plan)
             self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
         return metrics, {}
+
+    def parts_of_update(self, number: int, batch: Any) -> tuple:
+        """What update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
+        plan = self.run_plan.window(number).plan
+        return parts_of_update(self._step(plan), self.train_state, batch, plan)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         return {**named_numbers(metrics), "rows": self.run_plan.window(number).rows}

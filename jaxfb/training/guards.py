@@ -6,6 +6,7 @@ update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
 from __future__ import annotations
 
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -15,7 +16,8 @@ from jax.sharding import Mesh, NamedSharding
 from jaxfb.guard.devices import differing_replicas
 from jaxfb.guard.spikes import SpikeDetector
 from jaxfb.train_step import StepMetrics
-from jaxfb.training.guard import DeviceFault, SkipGuard, SpikeAbort, listed
+from jaxfb.training.dump import write_dump
+from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, listed
 from jaxfb.training.rerun import update_twice
 from jaxfb.training.session import Run
 
@@ -41,6 +43,11 @@ class Guards:
         self._spikes.restore(run.kept.get("spikes", {}))
         self._rollbacks: dict[int, int] = {}
         self._compared: int | None = None
+        self._batches: dict[
+            int, Any
+        ] = {}  # of the latest two updates: the numbers of one arrive during the next
+        self._latest: tuple[int, StepMetrics | None] = (0, None)
+        self._past = 0  # rows up to this update are consumed, whatever checkpoint was returned to
 
     @property
     def failed(self) -> int:
@@ -53,6 +60,9 @@ class Guards:
         Raises:
           DeviceFault: a device computes wrongly, or copies differ.
         """
+        self._batches = {update: self._batches[update] for update in self._batches if update == number}
+        self._batches[number + 1] = batch
+        self._latest = (number + 1, None)
         if _is_due(self._config.verify_every, number + 1):
             answer = self._repeated(number, batch)
         else:
@@ -67,6 +77,7 @@ class Guards:
         Raises:
           NonFiniteAbort: too many updates in a row were not finite.
         """
+        self._latest = (update, metrics)
         self._skips.check(update, metrics)
         if self._config.spikes == "off" or metrics.skipped:
             return {}
@@ -102,11 +113,30 @@ class Guards:
                 f"guard.max_rollbacks={self._config.max_rollbacks}"
             )
         saved = self._run.roll_back(spike.update)
+        self._past = spike.update
         self._spikes.restore(self._run.kept.get("spikes", {}))
         self._run.say(
             f"update {spike.update}: rolled back to the state of update {saved}; update {spike.update + 1} is next, so "
             f"the rows of updates {saved + 1} to {spike.update} change nothing"
         )
+
+    def dump(self, error: GuardAbort, later: tuple[int, Any] | None) -> Path | None:
+        """Writes what is needed to compute the update that ended the run again; returns the directory.
+
+        Args:
+          later: the numbers of an update that was dispatched after it, (update, (metrics, more)), or None.
+        """
+        update, metrics = self._latest
+        skipped = metrics is not None and bool(metrics.skipped)
+        if later is not None and later[1][0].skipped:
+            update, metrics = later[0], later[1][0]
+        is_known = skipped and (later is None or bool(later[1][0].skipped))
+        saved = self._run.newest_saved
+        if not update or (saved is None and not is_known):
+            return None
+        past = max(saved or 0, self._past)
+        batch = self._batches.get(update)
+        return write_dump(self._run, update, str(error), metrics, batch, past, is_known)
 
     def _repeated(self, number: int, batch: Any) -> Any:
         answer, verdict = update_twice(self._run.work, number, batch)

@@ -140,8 +140,10 @@ class _Loop:
                 )
         except GuardAbort as error:
             run_.wait_saved()
+            dump = self._guard.dump(error, self._pending.flush())
             advice = after_fault if isinstance(error, DeviceFault) else after_failures
-            raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}") from None
+            replay = f"; the update can be computed again with: jaxfb replay {dump}" if dump else ""
+            raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}{replay}") from None
         run_.wait_saved()
 
     def _one_or_back(self) -> None:

@@ -18,7 +18,7 @@ from jaxfb.refusal import Refused
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
-from jaxfb.training.batches import HostBatch, WindowReader, place
+from jaxfb.training.batches import HostBatch, WindowReader, parts_of_update, place
 from jaxfb.training.evaluate import TERM, HeldOut
 from jaxfb.training.log import named_numbers
 from jaxfb.training.run_dir import RunDirectory
@@ -95,6 +95,11 @@ class Pretraining:
             self._compiled.add(window.plan)
             self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
         return metrics, {}
+
+    def parts_of_update(self, number: int, batch: Any) -> tuple:
+        """What update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
+        plan = self.setup.plan.window(number).plan
+        return parts_of_update(self._step(plan), self.train_state, batch, plan)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         """The numbers of an update; `tokens` are those that its loss counted."""

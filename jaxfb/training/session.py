@@ -224,7 +224,7 @@ class Run:
                 raise NonFiniteAbort(
                     f"[train] the state after update {self.done} is not finite in {listed(bad)}"
                 )
-            self._store.save(self.done, state, self._host())
+            self._store.save(self.done, state, self.record(self.done))
         self._saved = self.done
         return True
 
@@ -244,16 +244,19 @@ class Run:
         self.work.close()
         self._store.close()
 
-    def _host(self) -> dict[str, Any]:
-        """What a checkpoint holds beside the arrays: position, evaluation, config, plan and versions."""
+    def record(self, done: int) -> dict[str, Any]:
+        """Returns the values that a checkpoint after `done` updates has beside its arrays, as JSON.
+
+        These are position, evaluation, config, plan and versions.
+        """
         return {
-            "update": self.done,
+            "update": done,
             "metrics": self.metrics if self._evaluated_at == self.done else {},
             "config": config_to_dict(self.config),
             "plan": self.work.to_dict(),
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
             "guard": self.kept,
-            **self.work.host(self.done),
+            **self.work.host(done),
         }
 
 

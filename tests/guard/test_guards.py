@@ -1,6 +1,7 @@
 """The guards in a run: spikes that are undone, updates that are repeated, copies that are compared."""
 
 import dataclasses
+import json
 
 import jax
 import jax.numpy as jnp
@@ -190,3 +191,88 @@ def test_impossible_guards_are_refused(tmp_path, guard, message):
 
     with pytest.raises(ValueError, match=message):
         load_config(write_tiny(tmp_path, guard=guard, checkpoint={"every": None}))
+
+
+# dumps
+
+
+def layered(width=4, layers=3):
+    from jaxfb import LossOutput, Pipelined, Sum
+
+    def layer(weights, hidden, microbatch, rng):
+        return jnp.tanh(hidden @ weights["w"]) / microbatch["safe"][:, None]
+
+    def head(outer, hidden, microbatch, rng):
+        error = hidden @ outer["head"] - microbatch["y"]
+        return LossOutput({"square": Sum((error**2).sum(), jnp.float32(error.shape[0]))})
+
+    rng = np.random.default_rng(3)
+    params = {
+        "layers": {"w": rng.normal(size=(layers, width, width)).astype(np.float32)},
+        "head": rng.normal(size=width).astype(np.float32),
+    }
+    return Pipelined(lambda outer, microbatch, rng: microbatch["x"], layer, head), params
+
+
+def layered_trainer(directory, callbacks=(), **sections):
+    model, params = layered()
+    return jaxfb.Trainer(
+        model=model,
+        params=params,
+        data=rows() | {"safe": np.ones(256, np.float32)},
+        optimizer=optax.adam(0.03),
+        dir=str(directory),
+        updates=12,
+        rows=8,
+        rows_per_microbatch=2,
+        mesh={"data": 2},
+        callbacks=list(callbacks),
+        **sections,
+    )
+
+
+def unsafe(batch):
+    batch["safe"][5] = 0  # of the rows of both replicas, cut into two microbatches
+
+
+def test_the_dump_of_a_run_that_was_given_up_replays_to_the_same_bits(tmp_path):
+    bad = [BeforeUpdate(update, unsafe) for update in (5, 6)]
+    with pytest.raises(jaxfb.trainer.NonFiniteAbort, match="jaxfb replay .*update-000006") as error:
+        layered_trainer(tmp_path, bad, run={"max_nonfinite": 2}).train()
+    dump = tmp_path / "dumps" / "update-000006"
+    assert str(dump) in str(error.value)
+    found = layered_trainer(tmp_path).replay(dump)
+    assert found.update == 6 and found.is_same
+    assert set(found.causes) == {"loss", "gradients"}
+    place, microbatch = found.place
+    assert (place.part, place.layer, place.backward) == ("layer", 0, False)
+
+
+def test_the_dump_of_spikes_replays_from_the_checkpoint(tmp_path):
+    bad = [BeforeUpdate(update, bad_row) for update in range(SPIKE, 31)]
+    with pytest.raises(SpikeAbort, match="jaxfb replay"):
+        train(tmp_path, callbacks=bad, spikes="rollback", max_rollbacks=1)
+    (dump,) = (tmp_path / "dumps").iterdir()
+    written = json.loads((dump / "dump.json").read_text())
+    assert (written["step"], written["past"], written["update"]) == (16, SPIKE, SPIKE + 1)
+    trainer = jaxfb.Trainer(
+        model=loss_fn, params={"w": np.zeros(4, np.float32)}, data=rows(), optimizer=optax.adam(0.03),
+        dir=str(tmp_path), updates=30, rows=8, rows_per_microbatch=2,
+    )  # fmt: skip
+    assert trainer.replay(dump).is_same
+    with np.load(dump / "rows-0.npz") as arrays:
+        changed = {name: array.copy() for name, array in arrays.items()}
+    changed["a1"][3] += 1
+    np.savez(dump / "rows-0.npz", **changed)
+    assert trainer.replay(dump).is_same is False
+
+
+@pytest.mark.parametrize("text", ("", "{}", '{"format": 9}', "[1]"))
+def test_what_is_no_dump_is_refused(tmp_path, text):
+    from jaxfb.training.dump import read_dump
+
+    with pytest.raises(ValueError, match="no dump"):
+        read_dump(tmp_path / "nowhere")
+    (tmp_path / "dump.json").write_text(text)
+    with pytest.raises(ValueError, match="damaged, or of another version"):
+        read_dump(tmp_path)

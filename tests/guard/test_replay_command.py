@@ -1,0 +1,47 @@
+"""`jaxfb replay` on the built-in transformer: the bits of the run, and the layer where the first nan appears."""
+
+import dataclasses
+
+import jax
+import pytest
+from tiny import write_tiny
+
+from jaxfb import trainer
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.guard.faults import AfterUpdate
+
+
+def poisoned(layer):
+    def change(state):
+        params = dict(state.params)
+        leaves, structure = jax.tree.flatten(params["layers"])
+        leaves[0] = leaves[0].at[layer].set(float("nan"))
+        params["layers"] = jax.tree.unflatten(structure, leaves)
+        return dataclasses.replace(state, params=params)
+
+    return change
+
+
+def test_a_layer_whose_parameters_went_bad_is_named(tmp_path, capsys):
+    short = {
+        "run": {"updates": 8, "max_nonfinite": 2},
+        "eval": {"every": None, "prompt": ""},
+        "lr": {"warmup": 0},
+    }
+    config = load_config(write_tiny(tmp_path, **short, checkpoint={"every": None}))
+    with pytest.raises(trainer.NonFiniteAbort, match="computed again with: jaxfb replay") as error:
+        trainer.train(config, callbacks=[AfterUpdate(3, poisoned(1))])
+    dump = str(error.value).rpartition(" ")[2]
+    assert dump.endswith("update-000005")
+    capsys.readouterr()
+    assert main(["replay", dump]) == 0
+    out = capsys.readouterr().out
+    assert "update 5 computed again: loss nan" in out and "the same bits as in the run" in out
+    assert "parameter ['layers']" in out
+    assert "first value that is not finite: what layer 1 returns, in microbatch 0" in out
+
+
+def test_a_wrong_path_is_one_sentence(tmp_path, capsys):
+    assert main(["replay", str(tmp_path)]) == 2
+    assert "is no dump; use a directory RUN/dumps/update-N" in capsys.readouterr().err
