@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax import lax
 from jax._src import core, distributed, xla_bridge
 from jax._src.clusters import ClusterEnv
@@ -233,22 +234,26 @@ def backends_are_made() -> bool:
     return xla_bridge.backends_are_initialized()
 
 
-_COLLECTIVES = ("psum", "pmax", "pmin", "ppermute", "all_gather", "reduce_scatter", "all_to_all")
-_COLLECTIVES += ("psum_invariant", "all_gather_invariant", "all_gather_reduced", "unreduced_psum")
-_COLLECTIVES += ("unreduced_reduce_scatter", "unreduced_pmax", "unreduced_pmin")
+_SUMS = ("psum", "pmax", "pmin", "reduce_scatter", "psum_invariant", "unreduced_psum", "unreduced_pmax")
+_SUMS += ("unreduced_pmin", "unreduced_reduce_scatter")
+_MOVES = ("ppermute", "all_gather", "all_to_all", "all_gather_invariant", "all_gather_reduced")
 
 
-def give_channels() -> None:
-    """From now on every collective that is lowered for CPU has a channel of its own, where JAX gives all the same one.
+def mend_cpu_collectives() -> None:
+    """Changes how collectives are lowered for CPU from now on, in every program; for other platforms nothing changes.
 
-    XLA:CPU lets devices meet by channel, so collectives of one channel that run at the same time mix up. Elsewhere
-    the channel decides nothing. Does nothing where JAX keeps its lowering rules in another way.
+    Each gets a channel of its own, where JAX gives all of them the same one: XLA:CPU lets devices meet by channel, so
+    two of one channel that run at the same time mix up. And bfloat16 is reduced in float32: beside an axis that XLA
+    partitions, XLA:CPU's own way of doing that ends the process ("Invalid binary instruction opcode copy").
+    Does nothing where JAX keeps its lowering rules in another way.
     """
-    for name in _COLLECTIVES:
+    for name in (*_SUMS, *_MOVES):
         primitive = getattr(parallel, f"{name}_p", None)
         entry = mlir._platform_specific_lowerings["cpu"].get(primitive) or mlir._lowerings.get(primitive)
-        if entry is not None and not hasattr(entry.rule, "gives_channel"):
-            mlir.register_lowering(primitive, _with_own_channel(entry.rule), platform="cpu", cacheable=False)
+        if entry is not None and not hasattr(entry.rule, "is_mended"):
+            rule = _with_own_channel(_in_float32(entry.rule) if name in _SUMS else entry.rule)
+            rule.is_mended = True
+            mlir.register_lowering(primitive, rule, platform="cpu", cacheable=False)
 
 
 def _with_own_channel(rule: Callable) -> Callable:
@@ -259,7 +264,6 @@ def _with_own_channel(rule: Callable) -> Callable:
             _renumber(value, given, ctx.module_context)
         return out
 
-    lower.gives_channel = True
     return lower
 
 
@@ -274,3 +278,23 @@ def _renumber(value: ir.Value, given: list, module) -> None:
         return
     for operand in operation.operands:
         _renumber(operand, given, module)
+
+
+def _in_float32(rule: Callable) -> Callable:
+    """The lowering rule with bfloat16 operands converted before it and results after it."""
+
+    def lower(ctx, *operands, **params):
+        if not any(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in):
+            return rule(ctx, *operands, **params)
+        into, out_of = (list(map(_widened, avals)) for avals in (ctx.avals_in, ctx.avals_out))
+        operands = [
+            mlir.convert_hlo(ctx, *triple) for triple in zip(operands, ctx.avals_in, into, strict=True)
+        ]
+        out = rule(ctx.replace(avals_in=into, avals_out=out_of), *operands, **params)
+        return [mlir.convert_hlo(ctx, *triple) for triple in zip(out, out_of, ctx.avals_out, strict=True)]
+
+    return lower
+
+
+def _widened(aval):
+    return aval.update(dtype=jnp.dtype("float32")) if aval.dtype == jnp.bfloat16 else aval

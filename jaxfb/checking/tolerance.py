@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 from jaxfb.checking.case import Case, narrower
+from jaxfb.forward_backward.equivalence import TOLERANCES
 
-RELATIVE = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
 
 
 def of_values(case: Case) -> float:
     """Of loss, terms, metrics and outputs: what the computation's dtype rounds away."""
-    return RELATIVE[case.computes_in]
+    return TOLERANCES[case.computes_in]
 
 
 def of_gradients(case: Case) -> float:
     """Of gradients, which are summed in the accumulation dtype. Those of "sums" are exact but for that."""
     accumulated = case.accum_dtype or ("float64" if case.param_dtype == "float64" else "float32")
-    return RELATIVE[accumulated if case.model == "sums" else narrower(case.computes_in, accumulated)]
+    return TOLERANCES[accumulated if case.model == "sums" else narrower(case.computes_in, accumulated)]
 
 
 def of_weights(case: Case) -> float:
     """Of terms' weights, which no parameter takes part in."""
-    return RELATIVE[narrower("float32", case.param_dtype) if case.param_dtype == "float64" else "float32"]
+    return TOLERANCES[narrower("float32", case.param_dtype) if case.param_dtype == "float64" else "float32"]

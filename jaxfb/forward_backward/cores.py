@@ -49,11 +49,13 @@ class Core(Protocol):
 class Execution:
     """How params are cut, cast and recomputed; what both ways share.
 
-    specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
+    specs, dtypes, sums: trees like params: where each leaf lives, what it is cast to for the computation, and the
+      dtype in which its gradient is summed.
     """
 
     specs: PyTree
     dtypes: PyTree
+    sums: PyTree
     fsdp_gather: str
     remat: str
 
@@ -75,6 +77,11 @@ class Execution:
     def bring_outer(self):
         """`bring` for everything beside the layers."""
         return self.bring(outer_params(self.specs), outer_params(self.dtypes))
+
+    def outer_to_shards(self):
+        """A function from gradients of what `bring_outer` gives to those of the shards."""
+        specs = outer_params(self.specs)
+        return lambda grads: data.to_shards(grads, specs) if self.gathers_in_loop else grads
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
         """A run of the model's layers, which keeps that of its forward."""
@@ -104,14 +111,15 @@ class Accumulation:
     scattered: PyTree | None = None
 
     def hold(self, params):
-        return data.compute_params(params, self.how.specs, self.how.fsdp_gather, self.how.dtypes)
+        how = self.how
+        return data.compute_params(params, how.specs, how.fsdp_gather, how.dtypes, how.sums)
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
         arguments = held, microbatches, keys, seeds, accum_dtypes
         if self.scattered is not None:
             return accumulate.accumulate(self._loss_fn(), *arguments, data.scatter_over_data(self.scattered))
         if isinstance(self.model, Pipelined):
-            in_place = InPlace(self.model, self._stage(), self.how.bring_outer())
+            in_place = InPlace(self.model, self._stage(), self.how.bring_outer(), self.how.outer_to_shards())
             if in_place.takes(held, microbatches, keys):
                 return in_place.run(*arguments)
         return accumulate.accumulate(self._loss_fn(), *arguments)
@@ -149,11 +157,11 @@ class Pipelining:
 
     def hold(self, params) -> Weights:
         how = self.how
-        outer, specs, dtypes = map(outer_params, (params, how.specs, how.dtypes))
-        outer = data.compute_params(outer, specs, "step", dtypes)
-        layers = data.compute_params(
-            params["layers"], how.specs["layers"], how.fsdp_gather, how.dtypes["layers"]
-        )
+        trees = params, how.specs, how.dtypes, how.sums
+        outer, specs, *dtypes = map(outer_params, trees)
+        outer = data.compute_params(outer, specs, "step", *dtypes)
+        layers, specs, *dtypes = (tree["layers"] for tree in trees)
+        layers = data.compute_params(layers, specs, how.fsdp_gather, *dtypes)
         return Weights(outer, pipe.to_chunks(layers, self.layout))
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):

@@ -291,10 +291,8 @@ _run_in_order = jax.jit(_run, static_argnums=(0, 1, 2, 3), compiler_options=cpu.
 def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
     specs = fb.param_specs(model, params)
     grad_specs = None if forward_only else fb.grad_specs(model, params)
-    accum_dtypes = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
-    program = Frame(
-        fb.mesh, _core(fb, model, plan, specs, params), model, fb.normalize, specs, grad_specs, accum_dtypes
-    )
+    core = _core(fb, model, plan, specs, params, forward_only)
+    program = Frame(fb.mesh, core, model, fb.normalize, specs, grad_specs)
     *results, outputs, of_tokens = program.run(params, microbatches, keys, grad_scale)
     grads, loss, terms, metrics, per_microbatch = results
     outputs = merge(outputs, of_tokens, plan, fb.mesh)
@@ -302,10 +300,17 @@ def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_sc
 
 
 def _core(
-    fb: ForwardBackward, model: LossFn | Pipelined, plan: BatchPlan, specs: PyTree, params: PyTree
+    fb: ForwardBackward,
+    model: LossFn | Pipelined,
+    plan: BatchPlan,
+    specs: PyTree,
+    params: PyTree,
+    forward_only: bool,
 ) -> Core:
     """The way from seeds to gradients that this mesh asks for."""
-    how = Execution(specs, _compute_dtypes(fb, model, params), fb.fsdp_gather, fb.remat)
+    dtypes = _compute_dtypes(fb, model, params)
+    sums = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
+    how = Execution(specs, dtypes, dtypes if forward_only else sums, fb.fsdp_gather, fb.remat)
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
         scattered = fb.grad_specs(model, params) if fb.optimizer_sharding == "gradients" else None

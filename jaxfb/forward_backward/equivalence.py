@@ -36,7 +36,10 @@ MESHES = (
     *({"data": 2}, {"fsdp": 2}, {"tensor": 2}, {"data": 2, "fsdp": 2, "tensor": 2}),
     *({"pipe": 2}, {"pipe": 4, "data": 2}, {"pipe": 2, "fsdp": 2, "tensor": 2}),
 )
-TOLERANCES = {"float64": 1e-10, "float32": 1e-4}
+TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+"""How far loss and gradients that are computed in a dtype may be from those of one device in the widest dtype, relative
+to the largest number of the leaf: rounding of the layers, a few units of the dtype (2^-52, 2^-23, 2^-8, 2^-11), not of
+sums over rows, microbatches and devices, which are float32 at least."""
 _PIPELINE_OPTIONS = ("head_placement", "layers_per_stage")
 _SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale, not by their own rounding
 
@@ -77,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What `check_equivalence` found; prints as a table. dtype: what all was computed in."""
+    """What `check_equivalence` found; prints as a table. dtype: what the meshes computed in."""
 
     dtype: str
     rows: int
@@ -105,7 +108,7 @@ class Equivalence:
     def raise_if_above(self, tolerance: float | None = None) -> None:
         """Raises AssertionError with the table if any relative difference is above (or is NaN), or nothing ran.
 
-        tolerance: None is 1e-10 in float64 and 1e-4 in float32.
+        tolerance: None is that of the dtype in `TOLERANCES`, such as 1e-10 in float64 and 1e-4 in float32.
         """
         tolerance = TOLERANCES[self.dtype] if tolerance is None else tolerance
         one = self.worst
@@ -136,6 +139,7 @@ def check_equivalence(
     *,
     rng: jax.Array | None = None,
     rows_per_microbatch: int = 1,
+    dtype: str | None = None,
     report: Callable[[Difference], None] | None = None,
     **options: Any,
 ) -> Equivalence:
@@ -143,13 +147,15 @@ def check_equivalence(
 
     Args:
       model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.
-      params: any pytree of float arrays; cast to float64 where x64 is enabled (`JAX_ENABLE_X64=1`), else to float32.
+      params: any pytree of float arrays; cast to `dtype`.
       batch: pytree of [rows, ...] arrays; a few rows are enough. Its float leaves are cast likewise.
       meshes: sizes such as {"pipe": 2, "data": 2}, or meshes; None takes the kinds of mesh that the devices at hand
         allow. `XLA_FLAGS=--xla_force_host_platform_device_count=8` makes eight devices of a CPU.
       schedules: for meshes with pipe > 1: names, (name, num_chunks) or `Schedule`s; None takes every kind.
       rng: PRNG key of dropout and the like, None for none.
       rows_per_microbatch: on each replica; small, so that there are several microbatches.
+      dtype: "float64", "float32", "bfloat16" or "float16"; None is float64 where x64 is enabled (`JAX_ENABLE_X64=1`),
+        else float32. The one device computes in float64 or float32 whatever the dtype, from the same rounded numbers.
       report: called with each `Difference` as it is found; a case takes seconds to compile.
       options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, head_placement.
     Returns:
@@ -170,10 +176,11 @@ def check_equivalence(
             "schedules", schedules, list | tuple, "a list of names, (name, num_chunks) or Schedules, or None"
         )
     meshes = _allowed(model) if meshes is None else _check_meshes(meshes)
-    dtype = "float64" if jax.config.jax_enable_x64 else "float32"
+    widest = "float64" if jax.config.jax_enable_x64 else "float32"
+    dtype = _check_dtype(dtype or widest, widest)
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
-    whole = _whole(model, params, batch, rng)
+    whole = _whole(model, *_cast((params, batch), widest), rng)
     found = []
     for mesh in meshes:
         for schedule in _kinds(mesh, schedules):
@@ -214,6 +221,13 @@ class _Comparison:
             options = {name: value for name, value in options.items() if name not in _PIPELINE_OPTIONS}
         fb = get_forward_backward_func(mesh, **options)
         return plan, fb(self.model, self.params, self.batch, plan, self.rng)
+
+
+def _check_dtype(dtype: str, widest: str) -> str:
+    choice("dtype", dtype, tuple(TOLERANCES))
+    if dtype == "float64" and widest != dtype:
+        raise Refused('dtype="float64" needs 64-bit numbers; set JAX_ENABLE_X64=1 or use "float32"')
+    return dtype
 
 
 def _check_rows(batch: PyTree) -> None:

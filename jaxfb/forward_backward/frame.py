@@ -42,7 +42,6 @@ class Frame:
     normalize: str
     specs: PyTree
     grad_specs: PyTree | None
-    accum_dtypes: PyTree
 
     def run(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, grad_scale: jax.Array
@@ -76,7 +75,7 @@ class Frame:
         if self.grad_specs is None:
             return None, self.core.forward(held, microbatches, keys)
         seed = self._seeds(weights, grad_scale, whole)
-        grads, out = self.core.forward_backward(held, microbatches, keys, seed, self.accum_dtypes)
+        grads, out = self.core.forward_backward(held, microbatches, keys, seed, self.core.how.sums)
         return self.core.reduce(grads, self.grad_specs, split_axes(self.mesh)), out
 
     def _weights(self, whole: PyTree, microbatches: PyTree, keys: jax.Array | None) -> dict:

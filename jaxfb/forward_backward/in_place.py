@@ -30,11 +30,13 @@ class InPlace:
     """One stage of all layers between the model's embedding and head.
 
     bring_outer: makes whole parameters beside the layers out of shards, once a microbatch (FSDP).
+    to_shards:   sums gradients of those over fsdp and cuts them as the shards are.
     """
 
     model: Pipelined
     stage: Stage
     bring_outer: Callable[[PyTree], PyTree]
+    to_shards: Callable[[PyTree], PyTree]
 
     def takes(self, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> bool:
         """Whether there is something to add up, and all of hidden has a cotangent: integers have none to carry."""
@@ -65,7 +67,7 @@ class InPlace:
     def _microbatch(self, params, grads, kept, given: Given, seeds: dict):
         """((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
-        outer, to_shards = jax.vjp(self.bring_outer, outer_params(params))
+        outer = self.bring_outer(outer_params(params))
         with jax.named_scope("forward"):
             embedded, embed_vjp = jax.vjp(lambda o: self._embed(o, given), outer)
             with jax.named_scope("layers"):
@@ -77,11 +79,12 @@ class InPlace:
             with jax.named_scope("layers"):
                 sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, given, target)
             (of_embed,) = embed_vjp(cotangent)
-            (of_outer,) = to_shards(jax.tree.map(jnp.add, of_head, of_embed))
         with jax.named_scope("accumulate"):
-            grads = added(outer_params(grads), of_outer) | {
-                "layers": jax.tree.map(lambda leaf: leaf[0], sums)
-            }
+            so_far = outer_params(grads)
+            both = jax.tree.map(
+                lambda leaf, a, b: a.astype(leaf.dtype) + b.astype(leaf.dtype), so_far, of_head, of_embed
+            )
+            grads = added(so_far, self.to_shards(both)) | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
         return (grads, slot.buffers), with_layers(out, of_layers)
 
     def _embed(self, outer, given: Given) -> PyTree:

@@ -31,8 +31,9 @@ class Sequences:
 
     @classmethod
     def of(cls, microbatch: Mapping[str, jax.Array]) -> Sequences:
-        """From the leaves `loss_mask` and, if present, `segments`."""
-        return cls(microbatch["loss_mask"], microbatch.get("segments"))
+        """From the leaves `loss_mask`, counted in float32 at least, and, if present, `segments`."""
+        mask = microbatch["loss_mask"]
+        return cls(mask.astype(jnp.promote_types(mask.dtype, jnp.float32)), microbatch.get("segments"))
 
     def where_counted(self, x: jax.Array) -> jax.Array:
         """x [rows, seq], and 0 where the mask is 0: done to inputs, so that NaN there is inert in gradients too."""

@@ -1,5 +1,5 @@
 """The axes of a mesh: how arrays are cut over each, and the collectives that bring them together."""
 
-from jaxfb.compat import give_channels
+from jaxfb.compat import mend_cpu_collectives
 
-give_channels()
+mend_cpu_collectives()

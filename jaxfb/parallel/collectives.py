@@ -30,7 +30,14 @@ def all_gather(shard: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
-    """One's own shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`."""
+    """One's own shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`.
+
+    16-bit floats are summed in float32 and come back in their own dtype.
+    """
+    return _widened(partial(_reduce_scatter, axis=axis, dim=dim), whole)
+
+
+def _reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
     for groups in _steps(axis, "scatter"):
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole

@@ -11,34 +11,31 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel import tensor
-from jaxfb.parallel.collectives import all_gather, reduce_scatter
+from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter
 from jaxfb.parallel.sharding import axes_of, dim_of
 
 PyTree = Any
 GATHERS = ("layer", "step")
 
 
-def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree) -> PyTree:
-    """The parameters as the microbatch loop holds them: cast once to `dtypes`, and under "step" gathered once.
+def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, sums: PyTree) -> PyTree:
+    """The parameters as the microbatch loop reads them: cast once to `dtypes`, and under "step" gathered once.
 
-    Under "layer" a leaf that fsdp cuts stays a shard, in float32 at least; `materialize` gathers it in `dtypes` where
-    it is used, and its gradient is summed over fsdp in float32 whatever the dtype of the parameters.
+    Under "layer" a leaf that fsdp cuts stays a shard, cast to the dtype of its gradient's sum where that is wider:
+    `materialize` gathers it where it is used, and its gradient is scattered in the shard's dtype.
     """
 
-    def prepare(leaf, spec, dtype):
-        dim = dim_of(spec, "fsdp")
-        if dim is None:
+    def prepare(leaf, spec, dtype, sum_dtype):
+        if dim_of(spec, "fsdp") is None:
             return leaf.astype(dtype)
-        if gather == "step":
-            return _gather(leaf.astype(dtype), spec)
-        # the gradient has the dtype of what is differentiated, and is scattered in it: never in 16 bits
-        return leaf.astype(jnp.promote_types(leaf.dtype, jnp.float32))
+        if gather == "layer":
+            return leaf.astype(jnp.promote_types(leaf.dtype, sum_dtype))
+        return _gather(leaf.astype(dtype), spec)
 
-    return jax.tree.map(prepare, params, specs, dtypes)
+    return jax.tree.map(prepare, params, specs, dtypes, sums)
 
 
 def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
@@ -93,10 +90,19 @@ def reduce_gradients(
                 summed.add(axis)
         summed |= {axis for entry in spec for axis in axes_of(entry) if axis in ("pipe", "expert")}
         rest = tuple(axis for axis in axes if axis not in summed)
-        return lax.psum(grad, rest) if rest else grad
+        return psum(grad, rest) if rest else grad
 
     with jax.named_scope("reduce_gradients"):
         return jax.tree.map(reduce, grads, specs, grad_specs)
+
+
+def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
+    """Sums over fsdp of gradients of whole leaves, each cut as its parameter: the transpose of `materialize`."""
+
+    def cut(grad, spec):
+        return grad if dim_of(spec, "fsdp") is None else _scatter(grad, "fsdp", spec)
+
+    return jax.tree.map(cut, grads, specs)
 
 
 def scatter_over_data(grad_specs: PyTree):

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.parallel.collectives import psum
 from jaxfb.refusal import Refused
 
 PyTree = Any
@@ -131,7 +132,7 @@ def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
     if not layout.even:
         index = _mine(layout.index)
         zeros = lambda leaf: jnp.zeros((num_layers, *leaf.shape[2:]), leaf.dtype)  # noqa: E731
-        return jax.tree.map(lambda leaf: lax.psum(zeros(leaf).at[index].add(leaf), "pipe"), grads)
+        return jax.tree.map(lambda leaf: psum(zeros(leaf).at[index].add(leaf), "pipe"), grads)
     return jax.tree.map(lambda leaf: _joined(_exchange(leaf, layout, back=True)), grads)
 
 
