@@ -242,7 +242,7 @@ _MOVES = ("ppermute", "all_gather", "all_to_all", "all_gather_invariant", "all_g
 def mend_cpu_collectives() -> None:
     """Changes how collectives are lowered for CPU from now on, in every program; for other platforms nothing changes.
 
-    Each gets a channel of its own, where JAX gives all of them the same one: XLA:CPU lets devices meet by channel, so
+    Each gets its own channel, where JAX gives all of them the same one: XLA:CPU lets devices meet by channel, so
     two of one channel that run at the same time mix up. And bfloat16 is reduced in float32: beside an axis that XLA
     partitions, XLA:CPU's own way of doing that ends the process ("Invalid binary instruction opcode copy").
     Does nothing where JAX keeps its lowering rules in another way.

@@ -7,7 +7,7 @@ with what is around them. Devices find each other by (channel, group of devices)
 channel 1. So one device's all-gather can meet another's reduce-scatter: wrong numbers, an abort or a hang. Seen on
 jax 0.10.2.
 
-Three remedies. Every collective gets a channel of its own (`compat.mend_cpu_collectives`); that alone keeps numbers
+Three remedies. Every collective gets its own channel (`compat.mend_cpu_collectives`); that alone keeps numbers
 right, and holds for every program that is lowered after jaxfb was imported. XLA's schedule that uses little memory
 orders nearly all collectives by the buffers that they share. And there are threads for all that may wait at once.
 """
