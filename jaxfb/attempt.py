@@ -35,7 +35,7 @@ class Trial(NamedTuple):
 
 
 def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
-    """What was not finite, each part where it begins; without counted rows no update was wanted."""
+    """Returns what was not finite, each part where it begins; without counted rows no update was wanted."""
     of_gradients = gradients.nonfinite_leaves(grads)
     of_updates = gradients.nonfinite_leaves(attempt.updates) & ~jnp.any(of_gradients) & counted
 
@@ -47,7 +47,7 @@ def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
 
 
 def rows_count(out: ForwardBackwardOutput, normalize: str) -> jax.Array:
-    """bool[], whether the rows count: some term has a divisor other than zero.
+    """Returns bool[], whether the rows count: some term has a divisor other than zero.
 
     That is its weight over the global batch, or where each microbatch is divided by itself, its weight there.
     """

@@ -15,7 +15,7 @@ CHILDREN = {"performance", "loop_of_accelerate", "loop_of_jaxfb", "torch_pipelin
 
 
 def directory() -> Path:
-    """benchmarks/ of this checkout.
+    """Returns the directory benchmarks/ of this checkout.
 
     Raises:
       ValueError: jaxfb was installed without it.
@@ -29,7 +29,7 @@ def directory() -> Path:
 
 
 def names() -> dict[str, str]:
-    """name -> first line of what it says of itself."""
+    """Returns name -> first line of the benchmark's docstring."""
     texts = {path.stem: path.read_text() for path in sorted(directory().glob("*.py"))}
     return {
         name: (ast.get_docstring(ast.parse(text)) or "").split("\n")[0]

@@ -57,39 +57,39 @@ class Callback:
     """
 
     def on_train_start(self, run: RunInProgress) -> None:
-        """Once, when the state is there (drawn, loaded or restored), before the first evaluation and update."""
+        """Runs once, when the state exists (drawn, loaded or restored), before the first evaluation and update."""
 
     def on_step_start(self, step: int) -> None:
-        """Before the rows of this update are fetched."""
+        """Runs before the rows of this update are fetched."""
 
     def before_update(self, step: int, batch: Any) -> None:
-        """When the rows of this update are there, before the compiled step runs on them.
+        """Runs when the rows of this update are there, before the compiled step runs on them.
 
         batch: {name: [rows, ...] array} on the host; of several processes, each has its own rows. A policy's rows are
         those of the update, with their advantages and log-probs.
         """
 
     def on_step_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """When the numbers of this update have arrived."""
+        """Runs when the numbers of this update have arrived."""
 
     def on_eval(self, step: int, metrics: Mapping[str, float]) -> None:
-        """After an evaluation of the parameters that step left."""
+        """Runs after an evaluation of the parameters that step left."""
 
     def on_save(self, step: int, directory: Any) -> None:
-        """After the state that step left was handed to the checkpoint writer."""
+        """Runs after the state that step left was handed to the checkpoint writer."""
 
     def on_train_end(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Once, after the last update; not called when the run ends by an exception."""
+        """Runs once, after the last update; not when the run ends by an exception."""
 
 
 def callback(**hooks: Callable) -> Callback:
-    """A callback out of functions: callback(on_eval=lambda step, metrics: print(step, metrics))."""
+    """Makes a callback out of functions: callback(on_eval=lambda step, metrics: print(step, metrics))."""
     _check_names(hooks)
     return _with_hooks(hooks)
 
 
 def combine(callbacks: Iterable[Callback]) -> Callback:
-    """One callback whose every hook calls those of all, in the order given."""
+    """Makes one callback whose every hook calls those of all, in the order given."""
     members = checked(callbacks)
     return _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
 

@@ -161,7 +161,7 @@ class CheckpointStore:
         _check_fit(self._record(step)["leaves"], _manifest(wanted), where, partial)
 
     def host(self, step: int | None = None) -> dict:
-        """The host dict of a step (None: the newest complete), read without its arrays."""
+        """Returns the host dict of a step (None: the newest complete), read without its arrays."""
         return self._record(self._existing(self.latest() if step is None else step))["host"]
 
     def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
@@ -178,15 +178,15 @@ class CheckpointStore:
         return step
 
     def steps(self) -> list[int]:
-        """Complete steps, oldest first. A directory without a readable manifest is not one."""
+        """Returns complete steps, oldest first. A directory without a readable manifest is not one."""
         return [step for step in self._step_directories() if self._is_complete(step)]
 
     def latest(self) -> int | None:
-        """The newest complete step; a save still being written does not count."""
+        """Returns the newest complete step; a save still being written does not count."""
         return next((step for step in reversed(self._step_directories()) if self._is_complete(step)), None)
 
     def best(self) -> int | None:
-        """The complete step with the lowest `keep_best` metric, the newer of equals."""
+        """Returns the complete step with the lowest `keep_best` metric, the newer of equals."""
         scored = []
         for step in self.steps():
             score = self._score(self._record(step)["host"])
@@ -228,7 +228,7 @@ class CheckpointStore:
         self.close()
 
     def _abandon_writer(self) -> None:
-        """Orbax repeats a failed save's error at every later call: the next save starts with a new writer."""
+        """Replaces the writer, because Orbax repeats a failed save's error at every later call."""
         writer, self._writer = self._writer, None
         if writer is not None:
             with contextlib.suppress(Exception):
@@ -326,7 +326,7 @@ def step_of(path: Path | epath.Path) -> int | None:
 
 
 def _context() -> ocp.Context:
-    """Orbax's settings: the record is one readable JSON file, not a tree of arrays."""
+    """Returns Orbax's settings: the record is one readable JSON file, not a tree of arrays."""
     registry = ocp.handlers.local_registry()
     registry.add(ocp.handlers.JsonHandler, checkpointable_name=RECORD)
     context = ocp.Context()
@@ -339,7 +339,7 @@ class _Mismatch(Refused):
 
 
 def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Leaves by dotted path, in tree order; independent of the classes the tree is made of."""
+    """Returns leaves by dotted path, in tree order; independent of the classes the tree is made of."""
     named = {}
     try:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
@@ -402,7 +402,7 @@ def _check_fit(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> No
 
 
 def _sealed(record: Mapping[str, Any]) -> dict:
-    """The record with a digest of all that is in it."""
+    """Returns the record with a digest of its content."""
     content = {name: value for name, value in record.items() if name != "digest"}
     text = json.dumps(content, sort_keys=True)
     return {**content, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
@@ -428,12 +428,12 @@ def _first_line(error: BaseException) -> str:
 
 
 def _is_told_elsewhere(record: logging.LogRecord) -> bool:
-    """A filter: Orbax prints the traceback of a failed write from each of its threads, and then raises it as well."""
+    """Drops a log record that repeats an error which Orbax raises as well."""
     return not (record.levelno == logging.ERROR and "orbax" in record.pathname)
 
 
 def _root_of(error: BaseException) -> str:
-    """The first line of what the system said, if it is in the chain of causes; otherwise of the error itself."""
+    """Returns the first line of the system's error, if it is in the chain of causes; otherwise of the error itself."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.strerror:

@@ -112,7 +112,7 @@ def _run(options: argparse.Namespace) -> int:
 
 
 def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Options and overrides in any order, which argparse alone does not read."""
+    """Parses options and overrides in any order, which argparse alone does not."""
     parser = _parser()
     options, rest = parser.parse_known_args(arguments)
     for text in rest:
@@ -542,7 +542,7 @@ def _config(options) -> None:
 
 
 def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:
-    """The directory of a run, given itself or by the config that made it."""
+    """Returns the directory of a run, given itself or by the config that made it."""
     from jaxfb.config import load_config
 
     config = load_config(path, overrides, command)
@@ -550,12 +550,12 @@ def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = Non
 
 
 def _changes(options) -> dict[str, bool]:
-    """Whether a resumed run may differ from the saved one, where that was asked for."""
+    """Returns allow_changes=True if the command has --allow-changes."""
     return {"allow_changes": True} if options.allow_changes else {}
 
 
 def _hosts(options) -> list[str]:
-    """The flags that place this process in its job, as overrides."""
+    """Returns the flags that place this process in its job, as overrides."""
     given = {name: getattr(options, name) for name in HOSTS}
     return [f"hosts.{name}={value}" for name, value in given.items() if value is not None]
 

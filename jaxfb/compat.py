@@ -44,7 +44,9 @@ def _rule_for_while_loops():
 
 
 def _cut_while_loop(used_outputs: list[bool], eqn) -> tuple[list[bool], Any]:
-    """The loop with the values that it needs to go on and to make the used outputs: (used inputs, equation or None)."""
+    """Cuts a loop to the values that it needs to go on and to make the used outputs: (used inputs, equation or
+    None).
+    """
     if not any(used_outputs) and not eqn.effects:
         return [False] * len(eqn.invars), None
     condition, body = eqn.params["cond_jaxpr"], eqn.params["body_jaxpr"]
@@ -74,7 +76,7 @@ def _cut_while_loop(used_outputs: list[bool], eqn) -> tuple[list[bool], Any]:
 
 
 def silent(program):
-    """The same program without prints, callbacks' effects and the like, so that `prune` may cut them too.
+    """Returns the same program without prints, callbacks' effects and the like, so that `prune` may cut them too.
 
     An equation whose results are used stays; writes to refs stay always.
     """
@@ -101,7 +103,7 @@ _OBSERVERS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"
 
 
 def primitives(program) -> set[str]:
-    """Names of all operations of a traced function, of those inside its loops, branches and calls too."""
+    """Returns names of all operations of a traced function, of those inside its loops, branches and calls too."""
     if type(program) in (tuple, list):
         return set().union(*map(primitives, program))
     eqns = getattr(getattr(program, "jaxpr", program), "eqns", ())
@@ -110,12 +112,12 @@ def primitives(program) -> set[str]:
 
 
 def is_tracing() -> bool:
-    """Whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
+    """Returns whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
     return not core.trace_state_clean()
 
 
 def is_traced(tree) -> bool:
-    """Whether any leaf is an abstract value of a function being traced."""
+    """Returns whether any leaf is an abstract value of a function being traced."""
     return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
@@ -125,7 +127,8 @@ _CALLS |= {"custom_vjp_call": "call_jaxpr"}
 
 
 def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with calls (jit, remat, custom derivatives) written out, so that it can be cut at equations.
+    """Returns the same program with calls (jit, remat, custom derivatives) written out, so that it can be cut at
+    equations.
 
     For programs that are not differentiated any more.
     """
@@ -143,7 +146,9 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """The same program with calls written out in its loops and branches too, so that `prune` can cut inside of them."""
+    """Returns the same program with calls written out in its loops and branches too, so that `prune` can cut inside
+    of them.
+    """
     program = inlined(closed)
     eqns = [
         eqn.replace(params={name: _opened(value) for name, value in eqn.params.items()})
@@ -195,7 +200,7 @@ def evaluate(
 
 
 def coordination() -> tuple[Any, int, int, str | None]:
-    """The job's coordination service, this process, how many there are, the address: all without a device.
+    """Returns the job's coordination service, this process, how many there are, the address: all without a device.
 
     The client, None where `jax.distributed` was not started, has key_value_set(key, text, allow_overwrite),
     blocking_key_value_get(key, milliseconds) and key_value_dir_get(prefix) -> [(key, text)]; each raises
@@ -206,7 +211,7 @@ def coordination() -> tuple[Any, int, int, str | None]:
 
 
 def find_cluster(name: str | None = None, skipped: tuple[str, ...] = ()):
-    """The cluster this process was started in, as jax detects them, or None.
+    """Returns the cluster this process was started in, as jax detects them, or None.
 
     name: of one kind, see `cluster_names`; None takes the first that is there and may be taken unasked.
     The class has get_process_count(), get_process_id(), get_local_process_id() and
@@ -221,7 +226,7 @@ def find_cluster(name: str | None = None, skipped: tuple[str, ...] = ()):
 
 
 def cluster_names() -> list[str]:
-    """The kinds of cluster that jax knows."""
+    """Returns the kinds of cluster that jax knows."""
     return sorted(set(map(_cluster_name, ClusterEnv._cluster_types)) - {"tpu"})
 
 
@@ -230,7 +235,7 @@ def _cluster_name(kind) -> str:
 
 
 def backends_are_made() -> bool:
-    """Whether jax has looked for devices already, after which it can join no other process."""
+    """Returns whether jax has looked for devices already, after which it can join no other process."""
     return xla_bridge.backends_are_initialized()
 
 

@@ -45,7 +45,7 @@ def prepare() -> None:
 
 
 def wants_options(mesh: Mesh) -> bool:
-    """Whether to compile a program over this mesh with the compiler options `IN_ORDER`.
+    """Returns whether to compile a program over this mesh with the compiler options `IN_ORDER`.
 
     That is the flag again, for a process where XLA started without it. JAX takes compiler options for the outermost
     jit alone and refuses them inside of another.
@@ -59,7 +59,7 @@ def wants_options(mesh: Mesh) -> bool:
 
 
 def _num_devices() -> int:
-    """How many CPU devices XLA_FLAGS or jax.config ask for."""
+    """Returns how many CPU devices XLA_FLAGS or jax.config ask for."""
     asked = re.findall(r"xla_force_host_platform_device_count=(\d+)", os.environ.get("XLA_FLAGS", ""))
     asked.append(os.environ.get("JAX_NUM_CPU_DEVICES", "1"))
     if "jax" in sys.modules:

@@ -62,7 +62,7 @@ class Progress:
             self.say("  ".join(part for part in (f"{step}/{self._total}", text, left) if part))
 
     def say(self, text: str) -> None:
-        """A line that stays, above the live one."""
+        """Prints a line that stays, above the live one."""
         if self._bar is not None:
             self._bar.console.print(text, markup=False, highlight=False)
         else:
@@ -70,18 +70,20 @@ class Progress:
 
 
 def summary(record: Mapping[str, float]) -> str:
-    """`loss 3.2101  lr 3.00e-03  grad norm 0.512  tokens/s 11,402`: those of FIELDS that the record has."""
+    """Returns one line, such as `loss 3.2101  lr 3.00e-03  grad norm 0.512  tokens/s 11,402`, of the FIELDS in the
+    record.
+    """
     shown = [(label, form, record[name]) for name, label, form in FIELDS if record.get(name) is not None]
     return "  ".join(f"{label} {form.format(float(value))}" for label, form, value in shown)
 
 
 def duration(seconds: float) -> str:
-    """0:01:05; days where there are some."""
+    """Returns a duration as 0:01:05, with days where there are some."""
     return str(timedelta(seconds=max(0, round(seconds))))
 
 
 def print_table(title: str, rows: Iterable[tuple[str, Any]], stream: TextIO | None = None) -> None:
-    """Two columns under a title: `config`, `batch plan`, `run plan`, `mesh`."""
+    """Prints two columns under a title: `config`, `batch plan`, `run plan`, `mesh`."""
     rows = [(str(name), "" if value is None else str(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     lines = [title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)]

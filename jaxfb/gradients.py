@@ -19,14 +19,14 @@ LARGEST = float(np.finfo(np.float32).max)
 
 
 def unscale(grads: PyTree, loss_scale: jax.typing.ArrayLike | None) -> PyTree:
-    """Gradients without the loss scale, in float32 (float64 for f64 leaves). None: there was no scale."""
+    """Returns gradients without the loss scale, in float32 (float64 for f64 leaves). None: there was no scale."""
     if loss_scale is None:
         return grads
     return jax.tree.map(lambda g: _wide(g) / jnp.asarray(loss_scale, _wide(g).dtype), grads)
 
 
 def global_norm(tree: PyTree) -> jax.Array:
-    """L2 norm over all leaves together: f32[], or f64[] if any leaf is f64. Leaves are widened, then squared.
+    """Returns L2 norm over all leaves together: f32[], or f64[] if any leaf is f64. Leaves are widened, then squared.
 
     Outside shard_map a sharded leaf is one array, so every parameter is counted once on any mesh.
     """
@@ -87,16 +87,16 @@ def num_zeros(tree: PyTree) -> jax.Array:
 
 
 def names_of(flags: jax.typing.ArrayLike, tree: PyTree) -> list[str]:
-    """On the host: the paths of the leaves whose flag is set, such as `["['layers']['w1']"]`."""
+    """Returns, on the host, the paths of the leaves whose flag is set, such as `["['layers']['w1']"]`."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag]
 
 
 def _squares(tree: PyTree) -> list[jax.Array]:
-    """The sum of squares of each leaf."""
+    """Returns the sum of squares of each leaf."""
     return [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
 
 
 def _wide(x: jax.Array) -> jax.Array:
-    """float32, or float64 where it is already."""
+    """Returns float32, or float64 where it is already."""
     return jnp.asarray(x, jnp.promote_types(jnp.result_type(x), jnp.float32))

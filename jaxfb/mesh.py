@@ -64,32 +64,32 @@ def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[s
 
 
 def axis_size(mesh: Mesh | None, *axes: str) -> int:
-    """Product of the sizes of those axes; an axis that the mesh lacks counts 1."""
+    """Returns product of the sizes of those axes; an axis that the mesh lacks counts 1."""
     return 1 if mesh is None else math.prod(mesh.shape.get(axis, 1) for axis in axes)
 
 
 def replica_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of this mesh over which rows are split, outermost first."""
+    """Returns the axes of this mesh over which rows are split, outermost first."""
     return tuple(axis for axis in REPLICA_AXES if axis in mesh.axis_names)
 
 
 def split_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes of size > 1 over which one microbatch is split: rows over replicas, sequences over context."""
+    """Returns the axes of size > 1 over which one microbatch is split: rows over replicas, sequences over context."""
     return tuple(axis for axis in (*REPLICA_AXES, "context") if mesh.shape.get(axis, 1) > 1)
 
 
 def manual_axes(mesh: Mesh) -> tuple[str, ...]:
-    """The axes whose collectives we write ourselves: all but tensor, which XLA partitions."""
+    """Returns the axes whose collectives we write ourselves: all but tensor, which XLA partitions."""
     return tuple(axis for axis in mesh.axis_names if axis not in AUTOMATIC_AXES)
 
 
 def data_parallel(mesh: Mesh | None) -> int:
-    """Number of replicas: data * fsdp * expert."""
+    """Returns number of replicas: data * fsdp * expert."""
     return axis_size(mesh, *REPLICA_AXES)
 
 
 def platform_here() -> str:
-    """ "tpu", "gpu" or "cpu": what the function being traced will run on.
+    """Returns "tpu", "gpu" or "cpu": what the function being traced will run on.
 
     That of the mesh in context, whose devices need not be at hand (as where a laptop compiles for a TPU pod); outside
     any mesh, of this process.
@@ -199,7 +199,7 @@ def _arrange(sizes: dict[str, int], devices: list) -> Mesh:
 
 
 def arranged(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """The devices as an array [pipe, data, fsdp, expert, context, tensor], near each other on the inner axes.
+    """Returns the devices as an array [pipe, data, fsdp, expert, context, tensor], near each other on the inner axes.
 
     Devices of several slices (TPU slices, GPU hosts or NVLink domains; `device.slice_index`) are joined by the
     slow network: axes are cut over it outermost first, and never tensor.
@@ -214,7 +214,7 @@ def arranged(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
 
 
 def across_slices(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
-    """How many parts each axis has over the slow network; the product is the number of slices.
+    """Returns how many parts each axis has over the slow network; the product is the number of slices.
 
     Raises:
       ValueError: the axes outside tensor do not divide by the slices.
@@ -266,5 +266,5 @@ def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
 
 
 def _may_split(devices: Sequence[Any]) -> bool:
-    """Where the torus is so small that whole axes seldom fit, as in `jax.make_mesh`."""
+    """Returns whether an axis may be split: in a torus so small that whole axes seldom fit, as in `jax.make_mesh`."""
     return devices[0].device_kind in ("TPU v5 lite", "TPU v5e")

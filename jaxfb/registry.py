@@ -41,7 +41,7 @@ class Registry(Generic[Part]):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The registered names, in the order of registration."""
+        """Returns the registered names, in the order of registration."""
         return tuple(self._parts)
 
     def __getitem__(self, name: str) -> Part:

@@ -74,7 +74,7 @@ class TrainState:
 
     @property
     def attempts(self) -> jax.Array:
-        """i32[], global batches consumed: applied and skipped updates."""
+        """Returns i32[], the global batches consumed: applied and skipped updates."""
         return self.step + self.nonfinite_updates + self.zero_weight_updates
 
 
@@ -100,7 +100,7 @@ class NonFinite:
 
     @property
     def any(self) -> jax.Array:
-        """bool[], whether anything was not finite."""
+        """Returns bool[], whether anything was not finite."""
         parts = (self.gradients, self.updates, self.parameters)
         return self.loss | jnp.any(jnp.concatenate(parts))
 
@@ -147,11 +147,11 @@ class StepMetrics:
     num_zeros: jax.Array | None = None
 
     def nonfinite_leaves(self, params: PyTree) -> list[str]:
-        """Paths of the gradient leaves that are not finite, such as "['layers']['mlp']['up']"."""
+        """Returns paths of the gradient leaves that are not finite, such as "['layers']['mlp']['up']"."""
         return gradients.names_of(self.nonfinite.gradients, params)
 
     def nonfinite_causes(self, params: PyTree) -> dict[str, list[str]]:
-        """Why the update was skipped, on the host: what was not finite -> the paths of its leaves.
+        """Returns, on the host, why the update was skipped: what was not finite -> the paths of its leaves.
 
         The keys are "loss", whose list is empty, "gradients", "updates" and "parameters", as in `NonFinite`. An empty
         dict: all was finite, so that a skipped update's rows counted nothing.

@@ -151,7 +151,7 @@ class TrainStep:
         return self._in_order if cpu.wants_options(self.forward_backward.mesh) else self._plain
 
     def _rows(self, rows: int | jax.Array) -> jax.Array:
-        """A number of rows on the mesh, moved there once, so that no later call moves anything."""
+        """Returns a number of rows on the mesh, moved there once, so that no later call moves anything."""
         if not isinstance(rows, int):
             return rows
         if rows not in self._numbers:
@@ -160,11 +160,11 @@ class TrainStep:
         return self._numbers[rows]
 
     def lower(self, state: TrainState, batch: PyTree):
-        """The step lowered for these (abstract) arguments, for ahead-of-time compilation."""
+        """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
         return self._jitted.lower(state, batch, self.plan.real_rows, self.plan)
 
     def trace(self, state: TrainState, batch: PyTree):
-        """The step traced for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
+        """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
         return self._jitted.trace(state, batch, self.plan.real_rows, self.plan)
 
     def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
@@ -212,12 +212,14 @@ class TrainStep:
             warn_if_whole(fb.param_specs(self.model, params), fb.mesh)
 
     def _create(self, params: PyTree, key: jax.Array) -> TrainState:
-        """A fresh state made of copies: it will be donated, and where `device_put` moved nothing these are not ours."""
+        """Makes a fresh state of copies: it will be donated, and where `device_put` moved nothing the arrays are the
+        caller's.
+        """
         state = TrainState.create(jax.tree.map(jnp.copy, params), self.optimizer, key, self._loss_scale)
         return jax.lax.with_sharding_constraint(state, self.state_shardings(state))
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
-        """What `init` would give for a function key -> parameters, as shapes, dtypes and shardings: nothing is made."""
+        """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""
         shapes = jax.eval_shape(self._creator(params), jax.random.key(0))
         return abstract(shapes, self.state_shardings(shapes))
 
@@ -253,7 +255,9 @@ class TrainStep:
         return jax.device_put(state, targets)
 
     def state_shardings(self, state: TrainState) -> TrainState:
-        """NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the gradients."""
+        """Returns NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the
+        gradients.
+        """
         fb, params = self.forward_backward, state.params
         specs = jax.tree.map(lambda _: P(), state)
         specs = replace(
@@ -284,7 +288,7 @@ class TrainStep:
         return jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
 
     def _try(self, state: TrainState, out: ForwardBackwardOutput, scale: jax.Array) -> Trial:
-        """The update for its flags and norms alone, so that nothing of its arrays is stored.
+        """Computes the update for its flags and norms alone, so that none of its arrays is stored.
 
         What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
         """
@@ -299,7 +303,9 @@ class TrainStep:
         return Trial(attempt, grads, norm, param_norm, nonfinite, applied)
 
     def _attempt(self, state: TrainState, out: ForwardBackwardOutput, scale: Any, norm: Any) -> Attempt:
-        """The one optax update, where the gradients live (under ZeRO-1 cut over data), and what is counted."""
+        """Computes the one optax update, where the gradients are placed (under ZeRO-1 cut over data), and what is
+        counted.
+        """
         with jax.named_scope("optimizer"):
             grads, coefficient = gradients.clip_by_global_norm(
                 self._unscaled(out, scale), norm, self._max_grad_norm, self._clip_convention
@@ -321,14 +327,16 @@ class TrainStep:
         return gradients.unscale(out.grads, None if self._loss_scale is None else scale)
 
     def _kept(self, state: TrainState, attempt: Attempt) -> tuple[PyTree, PyTree]:
-        """The parameters and the optimizer's state after an attempt that is applied, of the dtypes of before."""
+        """Returns the parameters and the optimizer's state after an attempt that is applied, of the dtypes of
+        before.
+        """
         old = (state.params, state.opt_state)
         new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
         places = self.state_shardings(state)
         return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
 
     def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
-        """The state with the counters and the loss scale after this attempt."""
+        """Returns the state with the counters and the loss scale after this attempt."""
         applied, failed = trial.applied, trial.nonfinite.any
         scale = self._loss_scale and self._loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
         return replace(

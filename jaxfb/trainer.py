@@ -191,7 +191,7 @@ def make_work(config: Config | CustomConfig, hosts: Hosts) -> Work:
 
 
 def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, float]:
-    """Held-out loss of a run's newest checkpoint, printed and returned.
+    """Computes the held-out loss of a run's newest checkpoint, prints and returns it.
 
     overrides: of the run's config, such as another mesh, `eval.batches=null` or `data.held_out_path=...`.
 
@@ -228,7 +228,7 @@ def generate(
     seed: int = 0,
     raw: bool = False,
 ) -> str:
-    """The prompt and its continuation by a run's newest checkpoint; the training text is not needed.
+    """Returns the prompt and its continuation by a run's newest checkpoint; the training text is not needed.
 
     A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or imported with one) is given the prompt as a user's
     message, and its answer follows on a line of its own; raw: the prompt is continued as it stands all the same.
@@ -271,7 +271,7 @@ def generate(
 
 
 def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
-    """Parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
+    """Returns parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
     step = setup.train_step(setup.plan.train)
     return _restore(setup.config, directory, step.abstract_state(setup.init_params).params)
 

@@ -28,7 +28,7 @@ _CUTS = (
 
 
 def explain_difference(saved: Mapping[str, Any], plan: BatchPlan, **order: Any) -> str | None:
-    """Why a run saved with another plan may not continue with this one; None if it may.
+    """Returns why a run saved with another plan may not continue with this one; None if it may.
 
     saved: `plan.to_dict()` of the saved run, with the same extra keys as `order` (such as seed and order).
     Real rows of an update and every extra must agree; the cut into replicas and microbatches may change.
@@ -56,7 +56,7 @@ def check_same_on_all_hosts(fingerprints: Sequence[Mapping[str, Any]]) -> None:
 
 
 def _what_decides(values: Mapping[str, Any]) -> dict[str, Any]:
-    """What may not change on resume: the rows an update really consumes, and all that is not a cut."""
+    """Returns what may not change on resume: the rows an update really consumes, and all that is not a cut."""
     sizes = ("rows", "rows_per_microbatch", "data_parallel", "num_microbatches")
     rows, per_replica, replicas, count = (values[name] for name in sizes)
     kept = {name: value for name, value in values.items() if name not in _CUTS}

@@ -38,7 +38,7 @@ class Arrangement:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the computed tokens that no row has."""
+        """Returns share of the computed tokens that no row has."""
         return 1 - sum(self.lengths) / (self.plan.padded_rows * self.width)
 
 
@@ -80,7 +80,7 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
 
 
 def _pack(lengths: Sequence[int], width: int) -> Bins:
-    """Best fit, longest first: few array rows."""
+    """Packs rows into few array rows: best fit, longest first."""
     bins: Bins = []
     room: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
@@ -97,14 +97,14 @@ def _pack(lengths: Sequence[int], width: int) -> Bins:
 
 
 def _balanced(lengths: Sequence[int], width: int, total: int, packed: Bins) -> Bins:
-    """Rows spread evenly over `total` array rows; as `packed` where an even spread does not fit."""
+    """Spreads rows evenly over `total` array rows; returns `packed` where an even spread does not fit."""
     spread = karmarkar_karp([cost_of(length) for length in lengths], total)
     fits = all(sum(lengths[row] for row in bin_) <= width for bin_ in spread)
     return spread if fits else packed + [[] for _ in range(total - len(packed))]
 
 
 def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: int) -> Bins:
-    """Array rows of similar work into one microbatch, and its work shared out evenly over the replicas."""
+    """Puts array rows of similar work into one microbatch and shares its work out evenly over the replicas."""
     cost = [sum(cost_of(lengths[row]) for row in bin_) for bin_ in bins]
     order = sorted(range(len(bins)), key=lambda b: (-cost[b], b))
     ordered: Bins = []
@@ -140,7 +140,7 @@ def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
 
 
 def _check_made(made: Arrangement, plan: BatchPlan) -> None:
-    """Our own mistakes: a row lost or repeated, or a microbatch above its budget."""
+    """Raises on mistakes of jaxfb itself: a row lost or repeated, or a microbatch above its budget."""
     rows = sorted(row for bin_ in made.bins for row in bin_)
     fullest = max(sum(made.lengths[row] for row in bin_) for bin_ in made.bins)
     tokens = made.width * made.plan.rows_per_microbatch

@@ -10,12 +10,12 @@ from collections.abc import Sequence
 
 
 def cost_of(length: int) -> int:
-    """Relative time of a sequence: its matrix products and its attention (the formula of ROLL and verl)."""
+    """Returns relative time of a sequence: its matrix products and its attention (the formula of ROLL and verl)."""
     return 24576 * length + length * length
 
 
 def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_counts: bool = False) -> list[list[int]]:
-    """Indices of `costs` in `parts` groups whose sums differ little (Karmarkar and Karp, 1982).
+    """Returns indices of `costs` in `parts` groups whose sums differ little (Karmarkar and Karp, 1982).
 
     equal_counts: every group has len(costs) / parts members, which must divide.
     """
@@ -30,7 +30,9 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_counts: bool = Fal
 
 
 def _start(costs: Sequence[int], parts: int, equal_counts: bool):
-    """One state an item, or one for each `parts` items of similar cost; a state is (-spread, tie, groups)."""
+    """Returns a state for each item, or one for each `parts` items of similar cost; a state is (-spread, tie,
+    groups).
+    """
     order = sorted(range(len(costs)), key=lambda i: (costs[i], i))
     step = parts if equal_counts else 1
     for tie, first in enumerate(range(0, max(len(order), 1), step)):
@@ -40,7 +42,7 @@ def _start(costs: Sequence[int], parts: int, equal_counts: bool):
 
 
 def _merge(one: tuple, other: tuple) -> tuple:
-    """The heaviest group of one beside the lightest of the other, and so on."""
+    """Joins two states: the heaviest group of one with the lightest of the other, and so on."""
     pairs = zip(one[2], reversed(other[2]), strict=True)
     return _state([(a + b, x + y) for (a, x), (b, y) in pairs], min(one[1], other[1]))
 

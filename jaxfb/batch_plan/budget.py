@@ -16,7 +16,7 @@ QUARTERS = 4
 
 
 def check_budget(plan: Any) -> tuple[int, ...] | None:
-    """The widths of a plan cut by tokens; None for one cut by rows, which may not have any of its settings."""
+    """Returns the widths of a plan cut by tokens, or None for one cut by rows, which may have none of its settings."""
     if plan.max_tokens_per_microbatch is None:
         set_ = [name for name in BUDGET if getattr(plan, name)]
         if set_:
@@ -42,7 +42,7 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
 
 
 def shape_for(plan: Any, width: int, num_rows: int) -> tuple[int, int, int]:
-    """(width, rows_per_microbatch, num_microbatches) that hold `num_rows` array rows of one width."""
+    """Returns (width, rows_per_microbatch, num_microbatches) that hold `num_rows` array rows of one width."""
     most = plan.max_tokens_per_microbatch // width
     count = -(-num_rows // (plan.data_parallel * most))
     count = -(-count // plan.multiple_of) * plan.multiple_of
@@ -52,7 +52,9 @@ def shape_for(plan: Any, width: int, num_rows: int) -> tuple[int, int, int]:
 
 
 def shapes(plan: Any) -> tuple[tuple[int, int, int], ...]:
-    """All that can occur: any width, and any number of array rows (without packing, that of the rows)."""
+    """Returns all shapes that can occur: any width, and any number of array rows (without packing, that of the
+    rows).
+    """
     if not plan.packing:
         return tuple(dict.fromkeys(shape_for(plan, width, plan.rows) for width in plan.widths))
     return tuple(dict.fromkeys(shape for width in plan.widths for shape in _packed_shapes(plan, width)))

@@ -14,14 +14,14 @@ SIZES = ("rows", "rows_per_microbatch", "num_microbatches")
 
 
 def divide(rows: int, unit: int, remainder: str) -> int:
-    """rows / unit: rounded up for "pad" and down for "drop"; for "error" 0 where it does not divide."""
+    """Divides rows by unit: rounded up for "pad", down for "drop"; for "error" 0 where it does not divide."""
     if remainder == "pad":
         return -(-rows // unit)
     return 0 if remainder == "error" and rows % unit else rows // unit
 
 
 def solve(given: Mapping[str, Any]) -> tuple[int, int, int] | None:
-    """(rows, rows_per_microbatch, num_microbatches) from any two of them, or None where they do not fit."""
+    """Solves for (rows, rows_per_microbatch, num_microbatches) from any two of them; None where they do not fit."""
     rows, per_replica, count = (given[name] for name in SIZES)
     replicas, remainder = given["data_parallel"], given["remainder"]
     if rows is None:
@@ -41,7 +41,7 @@ def misfit(given: Mapping[str, Any]) -> PlanError:
 
 
 def _reason(given: Mapping[str, Any]) -> tuple[str, str]:
-    """What does not fit, and which argument the sentence is about ("" for none)."""
+    """Returns what does not fit, and which argument the sentence is about ("" for none)."""
     rows, per_replica, count = (given[name] for name in SIZES)
     replicas, multiple_of, remainder = given["data_parallel"], given["multiple_of"], given["remainder"]
     update = "update" if given["purpose"] in ("train", "critic") else "batch"
@@ -75,7 +75,7 @@ def _disagreement(rows: int, per_replica: int, count: int, replicas: int, remain
 
 
 def _choices(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The nearest changes of one argument that fit, and of two where one is not enough or goes far."""
+    """Returns the nearest changes of one argument that fit, and of two where one is not enough or goes far."""
     alone = _rows_alone(given) + _cut_alone(given)
     rows, per_replica, count = (given[name] for name in SIZES)
     parts = given["data_parallel"] * (per_replica or count)
@@ -86,7 +86,7 @@ def _choices(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _rows_alone(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Other rows for the same cut, needing no padding."""
+    """Returns other rows for the same cut, needing no padding."""
     rows, per_replica, count = (given[name] for name in SIZES)
     if rows is None:
         return []
@@ -96,7 +96,7 @@ def _rows_alone(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _cut_alone(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Other rows_per_microbatch, or another num_microbatches, for the same rows."""
+    """Returns another rows_per_microbatch, or another num_microbatches, for the same rows."""
     choices = []
     for name in SIZES[1:]:
         if (value := given[name]) is not None:

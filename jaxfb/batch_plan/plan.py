@@ -119,33 +119,33 @@ class BatchPlan:
 
     @property
     def by_tokens(self) -> bool:
-        """Whether a token budget cuts the rows, so that the microbatches follow from their lengths."""
+        """Returns whether a token budget cuts the rows, so that the microbatches follow from their lengths."""
         return self.max_tokens_per_microbatch is not None
 
     @property
     def rows_per_global_microbatch(self) -> int:
-        """Rows of one microbatch over all replicas: dp * b."""
+        """Returns rows of one microbatch over all replicas: dp * b."""
         if self.by_tokens:
             raise self._no_cut()
         return self.data_parallel * self.rows_per_microbatch
 
     @property
     def padded_rows(self) -> int:
-        """Rows that are computed: dp * b * M. Above `rows` when padded, below it when dropped."""
+        """Returns rows that are computed: dp * b * M. Above `rows` when padded, below it when dropped."""
         return self.rows_per_global_microbatch * self.num_microbatches
 
     @property
     def real_rows(self) -> int:
-        """Rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
+        """Returns rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
         return self.rows if self.by_tokens else min(self.rows, self.padded_rows)
 
     @property
     def padding_rows(self) -> int:
-        """Rows of weight 0 at the end of the last microbatch."""
+        """Returns rows of weight 0 at the end of the last microbatch."""
         return self.padded_rows - self.real_rows
 
     def rows_of(self, microbatch: int, replica: int) -> range:
-        """The rows of the (padded) global batch that `replica` computes in `microbatch`."""
+        """Returns the rows of the (padded) global batch that `replica` computes in `microbatch`."""
         if self.by_tokens:
             raise self._no_cut()
         microbatch = not_negative(self.purpose, "microbatch", microbatch)
@@ -159,7 +159,7 @@ class BatchPlan:
         return range(start, start + self.rows_per_microbatch)
 
     def replace(self, **changes: Any) -> BatchPlan:
-        """A new plan with some arguments changed; what follows from them is derived again, `rows` stays."""
+        """Returns a new plan with some arguments changed; what follows from them is derived again, `rows` stays."""
         names = [f.name for f in dataclasses.fields(self)]
         for name in changes:
             one_of(self.purpose, "argument", name, names)
@@ -167,7 +167,9 @@ class BatchPlan:
         return dataclasses.replace(self, **{derived: None, **changes})
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Every (width, rows_per_microbatch, num_microbatches) that a budget can lead to: programs compiled at most."""
+        """Returns every (width, rows_per_microbatch, num_microbatches) that a budget can lead to: programs compiled
+        at most.
+        """
         return shapes(self) if self.by_tokens else ()
 
     def require(self, *purposes: Purpose, caller: str = "forward_backward") -> None:
@@ -205,12 +207,12 @@ class BatchPlan:
                 raise PlanError(f'batch["{name}"] is not data; sizes live in BatchPlan')
 
     def to_dict(self) -> dict[str, Any]:
-        """The fields, for saving with a run; `BatchPlan(**plan.to_dict()) == plan`."""
+        """Returns the fields, for saving with a run; `BatchPlan(**plan.to_dict()) == plan`."""
         names = (f.name for f in dataclasses.fields(self))
         return {name: getattr(self, name) for name in names if self.by_tokens or name not in BUDGET}
 
     def fingerprint(self) -> str:
-        """16 hex digits, equal for equal plans on any host, in any process, under any Python."""
+        """Returns 16 hex digits, equal for equal plans on any host, in any process, under any Python."""
         return fingerprint_of(self.to_dict())
 
     def _no_cut(self) -> PlanError:
@@ -220,7 +222,7 @@ class BatchPlan:
         )
 
     def table(self) -> list[tuple[str, Any]]:
-        """(name, value) of every given and derived number, in reading order."""
+        """Returns (name, value) of every given and derived number, in reading order."""
         given = ("purpose", "rows", "data_parallel", "rows_per_microbatch", "num_microbatches")
         others = ("rows_per_global_microbatch", "padded_rows", "padding_rows", "multiple_of", "remainder")
         if self.by_tokens:
@@ -267,7 +269,7 @@ def plans_by_purpose(who: str, plans: Any) -> Mapping[str, BatchPlan]:
 
 
 def fingerprint_of(values: Mapping[str, Any]) -> str:
-    """16 hex digits of a dict of plain values, whatever the order of its keys."""
+    """Returns 16 hex digits of a dict of plain values, whatever the order of its keys."""
     return hashlib.sha256(json.dumps(dict(values), sort_keys=True).encode()).hexdigest()[:16]
 
 
@@ -287,7 +289,7 @@ def _check_all_rows_come_back(given: Mapping[str, Any]) -> None:
 
 
 def _check_exclusive(plan: BatchPlan) -> None:
-    """Either a budget cuts the rows, or a number of rows or of microbatches does."""
+    """Checks that either a budget cuts the rows, or a number of rows or of microbatches."""
     budget = plan.max_tokens_per_microbatch
     cuts = {name: getattr(plan, name) for name in ("rows_per_microbatch", "num_microbatches")}
     for name, cut in cuts.items():
@@ -311,7 +313,7 @@ def _check_exclusive(plan: BatchPlan) -> None:
 
 
 def _check_given(plan: BatchPlan) -> None:
-    """Enough is given."""
+    """Checks that enough is given."""
     budget = plan.max_tokens_per_microbatch
     missing = [name for name in SIZES if getattr(plan, name) is None]
     if len(missing) > 1 and not (budget and plan.rows):

@@ -65,7 +65,9 @@ class RampUp:
 
     @classmethod
     def linear(cls, start: int, increment: int, samples: int, rows: int) -> RampUp:
-        """From `start` rows by equal steps of `increment` to `rows`, reached at `samples` consumed rows."""
+        """Makes a ramp-up from `start` rows by equal steps of `increment` to `rows`, reached at `samples` consumed
+        rows.
+        """
         values = {"start": start, "increment": increment, "rows": rows}
         start, increment, rows = (positive_int(_WHO, name, value) for name, value in values.items())
         samples = positive_int(_WHO, "samples", samples, MOST_ROWS)
@@ -101,16 +103,16 @@ class RampUp:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """The distinct row counts, in the order in which they first hold."""
+        """Returns the distinct row counts, in the order in which they first hold."""
         return tuple(dict.fromkeys(rows for _, rows in self.steps))
 
     def rows_at(self, consumed_rows: int) -> int:
-        """Rows of the update that starts when `consumed_rows` have been consumed."""
+        """Returns rows of the update that starts when `consumed_rows` have been consumed."""
         consumed_rows = not_negative(_WHO, "consumed_rows", consumed_rows)
         return self.steps[self._step_at(consumed_rows)][1]
 
     def next_change(self, consumed_rows: int) -> int | None:
-        """The next threshold above `consumed_rows`; None after the last."""
+        """Returns the next threshold above `consumed_rows`; None after the last."""
         consumed_rows = not_negative(_WHO, "consumed_rows", consumed_rows)
         following = self._step_at(consumed_rows) + 1
         return self.steps[following][0] if following < len(self.steps) else None
@@ -143,7 +145,7 @@ def _parse_pair(pair: str, text: str) -> tuple[int, int]:
 
 
 def _parse_count(text: str) -> int:
-    """ "250B" or "1.5M" as an int."""
+    """Returns "250B" or "1.5M" as an int."""
     match = _COUNT.fullmatch(text)
     if match is None:
         raise ValueError(text)
@@ -154,7 +156,7 @@ def _parse_count(text: str) -> int:
 
 
 def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
-    """A RampUp from what a config holds: itself, None, a string of steps in rows, or a list of pairs."""
+    """Returns a RampUp from what a config holds: itself, None, a string of steps in rows, or a list of pairs."""
     if value is None or isinstance(value, RampUp):
         return value
     if not isinstance(value, str | list | tuple):

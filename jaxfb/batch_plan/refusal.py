@@ -56,13 +56,13 @@ def one_of(who: str, name: str, value: Any, allowed: Sequence[str]) -> None:
 
 
 def around(value: int, unit: int) -> tuple[int, ...]:
-    """The multiples of `unit` just below and just above a `value` that is not one; never 0."""
+    """Returns the multiples of `unit` just below and just above a `value` that is not one; never 0."""
     below = value // unit * unit
     return (below, below + unit) if below else (unit,)
 
 
 def nearest(value: int, highest: int, is_legal: Callable[[int], bool]) -> tuple[int, ...]:
-    """The nearest legal numbers below and above `value` in 1..highest, by looking at each."""
+    """Returns the nearest legal numbers below and above `value` in 1..highest, by looking at each."""
     top = min(value - 1, highest)
     below = range(top, max(0, top - _SCAN_LIMIT), -1)
     above = range(value + 1, min(highest, value + _SCAN_LIMIT) + 1)
@@ -83,7 +83,7 @@ def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> l
 
 
 def offer(choices: Sequence[Choice], subject: str = "") -> str:
-    """'; use 96 or 128, or remainder="pad"': the choices in words; the sentence's subject is not repeated."""
+    """Returns the choices in words, such as '; use 96 or 128, or remainder="pad"'."""
     values: dict[str, list[str]] = {}
     for choice in choices:
         (name, first), *rest = choice.items()

@@ -107,31 +107,31 @@ class RolloutPlan:
 
     @property
     def rows(self) -> int:
-        """Rows of one rollout: R = P n."""
+        """Returns rows of one rollout: R = P n."""
         return self.prompts * self.samples_per_prompt
 
     @property
     def updates_per_pass(self) -> int:
-        """K = R / G."""
+        """Returns K = R / G."""
         return self.rows // self.rows_per_update
 
     @property
     def updates_per_rollout(self) -> int:
-        """U = K E."""
+        """Returns U = K E."""
         return self.updates_per_pass * self.epochs
 
     @property
     def total_updates(self) -> int:
-        """Of the whole run: the horizon of the learning rate."""
+        """Returns the updates of the whole run: the horizon of the learning rate."""
         return self.updates_per_rollout * self.rollouts
 
     @property
     def train(self) -> BatchPlan:
-        """The plan of one update."""
+        """Returns the plan of one update."""
         return self.plans["train"]
 
     def plan(self, purpose: str) -> BatchPlan:
-        """The plan of one purpose, which must have been given: nothing is inherited from another."""
+        """Returns the plan of one purpose, which must have been given: nothing is inherited from another."""
         one_of("rollout", "purpose", purpose, PURPOSES)
         if purpose not in self.plans:
             given = ", ".join(self.plans)
@@ -141,7 +141,7 @@ class RolloutPlan:
         return self.plans[purpose]
 
     def update(self, number: int) -> PolicyUpdate:
-        """Update `number` of the run, from 0."""
+        """Returns update `number` of the run, from 0."""
         number = not_negative("rollout", "number", number)
         if not 0 <= number < self.total_updates:
             raise PlanError(
@@ -155,7 +155,7 @@ class RolloutPlan:
         )
 
     def table(self) -> list[tuple[str, str]]:
-        """(name, what it is): every number, what it counts, and what verl calls it."""
+        """Returns (name, what it is) of every number, what it counts, and what verl calls it."""
         update_prompts = self.rows_per_update / self.samples_per_prompt
         numbers = [
             ("prompts (P)", f"{self.prompts} prompts a rollout", "prompts"),
@@ -179,7 +179,7 @@ class RolloutPlan:
         ]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for saving with a run."""
+        """Returns plain values, for saving with a run."""
         names = (*_COUNTS, "seed", "groups", "whole_groups")
         plans = {purpose: plan.to_dict() for purpose, plan in self.plans.items()}
         return {**{name: getattr(self, name) for name in names}, "plans": plans}
@@ -214,7 +214,7 @@ def _cut(plan: BatchPlan) -> str:
 
 
 def _check_updates(plan: RolloutPlan) -> None:
-    """R >= G, and R a multiple of G."""
+    """Checks that R >= G, and R is a multiple of G."""
     rows, update = plan.rows, plan.rows_per_update
     if rows % update == 0:
         return
@@ -285,7 +285,7 @@ def _check_groups(plan: RolloutPlan) -> None:
 
 
 def _check_plans(plan: RolloutPlan) -> None:
-    """Each under its own purpose, of the right number of rows, none of which is dropped, for one mesh."""
+    """Checks that each plan has its own purpose, the right number of rows, none dropped, and one mesh."""
     for purpose, one in plan.plans.items():
         sizes = dict.fromkeys(UPDATES, plan.rows_per_update) | dict.fromkeys(FORWARD_PURPOSES, plan.rows)
         wanted = sizes.get(purpose)

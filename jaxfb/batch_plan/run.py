@@ -110,7 +110,7 @@ class RunPlan:
 
     @property
     def train(self) -> BatchPlan:
-        """The plan of a full update, after any ramp-up."""
+        """Returns the plan of a full update, after any ramp-up."""
         return self.plans["train"]
 
     @cached_property
@@ -120,20 +120,20 @@ class RunPlan:
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Distinct planned row counts this run reaches, in order; each compiles the train step once."""
+        """Returns distinct planned row counts this run reaches, in order; each compiles the train step once."""
         return tuple(dict.fromkeys(stretch.plan.rows for stretch in self._stretches))
 
     def rows_at(self, consumed_rows: int) -> int:
-        """Planned rows of the update that starts at this position."""
+        """Returns planned rows of the update that starts at this position."""
         consumed_rows = not_negative("run", "consumed_rows", consumed_rows)
         return self.ramp_up.rows_at(consumed_rows) if self.ramp_up else self.train.rows
 
     def plan_at(self, consumed_rows: int) -> BatchPlan:
-        """The train plan of the update that starts at this position."""
+        """Returns the train plan of the update that starts at this position."""
         return self._plan_of[self.rows_at(consumed_rows)]
 
     def window(self, update: int) -> Window:
-        """Update number `update`, from 0: its plan, its real rows and where they start."""
+        """Returns update number `update`, from 0: its plan, its real rows and where they start."""
         update = not_negative("run", "update", update)
         if not 0 <= update < self.total_updates:
             raise PlanError(f"[run] no update {update}: there are {self.total_updates}, counted from 0")
@@ -142,15 +142,15 @@ class RunPlan:
         return Window(update, start // (self.dataset_rows or _ENDLESS), start, stretch.rows, stretch.plan)
 
     def windows(self, first: int = 0) -> Iterator[Window]:
-        """Every update in order, from update number `first` on (where a resumed run continues)."""
+        """Yields every update in order, from update number `first` on (where a resumed run continues)."""
         return map(self.window, range(self._first(first), self.total_updates))
 
     def rows_of_update(self, update: int) -> int:
-        """Real rows of one update; fewer than planned in the short last window of an epoch."""
+        """Returns real rows of one update; fewer than planned in the short last window of an epoch."""
         return self.window(update).rows
 
     def table(self) -> list[tuple[str, Any]]:
-        """(name, value) of what decides the length and what follows from it, in reading order."""
+        """Returns (name, value) of what decides the length and what follows from it, in reading order."""
         given = (*_LENGTHS, "dataset_rows", "sequence_length")
         rows = [(name, value) for name in given if (value := getattr(self, name)) is not None]
         last = self.window(self.total_updates - 1)
@@ -159,7 +159,7 @@ class RunPlan:
         return [*rows, ("remainder", self.remainder)]
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for saving with a run."""
+        """Returns plain values, for saving with a run."""
         names = (*_LENGTHS, "dataset_rows", "sequence_length", "remainder")
         return {
             **{name: getattr(self, name) for name in names},
@@ -189,7 +189,7 @@ class RunPlan:
 
 
 def horizon_warning(lr_horizon: int, total_updates: int, final_lr: float = 0.0) -> str | None:
-    """What to warn of when a learning-rate schedule and a run differ in length; None when they agree."""
+    """Returns what to warn of when a learning-rate schedule and a run differ in length; None when they agree."""
     beyond = total_updates - lr_horizon
     if beyond > 0:
         outcome = f"lr is {final_lr:g} for the last {beyond}"
@@ -200,7 +200,7 @@ def horizon_warning(lr_horizon: int, total_updates: int, final_lr: float = 0.0) 
 
 
 def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
-    """The stream cut into stretches of equal windows: at ends of epochs, at ramp-up steps and at the end."""
+    """Cuts the stream into stretches of equal windows: at ends of epochs, at ramp-up steps and at the end."""
     update = position = 0
     while position < row_limit and update < update_limit:
         plan = run.plan_at(position)
@@ -226,7 +226,7 @@ def _end_of_epoch(run: RunPlan, position: int, rows: int) -> int:
 
 
 def _count_short(run: RunPlan, end: int, left: int, plan: BatchPlan, update: int) -> int:
-    """1 if a short window becomes an update, 0 if it is dropped."""
+    """Returns 1 if a short window becomes an update, 0 if it is dropped."""
     if run.remainder != "error":
         return int(run.remainder == "pad")
     whole_epochs = run.dataset_rows and end % run.dataset_rows == 0
@@ -242,7 +242,7 @@ def _count_short(run: RunPlan, end: int, left: int, plan: BatchPlan, update: int
 
 
 def _row_limit(run: RunPlan) -> int:
-    """The rows after which the run ends, where its length is not given in updates."""
+    """Returns the rows after which the run ends, where its length is not given in updates."""
     if run.tokens:
         return _rows_of_tokens(run)
     if run.epochs:
@@ -265,7 +265,7 @@ def _rows_of_tokens(run: RunPlan) -> int:
 
 
 def _check_length(run: RunPlan) -> None:
-    """Exactly one length, with what it needs beside it."""
+    """Checks that exactly one length is given, with what it needs."""
     lengths = {name: getattr(run, name) for name in _LENGTHS if getattr(run, name) is not None}
     if len(lengths) != 1:
         got = " and ".join(f"{name}={shown(value)}" for name, value in lengths.items()) or "none"
@@ -306,7 +306,7 @@ def _check_number_of_epochs(run: RunPlan) -> None:
 
 
 def _check_ramp_up(run: RunPlan) -> None:
-    """The ramp-up ends at the train plan's rows, and each of its sizes makes a legal plan."""
+    """Checks that the ramp-up ends at the train plan's rows, and that each of its sizes makes a legal plan."""
     if run.ramp_up is None:
         return
     final = run.ramp_up.steps[-1][1]
@@ -324,7 +324,7 @@ def _check_ramp_up(run: RunPlan) -> None:
 
 
 def _check_drop(run: RunPlan) -> None:
-    """Dropping short windows must leave an update in every epoch, or the run would never end."""
+    """Checks that dropping short windows leaves an update in every epoch, or the run would never end."""
     largest = max(plan.real_rows for plan in run._plan_of.values())
     if run.remainder == "drop" and run.dataset_rows and run.dataset_rows < largest:
         raise PlanError(

@@ -38,12 +38,12 @@ class Given:
 
     @property
     def masked(self) -> jax.Array:
-        """hidden, [R, T, W], zero where nothing counts."""
+        """Returns hidden, [R, T, W], zero where nothing counts."""
         return jnp.where(self.counts[..., None], self.hidden, 0)
 
 
 def answer(case: Case, logits: jax.Array, hidden: jax.Array, microbatch: dict, gain: jax.Array) -> LossOutput:
-    """The terms, metrics and outputs that the case names, of logits [R, T, V] and hidden [R, T, W]."""
+    """Returns the terms, metrics and outputs that the case names, of logits [R, T, V] and hidden [R, T, W]."""
     given = _given(logits, hidden, microbatch, gain)
     return LossOutput(
         {name: TERMS[name](given) for name in case.terms},

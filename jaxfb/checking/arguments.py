@@ -20,29 +20,29 @@ LOSS_SCALES = {None: None, "static": StaticLossScale(8.0), "dynamic": DynamicLos
 
 
 def mesh_of(case: Case) -> Mesh:
-    """The mesh, on the first devices there are."""
+    """Returns the mesh, on the first devices there are."""
     return make_mesh(**case.mesh, devices=jax.devices()[: case.num_devices])
 
 
 def plan_of(case: Case) -> BatchPlan:
-    """The plan of one update."""
+    """Returns the plan of one update."""
     sizes = {"rows": case.rows, "rows_per_microbatch": case.rows_per_microbatch}
     return BatchPlan(**sizes, data_parallel=case.data_parallel, remainder=case.remainder)
 
 
 def engine_options(case: Case) -> dict[str, Any]:
-    """Keyword arguments of `get_forward_backward_func` beside the mesh."""
+    """Returns keyword arguments of `get_forward_backward_func` beside the mesh."""
     specs = {"param_specs": tensor_specs} if case.tensor_specs and case.model == "loss" else {}
     return case.engine_options() | specs
 
 
 def forward_backward_of(case: Case) -> ForwardBackward:
-    """The engine's function."""
+    """Returns the engine's function."""
     return get_forward_backward_func(mesh_of(case), **engine_options(case))
 
 
 def rng_of(case: Case) -> jax.Array | None:
-    """The PRNG key, or keys, that the engine's function gets."""
+    """Returns the PRNG key, or keys, that the engine's function gets."""
     seed = case.data_seed + 3
     if case.rng == "none":
         return None
@@ -53,7 +53,7 @@ def rng_of(case: Case) -> jax.Array | None:
 
 
 def batch_as_called(case: Case, batch: PyTree) -> PyTree:
-    """The rows, in microbatches already if the case says so."""
+    """Returns the rows, in microbatches already if the case says so."""
     if case.call != "split":
         return batch
     shape = (case.num_microbatches, case.rows_per_global_microbatch)
@@ -61,12 +61,12 @@ def batch_as_called(case: Case, batch: PyTree) -> PyTree:
 
 
 def params_as_called(case: Case, params: PyTree) -> PyTree:
-    """The parameters, on one device already if the case says so."""
+    """Returns the parameters, on one device already if the case says so."""
     return jax.device_put(params, jax.devices()[0]) if case.call == "placed" else params
 
 
 def second_batch(case: Case, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Rows for a second update: as before, none that counts, or one that makes the loss infinite."""
+    """Returns rows for a second update: as before, none that counts, or one that makes the loss infinite."""
     changes = {}
     if case.second == "empty":
         names = ("mask", "weight", "loss_mask")

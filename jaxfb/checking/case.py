@@ -86,7 +86,7 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        """Devices that the mesh takes."""
+        """Returns devices that the mesh takes."""
         return prod(self.mesh.values())
 
     @property
@@ -96,53 +96,53 @@ class Case:
 
     @property
     def pipe(self) -> int:
-        """Devices along the pipe axis."""
+        """Returns devices along the pipe axis."""
         return self.mesh.get("pipe", 1)
 
     @property
     def rows_per_global_microbatch(self) -> int:
-        """Rows of one microbatch over all replicas."""
+        """Returns rows of one microbatch over all replicas."""
         return self.data_parallel * self.rows_per_microbatch
 
     @property
     def padded_rows(self) -> int:
-        """Rows that are computed, padding included."""
+        """Returns rows that are computed, padding included."""
         return self.rows_per_global_microbatch * self.num_microbatches
 
     @property
     def rows(self) -> int:
-        """Rows of the batch that is handed over."""
+        """Returns rows of the batch that is handed over."""
         return self.padded_rows + {"pad": -self.surplus, "drop": self.surplus}.get(self.remainder, 0)
 
     @property
     def real_rows(self) -> int:
-        """Rows that count: the batch's, without those that are dropped."""
+        """Returns rows that count: the batch's, without those that are dropped."""
         return min(self.rows, self.padded_rows)
 
     @property
     def computes_in(self) -> str:
-        """The narrowest dtype of the computation."""
+        """Returns the narrowest dtype of the computation."""
         return narrower(self.param_dtype, self.compute_dtype or self.param_dtype)
 
     def engine_options(self) -> dict[str, Any]:
-        """Keyword arguments of `get_forward_backward_func` that are not its defaults."""
+        """Returns keyword arguments of `get_forward_backward_func` that are not its defaults."""
         return {name: value for name, value in self.not_default().items() if name in ENGINE_OPTIONS}
 
     def step_options(self) -> dict[str, Any]:
-        """Those of `make_train_step` beside them."""
+        """Returns the keyword arguments of `make_train_step` besides those of the engine."""
         return {name: value for name, value in self.not_default().items() if name in CLIPPING}
 
     def not_default(self) -> dict[str, Any]:
-        """The fields that say something: name -> value."""
+        """Returns name -> value of the fields that differ from the simplest case."""
         pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {name: value for name, value in pairs if value != getattr(SIMPLEST, name)}
 
     def but(self, **changes: Any) -> Case:
-        """The same case with some fields changed."""
+        """Returns the same case with some fields changed."""
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        """One line: the mesh, the model, then what is not as in the simplest case."""
+        """Returns one line: the mesh, the model, then what differs from the simplest case."""
         sizes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
         others = {name: v for name, v in self.not_default().items() if name not in ("mesh", "model")}
         return f"{sizes} | {self.model} | {' '.join(f'{name}={_short(v)}' for name, v in others.items())}"
@@ -158,7 +158,7 @@ BY_WIDTH = ("bfloat16", "float16", "float32", "float64")
 
 
 def narrower(one: str, other: str) -> str:
-    """The dtype with the fewer bits of precision."""
+    """Returns the dtype with the fewer bits of precision."""
     return min(one, other, key=BY_WIDTH.index)
 
 

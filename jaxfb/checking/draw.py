@@ -74,23 +74,23 @@ class Dice:
         self._random = random.Random(" ".join(map(str, seed)))
 
     def one(self, *choices: Any) -> Any:
-        """One of them, all equally likely."""
+        """Draws one of the choices, all equally likely."""
         return self._random.choice(choices)
 
     def weighted(self, choices: Mapping[Any, float]) -> Any:
-        """One of the keys, as often as its value says."""
+        """Draws one of the keys with the probability of its value."""
         return self._random.choices(list(choices), list(choices.values()))[0]
 
     def chance(self, probability: float) -> bool:
-        """True so often."""
+        """Returns True with this probability."""
         return self._random.random() < probability
 
     def some(self, choices: Iterable[Any], probability: float) -> tuple:
-        """Each with that probability, in their order."""
+        """Draws a subset: each choice with this probability, in their order."""
         return tuple(choice for choice in choices if self.chance(probability))
 
     def cuts(self, total: int, parts: int, smallest: int = 1) -> tuple[int, ...]:
-        """`total` as a sum of so many ints, none below `smallest`."""
+        """Splits `total` into a sum of so many ints, none below `smallest`."""
         counts = [smallest] * parts
         for _ in range(total - smallest * parts):
             counts[self._random.randrange(parts)] += 1
@@ -98,7 +98,7 @@ class Dice:
 
 
 def draw(seed: int, index: int, own: Own | None = None) -> Case:
-    """Case `index` of a seed; around a user's own model if `own` describes one."""
+    """Draws case `index` of a seed; around a user's own model if `own` describes one."""
     dice = Dice("jaxfb check", seed, index)
     model = "own" if own else dice.weighted(MODELS)
     mesh = _mesh(dice, model, own)
@@ -181,7 +181,7 @@ def _layers(dice: Dice, own: Own | None) -> dict[str, Any]:
 
 
 def _rows(dice: Dice, values: dict[str, Any], own: Own | None) -> dict[str, Any]:
-    """Microbatches, their rows, and what is short of them or too much."""
+    """Draws the number of microbatches, their rows, and a shortage or surplus of rows."""
     replicas = prod(values["mesh"].get(axis, 1) for axis in REPLICA_AXES)
     parts = values["mesh"]["pipe"] if values.get("head_placement") == "rows" else 1
     if own:
@@ -200,7 +200,7 @@ def _rows(dice: Dice, values: dict[str, Any], own: Own | None) -> dict[str, Any]
 
 
 def _own_rows(dice: Dice, replicas: int, parts: int, rows: int) -> dict[str, Any]:
-    """Microbatches that the rows at hand divide into, else as many whole ones as there are rows for."""
+    """Returns microbatches that the rows at hand divide into, else as many whole ones as there are rows for."""
     most = rows // (replicas * parts)
     exact = [b * parts for b in range(1, most + 1) if rows % (replicas * parts * b) == 0]
     each = dice.one(*exact) if exact else parts
@@ -241,7 +241,7 @@ def _model(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers(dice: Dice, context: bool, padded: bool) -> dict[str, Any]:
-    """What the loss function returns: nothing that means something else of padding, or of a part of the tokens."""
+    """Draws what the loss function returns, leaving out what padding or a part of the tokens would change."""
     terms = dice.some([term for term in TERMS if not (padded and term == "shape")], 0.3)
     metrics = [name for name in METRICS if not (padded and name.startswith("last"))]
     outputs = [name for name in OUTPUTS if not context or name in ("row", "token", "vector")]
@@ -265,7 +265,7 @@ def _engine(dice: Dice, mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
-    """The optimizer's part, and how the function is called."""
+    """Draws the optimizer, and how the function is called."""
     plain = values["remainder"] == "error" and "context" not in values["mesh"]
     calls = {"direct": 5, "jit": 2, "placed": 2} | ({"split": 2} if plain else {})
     drawn: dict[str, Any] = {"call": dice.weighted(calls), "grad_scale": dice.weighted({1.0: 9, 4.0: 1})}

@@ -24,7 +24,7 @@ class Result:
     smallest: Case | None = None
 
     def __str__(self) -> str:
-        """Two lines: the case, and how it went."""
+        """Returns two lines: the case, and how it went."""
         first = str(self.outcome).partition("\n")[0]
         return f"{self.index:5d}  {self.outcome.seconds:5.1f} s  {self.case}\n{'':16}{first}"
 
@@ -43,7 +43,7 @@ class Found:
 
     @property
     def findings(self) -> tuple[Result, ...]:
-        """Those in which something is wrong with jaxfb."""
+        """Returns the results in which something is wrong with jaxfb."""
         return tuple(one for one in self.results if one.outcome.is_finding)
 
     def raise_if_found(self) -> None:
@@ -60,7 +60,7 @@ class Found:
 
 
 def _table(results: Iterable[Result]) -> str:
-    """How many cases of each kind there were, how many of them were refused or found something, and the worst."""
+    """Returns a table: how many cases of each kind, how many refused, how many findings, and the worst."""
     kinds: dict[str, list[Result]] = {}
     for result in results:
         for kind in _kinds(result.case):

@@ -21,7 +21,7 @@ HEADS = 2
 
 
 def linen(case: Case) -> tuple[LossFn, PyTree]:
-    """(loss function, parameters) of a Linen module."""
+    """Returns (loss function, parameters) of a Linen module."""
     from flax import linen as nn
 
     class Toy(nn.Module):
@@ -38,7 +38,7 @@ def linen(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def nnx(case: Case) -> tuple[LossFn, PyTree]:
-    """(loss function, parameters) of an NNX module: an `nnx.State`."""
+    """Returns (loss function, parameters) of an NNX module: an `nnx.State`."""
     from flax import nnx
 
     class Toy(nnx.Module):
@@ -61,7 +61,9 @@ def nnx(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def equinox(case: Case) -> tuple[LossFn, PyTree]:
-    """(loss function, parameters) of an Equinox module: its float arrays, and None where it has something else."""
+    """Returns (loss function, parameters) of an Equinox module: its float arrays, and None where it has something
+    else.
+    """
     try:
         import equinox as eqx
     except ModuleNotFoundError:
@@ -92,7 +94,7 @@ def equinox(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def built_in(case: Case) -> tuple[Pipelined, PyTree]:
-    """The built-in transformer, with experts in "moe"."""
+    """Returns the built-in transformer, with experts in "moe"."""
     experts = {"num_experts": 4, "expert_mlp_size": 8, "router_z_coefficient": 0.1}
     config = TransformerConfig(
         vocab_size=toys.VOCAB, num_layers=case.num_layers, hidden_size=8, mlp_size=8, num_heads=HEADS, head_size=4,
@@ -103,7 +105,7 @@ def built_in(case: Case) -> tuple[Pipelined, PyTree]:
 
 
 def built_in_batch(case: Case) -> dict[str, np.ndarray]:
-    """Rows of tokens with two documents each, and which of them count."""
+    """Returns rows of tokens with two documents each, and which of them count."""
     toy = toys.batch_of(case)
     segments = np.where(np.arange(case.length) < case.length // 2, 1, 2) * np.ones_like(toy["tokens"])
     targets = np.random.default_rng(case.data_seed + 2).integers(0, toys.VOCAB, toy["tokens"].shape)
@@ -116,7 +118,7 @@ def built_in_batch(case: Case) -> dict[str, np.ndarray]:
 
 
 def sums(case: Case) -> tuple[Pipelined, PyTree]:
-    """A model whose gradients are sums of the rows' integers: exact in float32, not in 16 bits."""
+    """Builds a model whose gradients are sums of the rows' integers: exact in float32, not in 16 bits."""
 
     def embed(outer, microbatch, rng):
         return outer["w"] * microbatch["x"].astype(outer["w"].dtype)
@@ -138,7 +140,7 @@ def sums_batch(case: Case) -> dict[str, np.ndarray]:
 
 
 def _loss(case: Case, apply) -> LossFn:
-    """apply: (params, tokens) -> (logits, hidden)."""
+    """Returns the loss function of a module; apply: (params, tokens) -> (logits, hidden)."""
 
     def loss(params, microbatch, rng):
         logits, hidden = apply(params, microbatch["tokens"])
@@ -148,5 +150,5 @@ def _loss(case: Case, apply) -> LossFn:
 
 
 def _cast(case: Case, params: PyTree) -> PyTree:
-    """numpy arrays in the dtype of the case's parameters."""
+    """Casts numpy arrays to the dtype of the case's parameters."""
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(case.param_dtype)), params)

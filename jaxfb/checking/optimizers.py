@@ -21,7 +21,7 @@ EPS = 1e-3  # so large that a gradient of rounding errors is no step of full len
 
 
 def optimizer_of(name: str) -> optax.GradientTransformation:
-    """The optimizer that a case names."""
+    """Returns the optimizer that a case names."""
     return OPTIMIZERS[name]()
 
 
@@ -83,12 +83,12 @@ class OneUpdate:
         self._each = jax.jit(jax.vmap(self._update, in_axes=(0, None, None)))
 
     def init(self, params: PyTree) -> PyTree:
-        """The optimizer's first state."""
+        """Returns the optimizer's first state."""
         with jax.enable_x64(self._case.x64):
             return jax.device_get(jax.jit(self._optimizer.init)(params))
 
     def __call__(self, grads: PyTree, opt_state: PyTree, params: PyTree) -> Update:
-        """The update of these gradients (float64), and how much others within the tolerance would change it."""
+        """Returns the update of these gradients (float64), and how much others within the tolerance would change it."""
         variants = jax.tree.map(lambda *leaves: np.stack(leaves), *self._variants(grads))
         with jax.enable_x64(self._case.x64):
             after, state, norms = jax.device_get(self._each(variants, opt_state, params))
@@ -111,7 +111,7 @@ class OneUpdate:
         return jnp.minimum(1, limit / (norm + (1e-6 if self._case.clip_convention == "torch" else 0)))
 
     def _variants(self, grads: PyTree) -> list[PyTree]:
-        """The gradients, and four that are a tolerance away: up, down, and twice either way at random."""
+        """Returns the gradients, and four that are a tolerance away: up, down, and twice either way at random."""
         leaves, structure = jax.tree.flatten(grads)
         rng = np.random.default_rng(0)
         signs = [rng.choice([-1.0, 1.0], leaf.shape) for leaf in leaves]
@@ -124,6 +124,6 @@ class OneUpdate:
 
 
 def _spread(leaf: np.ndarray) -> np.ndarray:
-    """Twice the largest difference of any variant to the first, [variants, ...] -> [...], in float64."""
+    """Returns twice the largest difference of any variant to the first, [variants, ...] -> [...], in float64."""
     wide = np.asarray(leaf, np.float64)
     return 2 * np.max(np.abs(wide[1:] - wide[0]), axis=0)

@@ -28,11 +28,11 @@ class Outcome:
 
     @property
     def is_finding(self) -> bool:
-        """Whether something is wrong with jaxfb."""
+        """Returns whether something is wrong with jaxfb."""
         return self.status in FINDINGS
 
     def like(self, other: Outcome) -> bool:
-        """Whether both look like the same finding."""
+        """Returns whether both look like the same finding."""
         return (self.status, self.kind) == (other.status, other.kind)
 
     def __str__(self) -> str:

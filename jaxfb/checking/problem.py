@@ -33,7 +33,7 @@ class Problem:
 
 
 def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
-    """The problem of a case; `own` for a case whose model is "own"."""
+    """Returns the problem of a case; `own` for a case whose model is "own"."""
     if case.model == "own":
         return _own(case, *own)
     if case.model in ("stages", "loss"):
@@ -48,7 +48,7 @@ def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
 
 
 def load(name: str) -> OwnModel:
-    """What `module:function` returns: (model, params, batch).
+    """Returns the (model, params, batch) that `module:function` returns.
 
     Raises:
       ValueError: there is no such function, or it returns something else.
@@ -69,7 +69,7 @@ def load(name: str) -> OwnModel:
 
 
 def check_own(own: Any, name: str) -> OwnModel:
-    """The triple itself, if it is one.
+    """Returns the triple if it is (model, params, batch), and refuses anything else.
 
     Raises:
       ValueError: it is something else, or the batch has no rows.
@@ -93,7 +93,7 @@ def check_own(own: Any, name: str) -> OwnModel:
 
 
 def facts(own: OwnModel, axes: Sequence[str] | None = None, num_devices: int = NUM_DEVICES) -> Own:
-    """What the draw has to know of a user's model."""
+    """Returns what the draw has to know about a user's model."""
     model, params, batch = own
     layers = num_layers(params) if isinstance(model, Pipelined) else None
     axes = OWN_AXES if axes is None else tuple(axes)

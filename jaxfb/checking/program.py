@@ -36,7 +36,7 @@ print(trial.try_case(case, own))  # all of it next to one device, and the update
 
 
 def program(case: Case, outcome: Outcome, flags: str, model: str | None = None) -> str:
-    """The text of a program that runs this case.
+    """Returns the text of a program that runs this case.
 
     flags: of XLA, as the search's own processes had them. model: where the user's comes from, "module:function".
     """

@@ -49,7 +49,7 @@ class OneDevice:
         self._gradient = jax.jit(jax.value_and_grad(self._objective(model), has_aux=True))
 
     def __call__(self, params: PyTree, batch: PyTree, keys: jax.Array | None) -> Answer:
-        """The answer for parameters and rows as the engine gets them; keys: one a row, or None."""
+        """Returns the answer for parameters and rows as the engine gets them; keys: one a row, or None."""
         case = self._case
         with jax.enable_x64(True):
             params = jax.tree.map(self._as_computed, params)
@@ -67,7 +67,7 @@ class OneDevice:
         )
 
     def _differentiated(self, params: PyTree, batch: PyTree, keys: Any) -> tuple[Any, PyTree, dict]:
-        """(loss, gradient, terms if they are means of means)."""
+        """Returns (loss, gradient, terms if they are means of means)."""
         case = self._case
         if case.normalize != "microbatch":
             (loss, _), grads = self._gradient(params, *_rows(batch, keys, 0, case.real_rows))
@@ -80,7 +80,7 @@ class OneDevice:
         return loss, grads, {name: Sum(value, np.ones(())) for name, value in values.items()}
 
     def _objective(self, model: LossFn | Pipelined) -> Callable:
-        """Of some rows: what they add to the loss, and what each term adds."""
+        """Returns what some rows add to the loss, and what each term adds."""
         number = self._case.num_microbatches * self._case.data_parallel
 
         def objective(params, rows, keys):
@@ -94,17 +94,17 @@ class OneDevice:
         return objective
 
     def _parts(self, batch: PyTree, keys: Any, rows: int, number: int) -> Iterator[tuple]:
-        """The real rows in parts of so many; a part that is all padding adds nothing and is left out."""
+        """Yields the real rows in parts of so many; a part that is all padding is left out."""
         for start in range(0, min(rows * number, self._case.real_rows), rows):
             yield _rows(batch, keys, start, min(start + rows, self._case.real_rows))
 
     def _as_computed(self, leaf: Any) -> jax.Array:
-        """A parameter rounded to the dtype that the case computes in."""
+        """Rounds a parameter to the dtype that the case computes in."""
         return _wide(jnp.asarray(leaf).astype(self._case.compute_dtype or leaf.dtype))
 
 
 def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Array | None) -> LossOutput:
-    """The model's answer for all rows; the terms of a `Pipelined`'s layers are added, their metrics stacked."""
+    """Returns the model's answer for all rows; terms of a `Pipelined`'s layers are added, their metrics stacked."""
     if not isinstance(model, Pipelined):
         return _as_output(model(params, rows, keys))
     outer = {name: value for name, value in params.items() if name != "layers"}
@@ -121,7 +121,7 @@ def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Arr
 
 
 def keys_of_rows(rng: jax.Array | None, rows: int) -> jax.Array | None:
-    """One key a row, keys[rows], as documented: `fold_in(rng, row)`, or rng itself if it is one a row."""
+    """Returns one key a row, keys[rows], as documented: `fold_in(rng, row)`, or rng itself if it is one a row."""
     if rng is None:
         return None
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
@@ -150,7 +150,7 @@ def _divided(term: Sum) -> jax.Array:
 
 
 def _stacked(sums: list[Sum]) -> Sum:
-    """Sums of equal shapes as one with a further first dim."""
+    """Returns sums of equal shapes as one with a further first dim."""
     totals = jnp.stack([jnp.asarray(one.total) for one in sums])
     if sums[0].weight is None:
         return Sum(totals, None)

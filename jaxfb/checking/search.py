@@ -47,7 +47,7 @@ def search(
 
 
 def result_of(index: int, run: Run, tries: int, report: Report) -> Result:
-    """Case `index` run, and made small if it finds something."""
+    """Runs case `index`, and shrinks it if it finds something."""
     case, outcome = run(index)
     smallest = None
     if outcome.is_finding and tries:
@@ -58,7 +58,7 @@ def result_of(index: int, run: Run, tries: int, report: Report) -> Result:
 
 
 def _side_by_side(indices: range, setup: Setup, jobs: int, tries: int, report: Report) -> list[Result]:
-    """The same with a worker for every thread."""
+    """Runs the cases with one worker for each thread."""
     own, workers = local(), []
 
     def run(index):

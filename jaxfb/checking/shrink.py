@@ -18,7 +18,7 @@ Feature = tuple[str, Any]
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], most: int = MOST_TRIES) -> Case:
-    """The simplest case found that `fails`, after at most so many tries.
+    """Searches for the simplest case that `fails`, in at most so many tries.
 
     Features are left out by halves, then by smaller parts, as long as the rest fails (Zeller's ddmin); then sizes
     are made small.
@@ -52,7 +52,7 @@ class _Tries:
 
 
 def features_of(case: Case) -> list[Feature]:
-    """What makes a case other than the simplest."""
+    """Returns the features in which a case differs from the simplest."""
     features: list[Feature] = []
     for name, value in case.not_default().items():
         if name == "mesh":
@@ -65,7 +65,7 @@ def features_of(case: Case) -> list[Feature]:
 
 
 def build(case: Case, features: Sequence[Feature]) -> Case:
-    """The simplest case with these features of `case`, and what has to follow from them."""
+    """Builds the simplest case with these features of `case`, and with what follows from them."""
     changes: dict[str, Any] = {name: getattr(SIMPLEST, name) for name in LISTS} | {"mesh": {}}
     for name, value in features:
         if name == "mesh":
@@ -80,7 +80,7 @@ def build(case: Case, features: Sequence[Feature]) -> Case:
 
 
 def legal(after: Case, before: Case) -> Case:
-    """A case put together of parts of another, made legal again."""
+    """Makes a case that was put together from parts of another legal again."""
     if after.pipe == 1:
         after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_A_PIPELINE})
     if not after.update:
@@ -94,7 +94,7 @@ def legal(after: Case, before: Case) -> Case:
 
 
 def _leaving_out(features: list[Feature], parts: int):
-    """The features without one of so many parts, for each of them."""
+    """Yields the features without one of so many parts, for each part."""
     bounds = [len(features) * part // parts for part in range(parts + 1)]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         yield features[:start] + features[stop:]
@@ -108,7 +108,7 @@ def _smaller_sizes(case: Case) -> list[dict[str, Any]]:
 
 
 def _with_layers(case: Case, before: Case) -> Case:
-    """As many layers as the stages ask for."""
+    """Sets as many layers as the stages need."""
     stages = case.pipe * case.num_chunks
     if case.layers_per_stage is not None:
         fits = (len(case.layers_per_stage), sum(case.layers_per_stage)) == (stages, case.num_layers)
@@ -119,7 +119,7 @@ def _with_layers(case: Case, before: Case) -> Case:
 
 
 def _with_rows(case: Case, before: Case) -> Case:
-    """Rows that the microbatches come out even with; a user's own are as many as before."""
+    """Sets rows so that the microbatches come out even; a user's own batch keeps its rows."""
     if case.head_placement == "rows" and case.rows_per_microbatch % case.pipe:
         case = case.but(rows_per_microbatch=case.pipe)
     if case.model != "own":

@@ -14,7 +14,9 @@ def of_values(case: Case) -> float:
 
 
 def of_gradients(case: Case) -> float:
-    """Of gradients, which are summed in the accumulation dtype. Those of "sums" are exact but for that."""
+    """Returns the tolerance of gradients, which are summed in the accumulation dtype; those of "sums" are exact but
+    for that.
+    """
     accumulated = case.accum_dtype or ("float64" if case.param_dtype == "float64" else "float32")
     return TOLERANCES[accumulated if case.model == "sums" else narrower(case.computes_in, accumulated)]
 

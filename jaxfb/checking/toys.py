@@ -41,7 +41,7 @@ class Named(NamedTuple):
 
 
 def params_of(case: Case) -> PyTree:
-    """Parameters as numpy arrays, in the case's containers and dtypes."""
+    """Returns parameters as numpy arrays, in the case's containers and dtypes."""
     rng = np.random.default_rng(case.data_seed)
     normal = lambda scale, *shape: rng.normal(size=shape) * scale  # noqa: E731
     layers = {"w": normal(0.3, case.num_layers, WIDTH, WIDTH), "b": normal(0.1, case.num_layers, WIDTH)}
@@ -56,7 +56,7 @@ def params_of(case: Case) -> PyTree:
 
 
 def batch_of(case: Case) -> dict[str, np.ndarray]:
-    """Tokens, which of them count, a weight and a number a row, and a factor of the loss."""
+    """Returns tokens, which of them count, a weight and a number a row, and a factor of the loss."""
     rng = np.random.default_rng(case.data_seed + 1)
     shape = (case.rows, case.length)
     mask = np.ones(shape) if case.masks == "full" else (rng.random(shape) > 0.4).astype(np.float64)
@@ -76,7 +76,7 @@ def batch_of(case: Case) -> dict[str, np.ndarray]:
 
 
 def stages(case: Case) -> Pipelined:
-    """The toy cut for stages."""
+    """Returns the toy cut for stages."""
 
     def embed(outer, microbatch, rng):
         return named(outer)["embed"][microbatch["tokens"]]
@@ -94,7 +94,7 @@ def stages(case: Case) -> Pipelined:
 
 
 def loss_fn(case: Case) -> LossFn:
-    """The toy as one function."""
+    """Returns the toy as one function."""
 
     def loss(params, microbatch, rng):
         params = named(params)
@@ -109,7 +109,7 @@ def loss_fn(case: Case) -> LossFn:
 
 
 def run_layer(case: Case, weights: PyTree, hidden: jax.Array, keys: jax.Array | None) -> jax.Array:
-    """One layer: [R, T, W] -> the same."""
+    """Runs one layer: [R, T, W] -> [R, T, W]."""
     weights = named(weights)
     mixed = jnp.tanh(hidden @ weights["w"] + weights["b"])
     if "stopped" in case.leaves:
@@ -120,7 +120,7 @@ def run_layer(case: Case, weights: PyTree, hidden: jax.Array, keys: jax.Array | 
 
 
 def score(case: Case, outer: PyTree, hidden: jax.Array, microbatch: dict) -> LossOutput:
-    """Logits of hidden [R, T, W], and what the loss function returns of them."""
+    """Returns logits of hidden [R, T, W], and what the loss function makes of them."""
     outer = named(outer)
     kernel = outer["embed"].T if case.tied else outer["head"]
     gain = outer["gain"]
@@ -132,7 +132,7 @@ def score(case: Case, outer: PyTree, hidden: jax.Array, microbatch: dict) -> Los
 
 
 def named(tree: PyTree) -> dict[str, Any]:
-    """The leaves of any of the containers, by name."""
+    """Returns the leaves of any of the containers, by name."""
     if isinstance(tree, Named):
         return {name: leaf for name, leaf in tree._asdict().items() if leaf is not None}
     if isinstance(tree, list):
@@ -141,7 +141,7 @@ def named(tree: PyTree) -> dict[str, Any]:
 
 
 def contained(container: str, tree: dict[str, Any]) -> PyTree:
-    """A dict's leaves in a container of that kind."""
+    """Puts a dict's leaves into a container of that kind."""
     if container == "ordered":
         return OrderedDict(reversed(tree.items()))
     if container == "namedtuple":
@@ -182,7 +182,7 @@ def _of_layer(case: Case, hidden: jax.Array, microbatch: dict) -> dict[str, Sum]
 
 
 def tensor_specs(params: PyTree) -> PyTree:
-    """Layers' matrices cut by columns and their vectors with them, the two tables by vocabulary."""
+    """Returns specs that cut layers' matrices and vectors by columns, and the two tables by vocabulary."""
 
     def of(path, leaf):
         dims = {"w": 2, "b": 1, "embed": 0, "head": 1}

@@ -38,7 +38,7 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
 
 
 def differences(case: Case, problem: Problem) -> list[Difference]:
-    """Everything that was compared, whether it differs or not."""
+    """Returns everything that was compared, whether it differs or not."""
     one_device = OneDevice(case, problem.model)
     want = one_device(problem.params, problem.batch, keys_of_rows(arguments.rng_of(case), case.real_rows))
     found = differences_of_outputs(case, problem, _engine(case, problem), want)
@@ -50,7 +50,7 @@ def differences(case: Case, problem: Problem) -> list[Difference]:
 def differences_of_outputs(
     case: Case, problem: Problem, got: ForwardBackwardOutput, want: Answer
 ) -> list[Difference]:
-    """Of one call of the engine: loss, terms, weights, gradients, metrics, each microbatch, outputs."""
+    """Compares one call of the engine: loss, terms, weights, gradients, metrics, each microbatch, outputs."""
     values, weights = tolerance.of_values(case), tolerance.of_weights(case)
     totals = {"loss": got.loss, **_of_terms(case, got.terms)}
     found = [
@@ -99,12 +99,12 @@ def _leaves(problem: Problem) -> list:
 
 
 def _of_terms(case: Case, terms: dict[str, Sum]) -> dict[str, Any]:
-    """What the objective adds up: values, or totals under normalize="none"."""
+    """Returns what the objective adds up: values, or totals under normalize="none"."""
     return {name: term.total if case.normalize == "none" else _value(term) for name, term in terms.items()}
 
 
 def _value(metric: Any) -> np.ndarray:
-    """What is reported of a Sum, Max, Min or Last."""
+    """Returns the reported value of a Sum, Max, Min or Last."""
     if not isinstance(metric, Sum):
         return np.asarray(metric.array)
     if metric.weight is None:
@@ -118,7 +118,7 @@ def _values(metrics: dict[str, Any]) -> dict[str, np.ndarray]:
 
 
 def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dict], list[dict]]:
-    """The values of each microbatch's metrics, of the engine and of one device."""
+    """Returns the values of each microbatch's metrics, of the engine and of one device."""
     called = {f"metrics/{name}" if name in want.terms else name: name for name in want.metrics}
     named = {called.get(name, name): m for name, m in got.per_microbatch.items() if name not in want.terms}
     number = len(want.metrics_of_microbatches)
@@ -158,7 +158,7 @@ def _raised_in_jaxfb(trace: TracebackType | None) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """The last line of jaxfb's own that an exception came through."""
+    """Returns the last line of jaxfb that an exception passed through."""
     ours = [frame for frame in traceback.extract_tb(trace) if "jaxfb" in frame.filename]
     last = (ours or traceback.extract_tb(trace))[-1]
     return f"{last.filename.rpartition('jaxfb/')[2]}:{last.lineno} {last.name}"

@@ -21,7 +21,7 @@ PyTree = Any
 
 
 def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) -> list[Difference]:
-    """Of parameters, optimizer state and `StepMetrics` after one update or two."""
+    """Compares parameters, optimizer state and `StepMetrics` after one or two updates."""
     updates = _Updates(case, problem, one_device)
     with jax.enable_x64(case.x64):
         step, params = _step(case, problem), arguments.params_as_called(case, problem.params)
@@ -42,7 +42,7 @@ class _Updates:
     def compare(
         self, step: TrainStep, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, list[Difference]]:
-        """The state after one more update, and how it differs from what one device makes of the same state."""
+        """Makes one more update and compares the state with what one device makes of the same state."""
         case, before = self._case, jax.device_get(_plain(state))
         with jax.enable_x64(case.x64):
             keys = self._keys(state) if case.rng != "none" else None
@@ -55,7 +55,7 @@ class _Updates:
         return state, [_skips(metrics, False), *self._applied(before, after, metrics, want, update)]
 
     def _keys(self, state: TrainState) -> jax.Array:
-        """The keys of the rows, as documented: the run's key folded with the attempt, then with the row."""
+        """Returns the keys of the rows, as documented: the run's key folded with the attempt, then with the row."""
         key = jax.random.fold_in(state.rng, state.attempts)
         return jax.device_put(
             jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self._case.real_rows)), jax.devices()[0]
@@ -91,14 +91,14 @@ def _step(case: Case, problem: Problem) -> TrainStep:
 
 
 def _plain(state: TrainState) -> TrainState:
-    """The state without its key, which numpy cannot hold."""
+    """Returns the state without its key, which numpy cannot hold."""
     return replace(state, rng=None)
 
 
 def _near(
     quantity: str, got: PyTree, want: PyTree, slack: PyTree, allowed: float, old: PyTree = None
 ) -> Difference:
-    """Compared number by number; what is allowed is measured by how far a leaf moved from `old`, if that is given.
+    """Compares number by number; the tolerance is relative to how far a leaf moved from `old`, if that is given.
 
     Beyond it, each number may be off by its own rounding and by `slack`.
     """
@@ -112,7 +112,7 @@ def _minus(new: Any, old: Any) -> np.ndarray:
 
 
 def _rounding(leaf: Any) -> np.ndarray:
-    """Four units in the last place of each number; nothing for integers."""
+    """Returns four units in the last place of each number; nothing for integers."""
     leaf = np.asarray(leaf)
     epsilon = tolerance.EPSILON.get(str(leaf.dtype), 0.0)
     return 4 * epsilon * np.abs(np.asarray(leaf, np.float64))
@@ -123,7 +123,7 @@ def _skips(metrics: StepMetrics, expected: bool) -> Difference:
 
 
 def _unchanged(before: TrainState, after: TrainState) -> list[Difference]:
-    """A skipped update leaves parameters and optimizer state alone, bit for bit, and is counted."""
+    """Checks that a skipped update left parameters and optimizer state alone, bit for bit, and is counted."""
     return [
         _exactly("parameters after a skipped update", after.params, before.params),
         _exactly("optimizer state after a skipped update", after.opt_state, before.opt_state),

@@ -114,7 +114,7 @@ class Worker:
         return self._pipe.recv()
 
     def _last_words(self) -> str:
-        """How the process ended, and what it wrote about that."""
+        """Returns how the process ended, and what it wrote about that."""
         code = self._process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         lines = Path(self._errors).read_text(errors="replace").splitlines()

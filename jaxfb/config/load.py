@@ -73,7 +73,7 @@ def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -
 
 
 def kind_of(values: Mapping[str, Any]) -> type:
-    """The root that these sections belong to."""
+    """Returns the root that these sections belong to."""
     if isinstance(model := values.get("model"), str):
         if isinstance(values.get("data"), Mapping):
             raise ConfigError(
@@ -116,7 +116,7 @@ _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456
 
 
 def _can_be_a_name(path: str) -> bool:
-    """Whether a file system may have it: printable, not empty and not too long."""
+    """Returns whether a file system accepts the name: printable, not empty and not too long."""
     return bool(path) and path.isprintable() and all(len(part.encode()) < 256 for part in path.split(os.sep))
 
 
@@ -161,7 +161,7 @@ def _parse(text: str, where: str) -> Any:
 
 
 def _culprit(text: str) -> str:
-    """The first value that cannot be read alone, with its line."""
+    """Returns the first value that cannot be read alone, with its line."""
     for node in _scalars(yaml.compose(text, _Loader)):
         try:
             _Loader("").construct_object(node)
@@ -190,7 +190,7 @@ def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
 
 
 def _not_found(path: Path) -> str:
-    """The refusal of a missing file: the nearest file beside it, or the nearest starter config."""
+    """Returns the refusal of a missing file: the nearest file beside it, or the nearest starter config."""
     names = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
         return f"[config] no file {path}; did you mean {path.parent / close[0]}?"
@@ -222,7 +222,7 @@ def _apply(values: dict, override: str, root: type) -> None:
 
 
 def _override_value(hint: Any, text: str, key: str) -> Any:
-    """The text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
+    """Returns the text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
     wants_text = hint is str or hint == (str | None)
     if wants_text and text not in ("null", "~", "") and text[0] not in "\"'":
         return text
@@ -230,7 +230,7 @@ def _override_value(hint: Any, text: str, key: str) -> Any:
 
 
 def _hint_at(key: str, root: type) -> Any:
-    """The type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
+    """Returns the type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
     cls: Any = root
     hint: Any = None
     for name in key.split("."):

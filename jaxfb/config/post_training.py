@@ -272,7 +272,7 @@ class RLConfig(PostTrainingConfig):
 
     @property
     def uses_reference(self) -> bool:
-        """Whether log-probs of a reference are asked for."""
+        """Returns whether log-probs of a reference are asked for."""
         return self.policy.kl_coef > 0 or self.reward.kl_coef > 0
 
 

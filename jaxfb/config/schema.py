@@ -69,7 +69,7 @@ class ConfigError(Refused):
 
 
 def build(cls: type, values: Any, prefix: str = "", root: type | None = None) -> Any:
-    """An instance of the dataclass `cls` from a mapping; nested dataclasses are built from nested mappings.
+    """Returns an instance of the dataclass `cls` from a mapping; nested dataclasses are built from nested mappings.
 
     Raises:
       ConfigError: an unknown or missing key, or a value of a wrong type.
@@ -93,19 +93,19 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
 
 @cache
 def fields_of(cls: type) -> dict[str, Any]:
-    """Name -> type of every field that `cls(...)` takes."""
+    """Returns name -> type of every field that `cls(...)` takes."""
     hints = typing.get_type_hints(cls)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def section_of(hint: Any) -> type | None:
-    """The dataclass a field holds (perhaps or None), or None for a leaf."""
+    """Returns the dataclass a field holds (perhaps or None), or None for a leaf."""
     found = [option for option in _options(hint) if dataclasses.is_dataclass(option)]
     return found[0] if found else None
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
-    """Every dotted key below `cls`, leaves and sections."""
+    """Yields every dotted key below `cls`, leaves and sections."""
     for name, hint in fields_of(cls).items():
         yield f"{prefix}{name}"
         if section := section_of(hint):
@@ -113,7 +113,7 @@ def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
 
 
 def unknown_key(key: str, root: type) -> str:
-    """The sentence for a key that does not exist: its nearest sibling, a namesake, or all there is."""
+    """Returns the sentence for a key that does not exist: its nearest sibling, a namesake, or all there is."""
     keys = list(all_keys(root))
     near = _nearest(key, keys)
     if near:
@@ -173,7 +173,7 @@ def _wrong_type(hint: Any, given: Any, key: str) -> str:
 
 
 def describe(hint: Any) -> str:
-    """A type in words: `an int or null`, `one of gpipe, 1f1b`."""
+    """Returns a type in words: `an int or null`, `one of gpipe, 1f1b`."""
     names = {int: "an int", float: "a number", str: "a text", bool: "true or false", type(None): "null"}
     parts = []
     for option in _options(hint):

@@ -34,7 +34,7 @@ class ModelConfig(TransformerConfig):
             object.__setattr__(self, name, None if name == "vocab_size" else value)
 
     def sized(self, vocab_size: int) -> TransformerConfig:
-        """The transformer itself: `vocab_size` where the config gives one, otherwise the tokenizer's."""
+        """Returns the transformer itself: `vocab_size` where the config gives one, otherwise the tokenizer's."""
         return TransformerConfig(**{**vars(self), "vocab_size": self.vocab_size or vocab_size})
 
 

@@ -13,7 +13,7 @@ from jaxfb.config.post_training import COMMANDS
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
-    """Plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
+    """Returns plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
     return {
         field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
     }
@@ -30,7 +30,7 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 
 def table(config: Any) -> list[tuple[str, Any]]:
-    """(dotted key, value) of every leaf, in reading order."""
+    """Returns (dotted key, value) of every leaf, in reading order."""
     return list(_rows(config_to_dict(config), ""))
 
 

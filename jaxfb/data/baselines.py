@@ -26,7 +26,8 @@ class Baselines:
 
 
 def count_baselines(train: PackedRows, held_out: PackedRows, vocab_size: int) -> Baselines:
-    """Unigram with add-one smoothing; bigram p(y|x) = (count(x, y) + k p(y)) / (count(x) + k).
+    """Counts a unigram model with add-one smoothing and a bigram model p(y|x) = (count(x, y) + k p(y)) / (count(x) +
+    k).
 
     k is chosen on train rows that the counts were not taken from, then everything is counted again.
     """
@@ -78,7 +79,7 @@ class _Counts:
 
 
 def _pairs(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
-    """Input and target of every counted slot, i64[num_tokens] each."""
+    """Returns input and target of every counted slot, i64[num_tokens] each."""
     step = max(CHUNK_TOKENS // rows.sequence_length, 1)
     batches = [rows.gather(np.arange(k, min(k + step, len(rows)))) for k in range(0, len(rows), step)]
     counted = [batch["loss_mask"] > 0 for batch in batches]

@@ -24,7 +24,7 @@ ABANDONED_AFTER_SECONDS = 24 * 3600
 
 
 def cache_directory(configured: str | None = None) -> Path:
-    """`configured`, else $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else .cache/jaxfb-data."""
+    """Returns `configured`, else $JAXFB_CACHE/data, else $XDG_CACHE_HOME/jaxfb/data, else .cache/jaxfb-data."""
     if configured:
         return Path(configured)
     if os.environ.get("JAXFB_CACHE"):
@@ -35,12 +35,12 @@ def cache_directory(configured: str | None = None) -> Path:
 
 
 def digest(value: object) -> str:
-    """16 hexadecimal digits of a JSON-able value."""
+    """Returns 16 hexadecimal digits of a JSON-able value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()
 
 
 def build_once(directory: Path, build: Callable[[Path], dict]) -> dict:
-    """The facts of `directory`, built by `build(draft_directory) -> facts` unless it is already whole.
+    """Returns the facts of `directory`, built by `build(draft_directory) -> facts` unless it is already whole.
 
     A build that dies leaves only a hidden draft, which no reader looks at. Two processes that build at once
     both succeed: the first to finish is kept, and the second takes what the first wrote.
@@ -67,7 +67,9 @@ def build_once(directory: Path, build: Callable[[Path], dict]) -> dict:
 
 
 def read_whole(directory: Path) -> dict | None:
-    """The facts written with `directory`, or None where it is absent or any byte of a file is not what was written."""
+    """Returns the facts written with `directory`, or None where it is absent or any byte of a file is not what was
+    written.
+    """
     try:
         sealed = json.loads((directory / SEAL).read_text())
         names = list(sealed["files"])

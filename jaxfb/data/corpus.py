@@ -47,7 +47,7 @@ class Corpus:
     held_out_stats: SplitStats
 
     def bytes_per_token(self, rows: PackedRows | None = None) -> float | None:
-        """Bytes of text for each predicted token of `rows` (default: held out); None without a tokenizer.
+        """Returns bytes of text for each predicted token of `rows` (default: held out); None without a tokenizer.
 
         Exact for "bytes" and byte-level BPE. The end of a document is a token of 0 bytes.
         """
@@ -62,7 +62,7 @@ class Corpus:
 
 
 def bits_per_byte(nats_per_token: float, bytes_per_token: float) -> float:
-    """The loss in a unit that does not depend on the tokenizer."""
+    """Returns the loss in a unit that does not depend on the tokenizer."""
     return nats_per_token / math.log(2) / bytes_per_token
 
 

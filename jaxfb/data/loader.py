@@ -62,7 +62,7 @@ class Loader:
 
     @property
     def consumed_rows(self) -> int:
-        """Rows of the global batches handed out so far, without the padding."""
+        """Returns rows of the global batches handed out so far, without the padding."""
         return self._consumed_rows
 
     @property
@@ -87,7 +87,7 @@ class Loader:
         return batch
 
     def state(self) -> dict:
-        """What `restore` needs: a few numbers, to be saved as JSON with the checkpoint."""
+        """Returns what `restore` needs: a few numbers, to be saved as JSON with the checkpoint."""
         return {
             "consumed_rows": self._consumed_rows,
             "seed": self._seed,
@@ -132,7 +132,7 @@ class Loader:
         return iter(grain.MapDataset.source(windows).to_iter_dataset(options))
 
     def _batch(self, start: int, rows: int) -> Batch:
-        """The local rows of global positions start .. start + rows; zeros past the end of the run."""
+        """Returns the local rows of global positions start .. start + rows; zeros past the end of the run."""
         index = np.arange(rows) if self._local_rows is None else self._local_rows(start, rows)
         end = start + rows if self._total_rows is None else min(start + rows, self._total_rows)
         row = [self._order(p) if p < end else -1 for p in (start + index).tolist()]
@@ -186,14 +186,14 @@ def evaluation_batches(
     local_rows: LocalRows | None = None,
     prefetch: int = 2,
 ) -> Loader:
-    """All `rows` once, in order, in whole batches: the last one is filled with rows of weight 0."""
+    """Yields all `rows` once, in order, in whole batches; the last one is filled with rows of weight 0."""
     return Loader(
         rows, rows_per_batch, seed=None, total_rows=len(rows), local_rows=local_rows, prefetch=prefetch
     )
 
 
 def row_order(num_rows: int, seed: int | None) -> Callable[[int], int]:
-    """Position in the endless stream -> row; each epoch is another permutation of all rows."""
+    """Returns position in the endless stream -> row; each epoch is another permutation of all rows."""
     if seed is None:
         return lambda position: position % num_rows
     import grain

@@ -49,16 +49,16 @@ class PackedRows:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens that are predicted, over all rows."""
+        """Returns tokens that are predicted, over all rows."""
         return int(self.length.sum(dtype=np.int64))
 
     @property
     def fill(self) -> float:
-        """Share of the slots that are not padding."""
+        """Returns share of the slots that are not padding."""
         return self.num_tokens / max(len(self) * self.sequence_length, 1)
 
     def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
-        """Tokens, targets, loss_mask, segments and positions of `rows`, each [num_rows, sequence_length].
+        """Returns tokens, targets, loss_mask, segments and positions of `rows`, each [num_rows, sequence_length].
 
         rows: i64[num_rows]; -1 gives a row of zeros, which counts nothing. All i32, but loss_mask f32.
         Segments count the pieces of a row from 1, 0 is padding; positions restart at each piece. Joined rows come
@@ -86,7 +86,7 @@ class PackedRows:
         return {name: self._spread(len(rows), slot, values) for name, values in filled.items()}
 
     def select(self, rows: np.ndarray) -> PackedRows:
-        """These rows alone, renumbered from 0."""
+        """Returns these rows alone, renumbered from 0."""
         rows = np.asarray(rows, np.int64)
         piece, _, _ = self._pieces(rows)
         counts = self.row_start[rows + 1] - self.row_start[rows]
@@ -99,12 +99,12 @@ class PackedRows:
         )
 
     def spread(self, num_rows: int) -> PackedRows:
-        """At most `num_rows` rows, evenly spread over all: a cheaper evaluation that favours no document."""
+        """Returns at most `num_rows` rows, evenly spread over all: a cheaper evaluation that favours no document."""
         num_rows = min(num_rows, len(self))
         return self if num_rows == len(self) else self.select(np.arange(num_rows) * len(self) // num_rows)
 
     def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Piece, index into `rows`, and number within the row (from 1) of every piece of `rows`."""
+        """Returns piece, index into `rows`, and number within the row (from 1) of every piece of `rows`."""
         safe = np.maximum(rows, 0)
         counts = np.where(rows < 0, 0, self.row_start[safe + 1] - self.row_start[safe])
         within = _ranges(counts)
@@ -142,7 +142,7 @@ def pack(documents: TokenDocuments, sequence_length: int, packing: str, cache: P
 
 
 def pack_lengths(lengths: np.ndarray, sequence_length: int, packing: str) -> tuple[np.ndarray, ...]:
-    """Which piece of which document goes to which row.
+    """Decides which piece of which document goes to which row.
 
     lengths: i64[num_documents], tokens of each.
     Returns document, skip and length of each piece, i64[num_pieces], sorted by row, and row_start
@@ -156,7 +156,7 @@ def pack_lengths(lengths: np.ndarray, sequence_length: int, packing: str) -> tup
 
 
 def _cut_stream(slots: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
-    """One stream of all slots, cut where a document or a row ends."""
+    """Cuts the stream of all slots where a document or a row ends."""
     ends = np.concatenate([[0], np.cumsum(slots)])
     total = int(ends[-1])
     start = np.union1d(ends, np.arange(0, total, sequence_length))
@@ -179,7 +179,7 @@ def _cut_long_documents(slots: np.ndarray, sequence_length: int) -> tuple[np.nda
 
 
 def _best_fit(length: np.ndarray, sequence_length: int) -> np.ndarray:
-    """Row of each piece: longest first, each into the open row with the least room that still holds it."""
+    """Returns the row of each piece: longest first, each into the fullest open row that still fits it."""
     row_of_piece = np.empty(len(length), np.int64)
     open_rows: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # by the room they have left
     rooms, num_rows = 0, 0  # bit r of `rooms` says that some row has room r
@@ -200,5 +200,5 @@ def _best_fit(length: np.ndarray, sequence_length: int) -> np.ndarray:
 
 
 def _ranges(counts: np.ndarray) -> np.ndarray:
-    """0..counts[0]-1, 0..counts[1]-1, ... one after the other."""
+    """Returns 0..counts[0]-1, 0..counts[1]-1, ... one after the other."""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)

@@ -47,7 +47,7 @@ class TokenStream:
         return int(self._bases[-1])
 
     def take(self, positions: np.ndarray) -> np.ndarray:
-        """i32[n]: the tokens at i64[n] positions.
+        """Returns i32[n]: the tokens at i64[n] positions.
 
         Raises:
           OutsideVocabulary: one of them is no id; it names the file and the place in it.
@@ -90,7 +90,7 @@ class TokenDocuments:
 
     @cached_property
     def num_tokens(self) -> int:
-        """Tokens that are predicted: all but the first of each document."""
+        """Returns tokens that are predicted: all but the first of each document."""
         return int((self.length - 1).sum())
 
 
@@ -117,7 +117,7 @@ def shards_key(
 
 
 def given_tokenizer(config: DataConfig) -> Tokenizer | None:
-    """The tokenizer that `config` names; None for "bpe", which has yet to be trained."""
+    """Returns the tokenizer that `config` names; None for "bpe", which has yet to be trained."""
     if config.tokenizer == "bpe":
         return None
     return ByteTokenizer() if config.tokenizer == "bytes" else load_tokenizer(config.tokenizer)

@@ -55,7 +55,7 @@ class SourceFile:
 
 
 def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None) -> list[SourceFile]:
-    """Files of a source sorted by name; with `max_bytes`, a stable choice of them that stays below it.
+    """Returns files of a source sorted by name; with `max_bytes`, a stable choice of them that stays below it.
 
     Raises ValueError when a path is missing or nothing is found.
     """
@@ -74,7 +74,7 @@ def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None
 def read_documents(
     source: str, files: list[SourceFile], text_field: str = "text", max_bytes: int | None = None
 ) -> Iterator[Document]:
-    """Non-empty documents in file order, at most `max_bytes` of text in all."""
+    """Returns non-empty documents in file order, at most `max_bytes` of text in all."""
     if source == "jsonl":
         documents = (document for file in files for document in _read_jsonl(file, text_field))
     elif len(files) == 1:
@@ -91,17 +91,17 @@ def read_documents(
 
 
 def content_hash(document: Document) -> int:
-    """64 bits of the text, the same on every machine."""
+    """Returns 64 bits of the text, the same on every machine."""
     return name_hash(document.text)
 
 
 def name_hash(name: str) -> int:
-    """64 bits of a string."""
+    """Returns 64 bits of a string."""
     return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
 
 
 def split_documents(hashes: np.ndarray, fraction: float, num_forced: int = 0) -> np.ndarray:
-    """Side of each document, i8[num_documents]: TRAIN, HELD_OUT, or DROPPED for a repeated text.
+    """Returns side of each document, i8[num_documents]: TRAIN, HELD_OUT, or DROPPED for a repeated text.
 
     hashes: u64[num_documents]. The first `num_forced` are held out and the others are not (a held-out text
     given by the user); otherwise a document is held out if its hash lies in the lowest `fraction` of all
@@ -184,7 +184,7 @@ def _tell_of_binaries(path: str, others: list[Path], number: int) -> None:
 
 
 def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
-    """A subset that does not depend on the alphabet: taken in the order of the hashes of the names."""
+    """Returns a subset that does not depend on the alphabet: taken in the order of the hashes of the names."""
     chosen, total = [], 0
     for file in sorted(files, key=lambda file: name_hash(file.name)):
         if total + file.num_bytes <= max_bytes:
@@ -226,7 +226,7 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
 
 
 def _cut_in_pieces(document: Document) -> Iterator[Document]:
-    """One big file would be one document; cut at blank lines (or lines), it can be split and shuffled."""
+    """Cuts one big file at blank lines (or lines) into documents, so that it can be split and shuffled."""
     text, start = document.text, 0
     size = max(1024, len(text) // SINGLE_FILE_PIECES)
     while start < len(text):
@@ -254,7 +254,7 @@ def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
 
 
 def _lines(path: Path) -> Iterator[bytes]:
-    """Lines with their ends, unpacked where the name ends in .gz."""
+    """Returns lines with their ends, unpacked where the name ends in .gz."""
     opener = gzip.open if path.suffix == ".gz" else open
     try:
         with opener(path, "rb") as lines:

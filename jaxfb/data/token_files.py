@@ -57,7 +57,7 @@ def _open(file: SourceFile, content: str) -> TokenFile:
 
 
 def find_documents(file: TokenFile) -> np.ndarray:
-    """Start and length of each document, i64[num_documents, 2]; neighbours share the end token between them.
+    """Returns start and length of each document, i64[num_documents, 2]; neighbours share the end token between them.
 
     So each pair of neighbouring tokens belongs to exactly one document, whether the end token is written
     before or after a text. A file without end tokens is cut into equal pieces, to be split and shuffled.

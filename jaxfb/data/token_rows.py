@@ -16,7 +16,7 @@ from jaxfb.refusal import Refused
 def token_rows(
     ids: Sequence[np.ndarray], counts: Sequence[np.ndarray], length: int | None = None
 ) -> dict[str, np.ndarray]:
-    """Leaves [rows, length]: tokens, targets, segments i32 and loss_mask f32.
+    """Returns leaves [rows, length]: tokens, targets, segments i32 and loss_mask f32.
 
     Args:
       ids: i32[n] of each sequence; a row has n - 1 slots, slot t holds token t and its target, token t + 1.
@@ -41,6 +41,6 @@ def token_rows(
 
 
 def prompt_and_response(prompt: np.ndarray, response: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """(ids, counts) of a prompt followed by a response; the response counts."""
+    """Returns (ids, counts) of a prompt followed by a response; the response counts."""
     ids = np.concatenate([prompt, response]).astype(np.int32)
     return ids, np.arange(len(ids)) >= len(prompt)

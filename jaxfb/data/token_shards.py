@@ -77,7 +77,7 @@ def _write_index(config: DataConfig, train: list[TokenFile], held_out: list[Toke
 
 
 def _documents(files: list[TokenFile], fraction: float) -> tuple[np.ndarray, np.ndarray]:
-    """Start (in the stream of all files) and length, i64[num_documents, 2], and side of each document.
+    """Returns start (in the stream of all files) and length, i64[num_documents, 2], and side of each document.
 
     The side comes from a hash of the file's name and the document's place in it.
     """
@@ -92,7 +92,7 @@ def _documents(files: list[TokenFile], fraction: float) -> tuple[np.ndarray, np.
 
 
 def _mix(x: np.ndarray) -> np.ndarray:
-    """splitmix64, vectorised."""
+    """Hashes integers by splitmix64, vectorised."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

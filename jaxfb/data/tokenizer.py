@@ -46,31 +46,33 @@ class Tokenizer(Protocol):
     added_names: tuple[str, ...]
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
-        """One i32[num_tokens] a text."""
+        """Encodes each text as i32[num_tokens]."""
 
     def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
-        """One i32[num_tokens] a text, with names of special tokens read as these tokens.
+        """Encodes each text as i32[num_tokens], reading names of special tokens as these tokens.
 
         continued: whether a text goes on another one; some tokenizers put a space before a text that does not.
         """
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
-        """Text of the ids; special tokens are left out, or appear by name."""
+        """Returns the text of the ids; special tokens are left out, or appear by name."""
 
     def id_of(self, name: str) -> int | None:
-        """Of a special token such as <|im_start|>; None where the vocabulary has none of that name."""
+        """Returns the id of a special token such as <|im_start|>, or None if the vocabulary has none of that name."""
 
     def name_of(self, token: int) -> str:
-        """Of an id: the inverse of `id_of`."""
+        """Returns the name of an id: the inverse of `id_of`."""
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
-        """Share of the characters (white space left out) that are in no token but the unknown one, and some of them."""
+        """Returns share of the characters (white space left out) that are in no token but the unknown one, and some
+        of them.
+        """
 
     def token_bytes(self) -> np.ndarray:
-        """i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
+        """Returns i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
 
     def is_token(self) -> np.ndarray:
-        """bool[vocab_size]: which ids are tokens; a vocabulary may have holes."""
+        """Returns bool[vocab_size]: which ids are tokens; a vocabulary may have holes."""
 
     def save(self, path: Path) -> None:
         """Writes one file that `load_tokenizer` reads."""
@@ -203,7 +205,7 @@ class LibraryTokenizer:
 
     @cached_property
     def _unknown_id(self) -> int | None:
-        """Of the token that stands for what the vocabulary does not have, by the name or number in the model."""
+        """Returns the id of the unknown token, by its name or number in the model."""
         model = json.loads(self._serialized)["model"]
         return model["unk_id"] if "unk_id" in model else self._vocab.get(model.get("unk_token"))
 
@@ -245,7 +247,7 @@ def absent_ids(tokenizer: Tokenizer, vocab_size: int) -> tuple[tuple[int, int], 
 
 
 def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
-    """Byte-level BPE of at most `vocab_size` tokens, learnt from the first SAMPLE_BYTES of `texts`.
+    """Trains a byte-level BPE of at most `vocab_size` tokens on the first SAMPLE_BYTES of `texts`.
 
     The same texts in the same order give the same tokenizer. Every byte is a token, so nothing is unknown.
     """
@@ -266,7 +268,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int) -> LibraryTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Tokenizer:
-    """The tokenizer in a tokenizer.json, or in a directory that holds one.
+    """Loads the tokenizer in a tokenizer.json, or in a directory that contains one.
 
     Raises ValueError when there is none, or it cannot be read.
     """

@@ -30,7 +30,7 @@ def accumulate(
     accum_dtypes: PyTree,
     scatter: Callable[[PyTree], PyTree] | None = None,
 ) -> tuple[PyTree, LossOutput]:
-    """Gradients of this replica's rows, seeded and summed; and every microbatch's LossOutput.
+    """Computes gradients of this replica's rows, seeded and summed, and every microbatch's LossOutput.
 
     Args:
       params: as the microbatch loop holds them (`parallel.data.compute_params`).
@@ -64,7 +64,7 @@ def accumulate(
 
 
 def forward(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> LossOutput:
-    """Every microbatch's LossOutput, leaves [num_microbatches, ...], without a backward."""
+    """Computes every microbatch's LossOutput, leaves [num_microbatches, ...], without a backward."""
 
     def step(_, inputs):
         with jax.named_scope("forward"):
@@ -74,10 +74,10 @@ def forward(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Arr
 
 
 def split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
-    """What is differentiated of an answer, by term, and the answer: the two that `jax.vjp(..., has_aux=True)` wants."""
+    """Splits an answer into what is differentiated, by term, and the answer, as `jax.vjp(..., has_aux=True)` wants."""
     return {name: term.total for name, term in out.terms.items()}, out
 
 
 def added(sums: PyTree, values: PyTree) -> PyTree:
-    """sums + values, in the sums' dtypes."""
+    """Returns sums + values, in the sums' dtypes."""
     return jax.tree.map(lambda leaf, value: leaf + value.astype(leaf.dtype), sums, values)

@@ -31,22 +31,22 @@ class Bubbles:
 
     @classmethod
     def around(cls, stage: Any, poison: bool) -> Bubbles:
-        """Those of a stage, given as the jaxpr of its forward."""
+        """Returns the bubbles of a stage, given the jaxpr of its forward."""
         return cls(poison, skipped=not poison and platform_here() == "cpu" and not _meets_everybody(stage))
 
     def fill(self, valid: jax.Array, tree: PyTree) -> PyTree:
-        """The input of a stage."""
+        """Returns the input of a stage."""
         if not self.poison:
             return tree
         return jax.tree.map(lambda leaf: jnp.where(valid == 1, leaf, jnp.full_like(leaf, jnp.nan)), tree)
 
     def unless_idle(self, valid: jax.Array, do: Callable[[], PyTree], idle: Callable[[], PyTree]) -> PyTree:
-        """`do()` in a tick that is `valid`; in a bubble that too, or `idle()`, something of the same shapes."""
+        """Returns do(); in a bubble, if computation is skipped, idle(), which must have the same shapes."""
         return lax.cond(valid == 1, do, idle) if self.skipped else do()
 
 
 def _meets_everybody(stage: Any) -> bool:
-    """Whether devices of several stages meet inside of it, so that none of them may stay away.
+    """Returns True if the stage contains a collective that spans stages, so no device may skip it.
 
     XLA's permutes on CPU wait for all devices of the mesh, other collectives for those of their group, which are of
     one stage. Which ones XLA adds for an automatic axis is not known yet.

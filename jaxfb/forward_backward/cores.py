@@ -33,16 +33,16 @@ class Core(Protocol):
     how: Execution
 
     def hold(self, params: PyTree) -> PyTree:
-        """The parameters as the loop over microbatches reads them, made once a call."""
+        """Returns the parameters as the loop over microbatches reads them, made once a call."""
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes) -> tuple[PyTree, LossOutput]:
-        """Local gradients of `held`, and every microbatch's answer, [num_microbatches, ...] leaves."""
+        """Returns local gradients of `held`, and every microbatch's answer, [num_microbatches, ...] leaves."""
 
     def forward(self, held, microbatches, keys) -> LossOutput:
-        """The answers alone."""
+        """Returns the answers alone."""
 
     def reduce(self, grads: PyTree, grad_specs: PyTree, axes: tuple[str, ...]) -> PyTree:
-        """Gradients like params, summed over `axes` (and pipe), each leaf once."""
+        """Returns gradients like params, summed over `axes` (and pipe), each leaf once."""
 
 
 @dataclass(frozen=True)
@@ -64,18 +64,18 @@ class Execution:
         return self.fsdp_gather == "layer"
 
     def bring(self, specs: PyTree, dtypes: PyTree):
-        """A function from shards to whole parameters, for use inside the loop."""
+        """Returns a function from shards to whole parameters, for use inside the loop."""
         return lambda shards: data.materialize(shards, specs, dtypes) if self.gathers_in_loop else shards
 
     def bring_layer(self):
-        """`bring` for one layer, whose specs are those of the stacked leaves without their first dim."""
+        """Returns `bring` for one layer, whose specs are those of the stacked leaves without their first dim."""
         one = jax.tree.map(
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
         return self.bring(one, self.dtypes["layers"])
 
     def bring_outer(self):
-        """`bring` for everything beside the layers."""
+        """Returns `bring` for everything beside the layers."""
         return self.bring(outer_params(self.specs), outer_params(self.dtypes))
 
     def outer_to_shards(self):
@@ -84,7 +84,7 @@ class Execution:
         return lambda grads: data.to_shards(grads, specs) if self.gathers_in_loop else grads
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
-        """A run of the model's layers, which keeps that of its forward."""
+        """Returns a run of the model's layers, which keeps that of its forward."""
         bring = self.bring_layer()
 
         def layer(shards, hidden, microbatch, rng):

@@ -39,13 +39,13 @@ class Ends(ABC):
         self._embed_device, self._loss_device = embed_device, loss_device
 
     def loss(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput:
-        """This device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
+        """Returns this device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
         return self._neutral_elsewhere(self._head(outer, *self._spread(hidden, given)))
 
     def loss_backward(
         self, outer: PyTree, hidden: PyTree, given: Given, seeds: dict
     ) -> tuple[LossOutput, PyTree, PyTree]:
-        """(its part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
+        """Returns (its part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
         hidden, given = self._spread(hidden, given)
 
         def totals(outer, hidden):
@@ -56,7 +56,7 @@ class Ends(ABC):
         return self._neutral_elsewhere(out), self._own(grads), self._collect(cotangent)
 
     def whole(self, out: LossOutput) -> LossOutput:
-        """Every device's parts, [num_microbatches, ...] leaves, brought together over pipe."""
+        """Returns every device's parts, [num_microbatches, ...] leaves, gathered over pipe."""
         terms, metrics = lax.psum((out.terms, _of(out.metrics, Sum)), "pipe")
         for kind, collective in ((Last, lax.psum), (Max, lax.pmax), (Min, lax.pmin)):
             metrics |= across(collective, _of(out.metrics, kind), ("pipe",))
@@ -65,38 +65,38 @@ class Ends(ABC):
 
     @abstractmethod
     def embed(self, outer: PyTree, given: Given) -> PyTree:
-        """hidden, on embed_device at least."""
+        """Returns hidden, on embed_device at least."""
 
     @abstractmethod
     def embed_backward(self, outer: PyTree, given: Given, cotangent: PyTree, mine: jax.Array) -> PyTree:
-        """This device's part of the gradient of `outer`; the cotangent counts where it is `mine`."""
+        """Returns this device's part of the gradient of `outer`; the cotangent counts where it is `mine`."""
 
     @abstractmethod
     def _head(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput: ...
 
     @abstractmethod
     def _spread(self, hidden: PyTree, given: Given) -> tuple[PyTree, Given]:
-        """What this device's head reads, from what loss_device has."""
+        """Returns what this device's head reads, from what loss_device has."""
 
     @abstractmethod
     def _collect(self, cotangent: PyTree) -> PyTree:
-        """The cotangent of hidden on loss_device, from those of what each device's head read."""
+        """Returns the cotangent of hidden on loss_device, from those of what each device's head read."""
 
     @abstractmethod
     def _own(self, grads: PyTree) -> PyTree:
-        """The part of the gradient of `outer` that is this device's to add."""
+        """Returns the part of the gradient of `outer` that is this device's to add."""
 
     @abstractmethod
     def _answers(self) -> jax.Array:
-        """bool[]: whether this device's answer counts."""
+        """Returns bool[]: whether this device's answer counts."""
 
     @abstractmethod
     def _answers_last(self) -> jax.Array:
-        """bool[]: whether the last rows are in this device's answer."""
+        """Returns bool[]: whether the last rows are in this device's answer."""
 
     @abstractmethod
     def _whole_output(self, leaf: jax.Array) -> jax.Array:
-        """[num_microbatches, rows, ...] of all rows, from each device's."""
+        """Returns [num_microbatches, rows, ...] of all rows, from each device's."""
 
     def _neutral_elsewhere(self, out: LossOutput) -> LossOutput:
         def neutral(metric):
@@ -201,7 +201,9 @@ class VocabularyEnds(Ends):
         return cotangent
 
     def _own(self, grads):
-        """Its share of what is cut, its part of what is shared; of the rest, of which all have all, on one device."""
+        """Returns this device's gradient contribution: its shard of sharded leaves, its partial sum of row-shared
+        leaves; replicated leaves count on loss_device only.
+        """
         here, parts = self._answers(), self._cut
         if self._model.vocabulary.shared is not None:
             parts = jax.tree.map(max, parts, self._model.vocabulary.shared(grads))
@@ -221,7 +223,8 @@ PLACEMENTS = {"vocabulary": VocabularyEnds, "rows": RowEnds, "last": LastEnds}
 
 
 def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: int, tensor: int) -> str:
-    """The head placement for a model: what was asked, else "vocabulary" where it is offered and divides, else "last".
+    """Returns the head placement for a model: what was asked, else "vocabulary" where it is offered and divides, else
+    "last".
 
     Raises:
       ValueError: the name is unknown, or "vocabulary" is not possible.
@@ -267,7 +270,7 @@ def _masked(mine: jax.Array, tree: PyTree) -> PyTree:
 
 
 def _psum(leaf: jax.Array) -> jax.Array:
-    """Sum over pipe of an array that is zero on all devices but one; booleans too."""
+    """Returns sum over pipe of an array that is zero on all devices but one; booleans too."""
     return across(lax.psum, leaf, ("pipe",))
 
 

@@ -222,7 +222,7 @@ class ForwardBackward:
             _check_backward(self.schedule_for(plan.num_microbatches))
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Where each parameter lives: a tree of PartitionSpec over pipe, fsdp and tensor."""
+        """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
         pipelined = isinstance(model, Pipelined)
         rule = self.tensor_specs or (model.param_specs if pipelined else None)
         tensor_specs = (
@@ -236,14 +236,14 @@ class ForwardBackward:
         return sharding.param_specs(params, self.mesh, tensor_specs, pipe_dims, stacked=pipelined)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Where each gradient lives: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
+        """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
         specs = self.param_specs(model, params)
         if self.optimizer_sharding == "none":
             return specs
         return sharding.optimizer_specs(specs, params, self.mesh)
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
-        """The schedule that a plan with so many microbatches runs under; None without a pipeline."""
+        """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
         if self.pipe == 1:
             return None
         if isinstance(self.schedule, schedules.Schedule):
@@ -251,12 +251,12 @@ class ForwardBackward:
         return _make_schedule(self.schedule, self.pipe, num_microbatches, self.num_chunks)
 
     def head_placement_for(self, model: Pipelined, params: PyTree) -> str:
-        """Where a pipeline computes this model's head: "vocabulary", "rows" or "last"."""
+        """Returns where a pipeline computes this model's head: "vocabulary", "rows" or "last"."""
         tensor = axis_size(self.mesh, "tensor")
         return choose_placement(self.head_placement, model, outer_params(params), self.pipe, tensor)
 
     def _pipe_dims(self, model: Pipelined, params: PyTree) -> PyTree:
-        """The dim of each leaf that the stages share out, -1 where each holds all of it."""
+        """Returns the dim of each leaf that the stages share out, -1 where each holds all of it."""
         even = self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1
         outer = outer_params(params)
         if self.head_placement_for(model, params) == "vocabulary":
@@ -267,7 +267,7 @@ class ForwardBackward:
 
     @property
     def pipe(self) -> int:
-        """Number of devices along the pipe axis."""
+        """Returns number of devices along the pipe axis."""
         return axis_size(self.mesh, "pipe")
 
 
@@ -320,7 +320,7 @@ def _core(
 
 
 def _compute_dtypes(fb: ForwardBackward, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-    """What each leaf is cast to: a tree like params. What is counted stays as it is."""
+    """Returns the dtype that each leaf is cast to, a tree like params; leaves that are counted stay as they are."""
     counted = _counted(model)
     stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
     return jax.tree.map(

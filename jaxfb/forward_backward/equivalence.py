@@ -69,12 +69,12 @@ class Difference:
 
     @property
     def size(self) -> float:
-        """The larger of the relative differences, of loss and gradient."""
+        """Returns the larger of the relative differences, of loss and gradient."""
         return max(self.loss, self.relative)
 
     @property
     def where(self) -> str:
-        """Mesh and schedule."""
+        """Returns mesh and schedule."""
         return f"{self.mesh} {self.schedule}".strip()
 
 
@@ -88,12 +88,12 @@ class Equivalence:
 
     @property
     def ran(self) -> tuple[Difference, ...]:
-        """The cases that were not refused."""
+        """Returns the cases that were not refused."""
         return tuple(one for one in self.differences if not one.refused)
 
     @property
     def worst(self) -> Difference:
-        """The case with the largest relative difference, of loss or gradient.
+        """Returns the case with the largest relative difference, of loss or gradient.
 
         Raises:
           ValueError: nothing ran.
@@ -261,7 +261,7 @@ def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
 
 
 def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -> tuple[float, PyTree]:
-    """(loss, gradient) of all rows at once on one device."""
+    """Returns (loss, gradient) of all rows at once on one device."""
     loss_fn = sequential(model) if isinstance(model, Pipelined) else model
     rows = len(jax.tree.leaves(batch)[0])
     keys = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1))
@@ -295,7 +295,7 @@ def _difference(names: tuple[str, str], plan: BatchPlan, got: tuple, whole: tupl
 
 
 def _apart(a: Any, b: Any) -> float:
-    """Largest |a - b|; infinite where one alone is not finite."""
+    """Returns largest |a - b|; infinite where one alone is not finite."""
     a, b = np.asarray(a, np.float64), np.asarray(b, np.float64)
     same = (a == b) | (np.isnan(a) & np.isnan(b))
     with np.errstate(invalid="ignore"):
@@ -317,7 +317,7 @@ def _cast(tree: PyTree, dtype: str) -> PyTree:
 
 
 def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
-    """The meshes of MESHES for which there are devices, and of which the model can use each axis."""
+    """Returns the meshes of MESHES for which there are devices, and of which the model can use each axis."""
     usable = lambda sizes: isinstance(model, Pipelined) or "pipe" not in sizes  # noqa: E731
     count = len(jax.devices())
     return [sizes for sizes in MESHES if usable(sizes) and count % int(np.prod(list(sizes.values()))) == 0]

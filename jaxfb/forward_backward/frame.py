@@ -46,7 +46,9 @@ class Frame:
     def run(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, grad_scale: jax.Array
     ) -> tuple:
-        """(grads, loss, terms, metrics, per_microbatch, outputs, which outputs are of tokens), whole arrays all."""
+        """Returns (grads, loss, terms, metrics, per_microbatch, outputs, which outputs are of tokens), all whole
+        arrays.
+        """
         outputs = _Outputs(self.mesh)
         whole = jax.tree.map(self._seen_by_one_device, params, self.specs, self.core.how.dtypes)
         batch_specs = specs_of(microbatches, self.mesh)
@@ -79,7 +81,7 @@ class Frame:
         return self.core.reduce(grads, self.grad_specs, split_axes(self.mesh)), out
 
     def _weights(self, whole: PyTree, microbatches: PyTree, keys: jax.Array | None) -> dict:
-        """Every term's weight in every microbatch of this replica, before anything else."""
+        """Returns every term's weight in every microbatch of this replica, before anything else."""
         plain = as_loss_fn(self.model)
         cut = jax.tree.map(lambda leaf: leaf.ndim > 2, microbatches) if self._cuts_sequences else None
         return term_weights(plain, whole, microbatches, keys, self._num_parts(microbatches), cut)
@@ -93,7 +95,7 @@ class Frame:
         return seeds(weights, reduced, self.normalize, num_parts, grad_scale, dtype)
 
     def _records(self, out: LossOutput, weights: dict) -> tuple:
-        """(loss, terms, metrics, per_microbatch), reduced over replicas and context."""
+        """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""
         totals = {name: term.total for name, term in out.terms.items()}
         totals = reduce_records(totals, ("context",)) if self._cuts_sequences else totals
         local = {name: Sum(total, weights[name]) for name, total in totals.items()}
@@ -110,11 +112,11 @@ class Frame:
         return objective(terms, self.normalize), terms, metrics, {**each, **per_microbatch}
 
     def _num_parts(self, by_microbatch: PyTree) -> int:
-        """Microbatches of a replica times replicas, from leaves [num_microbatches, ...]."""
+        """Returns microbatches of a replica times replicas, from leaves [num_microbatches, ...]."""
         return jax.tree.leaves(by_microbatch)[0].shape[0] * data_parallel(self.mesh)
 
     def _seen_by_one_device(self, leaf: jax.Array, spec: P, dtype: Any) -> jax.ShapeDtypeStruct:
-        """A parameter as the model's own code sees it: cast, and whole but for its share of the experts."""
+        """Returns a parameter as the model's own code sees it: cast, and whole but for its share of the experts."""
         cut = (axis_size(self.mesh, "expert") if "expert" in sharding.axes_of(entry) else 1 for entry in spec)
         shape = [size // parts for size, parts in zip(leaf.shape, [*cut, *[1] * leaf.ndim], strict=False)]
         return jax.ShapeDtypeStruct(tuple(shape), dtype)
@@ -143,7 +145,7 @@ class _Outputs:
         return across(lax.psum, of_rows, ("context",)) if self._cut else of_rows, of_tokens
 
     def joined(self, of_rows: list, of_tokens: list) -> tuple[PyTree, PyTree]:
-        """(the outputs, tree like them of bool: which are of tokens)."""
+        """Returns (the outputs, tree like them of bool: which are of tokens)."""
         rows, tokens = iter(of_rows), iter(of_tokens)
         leaves = [next(tokens) if token else next(rows) for token in self._of_tokens]
         return jax.tree.unflatten(self._structure, leaves), jax.tree.unflatten(

@@ -39,7 +39,9 @@ class InPlace:
     to_shards: Callable[[PyTree], PyTree]
 
     def takes(self, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> bool:
-        """Whether there is something to add up, and all of hidden has a cotangent: integers have none to carry."""
+        """Returns whether there is something to add up, and every leaf of hidden has a cotangent (integers have
+        none).
+        """
         if jax.tree.leaves(microbatches)[0].shape[0] == 1:
             return False
         hidden = self._hidden(params, _first(microbatches, keys))
@@ -53,7 +55,7 @@ class InPlace:
         seeds: dict,
         accum_dtypes: PyTree,
     ) -> tuple[PyTree, LossOutput]:
-        """As `accumulate`: gradients of this replica's rows, seeded and summed; and every microbatch's LossOutput."""
+        """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput."""
 
         def step(carry, inputs):
             (grads, kept), (microbatch, row_keys, seed) = carry, inputs
@@ -65,7 +67,7 @@ class InPlace:
         return grads, out
 
     def _microbatch(self, params, grads, kept, given: Given, seeds: dict):
-        """((grads with this microbatch's added, what its layers kept), its answer)."""
+        """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
         outer = self.bring_outer(outer_params(params))
         with jax.named_scope("forward"):
@@ -96,7 +98,7 @@ class InPlace:
             return split_totals(as_loss_output(self.model.head(outer, hidden, *given)))
 
     def _hidden(self, params, given: Given) -> PyTree:
-        """Shapes of what the layers are given."""
+        """Returns shapes of what the layers are given."""
         return jax.eval_shape(lambda p, g: self._embed(self.bring_outer(outer_params(p)), g), params, given)
 
     def _empty(self, params, given: Given) -> PyTree:
@@ -115,7 +117,7 @@ def _only_chunk(sums: PyTree) -> Target:
 
 
 def _first(microbatches: PyTree, keys: jax.Array | None) -> Given:
-    """Shapes of one microbatch and its keys."""
+    """Returns shapes of one microbatch and its keys."""
     one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
     return jax.tree.map(one, Given(microbatches, keys))
 

@@ -108,7 +108,7 @@ def as_metric(name: str, metric: Any) -> Sum | Max | Min | Last:
 
 
 def _as_sum(what: str, given: Sum) -> Sum:
-    """The Sum in arrays whose sums lose nothing: booleans become int32, bfloat16 and float16 become float32.
+    """Returns the Sum in arrays whose sums lose nothing: booleans become int32, bfloat16 and float16 become float32.
 
     A weight that is a Python float is of the total's dtype, so that it does not make a float32 loss float64.
     """
@@ -161,7 +161,7 @@ def _check_outputs(outputs: PyTree, microbatch: PyTree) -> None:
 
 
 def _described(value: Any) -> str:
-    """What a value is, in words: its type, and its shape if it is an array, or its keys if it is a dict."""
+    """Describes a value in words: its type, and its shape if it is an array, or its keys if it is a dict."""
     if isinstance(value, (jax.Array, np.ndarray)):
         return f"an array {value.dtype}{list(value.shape)}"
     if isinstance(value, dict):

@@ -54,13 +54,15 @@ def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatc
 
 
 def specs_of(microbatches: PyTree, mesh: Mesh) -> PyTree:
-    """PartitionSpecs of [num_microbatches, rows, (length,) ...] leaves: rows over replicas, length over context."""
+    """Returns PartitionSpecs of [num_microbatches, rows, (length,) ...] leaves: rows over replicas, length over
+    context.
+    """
     cut = axis_size(mesh, "context") > 1
     return jax.tree.map(lambda leaf: rows_spec(mesh, cut and len(leaf.shape) > 2), microbatches)
 
 
 def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:
-    """The spec of one such leaf."""
+    """Returns the spec of one such leaf."""
     rows = (None, replica_axes(mesh))
     return (
         PartitionSpec(*rows, "context")
@@ -70,7 +72,7 @@ def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:
 
 
 def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:
-    """[num_microbatches, rows per global microbatch, ...] leaves back to [rows, ...], padding removed.
+    """Merges [num_microbatches, rows per global microbatch, ...] leaves to [rows, ...] and removes padding.
 
     Whole on every device, so that a leaf costs one gather whatever the number of microbatches. `of_tokens`: a
     tree like it of bool, leaves [..., length, ...] that a context axis has in its own order.
@@ -87,7 +89,7 @@ def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> Py
 
 
 def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
-    """One PRNG key a row, keys[rows]: `fold_in(rng, row)`, or `rng` itself if it already holds one a row.
+    """Returns a PRNG key for each row, keys[rows]: `fold_in(rng, row)`, or `rng` itself if it already is one per row.
 
     A row's key depends on its place in the global batch and on nothing about how the batch was split.
     """
@@ -104,7 +106,7 @@ def row_keys(rng: jax.Array | int | None, plan: BatchPlan) -> jax.Array | None:
 
 
 def split_keys(keys: jax.Array | None, plan: BatchPlan) -> jax.Array | None:
-    """[rows] keys to [num_microbatches, rows per global microbatch]."""
+    """Reshapes keys [rows] to [num_microbatches, rows per global microbatch]."""
     rows = plan.rows_per_global_microbatch
     return None if keys is None else keys[: plan.padded_rows].reshape(plan.num_microbatches, rows)
 

@@ -37,16 +37,17 @@ class Packed:
 
     @property
     def padding_fraction(self) -> float:
-        """Share of the computed tokens that are none of any row."""
+        """Returns share of the computed tokens that are none of any row."""
         return self.arrangement.padding_fraction
 
     def restore(self, outputs: PyTree) -> PyTree:
-        """[array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where no token stood;
+        """Restores [array rows, width, ...] to [rows, length, ...] in the order of the rows, 0 where there was no
+        token;
         without packing also [array rows, ...] to [rows, ...]."""
         return jax.tree.map(self._restored, outputs)
 
     def keys(self, rng: jax.Array | int | None) -> jax.Array | None:
-        """The same key for each row as without a budget: one key, or one an array row from one a row.
+        """Returns the same key for each row as without a budget: one key, or one for each array row from one per row.
 
         Raises:
           PlanError: rows share array rows.
@@ -100,12 +101,12 @@ class Packed:
 
 
 def is_arranged(batch: PyTree) -> bool:
-    """Whether a batch has the leaf that every batch under a token budget has."""
+    """Returns whether a batch has the leaf that every batch under a token budget has."""
     return isinstance(batch, dict) and SEGMENTS in batch
 
 
 def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
-    """Tokens of each row: its last token that belongs to a segment, counted on the host.
+    """Returns tokens of each row: its last token that belongs to a segment, counted on the host.
 
     Raises:
       ValueError: the batch is traced, or has no `segments`.
@@ -131,7 +132,7 @@ def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
 
 
 def _index(made: Arrangement) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Row, column and segment number (0: padding) of every token of every array row, i32[array rows, width]."""
+    """Returns row, column and segment number (0: padding) of every token of every array row, i32[array rows, width]."""
     row, column, segment = (np.zeros((len(made.bins), made.width), np.int32) for _ in range(3))
     for line, bin_ in enumerate(made.bins):
         at = 0

@@ -77,7 +77,7 @@ class Executor:
         seeds: dict | None,
         accum_dtypes: Weights | None,
     ) -> tuple[Weights | None, LossOutput]:
-        """Gradients of this device's layers and its part of those of `outer`; and every microbatch's answer.
+        """Computes gradients of this device's layers, its part of those of `outer`, and every microbatch's answer.
 
         seeds, accum_dtypes: None for a program without a backward.
         """
@@ -99,7 +99,9 @@ class Executor:
             )[0]
 
     def _answer(self, buffers: Buffers) -> LossOutput:
-        """The records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the pipe."""
+        """Returns the records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the
+        pipe.
+        """
         records, layers = jax.tree.map(lambda leaf: leaf[:-1], (buffers.records, buffers.layer_records))
         return self.ends.whole(with_layers(records, layers))
 
@@ -121,7 +123,7 @@ class _Tick:
         self._bubbles = Bubbles.around(stage, executor.poison)
 
     def _traced(self) -> tuple[Shapes, Any]:
-        """What a stage reads and writes, in shapes, and the jaxpr of its forward."""
+        """Returns what a stage reads and writes, in shapes, and the jaxpr of its forward."""
         given, layers = jax.eval_shape(lambda: (self._given(jnp.int32(0)), self._layers(jnp.int32(0))))
         hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
         trace = jax.make_jaxpr(self._stage.forward, return_shape=True)
@@ -240,7 +242,7 @@ class _Tick:
         return b._replace(grads=b.grads._replace(layers=sums))
 
     def _slot(self, buffers: PyTree, row: dict, name: str) -> Slot | None:
-        """None where the program keeps nothing for a backward."""
+        """Returns the slot's shapes; None where the program keeps nothing for a backward."""
         return Slot(buffers, row[name]) if self._program.num_residual_slots else None
 
     def _layers(self, chunk: jax.Array) -> Layers:
@@ -253,7 +255,7 @@ class _Tick:
         return {name: self._seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
 
     def _among_all(self, layers: Layers, out: LossOutput) -> LossOutput:
-        """Metrics [l, ...] of a chunk's layers at their places among all layers, [num_layers, ...]."""
+        """Puts metrics [l, ...] of a chunk's layers at their places among all layers, [num_layers, ...]."""
         number = sum(self._layout.layers_per_stage)
         place = lambda leaf: jnp.zeros((number, *leaf.shape[1:]), leaf.dtype).at[layers.index].add(leaf)  # noqa: E731
         return LossOutput(out.terms, jax.tree.map(place, out.metrics))
@@ -289,12 +291,12 @@ class _Tick:
 
 
 def _when(valid: np.ndarray) -> str:
-    """Whether something happens in "all" ticks of a phase, in "some" or in "none"."""
+    """Returns whether something happens in "all" ticks of a phase, in "some" or in "none"."""
     return "all" if valid.all() else "some" if valid.any() else "none"
 
 
 def _if(when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
-    """`do(tree)` where valid, else tree. The predicate is the same on all devices, so collectives may be inside."""
+    """Returns `do(tree)` where valid, else tree; all devices agree on the predicate, so collectives may be inside."""
     if when == "some":
         return lax.cond(valid == 1, do, lambda same: same, tree)
     return do(tree) if when == "all" else tree

@@ -33,7 +33,7 @@ def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> tuple[dict, dict]:
 
 
 def _of_all(metric: Sum | Max | Min | Last) -> Sum | Max | Min | Last:
-    """The metric of all microbatches of this replica, from those of each."""
+    """Returns the metric of all microbatches of this replica, from those of each."""
     over = {Sum: jnp.sum, Max: jnp.max, Min: jnp.min, Last: lambda leaf, axis: leaf[-1]}[type(metric)]
     return jax.tree.map(lambda leaf: over(leaf, axis=0), metric)
 
@@ -50,7 +50,7 @@ def _reduced(metric: Sum | Max | Min | Last, axes: tuple[str, ...]) -> Sum | Max
 
 
 def _in_blocks(values: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
-    """`reduce` of [num_microbatches, ...] leaves in blocks of about RECORD numbers."""
+    """Applies `reduce` to [num_microbatches, ...] leaves in blocks of about RECORD numbers."""
 
     def padded(leaf):
         block = max(1, RECORD // max(1, leaf[0].size))
@@ -60,7 +60,7 @@ def _in_blocks(values: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
 
 
 def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
-    """name -> [num_microbatches] of total / weight on this replica, 0 where nothing was counted."""
+    """Returns name -> [num_microbatches] of total / weight on this replica, 0 where nothing was counted."""
     return {name: term.value for name, term in terms.items()}
 
 

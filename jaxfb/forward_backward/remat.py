@@ -28,7 +28,7 @@ _VIEWS = {
 
 
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
-    """`layer` with the recomputation of that name.
+    """Returns `layer` with the recomputation of that name.
 
     "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of flash
     attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer" and

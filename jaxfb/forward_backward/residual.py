@@ -50,12 +50,12 @@ class Residual:
         self._eqns = needed(self._program.jaxpr.eqns, again)
 
     def kept(self, vjp: Callable) -> list:
-        """The leaves to keep of a VJP that the same function gave."""
+        """Returns the leaves to keep of a VJP that the same function gave."""
         values = dict(zip(self._names(), jax.tree.leaves(vjp), strict=True))
         return [values[var] for var in self._kept]
 
     def rebuilt(self, kept: list, at_hand: PyTree) -> Callable:
-        """The VJP again."""
+        """Rebuilds the VJP."""
         jaxpr = self._program.jaxpr
         env = dict(zip(jaxpr.invars, jax.tree.leaves(at_hand), strict=False))
         env |= dict(zip(self._kept, kept, strict=True))
@@ -63,7 +63,7 @@ class Residual:
         return jax.tree.unflatten(self._tree, evaluate(self._eqns, env, constants, self._leaves))
 
     def _names(self) -> list:
-        """The leaves as keys of a dict; a literal has no hash."""
+        """Returns the leaves as keys of a dict; a literal has no hash."""
         return [id(var) if isinstance(var, Literal) else var for var in self._leaves]
 
     def _lasting(self) -> set:

@@ -25,7 +25,8 @@ def sequential(
     bring_outer: Bring = None,
     bring_layer: Bring = None,
 ) -> LossFn:
-    """The model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics stacked.
+    """Returns the model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics
+    stacked.
 
     Args:
       remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
@@ -62,7 +63,7 @@ def as_loss_fn(model: LossFn | Pipelined) -> LossFn:
 
 
 def num_layers(params: dict) -> int:
-    """Length of the stacked layer dim.
+    """Returns length of the stacked layer dim.
 
     Raises:
       ValueError: params has no "layers", or its leaves are stacked to different lengths.
@@ -80,7 +81,7 @@ def num_layers(params: dict) -> int:
 
 
 def layer_keys(rng: jax.Array | None, index: jax.Array) -> jax.Array | None:
-    """The row keys of one layer: each row's key folded with the index of the layer in the whole model."""
+    """Returns the row keys of one layer: each row's key folded with the index of the layer in the whole model."""
     return None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
 
 
@@ -127,12 +128,12 @@ def rows_of(microbatch: PyTree) -> int:
 
 
 def sum_of_layers(stacked: LossOutput) -> LossOutput:
-    """Terms [layers] summed; metrics stay [layers, ...]."""
+    """Sums terms [layers]; metrics stay [layers, ...]."""
     return LossOutput(jax.tree.map(lambda per_layer: per_layer.sum(0), stacked.terms), stacked.metrics)
 
 
 def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
-    """The head's answer with the layers' terms and metrics beside its own."""
+    """Returns the head's answer together with the layers' terms and metrics."""
     for kind, ours, theirs in (("term", out.terms, layers.terms), ("metric", out.metrics, layers.metrics)):
         if both := sorted(set(ours) & set(theirs)):
             raise Refused(

@@ -25,7 +25,7 @@ class Slot(NamedTuple):
     index: jax.Array
 
     def put(self, values: PyTree, *place: jax.Array) -> Slot:
-        """values at buffers[index], or at buffers[index, place]."""
+        """Writes values to buffers[index], or to buffers[index, place]."""
 
         def put(leaf, value):
             at = (self.index, *place, *(jnp.int32(0),) * value.ndim)
@@ -36,7 +36,7 @@ class Slot(NamedTuple):
         return Slot(jax.tree.map(put, self.buffers, values), self.index)
 
     def get(self, *place: jax.Array) -> PyTree:
-        """buffers[index], or buffers[index, place]."""
+        """Reads buffers[index], or buffers[index, place]."""
 
         def get(leaf):
             where = 1 + len(place)

@@ -43,7 +43,7 @@ class SplitBackward:
         self._saved_vars = self._crossing()
 
     def now(self, only_now: PyTree, always: PyTree) -> tuple[list, PyTree]:
-        """(saved, input gradient)."""
+        """Returns (saved, input gradient)."""
         jaxpr = self._program.jaxpr
         env = dict(zip(jaxpr.invars, jax.tree.leaves((only_now, always)), strict=True))
         out = evaluate(self._eqns_now, env, self._constants(), [*self._saved_vars, *self._input_vars])
@@ -51,7 +51,7 @@ class SplitBackward:
         return out[:cut], jax.tree.unflatten(self._inputs, out[cut:])
 
     def later(self, saved: list, always: PyTree) -> PyTree:
-        """The weight gradient."""
+        """Returns the weight gradient."""
         invars = self._program.jaxpr.invars[self._num_now :]
         env = dict(zip(invars, jax.tree.leaves(always), strict=True)) | dict(
             zip(self._saved_vars, saved, strict=True)
@@ -64,7 +64,7 @@ class SplitBackward:
         return dict(zip(self._program.jaxpr.constvars, self._program.consts, strict=True))
 
     def _crossing(self) -> list[Var]:
-        """Values that only the first part can know and the second reads, in a fixed order."""
+        """Returns values that only the first part can know and the second reads, in a fixed order."""
         jaxpr = self._program.jaxpr
         made_now = {var for eqn in self._eqns_now for var in eqn.outvars}
         first = made_now | set(jaxpr.invars[: self._num_now])
@@ -73,7 +73,7 @@ class SplitBackward:
 
 
 def needed(eqns: list, outvars: list) -> list:
-    """The equations on which those variables depend, in order."""
+    """Returns the equations on which those variables depend, in order."""
     wanted = {var for var in outvars if not isinstance(var, Literal)}
     kept = []
     for eqn in reversed(eqns):
@@ -84,7 +84,7 @@ def needed(eqns: list, outvars: list) -> list:
 
 
 def _cheaper_now(now: list, later: list, only_now: list, cotangents: list, outvars: list) -> list:
-    """The equations of `later` that make fewer bytes cross if they run now.
+    """Returns the equations of `later` that make fewer bytes cross if they run now.
 
     The products with a cotangent, which are the work to be put off, stay. Everything else that reads a value of
     the first part goes now, and from the end on comes back where its inputs are no larger than its outputs.

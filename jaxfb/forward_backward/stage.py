@@ -73,7 +73,7 @@ class Stage:
     def forward(
         self, layers: Layers, hidden: PyTree, given: Given, slot: Slot | None = None
     ) -> tuple[PyTree, LossOutput, Slot | None]:
-        """(hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads).
+        """Returns (hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads).
 
         slot: None keeps nothing.
         """
@@ -92,7 +92,7 @@ class Stage:
     def backward(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, target: Target
     ) -> tuple[PyTree, PyTree]:
-        """(target.sums with the gradient of the parameters added, cotangent of the stage's input).
+        """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input).
 
         seeds: name -> cotangent of the total of each of the layers' terms.
         """
@@ -110,7 +110,7 @@ class Stage:
     def backward_input(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, saved: Slot
     ) -> tuple[Slot, PyTree]:
-        """(saved with what `backward_weight` needs, cotangent of the stage's input)."""
+        """Returns (saved with what `backward_weight` needs, cotangent of the stage's input)."""
         kept = self._kept(layers, slot, given)
 
         def one(carry, inputs):
@@ -124,7 +124,9 @@ class Stage:
     def backward_weight(
         self, layers: Layers, slot: Slot, saved: Slot, seeds: dict, given: Given, target: Target
     ) -> PyTree:
-        """target.sums with the gradient of the parameters added; `backward_input` of the microbatch came first."""
+        """Returns target.sums with the gradient of the parameters added; call `backward_input` of the microbatch
+        first.
+        """
 
         def one(sums, inputs):
             place, layer = inputs[0], Layers(*inputs[1])
@@ -135,7 +137,7 @@ class Stage:
         return self._backwards(one, target.sums, layers)
 
     def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
-        """Shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
+        """Returns shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
         if self._keep == "input":
             return hidden
 
@@ -145,7 +147,7 @@ class Stage:
         return _stacked(jax.eval_shape(one, layers, hidden, given), layers)
 
     def saved(self, layers: Layers, hidden: PyTree, seeds: dict, given: Given) -> PyTree:
-        """Shapes of what waits for `backward_weight`, [l, ...]."""
+        """Returns shapes of what waits for `backward_weight`, [l, ...]."""
 
         def one(layers, before, seeds, given):
             layer = _layer(layers, 0)
@@ -157,7 +159,7 @@ class Stage:
     def _layer_forward(
         self, layer: Layers, before: PyTree, given: Given
     ) -> tuple[PyTree, LossOutput, PyTree]:
-        """(hidden, terms and metrics, what is kept by layer)."""
+        """Returns (hidden, terms and metrics, what is kept by layer)."""
         if self._keep == "residuals":
             (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, given)
         else:
@@ -167,14 +169,14 @@ class Stage:
         return after, out, kept
 
     def _layer_backward_input(self, layer: Layers, kept, cotangent, seeds: dict, given: Given):
-        """(what the weight gradient needs, cotangent of the layer's input)."""
+        """Returns (what the weight gradient needs, cotangent of the layer's input)."""
         only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
         number = len(jax.tree.leaves(cotangent))
         self._split = self._split or SplitBackward(self._split_form, only_now, always, number)
         return self._split.now(only_now, always)
 
     def _plain(self, params, hidden, microbatch, rng):
-        """One layer as (hidden and totals, what is not differentiated: weights and metrics)."""
+        """Returns one layer as (hidden and totals, what is not differentiated: weights and metrics)."""
         after, out = self._layer(params, hidden, microbatch, rng)
         totals, weights = (
             {name: getattr(term, part) for name, term in out.terms.items()} for part in ("total", "weight")
@@ -182,7 +184,9 @@ class Stage:
         return (after, totals), (weights, out.metrics)
 
     def _vjp(self, at_hand: PyTree, hidden: PyTree):
-        """((hidden, totals), VJP to (params, hidden), the rest) of one layer; at_hand: (params, microbatch, rng)."""
+        """Returns ((hidden, totals), VJP to (params, hidden), the rest) of one layer; at_hand: (params, microbatch,
+        rng).
+        """
         params, microbatch, rng = at_hand
         return jax.vjp(lambda p, h: self._plain(p, h, microbatch, rng), params, hidden, has_aux=True)
 
@@ -201,7 +205,7 @@ class Stage:
         return vjp((cotangent, seeds))
 
     def _arguments(self, layer, kept, cotangent, seeds, given) -> tuple[PyTree, PyTree]:
-        """A layer's backward's arguments: those that are gone when W runs, those that are at hand then too."""
+        """Returns a layer's backward's arguments: those that are gone when W runs, and those that are still there."""
         if self._keep == "residuals":
             return cotangent, (layer, seeds, given, kept)
         return (cotangent, kept), (layer, seeds, given, None)
@@ -213,7 +217,7 @@ class Stage:
         return self._layer_backward(layer, kept, cotangent, seeds, given)
 
     def _kept(self, layers: Layers, slot: Slot, given: Given) -> Callable[[jax.Array], PyTree]:
-        """place -> what the backward of that layer reads."""
+        """Returns place -> what the backward of that layer reads."""
         if self._keep != "input":
             return slot.get
 
@@ -228,7 +232,7 @@ class Stage:
         return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
     def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> PyTree:
-        """What `one` carries through (place, layer) from the last to the first; it stacks nothing.
+        """Runs `one` through (place, layer) from the last to the first and returns what it carries; nothing is stacked.
 
         Written out by hand: what `lax.scan` unrolls becomes a function that is called, and the TPU's compiler ends the
         process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
@@ -245,7 +249,7 @@ class Stage:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
     def _add(self, sums: PyTree, target: Target, place: jax.Array, layer: Layers, grads: PyTree) -> PyTree:
-        """One layer's gradients added at sums[chunk, place], in place; nothing where they do not count."""
+        """Adds one layer's gradients to sums[chunk, place], in place; nothing where they do not count."""
         counts = target.valid & layer.real if self._padded else target.valid
 
         def add(leaf, grad):
@@ -274,7 +278,7 @@ def _layer(layers: Layers, place: int) -> Layers:
 
 
 def _stacked(one: PyTree, layers: Layers) -> PyTree:
-    """Shapes of one layer -> those of all of them."""
+    """Returns the shapes of all layers from the shapes of one."""
     number = layers.index.shape[0]
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 

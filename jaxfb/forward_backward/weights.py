@@ -32,7 +32,7 @@ def term_weights(
     num_parts: int,
     cut: PyTree = None,
 ) -> dict:
-    """Weights of every term in every microbatch of this replica: name -> [num_microbatches].
+    """Returns weights of every term in every microbatch of this replica: name -> [num_microbatches].
 
     Only the part of the loss function that the weights need is run; the forward itself is cut away.
     A weight that reads tokens which a context axis cuts is a part, and summed over context; one that does not
@@ -101,7 +101,7 @@ _MADE_UP = 2**22
 
 
 def _made_up(params: PyTree) -> PyTree:
-    """Parameters of those shapes and dtypes."""
+    """Returns parameters of those shapes and dtypes."""
     rng = np.random.default_rng(0)
     return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape), leaf.dtype), params)
 
@@ -131,7 +131,7 @@ class _TermsProgram:
         self.names, self.weighted = list(totals), list(weights)
 
     def run(self, names: list[str]) -> dict:
-        """The weights of those terms: name -> [num_microbatches]."""
+        """Returns the weights of those terms: name -> [num_microbatches]."""
         return lax.scan(lambda _, data: (None, self.of_one((None, *data), (), names)), None, self._data)[1]
 
     def of_one(self, arguments: tuple, totals: Sequence[str], weights: Sequence[str]) -> dict:
@@ -148,17 +148,17 @@ class _TermsProgram:
         return dict(zip(names, function(*given), strict=True))
 
     def weights_reading(self, cut: PyTree) -> list[str]:
-        """The terms whose weight reads one of those leaves of the microbatch."""
+        """Returns the terms whose weight reads one of those leaves of the microbatch."""
         leaves = jax.tree.leaves(cut)
         reads = lambda name: self._read(weights=[name])[self._num_params :]  # noqa: E731
         return [name for name in self.weighted if any(map(min, zip(reads(name), leaves, strict=False)))]
 
     def params_read(self) -> list[bool]:
-        """Whether the objective depends on each leaf of the parameters."""
+        """Returns whether the objective depends on each leaf of the parameters."""
         return self._read(totals=self.names)[: self._num_params]
 
     def total_reads_microbatch(self, name: str) -> bool:
-        """Whether the term's total differs between microbatches, by their rows or by their keys."""
+        """Returns whether the term's total differs between microbatches, by their rows or by their keys."""
         return any(self._read(totals=[name])[self._num_params :])
 
     def check_data_only(self, params: PyTree) -> None:
@@ -187,7 +187,7 @@ class _TermsProgram:
                 )
 
     def _read(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
-        """Which inputs those quantities depend on."""
+        """Returns which inputs those quantities depend on."""
         return prune(self._program, self._outputs(totals, weights))[1]
 
     def _outputs(self, totals: Sequence[str] = (), weights: Sequence[str] = ()) -> list[bool]:
@@ -195,13 +195,13 @@ class _TermsProgram:
 
 
 def _evenly(params: PyTree, microbatches: PyTree, num_parts: int) -> jax.Array:
-    """1 / num_parts for each microbatch: [num_microbatches]."""
+    """Returns 1 / num_parts for each microbatch: [num_microbatches]."""
     dtype = jnp.result_type(jnp.float32, *(leaf.dtype for leaf in jax.tree.leaves(params)))
     return jnp.full(jax.tree.leaves(microbatches)[0].shape[0], 1 / num_parts, dtype)
 
 
 def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any, dtype: Any) -> dict:
-    """Cotangent of every term's total in every microbatch of this replica: name -> [num_microbatches].
+    """Returns cotangent of every term's total in every microbatch of this replica: name -> [num_microbatches].
 
     "global":     scale / (weight of the whole global batch)
     "microbatch": scale / (weight of this microbatch * number of microbatches * replicas): a mean of means
@@ -222,11 +222,11 @@ def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any
 
 
 def reciprocal(weight: jax.Array) -> jax.Array:
-    """1 / weight, and 0 where the weight is 0."""
+    """Returns 1 / weight, and 0 where the weight is 0."""
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
 
 
 def objective(terms: dict[str, Sum], normalize: str) -> jax.Array:
-    """The loss of the whole global batch from its reduced terms."""
+    """Returns the loss of the whole global batch from its reduced terms."""
     values = [term.total if normalize == "none" else term.value for term in terms.values()]
     return sum(values[1:], values[0])

@@ -63,7 +63,7 @@ def _parts(leaf: jax.Array, sums: Mapping[int, Hashable]) -> dict[Any, dict[int,
 
 @lru_cache(maxsize=8)
 def _self_test(mesh: Mesh) -> Any:
-    """A program without arguments whose f32[devices, TEST_SIZE] has one row from each device."""
+    """Returns a program without arguments whose f32[devices, TEST_SIZE] has one row from each device."""
 
     def one_device() -> jax.Array:
         x = jnp.cos(jnp.arange(TEST_SIZE**2, dtype=jnp.float32)).reshape(TEST_SIZE, TEST_SIZE)

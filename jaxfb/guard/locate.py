@@ -91,7 +91,7 @@ def _flags(model: Pipelined, params: PyTree, microbatch: PyTree, keys: Any) -> t
 
 
 def _objective(out: LossOutput) -> jax.Array:
-    """The terms divided by their weights, as a global batch of this one microbatch would be."""
+    """Returns the terms divided by their weights, as a global batch of this one microbatch would be."""
     return sum(
         jnp.where(term.weight == 0, 0, term.total / jnp.where(term.weight == 0, 1, term.weight)).astype(
             jnp.float32

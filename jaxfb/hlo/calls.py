@@ -12,7 +12,7 @@ _SAME = ("copy", "bitcast", "convert")
 
 
 def callees(instruction: Instruction, computations: dict) -> list[tuple[str, int | None]]:
-    """(computation, how often one run of the instruction runs it, None if unknown).
+    """Returns (computation, how often one run of the instruction runs it, None if unknown).
 
     What an asynchronous instruction runs belongs to its start.
     """
@@ -31,7 +31,9 @@ def callees(instruction: Instruction, computations: dict) -> list[tuple[str, int
 
 
 def times_run(computations: dict, entry: str) -> dict[str, int | None]:
-    """How often each computation runs: once the entry, a while body its caller's times the loop's length."""
+    """Returns how often each computation runs: the entry once, a while body its caller's count times the loop's
+    length.
+    """
     calls: dict[str, list[tuple[str, int | None]]] = {}
     for caller, instructions in computations.items():
         for instruction in instructions:
@@ -55,7 +57,8 @@ def _times_or_unknown(count: int | None, factor: int | None) -> int | None:
 
 
 def trip_count(loop: Instruction, computations: dict[str, list[Instruction]]) -> int | None:
-    """XLA's own count of a loop's turns, or else that of a loop that counts up to a constant; None if unknown.
+    """Returns XLA's own count of a loop's iterations, else that of a loop that counts up to a constant; None if
+    unknown.
 
     A loop that XLA has unrolled counts by more than one.
     """
@@ -78,7 +81,7 @@ def _named(role: str, rest: str) -> str:
 
 
 def _scalar(instruction: Instruction) -> int | None:
-    """The value of an integer constant."""
+    """Returns the value of an integer constant."""
     if instruction.opcode != "constant" or not re.match(r"[su]\d+\[\]", instruction.result):
         return None
     return int(instruction.rest.split(")")[0])
@@ -89,7 +92,7 @@ def _index(instruction: Instruction) -> int:
 
 
 def _given(loop: Instruction, computations: dict[str, list[Instruction]]) -> dict[int, int]:
-    """The integer constants among what a loop is given, by their place in its tuple."""
+    """Returns the integer constants among what a loop is given, by their place in its tuple."""
     name = operand_names(loop)[0]
     for body in computations.values():
         made = {one.name: one for one in body}
@@ -100,7 +103,7 @@ def _given(loop: Instruction, computations: dict[str, list[Instruction]]) -> dic
 
 
 def _step(body: list[Instruction], counter: int, given: dict[int, int]) -> int:
-    """By how much a turn moves the counter; 1 where that cannot be read."""
+    """Returns by how much an iteration moves the counter; 1 where that cannot be read."""
     made = {one.name: one for one in body}
     root = next((one for one in body if one.is_root and one.opcode == "tuple"), None)
     if root is None or counter >= len(operand_names(root)):
@@ -110,7 +113,7 @@ def _step(body: list[Instruction], counter: int, given: dict[int, int]) -> int:
 
 
 def _value(name: str, made: dict, given: dict[int, int], counter: int = -1) -> tuple[bool, int] | None:
-    """(whether it is the counter plus a number, the number) of a value; None if it is anything else."""
+    """Returns (whether it is the counter plus a number, the number) of a value; None if it is anything else."""
     one = made.get(name)
     if one is None:
         return None

@@ -51,7 +51,7 @@ class Collective:
     op_name: str
 
     def axes(self, mesh: Mesh) -> tuple[str, ...]:
-        """The axes of `mesh` along which it moves data, outermost first."""
+        """Returns the axes of `mesh` along which it moves data, outermost first."""
         moved = set()
         for group in self.replica_groups or (tuple(range(mesh.size)),):
             places = np.unravel_index(group, mesh.devices.shape)
@@ -60,7 +60,7 @@ class Collective:
 
 
 def collectives(compiled_text: str) -> list[Collective]:
-    """Every collective of a compiled program, with loop bodies multiplied by their trip counts.
+    """Returns every collective of a compiled program, with loop bodies multiplied by their trip counts.
 
     A branch of a conditional counts as if it were always taken. What a TPU compiler has fused is one collective as
     well: an all-reduce with the slice behind it (a reduce-scatter), and one that a chain of fusions carries out.
@@ -79,7 +79,7 @@ def collectives(compiled_text: str) -> list[Collective]:
 
 
 def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
-    """kind -> (arrays moved, bytes moved) by one run of the program on one device."""
+    """Returns kind -> (arrays moved, bytes moved) by one run of the program on one device."""
     arrays, size = Counter(), Counter()
     for one in found:
         if one.times is None:
@@ -92,7 +92,7 @@ def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
 
 
 def collective_kind(opcode: str, computation: str = "") -> str | None:
-    """Such as "all-reduce", of its start too; None for what is no collective."""
+    """Returns the kind, such as "all-reduce", of a collective or of its start; None for other operations."""
     opcode = opcode.removesuffix("-start")
     if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
         return "reduce-scatter"
@@ -100,13 +100,13 @@ def collective_kind(opcode: str, computation: str = "") -> str | None:
 
 
 def chain_of(instruction: Instruction) -> str | None:
-    """What the links of one collective that a chain of fusions carries out have in common: their channel."""
+    """Returns the channel that all links of one collective share, if a chain of fusions carries it out."""
     link = "chain_id=" in instruction.rest and re.search(r"channel_id=\d+", instruction.rest)
     return link[0] if link else None
 
 
 def _is_first(instruction: Instruction, chains: set[str]) -> bool:
-    """Whether this is not a further link of a chain seen before."""
+    """Returns whether this is the first link of its chain."""
     chain = chain_of(instruction)
     first = chain is None or chain not in chains
     chains.add(chain)
@@ -114,7 +114,7 @@ def _is_first(instruction: Instruction, chains: set[str]) -> bool:
 
 
 def collective(instruction, kind, siblings, times, computation) -> Collective:
-    """One instruction of that kind; `siblings` are the instructions beside it."""
+    """Returns the Collective of one instruction; `siblings` are the instructions of the same computation."""
     operands = _operands(instruction, siblings)
     moved, came = bytes_of(operands), bytes_of(instruction.result)
     if instruction.opcode.endswith("-start") and kind != "all-reduce":

@@ -12,7 +12,8 @@ _PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
 
 def groups_of(rest: str) -> tuple[tuple[int, ...], ...]:
-    """Positions in the device assignment, group by group; of a permute the (source, target) pairs; () is all.
+    """Returns positions in the device assignment, group by group; for a permute (source, target) pairs; () is all
+    devices.
 
     Raises:
       ValueError: they are written in an unknown way.
@@ -37,13 +38,13 @@ def _listed(text: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _iota(shape, dims, order) -> tuple[tuple[int, ...], ...]:
-    """`[4,2]<=[2,4]T(1,0)`: count up to 8, shape it [2, 4], transpose, reshape to 4 groups of 2."""
+    """Expands `[4,2]<=[2,4]T(1,0)`: count up to 8, shape it [2, 4], transpose, reshape to 4 groups of 2."""
     numbers = np.arange(np.prod(dims)).reshape(dims)
     return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
 
 
 def _named(sizes: dict[str, int], order: str | None, written: str) -> tuple[tuple[int, ...], ...]:
-    """`mesh['data'=2,'fsdp'=4] {'fsdp'}`: positions that differ along the named axes only.
+    """Expands `mesh['data'=2,'fsdp'=4] {'fsdp'}`: positions that differ along the named axes only.
 
     written: the axes, of which some may be parts of an axis: `'fsdp':(2)4` is the part of size 4 behind a part of
     size 2, counted from the outermost. order: such as `[4,2]T(1,0)`, how the mesh counts its devices; None: in their

@@ -31,7 +31,7 @@ class Instruction:
 
 
 def parse(text: str) -> tuple[dict[str, list[Instruction]], str]:
-    """(computation -> its instructions, in the order in which they run; the name of the entry)."""
+    """Parses a program: (computation -> its instructions in the order in which they run, the name of the entry)."""
     computations: dict[str, list[Instruction]] = {}
     entry, current = None, None
     for line in text.splitlines():
@@ -59,18 +59,18 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def operand_names(instruction: Instruction) -> list[str]:
-    """The names of the instructions whose results it is given, in order."""
+    """Returns the names of the instructions whose results it is given, in order."""
     inside = instruction.rest[: closing("(" + instruction.rest) - 2]
     return re.findall(r"%([^\s,()]+)", inside)
 
 
 def types(body: list[Instruction]) -> dict[str, str]:
-    """Instruction -> the type of its result, of one computation."""
+    """Returns instruction -> type of its result, for one computation."""
     return {one.name: one.result for one in body}
 
 
 def closing(text: str) -> int:
-    """Position after the bracket that closes the first one."""
+    """Returns position after the bracket that closes the first one."""
     depth = 0
     for position, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -80,7 +80,7 @@ def closing(text: str) -> int:
 
 
 def bytes_of(types: str) -> int:
-    """Of the arrays in a type such as `(f32[4], bf16[2,2])`."""
+    """Returns the bytes of the arrays in a type such as `(f32[4], bf16[2,2])`."""
     return sum(
         _bits(dtype) * int(np.prod([int(size) for size in shape.split(",") if size], dtype=np.int64)) // 8
         for dtype, shape in _ARRAY.findall(types)
@@ -93,10 +93,10 @@ def _bits(dtype: str) -> int:
 
 
 def arrays_of(types: str) -> int:
-    """How many arrays are in a type."""
+    """Returns how many arrays are in a type."""
     return len(_ARRAY.findall(types))
 
 
 def has_array(text: str) -> bool:
-    """Whether a type is written there."""
+    """Returns whether a type contains an array."""
     return _ARRAY.search(text) is not None

@@ -35,7 +35,7 @@ def gae(
     lam: float = 0.95,
     whitened: bool = True,
 ) -> Estimate:
-    """Generalized advantage estimation (arXiv:1506.02438), over the counted tokens of each row.
+    """Computes generalized advantage estimation (arXiv:1506.02438) over the counted tokens of each row.
 
         delta_t = r_t + gamma V_{t+1} - V_t,  A_t = delta_t + gamma lam A_{t+1},  returns = A + V
 
@@ -65,7 +65,7 @@ def gae(
 def grpo(
     rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray, *, by_std: bool = True, eps: float = 1e-6
 ) -> np.ndarray:
-    """(reward - mean of the group) / (std of the group + eps) on every counted token (arXiv:2402.03300).
+    """Computes (reward - mean of the group) / (std of the group + eps) on every counted token (arXiv:2402.03300).
 
     by_std=False leaves the division out: Dr. GRPO (arXiv:2503.20783). The std is that of a sample (ddof 1). A
     group of one row keeps its reward: it has no mean to compare with.
@@ -86,12 +86,14 @@ def grpo(
 
 
 def dr_grpo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """reward - mean of the group (arXiv:2503.20783). With aggregation "seq-mean-token-sum-norm" it is the paper's."""
+    """Computes reward - mean of the group (arXiv:2503.20783). With aggregation "seq-mean-token-sum-norm" it is the
+    paper's.
+    """
     return grpo(rewards, groups, mask, by_std=False)
 
 
 def rloo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """reward - mean of the others in the group (arXiv:2402.14740); a group of one row keeps its reward."""
+    """Computes reward - mean of the others in the group (arXiv:2402.14740); a group of one row keeps its reward."""
     rewards = np.asarray(rewards, np.float64)
     baselines = np.zeros_like(rewards)
     for members in group_members(groups, rewards):
@@ -101,7 +103,9 @@ def rloo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarra
 
 
 def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """reward - mean of the group weighted by response lengths, the baseline of least variance (arXiv:2505.23585)."""
+    """Computes reward - mean of the group weighted by response lengths, the baseline of least variance
+    (arXiv:2505.23585).
+    """
     rewards = np.asarray(rewards, np.float64)
     lengths, baselines = (np.asarray(mask) != 0).sum(1), np.zeros_like(rewards)
     for members in group_members(groups, rewards):
@@ -111,7 +115,7 @@ def opo(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray
 
 
 def gpg(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """(R / rows with a reward that is not 0) * (reward - mean of the group) (arXiv:2504.02546)."""
+    """Computes (R / rows with a reward that is not 0) * (reward - mean of the group) (arXiv:2504.02546)."""
     rewards = np.asarray(rewards, np.float64)
     return len(rewards) / max(np.count_nonzero(rewards), 1) * dr_grpo(rewards, groups, mask)
 
@@ -133,7 +137,7 @@ def remax(rewards: np.ndarray, baselines: np.ndarray, mask: np.ndarray) -> Estim
 
 
 def reinforce_plus_plus(rewards: np.ndarray, mask: np.ndarray, *, gamma: float = 1.0) -> Estimate:
-    """Discounted rewards from each token on, whitened over the whole rollout (arXiv:2501.03262).
+    """Computes discounted rewards from each token on, whitened over the whole rollout (arXiv:2501.03262).
 
     Tokens that do not count are skipped: they neither discount nor end a return.
 
@@ -154,12 +158,12 @@ def reinforce_plus_plus(rewards: np.ndarray, mask: np.ndarray, *, gamma: float =
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """reward - mean of the group, whitened over the tokens of the whole rollout (arXiv:2501.03262)."""
+    """Computes reward - mean of the group, whitened over the tokens of the whole rollout (arXiv:2501.03262)."""
     return whiten(dr_grpo(rewards, groups, mask), mask)
 
 
 def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> np.ndarray:
-    """(values - mean) / sqrt(variance + 1e-8) over the counted slots, of all rows together; 0 elsewhere.
+    """Computes (values - mean) / sqrt(variance + 1e-8) over the counted slots of all rows together; 0 elsewhere.
 
     The variance is that of a sample (ddof 1). shift_mean=False adds the mean again.
 
@@ -192,7 +196,7 @@ OUTCOME_ESTIMATORS: dict[str, Callable] = {
 
 
 def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
-    """The rows of each group.
+    """Returns the rows of each group.
 
     Raises:
       ValueError: rewards are not one a row, or not as many as groups.
@@ -208,5 +212,5 @@ def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:
 
 
 def on_tokens(per_row: np.ndarray, mask: np.ndarray) -> np.ndarray:
-    """float[R] put on every counted token: float64[R, S]."""
+    """Puts float[R] on every counted token: float64[R, S]."""
     return np.where(np.asarray(mask) != 0, np.asarray(per_row, np.float64)[:, None], 0.0)

@@ -30,7 +30,7 @@ def aggregate(
     *,
     scale: float | None = None,
 ) -> Sum:
-    """The Sum whose value, over the global batch, is the mean that `aggregation` names.
+    """Returns the Sum whose value, over the global batch, is the mean that `aggregation` names.
 
     With l the losses, m the mask, N = sum of m, B = sequences with a counted token, n_i = tokens of sequence i:
 

@@ -61,7 +61,9 @@ def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, nu
 
 @lru_cache(maxsize=64)
 def coupled(loss: Callable, num_inputs: int, leaves: tuple, structure: Any) -> tuple[str, ...]:
-    """The names of what does not add up over rows; leaves: ((name, (dims after the first, dtype)), ...)."""
+    """Returns the names of quantities that do not add up over rows; leaves: ((name, (dims after the first, dtype)),
+    ...).
+    """
     rng = np.random.default_rng(0)
     made_up = {name: _made_up(name, *shape, rng) for name, shape in leaves}
     microbatch = jax.tree.unflatten(structure, [made_up[name] for name, _ in leaves])
@@ -74,7 +76,7 @@ def coupled(loss: Callable, num_inputs: int, leaves: tuple, structure: Any) -> t
 
 
 def _both_ways(loss: Callable) -> Callable:
-    """(floats, microbatch) -> what the loss gives of all rows, and the same summed over rows taken one by one."""
+    """Returns (floats, microbatch) -> the loss of all rows together, and the sum of the losses of single rows."""
 
     def answers(floats, microbatch):
         def objective(floats):
@@ -98,7 +100,7 @@ def _both_ways(loss: Callable) -> Callable:
 
 
 def _named(out: LossOutput) -> dict[str, Any]:
-    """What must add up over rows."""
+    """Returns the quantities that must add up over rows, by name."""
     named = {f"the total of term {name!r}": term.total for name, term in out.terms.items()}
     weighted = {name: term for name, term in out.terms.items() if term.weight is not None}
     named |= {f"the weight of term {name!r}": term.weight for name, term in weighted.items()}
@@ -107,7 +109,7 @@ def _named(out: LossOutput) -> dict[str, Any]:
 
 
 def _made_up(name: str, shape: tuple[int, ...], dtype: str, rng: np.random.Generator) -> np.ndarray:
-    """A leaf [3, ...] of that name: ragged masks, a few sequences a row; else small numbers of its dtype."""
+    """Makes up a leaf [3, ...] of that name: ragged masks, a few sequences a row; else small numbers of its dtype."""
     whole = (ROWS, *shape)
     length = shape[0] if shape else 1
     if name == "loss_mask":

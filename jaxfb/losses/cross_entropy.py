@@ -65,7 +65,7 @@ def chunked_cross_entropy(
     logit_softcap: float | None = None,
     regularizers: bool = False,
 ) -> CrossEntropy:
-    """Cross entropy of `softmax(hidden @ kernel)` against `targets`, with `chunk` rows of logits at a time.
+    """Computes cross entropy of `softmax(hidden @ kernel)` against `targets`, with `chunk` rows of logits at a time.
 
     Equals `-sum(mask * log_softmax(hidden @ kernel)[targets])`. Where the mask is 0 nothing counts: NaN in
     `hidden` and targets outside the vocabulary (-100) are inert, in the gradient too.
@@ -146,7 +146,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _summed_up(hidden, kernel, targets, mask, head):
-    """(_Sums, correct [rows, seq], log_probs [rows, seq])."""
+    """Returns (_Sums, correct [rows, seq], log_probs [rows, seq])."""
 
     def step(tokens):
         hidden, targets = tokens
@@ -156,7 +156,7 @@ def _summed_up(hidden, kernel, targets, mask, head):
 
 
 def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
-    """The same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
+    """Returns the same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
 
     def logits_grad(hidden, targets, mask):
         logits = project(hidden, kernel, head.softcap)
@@ -170,7 +170,7 @@ def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
 
 
 def _score(logits, targets, head) -> _Scores:
-    """[T, V], [T] -> _Scores; correct: is the target the first of the likeliest tokens.
+    """Scores logits [T, V] against targets [T]; correct: is the target the first of the likeliest tokens.
 
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split; meets the
     other devices twice, once for the maxima and once for the sums.
@@ -190,7 +190,9 @@ def _score(logits, targets, head) -> _Scores:
 
 
 def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):
-    """d(sum of seed * sum) / d(hidden @ kernel), float32[T, V]; for the loss, mask * (softmax - one_hot(target))."""
+    """Computes d(sum of seed * sum) / d(hidden @ kernel), float32[T, V]; for the loss, mask * (softmax -
+    one_hot(target)).
+    """
     vocab = token_ids(logits, targets.dtype, head.axis)
     softmax, target = jnp.exp(logits - normalizer[:, None]), vocab == targets[:, None]
     grad = seeds.loss * (softmax - target)
@@ -211,5 +213,5 @@ def _collect(scores: _Scores, mask):
 
 
 def _like(x):
-    """An empty array that remembers x's dtype."""
+    """Returns an empty array that remembers x's dtype."""
     return jnp.zeros((0,), x.dtype)

@@ -55,7 +55,7 @@ class DistillationLoss:
         check_not_negative("distillation", 1.0, coef=self.coef)
 
     def of_top(self, log_probs: jax.Array, teacher_ids: jax.Array, microbatch: Mapping) -> LossOutput:
-        """From the student's log-probs of the teacher's tokens, float[rows, seq, K]."""
+        """Computes the loss from the student's log-probs of the teacher's tokens, float[rows, seq, K]."""
         there = (teacher_ids != -1) & (microbatch["loss_mask"] != 0)[..., None]
         teacher = jnp.where(there, microbatch_leaf(microbatch, "teacher_log_probs"), -jnp.inf)
         student = jnp.where(there, log_probs, -jnp.inf)
@@ -68,7 +68,7 @@ class DistillationLoss:
         return self.of_kl(kl, microbatch, metrics)
 
     def of_kl(self, kl: jax.Array, microbatch: Mapping, metrics: dict | None = None) -> LossOutput:
-        """From the KL at each token, float[rows, seq]."""
+        """Computes the loss from the KL at each token, float[rows, seq]."""
         sequences = Sequences.of(microbatch)
         term = aggregate(self.coef * kl, sequences, self.aggregation, scale=self.scale)
         metrics = {"distillation_kl": mean_metric(kl, sequences)} | (metrics or {})
@@ -83,7 +83,7 @@ class DistillationLoss:
 def distillation_loss_fn(
     model: Pipelined, loss: DistillationLoss | None = None, *, temperature: float = 1.0
 ) -> Pipelined:
-    """`model` with a distillation loss; a microbatch with `teacher_ids` has the K likeliest tokens.
+    """Returns `model` with a distillation loss; a microbatch with `teacher_ids` has the K likeliest tokens.
 
     temperature: of the student's logits; the teacher's log-probs come with theirs.
     Raises:
@@ -113,5 +113,5 @@ def distillation_loss_fn(
 
 
 def _log_rest(mass: jax.Array) -> jax.Array:
-    """log(1 - mass), of what the K tokens leave over; bounded where that is nothing but rounding."""
+    """Computes log(1 - mass), the probability outside of the K tokens; bounded where that is only rounding."""
     return jnp.log(jnp.maximum(1 - mass, _SMALLEST))

@@ -37,7 +37,7 @@ def full_kl(
     logit_softcap: float | None = None,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """KL(teacher || student), or KL(student || teacher) if `reverse`, at each position: f32[rows, seq].
+    """Computes KL(teacher || student), or KL(student || teacher) if `reverse`, at each position: f32[rows, seq].
 
     The student is softmax(capped(hidden @ kernel) / temperature). 0 where the mask is 0, which makes NaN there inert.
 
@@ -99,7 +99,7 @@ _full_kl.defvjp(_forward, _backward)
 
 
 def _log_probs(hidden, kernel, how):
-    """(capped logits, log p, p), all [T, V]."""
+    """Returns (capped logits, log p, p), all [T, V]."""
     capped = project(hidden, kernel, how.softcap)
     logits = capped / how.temperature
     top = largest(jnp.max(logits, axis=-1, keepdims=True), how.axis)
@@ -109,7 +109,7 @@ def _log_probs(hidden, kernel, how):
 
 
 def _own(teacher, kernel, how):
-    """The teacher's log-probs of the tokens of which this device has the logits: [T, V]."""
+    """Returns the teacher's log-probs of the tokens of which this device has the logits: [T, V]."""
     share = kernel.shape[1]
     if how.axis is not None:
         teacher = lax.dynamic_slice_in_dim(teacher, lax.axis_index(how.axis) * share, share, axis=1)
@@ -117,7 +117,7 @@ def _own(teacher, kernel, how):
 
 
 def _kl(log_p, p, teacher, how):
-    """[T]; a token to which the teacher gives -inf adds nothing to the forward KL."""
+    """Computes KL [T]; a token to which the teacher gives -inf adds nothing to the forward KL."""
     if how.reverse:
         return summed(jnp.sum(p * (log_p - teacher), axis=-1), how.axis)
     t = jnp.exp(teacher)

@@ -95,7 +95,7 @@ def _log_probs_out(log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping
 
 
 def with_head(model: Pipelined, head_loss: UnembeddedLoss) -> Pipelined:
-    """`model` with its head replaced by `head_loss(model.unembed(outer, hidden), microbatch, axis)`.
+    """Returns `model` with its head replaced by `head_loss(model.unembed(outer, hidden), microbatch, axis)`.
 
     Raises:
       ValueError: the model offers no `unembed`.
@@ -107,7 +107,7 @@ def with_head(model: Pipelined, head_loss: UnembeddedLoss) -> Pipelined:
 
 
 def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -> Pipelined:
-    """The same of `head_loss(outer, hidden, microbatch, axis)`; `outer` is this device's share under an axis.
+    """Returns the same of `head_loss(outer, hidden, microbatch, axis)`; `outer` is this device's share under an axis.
 
     Its gradient of hidden must be equal on all devices of the axis.
     """

@@ -23,7 +23,7 @@ def rollout_weights(
     lower: float | None = None,
     reject: bool = False,
 ) -> tuple[np.ndarray, dict[str, float]]:
-    """(weights float64[R, S], 0 where the mask is 0; statistics of them before truncation).
+    """Returns (weights float64[R, S], 0 where the mask is 0; statistics of them before truncation).
 
         token      p_old / p_sampler of the token, truncated to [lower, upper] (TIS; IMPALA, arXiv:1802.01561)
         sequence   its product over the tokens of the row, on each of them

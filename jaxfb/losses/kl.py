@@ -20,7 +20,7 @@ KL_ESTIMATORS = ("k1", "k2", "k3", "abs", "k1+", "k3+", "abs+")
 
 
 def kl_penalty(log_probs: jax.Array, ref_log_probs: jax.Array, estimator: str = "k3") -> jax.Array:
-    """Estimate of KL(policy || reference) at each sampled token, nats: float[...] like its arguments.
+    """Estimates KL(policy || reference) at each sampled token, in nats: float[...] like its arguments.
 
     With d = log_probs - ref_log_probs (http://joschu.net/blog/kl-approx.html):
 
@@ -42,7 +42,7 @@ def kl_penalty(log_probs: jax.Array, ref_log_probs: jax.Array, estimator: str = 
 
 
 def kl_values(numpy: ModuleType, difference, estimator: str):
-    """The estimators k1, abs, k2 and k3 of that difference, in jax.numpy or numpy."""
+    """Returns the estimators k1, abs, k2 and k3 of that difference, in jax.numpy or numpy."""
     if estimator == "k1":
         return difference
     if estimator == "abs":
@@ -66,7 +66,7 @@ def kl_in_reward(
     coefficient: float,
     estimator: str = "k1",
 ) -> tuple[np.ndarray, float]:
-    """(rewards - coefficient * KL at each counted token, mean over sequences of the mean KL of their tokens).
+    """Returns (rewards - coefficient * KL at each counted token, mean over sequences of the mean KL of their tokens).
 
     On the host, over a whole rollout. All arrays [rows, seq]; `log_probs` are those of the sampling policy.
     The second number is what `AdaptiveKL.updated` takes.
@@ -107,7 +107,9 @@ class AdaptiveKL:
         check_positive("kl", 10_000, horizon=self.horizon)
 
     def updated(self, kl: float, rows: int) -> AdaptiveKL:
-        """After a rollout of so many rows with that mean KL; one that is not finite changes nothing."""
+        """Returns the coefficient after a rollout of so many rows with that mean KL; a KL that is not finite changes
+        nothing.
+        """
         if not np.isfinite(kl):
             return self
         error = float(np.clip(kl / self.target - 1, -0.2, 0.2))

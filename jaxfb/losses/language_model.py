@@ -30,7 +30,7 @@ def next_token_loss(
     z_loss: float = 0.0,
     logit_softcap: float | None = None,
 ) -> LossOutput:
-    """Cross entropy of each position's prediction against `microbatch["targets"]`, which are already shifted.
+    """Computes cross entropy of each position's prediction against `microbatch["targets"]`, which are already shifted.
 
     Args:
       hidden: float[rows, seq, width], normalised output of the last layer.

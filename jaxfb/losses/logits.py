@@ -29,30 +29,30 @@ IdRanges = tuple[tuple[int, int], ...]
 
 
 def sum_dtype(x: jax.Array) -> jnp.dtype:
-    """What sums over x are made in: float32, or float64 for float64."""
+    """Returns the dtype for sums over x: float32, or float64 for float64."""
     return jnp.promote_types(x.dtype, jnp.float32)
 
 
 def project(hidden: jax.Array, kernel: jax.Array, softcap: float | None) -> jax.Array:
-    """[T, D] @ [D, V] -> float32[T, V], soft-capped."""
+    """Computes logits: [T, D] @ [D, V] -> float32[T, V], soft-capped."""
     logits = jnp.matmul(hidden, kernel, preferred_element_type=sum_dtype(hidden))
     return constrain(capped(logits, softcap), None, "tensor")
 
 
 def capped(logits: jax.Array, softcap: float | None) -> jax.Array:
-    """softcap * tanh(logits / softcap); the logits themselves for None."""
+    """Computes softcap * tanh(logits / softcap); returns the logits themselves for None."""
     return logits if softcap is None else softcap * jnp.tanh(logits / softcap)
 
 
 def capped_slope(logits: jax.Array, softcap: float | None) -> jax.Array | float:
-    """d capped / d logits, from the capped logits."""
+    """Computes d capped / d logits, from the capped logits."""
     return 1.0 if softcap is None else 1 - (logits / softcap) ** 2
 
 
 def project_grads(
     hidden: jax.Array, counted: jax.Array, kernel: jax.Array, logits_grad: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
-    """Gradients of both factors of hidden @ kernel, where `counted` [T]: float32[T, D] and float32[D, V]."""
+    """Computes gradients of both factors of hidden @ kernel, where `counted` [T]: float32[T, D] and float32[D, V]."""
     scale = _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
     grad = (logits_grad * scale).astype(kernel.dtype)
     hidden = jnp.where(counted[:, None], hidden, 0)
@@ -70,7 +70,7 @@ def gradients_by_chunk(
     chunk: int,
     axis: str | None,
 ) -> tuple[jax.Array, jax.Array, Any]:
-    """Gradients of both factors of hidden @ kernel, of which only one chunk's logits exist at a time.
+    """Computes gradients of both factors of hidden @ kernel, with one chunk's logits at a time.
 
     Args:
       logits_grad: (hidden [T, D], *others [T, ...]) -> (float32[T, V] before it is masked, anything to stack).
@@ -94,23 +94,23 @@ def gradients_by_chunk(
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:
-    """Sum over the manual axis that cuts the vocabulary; x itself where none does."""
+    """Sums over the manual axis that cuts the vocabulary; returns x itself where none does."""
     return x if axis is None else lax.psum(x, axis)
 
 
 def largest(x: jax.Array, axis: str | None) -> jax.Array:
-    """Maximum over that axis."""
+    """Returns the maximum over the manual axis that cuts the vocabulary."""
     return x if axis is None else lax.pmax(x, axis)
 
 
 def token_ids(logits: jax.Array, dtype: Any, axis: str | None) -> jax.Array:
-    """The id of the token that each column of this device's logits stands for: [T, V]."""
+    """Returns the id of the token that each column of this device's logits stands for: [T, V]."""
     first = 0 if axis is None else lax.axis_index(axis).astype(dtype) * logits.shape[1]
     return lax.broadcasted_iota(dtype, logits.shape, 1) + first
 
 
 def is_within(ranges: IdRanges, ids: jax.Array) -> jax.Array:
-    """bool like `ids`: which lie in one of the ranges."""
+    """Returns bool like `ids`: which lie in one of the ranges."""
     inside = jnp.zeros(ids.shape, bool)
     for first, end in ranges:
         inside |= (ids >= first) & (ids < end)
@@ -118,19 +118,19 @@ def is_within(ranges: IdRanges, ids: jax.Array) -> jax.Array:
 
 
 def without(absent: IdRanges, logits: jax.Array, axis: str | None) -> jax.Array:
-    """The logits [T, V] with those of the absent ids so low that their probability is 0."""
+    """Returns the logits [T, V] with those of the absent ids so low that their probability is 0."""
     if not absent:
         return logits
     return jnp.where(is_within(absent, token_ids(logits, jnp.int32, axis)), _NEVER, logits)
 
 
 def vocab_size(logits: jax.Array, axis: str | None) -> int:
-    """Of the whole vocabulary, not of this device's share."""
+    """Returns the size of the whole vocabulary, not of this device's share."""
     return logits.shape[-1] * (1 if axis is None else lax.axis_size(axis))
 
 
 def cut_tokens(chunk: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
-    """[rows, seq, ...] leaves -> [chunks, T, ...]: equal chunks of at most `chunk` tokens, padded with zeros."""
+    """Cuts [rows, seq, ...] leaves into [chunks, T, ...]: equal chunks of at most `chunk` tokens, padded with zeros."""
     num_tokens = leaves[0].shape[0] * leaves[0].shape[1]
     num_chunks = -(-num_tokens // chunk)
     size = -(-num_tokens // num_chunks)
@@ -144,6 +144,6 @@ def cut_tokens(chunk: int, *leaves: jax.Array) -> tuple[jax.Array, ...]:
 
 
 def join_tokens(chunks: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """[chunks, T, ...] -> [rows, seq, ...], the padding dropped."""
+    """Joins [chunks, T, ...] to [rows, seq, ...], without the padding."""
     flat = chunks.reshape(-1, *shape[2:])
     return flat[: shape[0] * shape[1]].reshape(shape)

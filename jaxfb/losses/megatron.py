@@ -61,7 +61,7 @@ def _metric(name: str, value: Any) -> Sum:
 
 
 def _array(name: str, value: Any) -> jax.Array:
-    """`value`, a number or a pair of numbers, as an array."""
+    """Returns `value`, a number or a pair of numbers, as an array."""
     try:
         parts = [jnp.asarray(part) for part in value] if isinstance(value, tuple | list) else value
         return jnp.stack(parts) if isinstance(parts, list) else jnp.asarray(parts)

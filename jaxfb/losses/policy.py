@@ -112,7 +112,7 @@ class PolicyLoss:
 
 
 def mean_metric(per_token: jax.Array, sequences: Sequences) -> Sum:
-    """The mean over counted tokens of the global batch, as a metric."""
+    """Returns the mean over counted tokens of the global batch, as a metric."""
     return Sum(lax.stop_gradient(sequences.total(per_token)), sequences.mask.sum())
 
 
@@ -130,7 +130,7 @@ def _metrics(tokens: PolicyTokens, entropy: jax.Array, sequences: Sequences) -> 
 
 
 def microbatch_leaf(microbatch: Mapping, name: str) -> jax.Array:
-    """microbatch[name]; ValueError in one sentence where it is missing."""
+    """Returns microbatch[name]; raises ValueError where it is missing."""
     if name not in microbatch:
         raise Refused(
             f"[loss] the loss reads the leaf {name!r} [rows, seq], the microbatch has {', '.join(microbatch)}"

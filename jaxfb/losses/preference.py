@@ -118,14 +118,14 @@ class _Pairs:
         self._there = (self._lengths[0] > 0) & (self._lengths[1] > 0)
 
     def compared(self, per_token: jax.Array, mean: bool) -> tuple[jax.Array, jax.Array]:
-        """Sums, or means, over the chosen and over the rejected sequence of each pair."""
+        """Returns sums, or means, over the chosen and over the rejected sequence of each pair."""
         sums = self._both(self.sequences.sums(per_token))
         if mean:
             sums = [x / jnp.where(n > 0, n, 1) for x, n in zip(sums, self._lengths, strict=True)]
         return sums[0], sums[1]
 
     def mean(self, per_pair: jax.Array) -> Sum:
-        """Its mean over pairs that are there."""
+        """Returns the mean over pairs that exist."""
         once = self.sequences.once
         number = jnp.sum(self._there).astype(self.sequences.mask.dtype)
         return Sum(once(jnp.sum(jnp.where(self._there, per_pair, 0))), once(number))
@@ -136,6 +136,6 @@ class _Pairs:
         return Sum(coef * total, jnp.sum(jnp.where(chosen, self.sequences.mask, 0)))
 
     def _both(self, sums: jax.Array) -> list[jax.Array]:
-        """[rows, segments 0..n] -> those of chosen and of rejected sequences."""
+        """Splits [rows, segments 0..n] into values of chosen and of rejected sequences."""
         chosen, rejected = sums[:, 1::2], sums[:, 2::2]
         return [chosen[:, : rejected.shape[1]], rejected]

@@ -36,44 +36,49 @@ class Sequences:
         return cls(mask.astype(jnp.promote_types(mask.dtype, jnp.float32)), microbatch.get("segments"))
 
     def where_counted(self, x: jax.Array) -> jax.Array:
-        """x [rows, seq], and 0 where the mask is 0: done to inputs, so that NaN there is inert in gradients too."""
+        """Returns x [rows, seq], and 0 where the mask is 0; applied to inputs, so that NaN there does not reach
+        gradients either.
+        """
         return jnp.where(self.mask != 0, x, 0)
 
     def total(self, x: jax.Array) -> jax.Array:
-        """Sum of mask * x over this device's tokens: []."""
+        """Sums mask * x over this device's tokens: []."""
         return jnp.sum(self.where_counted(x) * self.mask)
 
     def totals(self, x: jax.Array) -> jax.Array:
-        """For each token, the sum of mask * x over its whole sequence: [rows, seq]."""
+        """Returns, for each token, the sum of mask * x over its whole sequence: [rows, seq]."""
         return self._spread(self.sums(x))
 
     def sums(self, x: jax.Array) -> jax.Array:
-        """The same, one a sequence: [rows, 1], or with segments [rows, whole row's tokens + 1], place 0 of padding.
+        """Sums mask * x for each sequence: [rows, 1], or with segments [rows, whole row's tokens + 1], place 0 for
+        padding.
 
         Of whole sequences, and so equal on all devices of a context axis: count what is made of them `once`.
         """
         return self._sums(self.where_counted(x) * self.mask)
 
     def means(self, x: jax.Array) -> jax.Array:
-        """For each token, the mean of x over its sequence, 0 where nothing there counts: [rows, seq]."""
+        """Returns, for each token, the mean of x over its sequence, 0 where nothing there counts: [rows, seq]."""
         lengths = self.lengths()
         return jnp.where(lengths > 0, self.totals(x) / jnp.where(lengths > 0, lengths, 1), 0)
 
     def lengths(self) -> jax.Array:
-        """For each token, the summed mask of its whole sequence: [rows, seq]."""
+        """Returns, for each token, the summed mask of its whole sequence: [rows, seq]."""
         return self._spread(self._sums(self.mask))
 
     def number(self) -> jax.Array:
-        """How many sequences have a counted token: [] in the mask's dtype; under a context axis a part of it."""
+        """Returns how many sequences have a counted token: [] in the mask's dtype; under a context axis a part
+        of it.
+        """
         number = jnp.sum(self._sums((self.mask != 0).astype(self.mask.dtype)) > 0).astype(self.mask.dtype)
         return self.once(number)
 
     def once(self, x: jax.Array) -> jax.Array:
-        """x on one device of the context axis, 0 on the others, so that the engine's sum over them is x."""
+        """Returns x on one device of the context axis and 0 on the others, so that the engine's sum over them is x."""
         return x if size_here() == 1 else jnp.where(lax.axis_index(AXIS) == 0, x, 0)
 
     def _sums(self, x: jax.Array) -> jax.Array:
-        """[rows, seq] -> [rows, sequences of a row], of whole sequences."""
+        """Sums [rows, seq] to [rows, sequences of a row], over whole sequences."""
         if self.segments is None:
             sums = x.sum(1, keepdims=True)
         else:
@@ -83,7 +88,7 @@ class Sequences:
         return sums if size_here() == 1 else lax.psum(sums, AXIS)
 
     def _spread(self, sums: jax.Array) -> jax.Array:
-        """[rows, sequences of a row] -> [rows, seq]."""
+        """Spreads [rows, sequences of a row] to [rows, seq]."""
         if self.segments is None:
             return jnp.broadcast_to(sums, self.mask.shape)
         return jnp.take_along_axis(sums, self.segments, axis=1)

@@ -65,7 +65,7 @@ def check_share(who: str, use: Any, **values: Any) -> None:
 
 
 def _fits(value: Any) -> bool:
-    """Whether it is a number that float64 can represent, or infinite; not NaN."""
+    """Returns whether the value is a number that float64 can represent, or infinite; not NaN."""
     try:
         return not math.isnan(float(value))
     except OverflowError:

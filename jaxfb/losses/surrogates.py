@@ -234,7 +234,7 @@ _COUPLED = ("clip_cov", "kl_cov")
 
 
 def make_surrogate(name: str, **settings: Any) -> Callable:
-    """A surrogate by its name in `SURROGATES`, for configs: make_surrogate("ppo", clip_high=0.28).
+    """Makes a surrogate by its name in `SURROGATES`, for configs: make_surrogate("ppo", clip_high=0.28).
 
     Raises:
       ValueError: an unknown name or setting, or a value out of range.
@@ -254,20 +254,20 @@ def make_surrogate(name: str, **settings: Any) -> Callable:
 
 
 def clamped_log_ratio(tokens: Any) -> jax.Array:
-    """log p - log p_old, within +-20."""
+    """Computes log p - log p_old, within +-20."""
     return jnp.clip(tokens.log_probs - tokens.old_log_probs, -20, 20)
 
 
 def clipped_loss(
     ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float
 ) -> tuple[jax.Array, jax.Array]:
-    """(max(-A r, -A clip(r)), bool: where the clip decides)."""
+    """Returns (max(-A r, -A clip(r)), bool: where the clip decides)."""
     free, clipped = -advantages * ratio, -advantages * jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     return jnp.maximum(free, clipped), clipped > free
 
 
 def fraction(hit: jax.Array, sequences: Sequences) -> Sum:
-    """The share of counted tokens that are hit, as a metric."""
+    """Returns the share of counted tokens that are hit, as a metric."""
     mask = sequences.mask
     return Sum(lax.stop_gradient(sequences.total(hit.astype(mask.dtype))), mask.sum())
 

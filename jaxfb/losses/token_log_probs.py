@@ -55,7 +55,7 @@ def token_log_probs(
     temperature: float = 1.0,
     absent_ids: IdRanges = (),
 ) -> TokenLogProbs:
-    """log p(target) and entropy at each position, of p = softmax(capped(hidden @ kernel) / temperature).
+    """Computes log p(target) and entropy at each position, of p = softmax(capped(hidden @ kernel) / temperature).
 
     Where the mask is 0 nothing counts: NaN in `hidden` and targets outside the vocabulary (-100) are inert, in
     the gradient too.
@@ -87,7 +87,9 @@ def token_log_probs(
 
 
 def log_probs_of_logits(logits: jax.Array, targets: jax.Array, temperature: float = 1.0) -> TokenLogProbs:
-    """The same from logits float[..., vocab] that exist already, for models without an `unembed`. targets: i32[...]."""
+    """Computes the same from logits float[..., vocab] that exist already, for models without an `unembed`. targets:
+    i32[...].
+    """
     check_temperature(temperature)
     log_p = jax.nn.log_softmax(logits.astype(sum_dtype(logits)) / temperature)
     picked = jnp.take_along_axis(log_p, targets[..., None], axis=-1)[..., 0]
@@ -109,7 +111,7 @@ class _Scoring(NamedTuple):
     absent: IdRanges
 
     def scaled(self, logits: jax.Array) -> jax.Array:
-        """The log-probs of the sampler but for their normalizer, from the model's logits [T, V]."""
+        """Returns the log-probs of the sampler but for their normalizer, from the model's logits [T, V]."""
         return without(self.absent, logits / self.temperature, self.axis)
 
 
@@ -147,7 +149,7 @@ _token_log_probs.defvjp(_forward, _backward)
 
 
 def _scores(hidden, kernel, ids, counted, scoring):
-    """(log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
+    """Returns (log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
 
     def step(tokens):
         hidden, ids = tokens
@@ -167,7 +169,7 @@ def _scores(hidden, kernel, ids, counted, scoring):
 
 
 def _picked(logits, ids, axis):
-    """[T, V], [T, K] -> the logits of the ids, [T, K].
+    """Picks the logits of the ids: [T, V], [T, K] -> [T, K].
 
     Compares with an iota instead of gathering, so a vocabulary split over devices stays split.
     """

@@ -66,7 +66,7 @@ class ValueLoss:
 
 
 def value_loss_fn(model: Pipelined, loss: Callable[[jax.Array, Mapping], LossOutput | Sum]) -> Pipelined:
-    """`model` with a value head: `loss(values float[rows, seq], microbatch)`, values 0 where `loss_mask` is 0.
+    """Returns `model` with a value head: `loss(values float[rows, seq], microbatch)`, values 0 where `loss_mask` is 0.
 
     Its parameters are those of `critic_params`. Give it a model with tied embeddings, which has no matrix of logits
     to carry along: `transformer(dataclasses.replace(config, tied_embeddings=True))`.
@@ -89,7 +89,7 @@ def value_loss_fn(model: Pipelined, loss: Callable[[jax.Array, Mapping], LossOut
 
 
 def _beside_a_head(model: Pipelined) -> Pipelined:
-    """`model` for params that hold a value head as well, which its own functions do not know."""
+    """Returns `model` for params that hold a value head as well, which its own functions do not know."""
 
     def embed(outer, microbatch, *rest):
         return model.embed(_without_head(outer), microbatch, *rest)
@@ -111,7 +111,7 @@ def _without_head(outer: dict) -> dict:
 
 
 def value_fn(model: Pipelined) -> Pipelined:
-    """The same for `forward_only` passes: its outputs are {"values"}, float[rows, seq] in row order."""
+    """Returns the model for `forward_only` passes: its outputs are {"values"}, float[rows, seq] in row order."""
     return value_loss_fn(model, _values_out)
 
 
@@ -121,7 +121,8 @@ def _values_out(values: jax.Array, microbatch: Mapping) -> LossOutput:
 
 
 def critic_params(params: dict, dtype: Any = None) -> dict:
-    """Parameters of a critic that starts as the model of `params`: its logits' matrix left out, a value head of zeros.
+    """Returns parameters of a critic that starts as the model of `params`, with a value head of zeros in place of its
+    logits' matrix.
 
     The head is {"kernel": [width], "bias": []} under "value_head"; zero is the usual first guess, since the values of a
     random one would be noise to the first advantages.

@@ -38,7 +38,7 @@ class Pending:
 
 
 def scalars(tree: Any) -> dict[str, float | int | bool]:
-    """Every single number in a pytree by its path, such as {"loss": 3.2, "terms/balance": 0.1}.
+    """Returns every single number in a pytree by its path, such as {"loss": 3.2, "terms/balance": 0.1}.
 
     A Sum, Max, Min or Last becomes its value; leaves with more than one element are left out (`arrays` has them).
     """
@@ -52,7 +52,7 @@ def scalars(tree: Any) -> dict[str, float | int | bool]:
 
 
 def arrays(tree: Any) -> dict[str, float | int | list]:
-    """Every array of several numbers by its path, as nested lists, and its "/min", "/mean" and "/max" beside it."""
+    """Returns every array of several numbers by its path, as nested lists, with its "/min", "/mean" and "/max"."""
     reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
     named: dict[str, float | int | list] = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(reduced)[0]:

@@ -109,7 +109,7 @@ def _series(records: list[dict], name: str) -> tuple[list[int], list[float]]:
 
 
 def _smoothed(steps: list[int], values: list[float], share: float = 0.02) -> tuple[list[int], list[float]]:
-    """Mean over about `share` of the points on either side, fewer at the ends: it does not lag behind."""
+    """Returns mean over about `share` of the points on either side, fewer at the ends: it does not lag behind."""
     reach = round(share * len(values))
     spans = [min(reach, k, len(values) - 1 - k) for k in range(len(values))]
     return steps, [sum(values[k - r : k + r + 1]) / (2 * r + 1) for k, r in enumerate(spans)]

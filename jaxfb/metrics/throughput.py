@@ -24,14 +24,14 @@ class Throughput:
         self._marks.append((self._clock(), step, 0))
 
     def update(self, step: int, tokens: int) -> None:
-        """`step` is done and consumed so many tokens."""
+        """Records that `step` is done and consumed so many tokens."""
         if not self._marks:
             self.start(step - 1)
         self._marks.append((self._clock(), step, self._marks[-1][2] + tokens))
 
     @property
     def tokens_per_second(self) -> float | None:
-        """None before two marks."""
+        """Returns tokens per second, or None before two marks."""
         seconds, _, tokens = self._span()
         return tokens / seconds if seconds else None
 
@@ -41,7 +41,7 @@ class Throughput:
         return seconds / steps if steps else None
 
     def seconds_left(self, total: int) -> float | None:
-        """Until step number `total` is done."""
+        """Returns the seconds until step number `total` is done."""
         if not self._marks or self.seconds_per_step is None:
             return None
         return (total - self._marks[-1][1]) * self.seconds_per_step

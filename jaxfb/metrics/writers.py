@@ -121,7 +121,7 @@ def make_writers(
     resume: int | None = None,
     extra: Iterable[Writer] = (),
 ) -> Writer:
-    """One writer to directory/metrics.jsonl, to what `names` says ("tensorboard", "wandb") and to `extra`.
+    """Makes one writer to directory/metrics.jsonl, to each of `names` ("tensorboard", "wandb") and to `extra`.
 
     resume: the step that the run continues from, or None for a new run.
 
@@ -151,7 +151,7 @@ def check_writers(names: Iterable[str]) -> None:
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
-    """The records of a metrics file, in order; a torn line is passed over, a missing file has none."""
+    """Reads the records of a metrics file, in order; an incomplete line is passed over, a missing file has none."""
     records = []
     for line in Path(path).read_bytes().split(b"\n") if Path(path).exists() else []:
         try:
@@ -192,7 +192,7 @@ def _extra(package: str, extra: str) -> Any:
 
 
 def _run_id(directory: Path, new: bool) -> str:
-    """The same id when a run is resumed, so that its curves continue."""
+    """Returns the same id when a run is resumed, so that its curves continue."""
     file = directory / "wandb-id"
     if new or not file.exists():
         file.write_text(os.urandom(8).hex())

@@ -69,7 +69,7 @@ class Attention(nnx.Module):
 def packed_attention(
     query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None, backend: str
 ) -> jax.Array:
-    """Causal attention inside each segment of each row. A token always sees itself, so padding is finite.
+    """Computes causal attention inside each segment of each row. A token always sees itself, so padding is finite.
 
     Args:
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
@@ -87,7 +87,7 @@ def packed_attention(
 
 
 def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -> jax.Array:
-    """softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
+    """Computes softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
     if backend == "xla":
         return blocked_attention(query, key, value, mask=mask, is_causal=is_causal)
     return jax.nn.dot_product_attention(
@@ -96,7 +96,7 @@ def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -
 
 
 def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
-    """ "xla", "cudnn" or "splash" for what a config asks for: "auto" is flash attention wherever it can train.
+    """Chooses "xla", "cudnn" or "splash" for a config's setting: "auto" is flash attention wherever it can train.
 
     On NVIDIA GPUs that is cuDNN's, from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size
     that is a multiple of 8 and at most 128 (256 from Hopper on), and for packed rows an even T. They are legal but not
@@ -145,7 +145,7 @@ def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int
 
 
 def _cudnn_refusal(query: Any, packed: bool) -> str | None:
-    """What in these queries cuDNN cannot take, and what it could."""
+    """Returns why cuDNN cannot take these queries and what it could take, or None."""
     limit = 256 if _compute_capability() >= 9 else 128
     _, length, _, size = query.shape
     if query.dtype not in (jnp.bfloat16, jnp.float16):
@@ -159,7 +159,7 @@ def _cudnn_refusal(query: Any, packed: bool) -> str | None:
 
 
 def _compute_capability() -> float:
-    """Such as 9.0 for Hopper; 0 where the device is not made by NVIDIA."""
+    """Returns the compute capability, such as 9.0 for Hopper; 0 where the device is not made by NVIDIA."""
     try:
         return float(jax.local_devices()[0].compute_capability)
     except (AttributeError, ValueError):

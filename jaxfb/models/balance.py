@@ -47,7 +47,9 @@ class Routing(NamedTuple):
 
 
 def counted_tokens(microbatch: Mapping[str, jax.Array]) -> jax.Array | None:
-    """bool[R, T], False for padding: segment 0, or, without segments, a row in which no token counts in the loss."""
+    """Returns bool[R, T], False for padding: segment 0, or, without segments, a row in which no token counts in the
+    loss.
+    """
     if "segments" in microbatch:
         return microbatch["segments"] != 0
     mask = microbatch.get("loss_mask")
@@ -62,7 +64,8 @@ def router_losses(
     config: TransformerConfig,
     load_E: jax.Array | None = None,
 ) -> dict[str, Sum]:
-    """The terms of one layer; those with a coefficient of 0 are left out. Added over layers they are means over them.
+    """Returns the terms of one layer; those with a coefficient of 0 are left out. Added over layers they are means
+    over them.
 
     "balance":       weight = rows that have tokens; a row's loss is 1 where its tokens are spread evenly.
     "batch_balance": weight = tokens; 1 where those of the update are spread evenly. 0 while `load_E` is not known.
@@ -84,7 +87,8 @@ def router_losses(
 
 
 def balance_sum(probs_RTE: jax.Array, experts_RTK: jax.Array, counted_RT: jax.Array | None) -> jax.Array:
-    """Sum over rows of E / (K T) sum_e (choices of e) (mean probability of e): DeepSeek-V3's sequence-wise loss.
+    """Computes the sum over rows of E / (K T) sum_e (choices of e) (mean probability of e): DeepSeek-V3's
+    sequence-wise loss.
 
     It is made row by row because only a loss that is a sum over rows does not depend on which rows share a
     microbatch. Where sequences are cut over `context`, choices and tokens are those of the whole row and
@@ -101,7 +105,7 @@ def balance_sum(probs_RTE: jax.Array, experts_RTK: jax.Array, counted_RT: jax.Ar
 def router_metrics(
     routing: Routing, counted_RT: jax.Array | None, capacity: int | None = None
 ) -> dict[str, Sum]:
-    """The metrics of one layer.
+    """Returns the metrics of one layer.
 
     "expert_load":     [E], choices of each expert / an even share of them: 1 where even.
     "router_entropy":  of each token's probabilities, in nats; log(E) where the router has no preference.
@@ -121,7 +125,7 @@ def router_metrics(
 
 
 def counted_leaves(config: TransformerConfig) -> Counted | None:
-    """What a transformer with these experts counts over the whole update, for the engine; None if nothing."""
+    """Returns what a transformer with these experts counts over the whole update, for the engine; None if nothing."""
     before = partial(_tell_load, config.batch_balance_layers) if config.batch_balance_coefficient else None
     after = partial(_move_bias, config.router_bias_rate) if config.router_bias_rate else None
     return Counted(_are_counted, before, after) if config.num_experts and (before or after) else None
@@ -136,7 +140,7 @@ def _are_counted(params: PyTree) -> PyTree:
 
 
 def _tell_load(layers: str, params: PyTree, metrics: dict) -> PyTree:
-    """params with the load of each layer's experts, [L, E], or in each layer that of all together."""
+    """Returns params with the load of each layer's experts, [L, E], or in each layer that of all together."""
     load = metrics[LOAD]
     if layers == "together":
         load = jax.tree.map(lambda x: jnp.broadcast_to(x.sum(0), x.shape), load)
@@ -144,7 +148,7 @@ def _tell_load(layers: str, params: PyTree, metrics: dict) -> PyTree:
 
 
 def _move_bias(rate: float, params: PyTree, metrics: dict) -> PyTree:
-    """params with every bias [L, E] a step of `rate` higher or lower; where the load is the mean it stays."""
+    """Returns params with every bias [L, E] a step of `rate` higher or lower; where the load is the mean it stays."""
     moe = params["layers"]["moe"]
     bias = moe["router"]["bias"]
     moved = bias + jnp.asarray(rate, bias.dtype) * _too_few(metrics[LOAD].total).astype(bias.dtype)
@@ -153,20 +157,20 @@ def _move_bias(rate: float, params: PyTree, metrics: dict) -> PyTree:
 
 
 def _too_few(choices: jax.Array) -> jax.Array:
-    """sign(mean - choices) of i32[..., E], without rounding."""
+    """Computes sign(mean - choices) of i32[..., E], without rounding."""
     whole, rest = jnp.divmod(choices.sum(-1, keepdims=True), choices.shape[-1])
     return jnp.where(choices == whole, jnp.sign(rest), jnp.sign(whole - choices))
 
 
 def _choices(experts_RTK: jax.Array, counted_RT: jax.Array | None, num_experts: int) -> jax.Array:
-    """i32[R, E], how often each row's tokens on this device chose each expert."""
+    """Returns i32[R, E], how often each row's tokens on this device chose each expert."""
     made = experts_RTK[..., None] == jnp.arange(num_experts)
     made = made if counted_RT is None else made & counted_RT[..., None, None]
     return made.sum((1, 2), dtype=jnp.int32)
 
 
 def _counted_rows(routing: Routing, counted_RT) -> jax.Array:
-    """Rows that have tokens, once each: the first device of `context` counts those that it has a part of."""
+    """Counts rows that have tokens, once each: the first device of `context` counts those that it has a part of."""
     if counted_RT is None:
         return jnp.asarray(routing.logits.shape[0])
     rows = (_over_context(counted_RT.sum(1)) > 0).sum()
@@ -182,7 +186,7 @@ def _over_context(x: jax.Array) -> jax.Array:
 
 
 def where_counted(counted_RT: jax.Array | None, values: jax.Array) -> jax.Array:
-    """values [R, T, ...], and 0 at tokens that do not count."""
+    """Returns values [R, T, ...], and 0 at tokens that do not count."""
     if counted_RT is None:
         return values
     return jnp.where(counted_RT.reshape(counted_RT.shape + (1,) * (values.ndim - 2)), values, 0)

@@ -30,7 +30,8 @@ def blocked_attention(
     mask: jax.Array | None = None,
     is_causal: bool = False,
 ) -> jax.Array:
-    """softmax(query . key / sqrt(K)) . value. Equals `jax.nn.dot_product_attention` to rounding; reverse mode only.
+    """Computes softmax(query . key / sqrt(K)) . value. Equals `jax.nn.dot_product_attention` to rounding; reverse
+    mode only.
 
     Args:
       query: float[R, T, H, K].  key, value: float[R, S, G, K]; G divides H.
@@ -54,14 +55,14 @@ class _Block(NamedTuple):
     seen: int
 
     def visible(self, mask: jax.Array | None, is_causal: bool) -> jax.Array:
-        """bool, broadcastable to [R, G, N, B, seen]."""
+        """Returns bool, broadcastable to [R, G, N, B, seen]."""
         whole = jnp.ones((self.end - self.first, self.seen), bool)
         seen = jnp.tril(whole, self.first) if is_causal else whole
         return seen if mask is None else seen & mask[..., self.first : self.end, : self.seen]
 
 
 def causal_blocks(length: int) -> list[_Block]:
-    """The blocks of so many causal queries."""
+    """Returns the blocks of so many causal queries."""
     size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
     ends = [min(first + size, length) for first in range(0, length, size)]
     return [_Block(first, end, end) for first, end in zip([0, *ends], ends, strict=False)]
@@ -73,7 +74,7 @@ def _blocks(num_queries: int, num_keys: int, is_causal: bool) -> list[_Block]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
 def _attend(query, key, value, mask, is_causal):
-    """[R, G, N, T, K], [R, G, S, K] twice -> [R, G, N, T, K]."""
+    """Computes attention: [R, G, N, T, K], [R, G, S, K] twice -> [R, G, N, T, K]."""
     return _forward(query, key, value, mask, is_causal)[0]
 
 
@@ -109,14 +110,14 @@ _attend.defvjp(_forward, _backward)
 
 
 def _probs(query, key, visible):
-    """[R, G, N, B, K], [R, G, seen, K] -> [R, G, N, B, seen]."""
+    """Computes probabilities: [R, G, N, B, K], [R, G, seen, K] -> [R, G, N, B, seen]."""
     scores = _product("rgmk,rgsk->rgms", query, key) / query.shape[-1] ** 0.5
     scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min / 2)
     return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
 
 
 def _block_backward(query, cotangent, key, value, prob):
-    """Gradients of a block's queries, and its part of those of the keys and values it sees."""
+    """Returns gradients of a block's queries, and its part of those of the keys and values it sees."""
     to_prob = _product("rgmk,rgsk->rgms", cotangent, value)
     wide = prob.astype(to_prob.dtype)
     centered = to_prob - jnp.sum(wide * to_prob, axis=-1, keepdims=True)
@@ -129,13 +130,13 @@ def _block_backward(query, cotangent, key, value, prob):
 
 
 def _product(subscripts, of_queries, of_keys):
-    """Of [R, G, N, B, ...] with [R, G, seen, K]: N and B as one dim m, or XLA transposes the keys in memory."""
+    """Multiplies [R, G, N, B, ...] with [R, G, seen, K], N and B as one dim m, or XLA transposes the keys in memory."""
     product = _einsum(subscripts, _matrices(of_queries), of_keys)
     return product.reshape(*of_queries.shape[:4], -1)
 
 
 def _over_queries(of_keys, of_queries):
-    """Sum over N and B of [R, G, N, B, S] times [R, G, N, B, K]: wide[R, G, S, K], transposing the small one."""
+    """Sums over N and B [R, G, N, B, S] times [R, G, N, B, K]: wide[R, G, S, K], transposing the small one."""
     small = _matrices(of_queries).swapaxes(2, 3)
     return _einsum("rgkm,rgms->rgks", small, _matrices(of_keys)).swapaxes(2, 3)
 

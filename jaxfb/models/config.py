@@ -125,7 +125,7 @@ class TransformerConfig:
 
 
 def num_params(config: TransformerConfig) -> int:
-    """How many parameters `init_params(config, ...)` has, tied weights counted once."""
+    """Returns how many parameters `init_params(config, ...)` has, tied weights counted once."""
     width, size = config.hidden_size, config.head_size
     heads, kv_heads = config.num_heads, config.num_kv_heads
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
@@ -139,7 +139,7 @@ def num_params(config: TransformerConfig) -> int:
 
 
 def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
-    """Floating-point operations that training spends on one token, forward and backward, no recomputation.
+    """Returns floating-point operations that training spends on one token, forward and backward, no recomputation.
 
     6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not) that the token
     meets, which are the experts that it goes to and not those that there are; and for
@@ -162,7 +162,7 @@ def _mtp_projection_params(config: TransformerConfig) -> int:
 
 
 def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
-    """Of the dense MLP, or of so many experts, the shared one and the router."""
+    """Returns the parameters of the dense MLP, or of so many experts, the shared one and the router."""
     if not config.num_experts:
         return 3 * config.hidden_size * config.mlp_size
     widths = experts * config.expert_mlp_size + config.shared_expert_size

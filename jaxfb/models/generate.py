@@ -92,11 +92,11 @@ class _Pick(NamedTuple):
     absent: IdRanges
 
     def only_tokens(self, logits):
-        """[R, V], -inf at ids that are never drawn."""
+        """Returns logits [R, V] with -inf at ids that are never drawn."""
         return jnp.where(is_within(self.absent, jnp.arange(logits.shape[1])), -jnp.inf, logits)
 
     def __call__(self, logits, temperature, keys):
-        """[R, V] -> i32[R]."""
+        """Picks a token for each row: [R, V] -> i32[R]."""
         if self.greedy:
             return jnp.argmax(logits, axis=-1).astype(jnp.int32)
         if self.top_k is not None:
@@ -131,7 +131,7 @@ def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperature
 
 
 def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
-    """[R, P] -> hidden [R, P, D], and the cache with room for the new tokens."""
+    """Runs the prompt: [R, P] -> hidden [R, P, D], and the cache with space for the new tokens."""
 
     def attend(query, key, value):
         room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
@@ -149,7 +149,9 @@ def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
 
 
 def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache]:
-    """One token a row, [R] at position `slot` [R], through the layers: hidden [R, D] and the longer cache."""
+    """Runs one token of each row, [R] at position `slot` [R], through the layers: hidden [R, D] and the longer
+    cache.
+    """
     block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
     visible = (jnp.arange(cache[0].shape[2]) <= slot[:, None])[:, None, None, :]
     rows = jnp.arange(slot.shape[0])
@@ -168,7 +170,7 @@ def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache
 
 
 def _logits(config, params, hidden):
-    """[R, D] -> float32[R, V]."""
+    """Computes logits: [R, D] -> float32[R, V]."""
     outer = rebuilder(Outer, config)(outer_params(params))
     wide = statistics_dtype(hidden.dtype)
     logits = jnp.matmul(outer.norm(hidden), outer.head_kernel, preferred_element_type=wide)

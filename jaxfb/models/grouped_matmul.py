@@ -26,7 +26,8 @@ _SUMMED_ROWS = lax.RaggedDotDimensionNumbers(
 
 @jax.custom_vjp
 def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
-    """Each run of `sizes` rows times its matrix: out[s] = rows[s] @ kernels[group of s]; zero behind the last run.
+    """Multiplies each run of `sizes` rows by its matrix: out[s] = rows[s] @ kernels[group of s]; zero behind the last
+    run.
 
     Args:
       rows: float[S, D], sorted by group.
@@ -60,7 +61,7 @@ def _product(rows, kernels, sizes):
 
 
 def _outer_product(rows, cotangent, sizes):
-    """[L, D, F], of each group the sum over its rows of row x cotangent."""
+    """Computes [L, D, F]: for each group the sum over its rows of row x cotangent."""
 
     def ragged(rows, cotangent, sizes):
         return lax.ragged_dot_general(rows, cotangent, sizes, _SUMMED_ROWS)
@@ -73,7 +74,7 @@ def _outer_product(rows, cotangent, sizes):
 
 
 def tile_size(num_rows: int, num_groups: int, largest: int) -> int:
-    """B: the last tile of each group is part empty, so a group should have several."""
+    """Returns B; the last tile of each group is part empty, so a group should have several."""
     return min(largest, num_rows, max(8, num_rows // (2 * num_groups)))
 
 
@@ -91,7 +92,7 @@ class Tiles(NamedTuple):
 
     @classmethod
     def of(cls, sizes: jax.Array, num_rows: int, size: int) -> Tiles:
-        """Room for all rows however they are spread."""
+        """Makes tiles for all rows, however they are spread over groups."""
         num_groups = sizes.shape[0]
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
         tiles_of = -(-sizes // size)
@@ -102,7 +103,7 @@ class Tiles(NamedTuple):
 
 
 def tiled_product(rows, kernels, sizes, *, largest: int):
-    """`ragged_dot` in a loop over tiles of at most `largest` rows."""
+    """Computes `ragged_dot` in a loop over tiles of at most `largest` rows."""
     number, size = rows.shape[0], tile_size(rows.shape[0], kernels.shape[0], largest)
     tiles = Tiles.of(sizes, number, size)
 
@@ -116,7 +117,9 @@ def tiled_product(rows, kernels, sizes, *, largest: int):
 
 
 def tiled_outer_product(rows, cotangent, sizes, *, largest: int):
-    """The gradient of the matrices in a loop over tiles of at most `largest` rows, summed in float32 at least."""
+    """Computes the gradient of the matrices in a loop over tiles of at most `largest` rows, summed in float32 at
+    least.
+    """
     number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], largest)
     tiles, wide = Tiles.of(sizes, number, size), jnp.promote_types(rows.dtype, jnp.float32)
 
@@ -132,7 +135,7 @@ def tiled_outer_product(rows, cotangent, sizes, *, largest: int):
 
 
 def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:
-    """(row at which a tile is read and written, bool[B, 1]: which of the rows from there are its own).
+    """Returns (row at which a tile is read and written, bool[B, 1]: which of the rows from there are its own).
 
     Where `size` rows do not follow its first, it is read from further ahead.
     """

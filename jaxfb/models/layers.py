@@ -22,7 +22,7 @@ from jaxfb.parallel.tensor import constrain, residual_stream
 
 @jax.custom_vjp
 def product_of_tokens(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """x [..., D] @ kernel [D, F], with a gradient of the kernel that suits the platform.
+    """Computes x [..., D] @ kernel [D, F], with a gradient of the kernel that suits the platform.
 
     Over rows and tokens in two dims, XLA on CPU transposes the output's gradient in memory, fused into the elementwise
     work before it, which can cost more than the product; so there both become one dim first, and it is x that is
@@ -42,7 +42,9 @@ def _product_backward(kept, cotangent):
 
 
 def _outer(x, cotangent):
-    """What autodiff of the product gives: sum over all tokens of x [..., D] times cotangent [..., F], [D, F]."""
+    """Computes what autodiff of the product gives: sum over all tokens of x [..., D] times cotangent [..., F], [D,
+    F].
+    """
     tokens = tuple(range(x.ndim - 1))
     return jax.lax.dot_general(cotangent, x, ((tokens, tokens), ((), ()))).T
 
@@ -56,7 +58,9 @@ product_of_tokens.defvjp(_product_forward, _product_backward)
 
 
 def _as_dot_general(x, kernel, *_, **__):
-    """`product_of_tokens` as `nnx.Linear` calls it; dimensions and precision are its defaults."""
+    """Computes `product_of_tokens` with the signature that `nnx.Linear` calls; dimensions and precision are its
+    defaults.
+    """
     return product_of_tokens(x, kernel)
 
 
@@ -66,12 +70,14 @@ table_init = nnx.initializers.normal(0.02)
 
 
 def residual_init(config: TransformerConfig):
-    """For matrices that write into the residual stream: its variance must not grow with depth (GPT-2)."""
+    """Returns an initializer of matrices that write into the residual stream, whose variance must not grow with depth
+    (GPT-2).
+    """
     return nnx.initializers.variance_scaling(1 / (2 * config.num_layers), "fan_in", "truncated_normal")
 
 
 def statistics_dtype(dtype) -> jnp.dtype:
-    """float32, or float64 for float64: what norms, rotations and softmax are computed in."""
+    """Returns float32, or float64 for float64: what norms, rotations and softmax are computed in."""
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -117,7 +123,7 @@ class Embed(nnx.Module):
         return residual_stream(embedding_VD[tokens_RT], self.sequence_parallel)
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
-        """The same with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
+        """Embeds with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
         size = self.embedding[...].shape[0]
         local_RT = tokens_RT - jax.lax.axis_index(axis) * size
         here_RT = (local_RT >= 0) & (local_RT < size)
@@ -136,7 +142,7 @@ class Outer(nnx.Module):
 
     @property
     def head_kernel(self) -> jax.Array:
-        """[D, V], V split over `tensor`."""
+        """Returns the head's matrix [D, V], V split over `tensor`."""
         return self.embed.embedding[...].T if self.tied else self.head.kernel[...]
 
 

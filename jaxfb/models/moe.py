@@ -52,7 +52,9 @@ class Router(nnx.Module):
         return Routing(logits, probs, experts.astype(jnp.int32), weights * config.router_scale)
 
     def _biased(self, scores: jax.Array) -> jax.Array:
-        """What experts are chosen by; their answers are weighted by the scores themselves (arXiv:2408.15664)."""
+        """Returns the scores by which experts are chosen; answers are weighted by the unbiased scores
+        (arXiv:2408.15664).
+        """
         if not self.config.router_bias_rate:
             return scores
         return scores + lax.stop_gradient(self.bias[...]).astype(scores.dtype)
@@ -73,7 +75,7 @@ class Experts(nnx.Module):
         self.down = nnx.Param(write(rngs.params(), (number, inner, width)))
 
     def __call__(self, rows_SD: jax.Array, sizes_L: jax.Array) -> jax.Array:
-        """Each run of `sizes_L` rows through its expert; what lies behind the last run is nobody's."""
+        """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined."""
         gate, up = (grouped_matmul(rows_SD, kernel[...], sizes_L) for kernel in (self.gate, self.up))
         inner_SF = constrain(nnx.silu(gate) * up, None, "tensor")
         return constrain(grouped_matmul(inner_SF, self.down[...], sizes_L), None, None)
@@ -92,7 +94,7 @@ class MoE(nnx.Module):
     def __call__(
         self, x_RTD: jax.Array, counted_RT: jax.Array | None = None, load_E: jax.Array | None = None
     ) -> tuple[jax.Array, LossOutput]:
-        """(answer, the router's terms of the loss and metrics).
+        """Returns (answer, the router's terms of the loss and metrics).
 
         Args:
           x_RTD: float[R, T, D].

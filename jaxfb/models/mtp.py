@@ -55,7 +55,7 @@ class Depth(nnx.Module):
         self.sequence_parallel = config.sequence_parallel
 
     def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):
-        """(hidden of this depth, the layer's own terms)."""
+        """Returns (hidden of this depth, the layer's own terms)."""
         both = jnp.concatenate([self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)], axis=-1)
         joined = residual_stream(self.project(both), self.sequence_parallel)
         x_RTD, _, router = self.block.with_router(joined, positions_RT, attend, keys, counted_RT)
@@ -86,7 +86,7 @@ class MultiToken:
     def terms(
         self, outer: Outer, depths: dict, hidden: jax.Array, microbatch: Mapping, read: Read, axis: str | None
     ) -> LossOutput:
-        """The terms and accuracies of all depths.
+        """Returns the terms and accuracies of all depths.
 
         Args:
           outer: embedding and head, cut over `axis` by vocabulary where one is given.
@@ -126,14 +126,16 @@ class MultiToken:
 
 
 def init_depths(config: TransformerConfig, block: type[nnx.Module], key: jax.Array) -> dict:
-    """Random arrays of every depth: {"1": ..., "2": ...}."""
+    """Returns random arrays of every depth: {"1": ..., "2": ...}."""
     keys = jax.random.split(key, config.mtp_depth)
     make = lambda key: Depth(config, block, rngs=nnx.Rngs(key))  # noqa: E731
     return {str(i + 1): nnx.to_pure_dict(nnx.state(make(key))) for i, key in enumerate(keys)}
 
 
 def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
-    """`targets` and `loss_mask` of the place `depth` further on; the mask is 0 where that is another document."""
+    """Returns `targets` and `loss_mask` of the place `depth` further on; the mask is 0 where that is another
+    document.
+    """
     mask = later(microbatch["loss_mask"], depth)
     if (segments := microbatch.get("segments")) is not None:
         mask = jnp.where((segments == later(segments, depth)) & (segments != 0), mask, 0)
@@ -141,7 +143,7 @@ def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
 
 
 def is_mtp(outer: dict) -> dict:
-    """Tree like `outer` of bool: the leaves that are of multi-token prediction."""
+    """Returns tree like `outer` of bool: the leaves that are of multi-token prediction."""
     return {name: jax.tree.map(lambda _, n=name: n == NAME, leaves) for name, leaves in outer.items()}
 
 
@@ -190,5 +192,5 @@ class _Split:
 
 
 def _keys_of_layer(keys: jax.Array | None, index: int) -> jax.Array | None:
-    """Row keys folded as those of a layer behind the last are."""
+    """Returns row keys folded as those of a layer behind the last are."""
     return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)

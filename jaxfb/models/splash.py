@@ -33,7 +33,7 @@ def splash_attention(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """Causal attention inside each segment of each row: `packed_attention` by the kernel.
+    """Computes causal attention inside each segment of each row: `packed_attention` by the kernel.
 
     A Pallas call is one device's, so over `tensor` each shard calls it with its own heads (`on_head_shards`).
     Grouped-query heads are not repeated.
@@ -52,7 +52,9 @@ def splash_attention(
 
 
 def refusal(query: Any, key: Any) -> str | None:
-    """What the kernel cannot take of [R, T, H, K] and [R, T, G, K], or of where they are traced, and what it could."""
+    """Returns why the kernel cannot take [R, T, H, K] and [R, T, G, K], or where they are traced, and what it could
+    take.
+    """
     return _refused_here(key.shape[2]) or refused_sizes(query.dtype, query.shape[1], query.shape[3])
 
 
@@ -73,7 +75,8 @@ def _refused_here(kv_heads: int) -> str | None:
 
 
 def refused_sizes(dtype: Any, length: int, head_size: int) -> str | None:
-    """The same of a dtype and sizes alone. Tokens must fill the 128 lanes of a vector; heads are padded to them, and
+    """Returns why the kernel cannot take a dtype and sizes. Tokens must fill the 128 lanes of a vector; heads are
+    padded to them, and
     sizes up to 256 have been compiled for every TPU from v4 to TPU7x."""
     if dtype not in (jnp.bfloat16, jnp.float32):
         return f"takes bfloat16 and float32, not {dtype}; use compute_dtype='bfloat16'"
@@ -88,7 +91,7 @@ def refused_sizes(dtype: Any, length: int, head_size: int) -> str | None:
 
 
 def block_size(length: int) -> int:
-    """Queries, and keys, of one block: the largest multiple of 128 up to 512 that divides the length.
+    """Returns queries, and keys, of one block: the largest multiple of 128 up to 512 that divides the length.
 
     512 is what MaxText trains with: a block's scores are 1 MB of float32, so that all that the kernels hold at a time
     fits the memory beside the matrix unit on every generation, and a product is large enough to keep that unit busy.
@@ -97,12 +100,14 @@ def block_size(length: int) -> int:
 
 
 def visible_pairs(length: int) -> int:
-    """(query, key) pairs of the blocks that are computed: those on the diagonal whole, those above it not at all."""
+    """Returns (query, key) pairs of the blocks that are computed: those on the diagonal whole, those above it not at
+    all.
+    """
     return length * (length + block_size(length)) // 2
 
 
 def _scaled(query: jax.Array) -> jax.Array:
-    """The kernel's scores are plain products. Scaled in float32, since 1 / sqrt(K) itself is no bfloat16 number."""
+    """Scales queries in float32, since the kernel's scores are plain products and 1 / sqrt(K) is no bfloat16 number."""
     return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 
@@ -114,7 +119,7 @@ def _segment_ids(ids: jax.Array | None) -> Any:
 
 @lru_cache(maxsize=64)
 def _kernel(num_heads: int, length: int, interpret: bool) -> Any:
-    """(q [H, T, K], k, v [G, T, K], SegmentIds or None) -> [H, T, K], of one row.
+    """Returns a function of one row: (q [H, T, K], k, v [G, T, K], SegmentIds or None) -> [H, T, K].
 
     The backward is two kernels, one for queries and one for keys and values. The library's fused one computes scores
     once for both, but keeps a gradient of the queries for every block of keys: memory that grows with T * T, and sums

@@ -72,7 +72,9 @@ class Block(nnx.Module):
         counted_RT: jax.Array | None = None,
         load_E: jax.Array | None = None,
     ) -> tuple[jax.Array, Any, LossOutput]:
-        """(hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where `counted_RT`)."""
+        """Returns (hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where
+        `counted_RT`).
+        """
         with jax.named_scope("attention"):
             mixed, kept = self.attention(whole(self.attention_norm(x_RTD)), positions_RT, attend)
             x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
@@ -88,7 +90,7 @@ class Block(nnx.Module):
 
 
 def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
-    """The transformer of `config` as three pure functions over the dict that `init_params` makes.
+    """Builds the transformer of `config` as three pure functions over the dict that `init_params` makes.
 
     A microbatch holds `tokens` i32[R, T] and optionally `segments` i32[R, T] (attention stays inside one) and
     `positions` i32[R, T] (0..T-1 if absent), beside what the loss reads. Computes in the params' dtype.
@@ -157,7 +159,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:
-    """Random parameters of `transformer(config)`.
+    """Draws random parameters of `transformer(config)`.
 
     Pure, so it can be jitted with `out_shardings` to be born sharded, or given to `jax.eval_shape`. The
     numbers depend on `key` alone and are drawn in float32 for every dtype.
@@ -178,7 +180,9 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
 
 
 def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None) -> LossOutput:
-    """The output for one microbatch, which is then the whole batch, without an engine: by hand, and for tests."""
+    """Returns the output for one microbatch, which is then the whole batch, without an engine; for tests and
+    inspection.
+    """
     hidden, layers = _run_layers(model, params, microbatch, rng)
     if model.counted is not None and model.counted.before is not None:
         params = model.counted.before(params, layers.metrics)
@@ -190,7 +194,7 @@ def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | 
 
 
 def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.Array:
-    """All logits, float32[R, T, V] (float64 for float64 params): for small vocabularies and tests."""
+    """Computes all logits, float32[R, T, V] (float64 for float64 params): for small vocabularies and tests."""
     wide = jnp.promote_types(params["norm"]["scale"].dtype, jnp.float32)
 
     def project(hidden, kernel, _):
@@ -207,7 +211,7 @@ def hidden_states(
 
 
 def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, LossOutput]:
-    """hidden_states, the layers' own terms added over layers, and their metrics of each."""
+    """Returns hidden_states, the layers' own terms added over layers, and their metrics of each."""
 
     def step(hidden, indexed):
         index, layer_params = indexed
@@ -246,7 +250,7 @@ def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.
 
 
 def rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
-    """A function from a module's dict of arrays to the module; its structure is found once, abstractly.
+    """Returns a function from a module's dict of arrays to the module; its structure is found once, abstractly.
 
     Arrays in the dict that are not the module's own are left out.
     """

@@ -15,14 +15,14 @@ from jaxfb.refusal import INT32, Refused, number, shown
 
 
 def choose(what: str, name: Any, table: Mapping[str, Any]) -> Any:
-    """table[name], or a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`"""
+    """Returns table[name], or raises a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`"""
     if not isinstance(name, str) or name not in table:
         raise Refused(f"unknown {what} {shown(name)}; {_nearest(name, table)}")
     return table[name]
 
 
 def build(who: str, builder: Callable, *given: Any, **arguments: Any) -> Any:
-    """builder(*given, **arguments), where `arguments` came from the user and are checked by name."""
+    """Calls builder(*given, **arguments), where `arguments` came from the user and are checked by name."""
     legal = list(inspect.signature(builder).parameters)[len(given) :]
     for name in arguments:
         if name not in legal:
@@ -45,7 +45,7 @@ def real(who: str, name: str, value: Any, **bounds: float) -> int | float:
 
 
 def is_injected(value: Any) -> bool:
-    """Whether it is a number that is being traced, such as `optax.inject_hyperparams` gives; its value is not known."""
+    """Returns whether a number is being traced, as `optax.inject_hyperparams` does; its value is not known."""
     return is_traced(value) and not jnp.shape(value)
 
 

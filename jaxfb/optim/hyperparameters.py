@@ -18,7 +18,9 @@ OF_PARAMS = "from params to a tree of bool"
 
 
 def like_params(what: str, tree: PyTree, params: PyTree) -> PyTree:
-    """The tree of bool that a function of the caller's gave for `params`, or a prefix of it, one for each leaf."""
+    """Returns the tree of bool that a user's function gave for `params`, or a prefix of it, with one bool for each
+    leaf.
+    """
     try:
         wide = jax.tree.broadcast(tree, params)
     except ValueError as error:
@@ -44,7 +46,7 @@ def checked(who: str, given: dict) -> dict:
 
 
 def _maybe(rule: Callable) -> Callable:
-    """The rule, or None."""
+    """Returns the rule, or None."""
     return lambda who, name, value: None if value is None else rule(who, name, value)
 
 

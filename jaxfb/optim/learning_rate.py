@@ -69,7 +69,7 @@ def lr_schedule(
     unit: str = "updates",
     **shape,
 ) -> Schedule:
-    """Learning-rate schedule by name; `total`, `warmup` and `decay` are counted in `unit`.
+    """Makes a learning-rate schedule by name; `total`, `warmup` and `decay` are counted in `unit`.
 
     Args:
       name: constant, linear, cosine, cosine_restarts, polynomial, inverse_sqrt or wsd (warmup-stable-decay).
@@ -121,11 +121,11 @@ class _Span(NamedTuple):
     warmup: int
 
     def progress(self, count):
-        """0 at the end of the warmup, 1 at total; it goes on after it."""
+        """Returns 0 at the end of the warmup and 1 at total; it goes on after it."""
         return (count - self.warmup) / (self.total - self.warmup)
 
     def at(self, height):
-        """From a shape's height, 1..0, to a rate."""
+        """Scales a shape's height, 1..0, to a rate."""
         return self.final + (self.peak - self.final) * height
 
 

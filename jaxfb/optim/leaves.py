@@ -7,17 +7,17 @@ import jax.numpy as jnp
 
 
 def path_names(path: tuple) -> list[str]:
-    """The names of a jax key path, of dicts, attributes and sequences alike."""
+    """Returns the names of a jax key path, of dicts, attributes and sequences alike."""
     return [str(getattr(key, "key", getattr(key, "name", getattr(key, "idx", key)))) for key in path]
 
 
 def has_word(path: tuple, *words: str) -> bool:
-    """Whether one of the words occurs in a name of the path, in either case."""
+    """Returns whether one of the words occurs in a name of the path, in either case."""
     return any(word in name.lower() for name in path_names(path) for word in words)
 
 
 def is_stacked(path: tuple) -> bool:
-    """Whether the leaf is [num_layers, ...]: under "layers", unless the layers are numbered (a list)."""
+    """Returns whether the leaf is [num_layers, ...]: under "layers", unless the layers are numbered (a list)."""
     names = path_names(path)
     if "layers" not in names:
         return False
@@ -26,5 +26,5 @@ def is_stacked(path: tuple) -> bool:
 
 
 def layer_ndim(path: tuple, leaf: jax.Array) -> int:
-    """Number of dimensions the leaf has in one layer: a stacked leaf's leading num_layers is not counted."""
+    """Returns number of dimensions the leaf has in one layer: a stacked leaf's leading num_layers is not counted."""
     return jnp.ndim(leaf) - is_stacked(path)

@@ -41,7 +41,7 @@ class StaticLossScale:
         return _state(self.scale, 0)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The same state."""
+        """Returns the same state."""
         return state
 
 
@@ -76,7 +76,7 @@ class DynamicLossScale:
         return _state(self.initial, self.hysteresis)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
-        """The state after gradients that were all finite, or not (bool[]). Pure; jit-able."""
+        """Returns the state after gradients that were all finite, or not (bool[]). Pure; jit-able."""
         return jax.tree.map(
             lambda a, b: jnp.where(finite, a, b), self._after_finite(state), self._after_overflow(state)
         )

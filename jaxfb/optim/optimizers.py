@@ -63,7 +63,7 @@ def make_optimizer(
     mask: Callable[[PyTree], PyTree] = decay_mask,
     **hyperparameters,
 ) -> Optimizer:
-    """Optimizer by name.
+    """Makes an optimizer by name.
 
     Args:
       name: adamw, lion, adafactor, muon or sgd.
@@ -117,7 +117,7 @@ def learning_rate_of(
     *,
     updated: PyTree | None = None,
 ) -> jax.Array:
-    """The learning rate of the update that starts from `opt_state`, float[], for the log; nan if unknown.
+    """Returns the learning rate of the update that starts from `opt_state`, float[], for the log; nan if unknown.
 
     Exact for an `Optimizer`. Any other transformation is asked through its state: `optax.inject_hyperparams`
     and an `Optimizer` inside an `optax.chain` write down the rate that they used, so pass the state that
@@ -131,7 +131,7 @@ def learning_rate_of(
 
 
 def muon_matrices(params: PyTree) -> PyTree:
-    """The leaves that Muon orthogonalises, as a tree of bool: hidden matrices.
+    """Returns the leaves that Muon orthogonalises, as a tree of bool: hidden matrices.
 
     Leaves of two dimensions in one layer, or of three under a name with "expert"; each layer and expert is a
     matrix of its own. Embeddings and the head are left to AdamW, as Muon's author advises, and so are other
@@ -148,7 +148,7 @@ def muon_matrices(params: PyTree) -> PyTree:
 
 
 def _as_schedule(who: str, name: str, rate: Rate):
-    """The rate as a function of a count; a function that gives no number for a count is refused."""
+    """Returns the rate as a function of a count; a function that gives no number for a count is refused."""
     if is_injected(rate):
         return Schedule(lambda count: jnp.asarray(rate, count.dtype))
     if not callable(rate):
@@ -208,7 +208,7 @@ def _adafactor(
 
 
 def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransformation:
-    """A stateless leafwise transformation, applied to every layer of a stacked leaf by itself."""
+    """Applies a stateless leafwise transformation to every layer of a stacked leaf by itself."""
 
     def one(path, update, param):
         def apply(update, param):

@@ -16,7 +16,8 @@ RAMPS = {"constant": jnp.ones_like, "linear": RISES["linear"], "cosine": RISES["
 def weight_decay_schedule(
     name: str, *, initial: float, final: float, total: int, unit: str = "updates"
 ) -> Schedule:
-    """Weight decay rising from `initial` at count 0 to `final` at `total`, and staying there (Megatron's).
+    """Makes a schedule of weight decay that rises from `initial` at count 0 to `final` at `total` and stays there
+    (Megatron's).
 
     name: constant (both values must be equal), linear or cosine.
     unit: "updates" or "samples", as in `lr_schedule`. Raises ValueError for numbers that make no ramp.
@@ -38,7 +39,7 @@ def weight_decay_schedule(
 
 
 def decay_mask(params: PyTree) -> PyTree:
-    """Default mask: weight decay on matrices only. Tree of bool like `params`.
+    """Returns the default mask: weight decay on matrices only. Tree of bool like `params`.
 
     Not decayed: leaves with fewer than two dimensions in one layer, and leaves with "embed", "norm" or "bias"
     in a name of their path.

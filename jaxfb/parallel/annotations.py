@@ -105,14 +105,14 @@ def warn_if_whole(specs: PyTree, mesh: Mesh) -> None:
 
 
 def _is_flax(node: Any) -> bool:
-    """Whether it is a Linen box or an NNX Variable, which carry metadata around one array."""
+    """Returns whether a node is a Linen box or an NNX Variable, which carry metadata around one array."""
     kinds = (("flax.core.meta", "AxisMetadata"), ("flax.nnx", "Variable"))
     loaded = [getattr(sys.modules.get(module), name, None) for module, name in kinds]
     return isinstance(node, tuple(kind for kind in loaded if kind is not None))
 
 
 def _annotation(node: Any) -> P | None:
-    """The spec that a box or a Variable was given, or None."""
+    """Returns the spec that a box or a Variable was given, or None."""
     if hasattr(node, "get_partition_spec"):
         spec, linen = node.get_partition_spec(), sys.modules.get("flax.linen")
         return linen.logical_to_mesh(spec) if linen and _is_logical(node, linen) else spec
@@ -128,7 +128,7 @@ def _is_logical(node: Any, linen: Any) -> bool:
 
 
 def _placement(leaf: Any) -> P:
-    """What of an array is cut over an axis called "tensor", by where it lies."""
+    """Returns how an array is already cut over an axis called "tensor"."""
     sharding = None if is_traced(leaf) else getattr(leaf, "sharding", None)
     return _only_tensor(sharding.spec) if isinstance(sharding, NamedSharding) else P()
 

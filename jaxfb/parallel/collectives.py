@@ -23,7 +23,7 @@ Groups = list[list[int]]
 
 
 def all_gather(shard: jax.Array, axis: str, dim: int) -> jax.Array:
-    """The whole array from its shards along `dim`, as `lax.all_gather(tiled=True)`."""
+    """Returns the whole array from its shards along `dim`, as `lax.all_gather(tiled=True)`."""
     for groups in reversed(_steps(axis, "gather")):
         shard = lax.all_gather(shard, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return shard
@@ -94,7 +94,7 @@ def _on_cpu() -> bool:
 
 
 def two_steps(size: int) -> tuple[Groups, Groups] | None:
-    """(groups across, groups within) of 0..size-1: scattering across and then within hands out shards in order.
+    """Returns (groups across, groups within) of 0..size-1: scattering across and then within hands out shards in order.
 
     Four groups where they divide, since a torus is a multiple of 4 in each dimension once it is large; None where
     there is nothing to split.
@@ -114,7 +114,7 @@ def _steps(axis: str, kind: str) -> list[Groups | None]:
 
 
 def _falls_back(axis: str, kind: str, mesh: AbstractMesh) -> bool:
-    """Whether XLA would make this an all-reduce; seen in what libtpu 0.0.42 compiles for v5e, v6e and v5p."""
+    """Returns whether XLA would make this an all-reduce; seen in what libtpu 0.0.42 compiles for v5e, v6e and v5p."""
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or mesh.shape[axis] < mesh.size:
         return False

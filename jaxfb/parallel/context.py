@@ -26,7 +26,8 @@ METHODS = ("ring", "all_gather", "all_to_all")
 
 
 def zigzag(length: int, size: int) -> np.ndarray:
-    """The order that puts device c's pieces at places [c * length / size, (c + 1) * length / size): i32[length].
+    """Returns the order that puts device c's pieces at places [c * length / size, (c + 1) * length / size):
+    i32[length].
 
     Raises:
       ValueError: 2 * size does not divide the length.
@@ -42,7 +43,7 @@ def zigzag(length: int, size: int) -> np.ndarray:
 
 
 def size_here() -> int:
-    """Number of devices a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
+    """Returns number of devices a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get(AXIS, 1) == 1:
         return 1
@@ -61,13 +62,13 @@ def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
 
 
 def own_part(whole: jax.Array, dim: int) -> jax.Array:
-    """This device's tokens of an array that holds the whole sequence along `dim`."""
+    """Returns this device's tokens of an array with the whole sequence along `dim`."""
     size = size_here()
     return whole if size == 1 else jnp.take(whole, token_index(whole.shape[dim] // size), axis=dim)
 
 
 def later(x: jax.Array, distance: int) -> jax.Array:
-    """x[:, t + distance] at every token t this device holds, zero beyond the end of the whole sequence.
+    """Returns x[:, t + distance] at every token t of this device, zero beyond the end of the whole sequence.
 
     Each piece takes the first tokens of the piece behind it, which is on another device or on this one: one gather of
     [R, 2 * distance, ...]. Has no gradient, being for tokens and masks.
@@ -95,7 +96,9 @@ def later(x: jax.Array, distance: int) -> jax.Array:
 
 
 def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> list[jax.Array]:
-    """What follows this device's pieces c and 2C-1-c: the heads of pieces c+1 and 2C-c (zeros behind the last)."""
+    """Returns what follows this device's pieces c and 2C-1-c: the heads of pieces c+1 and 2C-c (zeros behind the
+    last).
+    """
     size, device = size_here(), lax.axis_index(AXIS)
     # not two permutes: in a loop with little else, XLA:CPU's devices meet in the wrong turn and abort (jax 0.10.2)
     heads = lax.all_gather(jnp.stack([early[:, :distance], late[:, :distance]]), AXIS)
@@ -104,7 +107,7 @@ def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> li
 
 
 def context_attention(query, key, value, *, segments: jax.Array | None, method: str) -> jax.Array:
-    """Causal attention inside each segment, over the whole sequence.
+    """Computes causal attention inside each segment, over the whole sequence.
 
     Args:
       query: float[R, T/context, H, K].  key, value: float[R, T/context, G, K], in zigzag order.
@@ -123,7 +126,7 @@ def context_attention(query, key, value, *, segments: jax.Array | None, method: 
 
 
 def gathered(query, key, value, segments) -> jax.Array:
-    """Attention with all keys and values gathered over context; the transpose scatters their gradients."""
+    """Computes attention with all keys and values gathered over context; the transpose scatters their gradients."""
     bring = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length, size = query.shape[1], size_here()
     places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
@@ -134,7 +137,7 @@ def gathered(query, key, value, segments) -> jax.Array:
 
 
 def exchanged(query, key, value, segments) -> jax.Array:
-    """Attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
+    """Computes attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
     size = size_here()
     if key.shape[2] % size:
         raise Refused(
@@ -159,7 +162,7 @@ def exchanged(query, key, value, segments) -> jax.Array:
 
 @jax.custom_vjp
 def ring(query, key, value, segments) -> jax.Array:
-    """Ring attention (arXiv:2310.01889): online softmax while keys and values go round."""
+    """Computes ring attention (arXiv:2310.01889): online softmax while keys and values are passed along the ring."""
     return _ring_forward(query, key, value, segments)[0]
 
 
@@ -271,7 +274,7 @@ def _own_mask(length, segments):
 
 
 def _visible(query_places, key_places, query_segments, key_segments):
-    """bool[R, T, S]: not later, and of the same document."""
+    """Returns bool[R, T, S]: the key is not later, and of the same document."""
     causal = query_places[:, None] >= key_places[None, :]
     return causal[None] & (query_segments[:, :, None] == key_segments[:, None, :])
 
@@ -295,7 +298,7 @@ def _scores(q, key, mask):
 
 
 def _attend(sums: _Sums, q, key, value, mask) -> _Sums:
-    """The sums with one more block of keys; a query that has seen nothing yet must see something in it."""
+    """Adds one more block of keys to the sums; a query that has seen nothing yet must see something in it."""
     scores = _scores(q, key, mask)
     top = jnp.maximum(sums.top, scores.max(-1))
     probs, scale = jnp.exp(scores - top[..., None]), jnp.exp(sums.top - top)
@@ -306,7 +309,7 @@ def _attend(sums: _Sums, q, key, value, mask) -> _Sums:
 
 
 def _attend_backward(q, normalizer, d_out, delta, key, value, mask):
-    """Gradients of one block: (d q, d key, d value), in the dtype of the sums."""
+    """Computes gradients of one block: (d q, d key, d value), in the dtype of the sums."""
     probs = jnp.exp(_scores(q, key, mask) - normalizer[..., None])
     product = partial(jnp.einsum, preferred_element_type=d_out.dtype)
     d_value = product("rtgns,rtgnk->rsgk", probs.astype(value.dtype), d_out.astype(value.dtype))

@@ -49,7 +49,7 @@ def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def gather_shard(shard: jax.Array, spec: P, dtype: Any) -> jax.Array:
-    """One leaf gathered over fsdp, in `dtype`; its gradient is summed in the shard's dtype."""
+    """Gathers one leaf over fsdp, in `dtype`; its gradient is summed in the shard's dtype."""
     return _gather(shard.astype(dtype), spec)
 
 
@@ -106,7 +106,8 @@ def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
 
 
 def scatter_over_data(grad_specs: PyTree):
-    """A function from one microbatch's gradients to their sums over data, each leaf cut as `grad_specs` says (ZeRO-2).
+    """Returns a function from one microbatch's gradients to their sums over data, each leaf cut as `grad_specs` says
+    (ZeRO-2).
 
     Leaves that data does not cut stay as they are, and wait for `reduce_gradients`.
     """
@@ -122,12 +123,12 @@ def scatter_over_data(grad_specs: PyTree):
 
 
 def _gather(leaf: jax.Array, spec: P) -> jax.Array:
-    """Whole over fsdp; each tensor shard by itself."""
+    """Gathers over fsdp, each tensor shard by itself."""
     dim = dim_of(spec, "fsdp")
     return tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
 
 
 def _scatter(leaf: jax.Array, axis: str, spec: P) -> jax.Array:
-    """Summed over an axis and cut over it as `spec` says; each tensor shard by itself."""
+    """Sums over an axis and cuts over it as `spec` has it, each tensor shard by itself."""
     dim = dim_of(spec, axis)
     return tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim), leaf, spec)

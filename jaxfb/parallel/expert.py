@@ -28,7 +28,7 @@ RunExperts = Callable[[jax.Array, jax.Array], jax.Array]
 
 
 def manual_size(axis: str = AXIS) -> int:
-    """Size of the axis where this is traced, if collectives over it are written by hand there; otherwise 1."""
+    """Returns size of the axis where this is traced, if collectives over it are written by hand there; otherwise 1."""
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.shape.get(axis, 1) == 1:
         return 1
@@ -62,7 +62,7 @@ def dispatch(
     num_local: int,
     capacity: int | None = None,
 ) -> jax.Array:
-    """What each token's chosen experts make of it: out[t, k] = expert chosen[t, k] of x[t].
+    """Runs each token through its chosen experts: out[t, k] = expert chosen[t, k] of x[t].
 
     Without a capacity no choice is dropped, whatever the routing: buffers are as large as the worst case,
     all of a device's rows at one other. With one, an expert takes the first `capacity` choices of each device's
@@ -111,7 +111,9 @@ class Slots(NamedTuple):
 
 
 def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) -> tuple[Slots, jax.Array]:
-    """Slots in the order of `group` i32[N], at most `limit` of a group; and how many of each, i32[num_groups]."""
+    """Returns slots in the order of `group` i32[N], at most `limit` of a group; and how many of each,
+    i32[num_groups].
+    """
     number = group.shape[0]
     order = jnp.argsort(group, stable=True)
     place = (
@@ -132,7 +134,7 @@ def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) 
 
 @partial(jax.custom_vjp, nondiff_argnums=(2,))
 def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
-    """Rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D]; empty slots are zero."""
+    """Moves rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D]; empty slots are zero."""
     return _take(x, slots.source // copies)
 
 
@@ -149,7 +151,9 @@ move.defvjp(_move_forward, _move_backward)
 
 
 def _run_by_owners(run: RunExperts, rows: jax.Array, counts: jax.Array, most: int) -> jax.Array:
-    """`run` where the experts are: rows [S, D] sorted by expert, counts i32[X, L] of the experts of each device."""
+    """Calls `run` where the experts are: rows [S, D] sorted by expert, counts i32[X, L] of the experts of each
+    device.
+    """
     with jax.named_scope("expert_counts"):
         everybodys = lax.all_gather(counts, AXIS)
     arrived = _send(rows, everybodys, most, rows.shape[0])
@@ -159,7 +163,9 @@ def _run_by_owners(run: RunExperts, rows: jax.Array, counts: jax.Array, most: in
 
 
 def _by_own_expert(counts: jax.Array, most: int) -> tuple[Slots, jax.Array]:
-    """The order by expert of what arrived: [X * most], of each device a run sorted by expert, and then nothing."""
+    """Returns the order by expert of what arrived: [X * most], from each device a run sorted by expert, then
+    padding.
+    """
     mine = counts[:, lax.axis_index(AXIS)]
     place = jnp.arange(most, dtype=jnp.int32)
     expert = (place[None, :, None] >= jnp.cumsum(mine, axis=1)[:, None, :]).sum(-1, dtype=jnp.int32)
@@ -169,7 +175,7 @@ def _by_own_expert(counts: jax.Array, most: int) -> tuple[Slots, jax.Array]:
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _send(rows: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
-    """Rows [S, D], packed by owner, to their owners: [X * most, D], those of device x from x * most on.
+    """Sends rows [S, D], packed by owner, to their owners: [X * most, D], those of device x from x * most on.
 
     counts: i32[X, X, L], rows of each device for each device's experts.
     """
@@ -178,7 +184,9 @@ def _send(rows: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.A
 
 @partial(jax.custom_vjp, nondiff_argnums=(2, 3))
 def _bring_back(out: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
-    """The inverse of `_send`, and its transpose: [X * most, D] -> [S, D] on the devices that rows came from."""
+    """Sends rows back, the inverse and transpose of `_send`: [X * most, D] -> [S, D] on the devices that they came
+    from.
+    """
     return _route_back(out, counts, most, num_rows)
 
 
@@ -209,7 +217,9 @@ def _plan(counts) -> _Plan:
 
 
 def _route(rows, counts, most):
-    """XLA for CPUs has no ragged all-to-all: there, what goes to each device is padded to the worst case."""
+    """Exchanges rows between devices; XLA for CPUs has no ragged all-to-all, so there each part is padded to the
+    worst case.
+    """
     plan = _plan(counts)
     num_devices, number = counts.shape[0], rows.shape[0]
 
@@ -263,5 +273,5 @@ def _starts(counts: jax.Array) -> jax.Array:
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:
-    """x[index], and zero where the index is len(x)."""
+    """Returns x[index], and zero where the index is len(x)."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)

@@ -42,7 +42,7 @@ class Layout:
 
     @property
     def even(self) -> bool:
-        """Every stage has as many layers; the stacked layer dim can then be cut over pipe."""
+        """Returns whether every stage has as many layers; the stacked layer dim can then be cut over pipe."""
         return len(set(self.layers_per_stage)) == 1
 
     @property
@@ -51,7 +51,9 @@ class Layout:
 
     @cached_property
     def index(self) -> list:
-        """[device][chunk][longest]: the layer in the model; places beyond a stage's last repeat a layer that exists."""
+        """Returns [device][chunk][longest]: the layer in the model; places beyond a stage's last repeat a layer that
+        exists.
+        """
 
         def layers(stage):
             first, end = sum(self.layers_per_stage[:stage]), sum(self.layers_per_stage[: stage + 1])
@@ -61,7 +63,7 @@ class Layout:
 
     @cached_property
     def real(self) -> list:
-        """[device][chunk][longest]: whether that place holds a layer of its own."""
+        """Returns [device][chunk][longest]: whether that place holds a layer of its own."""
         return [
             [[j < self.layers_per_stage[s] for j in range(self.longest)] for s in row]
             for row in self.placement
@@ -69,7 +71,7 @@ class Layout:
 
     @cached_property
     def rounds(self) -> list[tuple[list, list, list]]:
-        """How stages get from where contiguous cutting puts them to where the placement wants them.
+        """Plans how stages get from where contiguous cutting puts them to where the placement wants them.
 
         A list of (pairs (source, target), block each source sends, chunk each target fills); in every round a
         device sends at most one stage and receives at most one.
@@ -117,7 +119,7 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
 
 
 def to_chunks(layers: PyTree, layout: Layout) -> PyTree:
-    """This device's layers as the placement wants them: leaves [num_chunks, longest, ...].
+    """Returns this device's layers as the placement wants them: leaves [num_chunks, longest, ...].
 
     From [num_layers / pipe, ...] (the contiguous cut of an even layout) or whole [num_layers, ...].
     """
@@ -128,7 +130,7 @@ def to_chunks(layers: PyTree, layout: Layout) -> PyTree:
 
 
 def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
-    """The inverse for gradients: back to the contiguous cut, or summed over pipe to whole [num_layers, ...]."""
+    """Returns the inverse for gradients: back to the contiguous cut, or summed over pipe to whole [num_layers, ...]."""
     if not layout.even:
         index = _mine(layout.index)
         zeros = lambda leaf: jnp.zeros((num_layers, *leaf.shape[2:]), leaf.dtype)  # noqa: E731
@@ -137,7 +139,7 @@ def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
 
 
 def shift(tree: PyTree, channel: str) -> PyTree:
-    """Every device's value one place along the ring; "stay" hands it to the device itself."""
+    """Passes every device's value one place along the ring; "stay" leaves it on the device."""
     if channel == "stay":
         return tree
     size = lax.axis_size("pipe")
@@ -172,7 +174,9 @@ def _mine(table: Sequence) -> jax.Array:
 
 
 def _matching(moves: list, num_devices: int) -> list:
-    """A choice of moves with every source and every target once; there is one as long as all have equally many."""
+    """Returns a choice of moves with every source and every target once; there is one as long as all have equally
+    many.
+    """
     taken: dict[int, tuple] = {}
 
     def place(source: int, seen: set) -> bool:
@@ -191,7 +195,7 @@ def _matching(moves: list, num_devices: int) -> list:
 
 
 def _balanced(num_layers: int, num_stages: int) -> list[int]:
-    """Middle stages get the odd layers: the ends also hold embedding and head."""
+    """Gives middle stages the odd layers, since the first and last also have embedding and head."""
     base, extra = divmod(num_layers, num_stages)
     first = (num_stages - extra) // 2
     return [base + (first <= stage < first + extra) for stage in range(num_stages)]

@@ -19,19 +19,21 @@ from jaxfb.parallel.collectives import psum, psum_scatter_of_one
 
 
 def own(x: jax.Array, axis: str) -> jax.Array:
-    """This device's rows of data (tokens, masks, keys) that all have: [R, ...] -> [n, ...]. No gradient."""
+    """Returns this device's rows of replicated data (tokens, masks, keys): [R, ...] -> [n, ...]. No gradient."""
     return x[_indices(x.shape[0], axis)]
 
 
 def is_real(rows: int, axis: str) -> jax.Array:
-    """bool[n]: which of this device's rows are not repetitions."""
+    """Returns bool[n]: which of this device's rows are not repetitions."""
     per_device = _per_device(rows, axis)
     return lax.axis_index(axis) * per_device + jnp.arange(per_device) < rows
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def take(x: jax.Array, axis: str) -> jax.Array:
-    """This device's rows of what all have: [R, ...] -> [n, ...]. Its gradient is gathered from all."""
+    """Returns this device's rows of a replicated array: [R, ...] -> [n, ...]. Its gradient is gathered from all
+    devices.
+    """
     return own(x, axis)
 
 
@@ -44,7 +46,7 @@ take.defvjp(lambda x, axis: (own(x, axis), jnp.zeros(x.shape[:1], bool)), _take_
 
 @partial(jax.custom_vjp, nondiff_argnums=(1, 2))
 def give(x: jax.Array, axis: str, rows: int) -> jax.Array:
-    """The answers of all devices for all of them: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
+    """All-gathers the answers of all devices: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
     return lax.all_gather(x, axis, axis=0, tiled=True)[:rows]
 
 
@@ -57,7 +59,7 @@ give.defvjp(lambda x, axis, rows: (give(x, axis, rows), None), _give_backward)
 
 
 def take_sum(x: jax.Array, axis: str) -> jax.Array:
-    """This device's rows of the sum over `axis` of parts [R, ...], of which each device has one."""
+    """Returns this device's rows of the sum over `axis` of parts [R, ...], of which each device has one."""
     missing = _per_device(x.shape[0], axis) * lax.axis_size(axis) - x.shape[0]
     padded = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1))
     return psum_scatter_of_one(padded, axis, 0)
@@ -65,7 +67,7 @@ def take_sum(x: jax.Array, axis: str) -> jax.Array:
 
 @partial(jax.custom_vjp, nondiff_argnums=(1,))
 def total(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over `axis`, which all have then; each part's gradient is that of the sum."""
+    """Sums over `axis` on every device; each part's gradient is that of the sum."""
     return psum(x, axis)
 
 

@@ -23,7 +23,7 @@ PyTree = Any
 def param_specs(
     params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, pipe_dims: PyTree = None, stacked: bool = False
 ) -> PyTree:
-    """PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
+    """Returns PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
 
     The fsdp dim is the largest that fsdp divides and tensor leaves free, of those whose shards fill a TPU's tiles
     if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.
@@ -58,7 +58,7 @@ def param_specs(
 
 
 def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
-    """ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
+    """Returns ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
     size = axis_size(mesh, axis)
     return jax.tree.map(
         lambda leaf, spec: _add_axis(leaf.shape, spec, axis, size, first_dim=0), params, specs
@@ -85,12 +85,12 @@ def moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTre
 
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
-    """NamedShardings of a tree of specs."""
+    """Returns NamedShardings of a tree of specs."""
     return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
 
 
 def abstract(tree: PyTree, places: PyTree) -> PyTree:
-    """The tree as shapes, dtypes and shardings; `places`: a NamedSharding for every leaf."""
+    """Returns the tree as shapes, dtypes and shardings; `places`: a NamedSharding for every leaf."""
     return jax.tree.map(
         lambda leaf, place: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=place), tree, places
     )
@@ -109,22 +109,22 @@ def adopt(tree: PyTree, targets: PyTree) -> PyTree:
 
 
 def manual_part(spec: P) -> P:
-    """The spec as `shard_map` wants it: without the automatic axes."""
+    """Returns the spec as `shard_map` wants it: without the automatic axes."""
     return _naming(spec, lambda axis: axis not in AUTOMATIC_AXES)
 
 
 def axes_of(entry: Any) -> tuple[str, ...]:
-    """The axes that cut one dim, from its entry in a spec."""
+    """Returns the axes that cut one dim, from its entry in a spec."""
     return () if entry is None else entry if isinstance(entry, tuple) else (entry,)
 
 
 def dim_of(spec: P, axis: str) -> int | None:
-    """The dim that `axis` cuts, or None."""
+    """Returns the dim that `axis` cuts, or None."""
     return next((dim for dim, entry in enumerate(spec) if entry == axis), None)
 
 
 def _on_mesh(spec: P, mesh: Mesh) -> P:
-    """The spec without the axes that a mesh lacks or has one of: a dim that is not cut is free for fsdp."""
+    """Returns the spec without the axes that a mesh lacks or has one of: a dim that is not cut is free for fsdp."""
     return _naming(spec, lambda axis: axis_size(mesh, axis) > 1)
 
 
@@ -166,7 +166,7 @@ def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: 
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, share: int) -> bool:
-    """Whether shards of `share` along `dim` end where the tiles of a TPU end, which it otherwise pads.
+    """Returns whether shards of `share` along `dim` end where the tiles of a TPU end, which it otherwise pads.
 
     A tile is 128 numbers of the last dim by 8 or, in bfloat16, 16 of the one before; dims before those have none.
     """
@@ -174,12 +174,12 @@ def _fills_tiles(shape: tuple[int, ...], dim: int, share: int) -> bool:
 
 
 def _shortest(entries: list) -> P:
-    """Without trailing None, as jit writes the specs of its results; in another form they would look out of place."""
+    """Drops trailing None, as jit writes the specs of its results; other forms would not compare equal."""
     while entries and entries[-1] is None:
         entries = entries[:-1]
     return P(*entries)
 
 
 def in_layers(path: tuple) -> bool:
-    """Whether a path of the tree of a `Pipelined`'s parameters is below "layers"."""
+    """Returns whether a path of the tree of a `Pipelined`'s parameters is below "layers"."""
     return bool(path) and getattr(path[0], "key", None) == "layers"

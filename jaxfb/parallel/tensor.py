@@ -61,7 +61,7 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
 
 
 def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P) -> jax.Array:
-    """`function(x)` on every tensor shard of `x` by itself, where `spec` splits a dim over `tensor` alone.
+    """Calls `function(x)` on every tensor shard of `x` by itself, where `spec` splits a dim over `tensor` alone.
 
     For collectives over other axes: XLA's partitioner leaves a split operand of an all-reduce split, but makes that
     of an all-gather or a reduce-scatter whole over `tensor` first: a gather more, and `tensor` times the bytes.
@@ -79,7 +79,7 @@ def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P)
 
 
 def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array], whole: Any) -> jax.Array:
-    """`function(*heads, whole)` on every tensor shard by itself: for kernels, which XLA's partitioner cannot cut.
+    """Calls `function(*heads, whole)` on every tensor shard by itself: for kernels, which XLA's partitioner cannot cut.
 
     With `tensor` of size 1 too: beside any automatic axis JAX hands cuDNN's attention to that partitioner, where a
     program of several devices then does not compile (jax 0.10.2), and refuses a TPU's kernel.
@@ -98,7 +98,7 @@ def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array
 
 
 def automatic_axes() -> list[str]:
-    """The axes of the mesh in context that XLA partitions, those of size 1 among them."""
+    """Returns the axes of the mesh in context that XLA partitions, those of size 1 among them."""
     types = _axis_types(jax.sharding.get_abstract_mesh())
     return [axis for axis, kind in types.items() if kind == AxisType.Auto]
 
@@ -122,7 +122,8 @@ def _axis_types(mesh: Any) -> dict[str, AxisType]:
 
 
 def transformer_param_specs(params: Any) -> Any:
-    """The PartitionSpec of every leaf of the built-in transformer's params, naming `tensor`, and `expert` for experts.
+    """Returns the PartitionSpec of every leaf of the built-in transformer's params, naming `tensor`, and `expert` for
+    experts.
 
     Queries, keys, values, gate and up are split by output, attention output and down by input, embedding
     and head by vocabulary, experts by expert besides; norms and routers are whole. The leading dim of stacked
@@ -149,7 +150,9 @@ def _leaf_spec(path: tuple, leaf: Any) -> P:
 
 
 def vocabulary_dims(outer: Any) -> Any:
-    """The vocabulary's dim of every leaf of the transformer's params beside the layers, -1 where there is none."""
+    """Returns the vocabulary's dim of every leaf of the transformer's params beside the layers, -1 where there is
+    none.
+    """
 
     def dim(path, leaf):
         names = tuple(str(getattr(entry, "key", entry)) for entry in path)

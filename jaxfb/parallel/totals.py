@@ -104,14 +104,14 @@ def _shapes_and_specs(leaves: Iterable[jax.Array]) -> tuple[tuple, tuple[P, ...]
 
 
 def _gathered(rows: jax.Array) -> np.ndarray:
-    """The whole of an array that is cut over all devices, on every process."""
+    """Returns the whole of an array that is cut over all devices, on every process."""
     if rows.is_fully_addressable:
         return np.asarray(rows)
     return np.asarray(multihost_utils.process_allgather(rows, tiled=True))
 
 
 def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
-    """Of arrays that lie on one device, or in a way that only the host can put together."""
+    """Measures arrays that are on one device, or placed in a way that only the host can put together."""
     blocks = [leaf if len(leaf.sharding.device_set) == 1 else jnp.asarray(leaf) for leaf in leaves]
     return [np.asarray(_whole(block, measure)) for block in blocks]
 
@@ -120,7 +120,7 @@ def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
 def _program(
     mesh: Mesh, shapes: tuple, specs: tuple[P, ...], measure: Measure, by_device: bool = False
 ) -> Callable:
-    """u32[devices, leaves, k]; by_device: of each device's blocks alone, copies of others included."""
+    """Returns u32[devices, leaves, k]; by_device: of each device's blocks alone, copies of others included."""
 
     def local(*blocks):
         rows = []
@@ -145,7 +145,7 @@ def _whole(block: jax.Array, measure: Measure) -> jax.Array:
 
 
 def _place(mesh: Mesh, block: tuple[int, ...], spec: P) -> tuple[set[str], list[Any]]:
-    """The axes that cut an array, and where this device's block begins in each of its dims."""
+    """Returns the axes that cut an array, and where this device's block begins in each of its dims."""
     used, starts = set(), []
     for size, names in zip(block, [*spec, *[None] * (len(block) - len(spec))], strict=True):
         names = (names,) if isinstance(names, str) else tuple(names or ())
@@ -158,7 +158,7 @@ def _place(mesh: Mesh, block: tuple[int, ...], spec: P) -> tuple[set[str], list[
 
 
 def _index(block: tuple[int, ...], shape: tuple[int, ...], starts: Sequence[Any]) -> jax.Array:
-    """u32[block]: the place of each element in an array of `shape`, counted row by row, modulo 2**32."""
+    """Returns u32[block]: the place of each element in an array of `shape`, counted row by row, modulo 2**32."""
     index, stride = jnp.zeros(block, jnp.uint32), 1
     for dim in reversed(range(len(block))):
         place = jax.lax.broadcasted_iota(jnp.uint32, block, dim) + starts[dim]
@@ -188,7 +188,7 @@ def _sums_on_host(array: np.ndarray) -> np.ndarray:
 
 
 def _words(block: jax.Array) -> jax.Array:
-    """u32[..., k], the bits of each element."""
+    """Returns u32[..., k], the bits of each element."""
     if jnp.issubdtype(block.dtype, jax.dtypes.prng_key):
         return jax.random.key_data(block).reshape(*block.shape, -1).astype(jnp.uint32)
     if jnp.issubdtype(block.dtype, jnp.complexfloating):
@@ -201,7 +201,7 @@ def _words(block: jax.Array) -> jax.Array:
 
 
 def _mixed(index: Any, seed: int) -> Any:
-    """An odd number for each place, in u32 arithmetic of jax or numpy."""
+    """Returns an odd number for each place, in u32 arithmetic of jax or numpy."""
     mixed = index * np.uint32(0x85EBCA6B) + np.uint32(seed)
     mixed = (mixed ^ (mixed >> np.uint32(15))) * np.uint32(0xC2B2AE35)
     mixed = (mixed ^ (mixed >> np.uint32(13))) * np.uint32(0x27D4EB2F)

@@ -18,7 +18,7 @@ MOST_TENSOR, MOST_PIPE = 8, 16
 
 
 def candidates(config: Config, sizes: TransformerConfig, num_devices: int) -> Iterator[Config]:
-    """The config on every mesh x schedule x chunks x remat x rows a microbatch that divides. The rows of an
+    """Returns the config on every mesh x schedule x chunks x remat x rows a microbatch that divides. The rows of an
     update, the model, the optimizer and mesh.context stay."""
     for mesh in _meshes(config, sizes, num_devices):
         replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
@@ -31,7 +31,7 @@ def candidates(config: Config, sizes: TransformerConfig, num_devices: int) -> It
 
 
 def label(config: Config) -> str:
-    """Such as `pipe 4 x fsdp 16, 1f1b, remat full, 2 rows, gather layer`."""
+    """Returns a label such as `pipe 4 x fsdp 16, 1f1b, remat full, 2 rows, gather layer`."""
     axes = [f"{axis} {size}" for axis, size in vars(config.mesh).items() if size > 1]
     parts = [" x ".join(axes) or "one device"]
     if config.schedule:

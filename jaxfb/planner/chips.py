@@ -43,7 +43,7 @@ class Chip:
     outer_bandwidth: float | None = None
 
     def group_bandwidth(self, group: Sequence[int]) -> float:
-        """Bytes a second that each device of a group sends: positions in the mesh, islands one after the other.
+        """Returns bytes a second that each device of a group sends: positions in the mesh, islands one after the other.
 
         A ring over several islands leaves each by the network of all its members there, as NCCL's rings do.
         """
@@ -56,7 +56,9 @@ class Chip:
 
 
 def _tpu(name, tflops, memory, bandwidth, both_ways, torus, kind, devices=1) -> Chip:
-    """both_ways: bidirectional interconnect bandwidth of a chip, GB/s, shared by the dimensions of the torus."""
+    """Makes a TPU; both_ways: bidirectional interconnect bandwidth of a chip, GB/s, shared by the dimensions of the
+    torus.
+    """
     return Chip(
         name=name,
         flops=tflops * 1e12 / devices,
@@ -71,7 +73,7 @@ def _tpu(name, tflops, memory, bandwidth, both_ways, torus, kind, devices=1) -> 
 
 
 def _gpu(name, tflops, memory, bandwidth, nvlink, page) -> Chip:
-    """nvlink: of all links and both directions, GB/s; 8 GPUs an island, 400 Gb/s a GPU between islands."""
+    """Makes a GPU; nvlink: of all links and both directions, GB/s; 8 GPUs an island, 400 Gb/s a GPU between islands."""
     return Chip(
         name=name,
         flops=tflops * 1e12,

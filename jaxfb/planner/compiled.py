@@ -85,7 +85,7 @@ def compile_for(
 
 
 def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
-    """Whether to ask the compiler; a plan for GPUs does without, and says what to install."""
+    """Returns whether to ask the compiler; a plan for GPUs does without, and says what to install."""
     missing = missing_compiler(topology) if topology.platform == "gpu" else None
     if missing:
         say(f"{missing}; without it an estimate")
@@ -93,7 +93,7 @@ def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
 
 
 def missing_compiler(topology: Topology) -> str | None:
-    """What to install for this topology; None where its compiler is there."""
+    """Returns what to install for this topology; None where its compiler is there."""
     if topology.platform == "tpu" and not tpu.is_installed():
         return f"the TPU compiler is not installed; {tpu.INSTALL}"
     if topology.platform == "gpu" and not gpu.is_installed():
@@ -127,7 +127,7 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
 
 
 def _environment(topology: Topology) -> dict[str, str]:
-    """Of the child: one platform, the TPU's switches or so many simulated devices."""
+    """Returns the environment of the child process: one platform, the TPU's switches or so many simulated devices."""
     environment = {**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONWARNINGS": "ignore"}
     environment.pop("JAX_ENABLE_X64", None)
     environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
@@ -141,7 +141,7 @@ def _environment(topology: Topology) -> dict[str, str]:
 
 
 def main(arguments: list[str]) -> None:
-    """The child: reads a request, writes an answer."""
+    """Runs in the child process: reads a request, writes an answer."""
     from jaxfb.planner.topology import parse_topology
 
     request = json.loads(Path(arguments[0]).read_text())
@@ -234,7 +234,7 @@ def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile
 
 
 def too_large(message: str) -> TooLarge | None:
-    """What an out-of-memory message of the TPU compiler says; None for any other message."""
+    """Reads an out-of-memory message of the TPU compiler; None for any other message."""
     forms = (
         r"required for HLO temporaries \(([\d.]+)([BKMGT])\) exceeds available HBM \(([\d.]+)([BKMGT])\)",
         r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",

@@ -87,7 +87,7 @@ class Estimate:
 
 
 def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
-    """The abstract job and what it needs.
+    """Returns the abstract job and what it needs.
 
     Raises:
       ValueError: the mesh does not fit the topology, or the config what `jaxfb train` would refuse.
@@ -125,7 +125,7 @@ def estimate(config: Config, topology: Topology) -> tuple[Job, Estimate]:
 
 
 def _updated_bytes(job: Job) -> int:
-    """The gradients of one device as the optimizer reads them.
+    """Returns the gradients of one device as the optimizer reads them.
 
     XLA for CPU gives a fusion one output, so between the last reduction and the new parameters there are two arrays
     of that size: the gradients, and what the moments make of them.
@@ -135,7 +135,7 @@ def _updated_bytes(job: Job) -> int:
 
 
 def gradient_bytes(job: Job) -> int:
-    """The gradient sums of one device: like the parameters that the loop holds, in the accumulation dtype."""
+    """Returns the gradient sums of one device: like the parameters that the loop holds, in the accumulation dtype."""
     fb, mesh = job.step.forward_backward, job.mesh
 
     def one(path, leaf) -> int:
@@ -150,7 +150,9 @@ def gradient_bytes(job: Job) -> int:
 
 
 def _score_shapes(job: Job) -> set[tuple[int, ...]]:
-    """What plain attention makes of a block of queries and the keys they see, heads that share keys apart or not."""
+    """Returns what plain attention makes of a block of queries and the keys they see, heads that share keys apart or
+    not.
+    """
     length, sizes, rows = job.config.data.sequence_length, job.sizes, job.plan.rows_per_microbatch
     heads, shared = sizes.num_kv_heads, sizes.num_heads // sizes.num_kv_heads
     blocks = [(block.end - block.first, block.seen) for block in causal_blocks(length)]
@@ -160,7 +162,7 @@ def _score_shapes(job: Job) -> set[tuple[int, ...]]:
 
 
 def _without_scores(region: Region, shapes: set[tuple[int, ...]]) -> None:
-    """Attention as a flash kernel: no array of queries by keys is ever made."""
+    """Traces attention as a flash kernel would run, without an array of queries by keys."""
 
     def leave_out(values: list[Value]) -> None:
         for value in values:
@@ -211,7 +213,7 @@ def _add(
 
 
 def _group(job: Job, axes: tuple[str, ...]) -> list[int]:
-    """Positions in the mesh of the first group along those axes."""
+    """Returns positions in the mesh of the first group along those axes."""
     shape = job.mesh.shape
     positions = np.arange(job.mesh.size).reshape(tuple(shape.values()))
     return positions[tuple(slice(None) if axis in axes else 0 for axis in shape)].ravel().tolist()

@@ -48,7 +48,7 @@ _ARCHITECTURES = {
 
 
 def is_installed() -> bool:
-    """Whether JAX's CUDA plugin is; nothing is loaded."""
+    """Returns whether JAX's CUDA plugin is installed; nothing is loaded."""
     try:
         return any(find_spec(f"jax_plugins.{name}") for name in PLUGINS)
     except ModuleNotFoundError:
@@ -56,7 +56,7 @@ def is_installed() -> bool:
 
 
 def target_config(chip: Chip) -> str:
-    """The chip as XLA wants it told, in protobuf's text format."""
+    """Returns the chip as XLA wants it told, in protobuf's text format."""
     made = _ARCHITECTURES[chip.name]
     dnn = "major: {} minor: {} patch: {}".format(*CUDNN)
     return f"""gpu_device_info {{
@@ -96,7 +96,7 @@ device_description_str: "{made.name}"
 
 
 def devices(chip: Chip, count: int = 1) -> list:
-    """So many devices to compile for, island after island.
+    """Returns so many devices to compile for, island after island.
 
     Raises:
       ValueError: the plugin is missing, or JAX does not take the one that is installed.
@@ -129,7 +129,8 @@ def check_hosts(config: Config, topology: Topology) -> None:
 
 
 def takes_flash(config: Config, topology: Topology) -> bool:
-    """Whether attention is cuDNN's there, by the trainer's own check, which at run time asks the device at hand.
+    """Returns whether attention is cuDNN's there, by the trainer's own check, which at run time asks the device at
+    hand.
 
     Raises:
       ValueError: "cudnn" was asked for where it cannot run.
@@ -151,7 +152,7 @@ def takes_flash(config: Config, topology: Topology) -> bool:
 
 
 def with_attention(config: Config, attention: str) -> Config:
-    """The config with that attention in place of "auto", which would ask the device at hand."""
+    """Returns the config with that attention in place of "auto", which would ask the device at hand."""
     return replace(config, model=replace(config.model, attention=attention))
 
 

@@ -13,7 +13,7 @@ _ATTENTION, _PRODUCT = "__cudnn$fmha", "__cublas$"
 
 
 def flops(call: Instruction, left: str) -> float:
-    """Of a library's product or attention; 0 of any other call.
+    """Returns the FLOPs of a library's product or attention; 0 of any other call.
 
     Attention (its scores are [rows, heads, T, S]) is two products of that size forward and five backward, and half of
     each where it is causal: cuDNN leaves out the blocks that nobody sees.
@@ -34,7 +34,7 @@ def flops(call: Instruction, left: str) -> float:
 
 
 def result(instruction: Instruction) -> str:
-    """The types that it writes, a library's workspace left out."""
+    """Returns the types that it writes, a library's workspace left out."""
     called = instruction.opcode == "custom-call" and instruction.result.startswith("(")
     return _WORKSPACE.sub("", instruction.result) if called else instruction.result
 
@@ -50,6 +50,6 @@ def _scores(rest: str) -> int:
 
 
 def _shape(types: str) -> tuple[int, ...]:
-    """Of the first array in a type."""
+    """Returns the shape of the first array in a type."""
     found = _ARRAY.search(types)
     return tuple(int(size) for size in found[1].split(",") if size) if found else ()

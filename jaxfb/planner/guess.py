@@ -42,12 +42,12 @@ class Guess:
 
 
 def guess(config: Config, sizes: TransformerConfig, topology: Topology) -> Guess:
-    """Parameters, moments, gradients and a layer's activations by hand; work, bubble and traffic likewise."""
+    """Estimates by formula: parameters, moments, gradients, a layer's activations, work, bubble and traffic."""
     return Guess(_bytes(config, sizes, topology), _seconds(config, sizes, topology))
 
 
 def _held(config: Config, sizes: TransformerConfig) -> float:
-    """Parameters that a device and those it shares them with over fsdp hold together."""
+    """Returns parameters that a device and those it shares them with over fsdp hold together."""
     mesh = config.mesh
     return num_params(sizes) / (mesh.pipe * mesh.tensor * (mesh.expert if sizes.num_experts else 1))
 
@@ -62,7 +62,9 @@ def _bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> floa
 
 
 def _activation_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """In two bytes a number: what the layers in flight keep, and what one layer of a backward and the head work on."""
+    """Returns, at two bytes a number, what the layers in flight keep, and what one layer's backward and the head work
+    on.
+    """
     mesh, length = config.mesh, config.data.sequence_length // config.mesh.context
     tokens = config.batch.rows_per_microbatch * length
     products = _products(sizes) / mesh.tensor
@@ -89,7 +91,7 @@ def _kind(config: Config) -> Kind:
 
 
 def _products(sizes: TransformerConfig) -> int:
-    """Numbers that a layer's products with weights give, a token."""
+    """Returns numbers that a layer's products with weights give, a token."""
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
     return width + 3 * _mlp_width(sizes)
 
@@ -110,7 +112,8 @@ def _microbatches(config: Config) -> float:
 
 
 def _turns(config: Config) -> tuple[float, float]:
-    """How often a microbatch's worth of layers runs, and of the head: a pipeline fills and drains, and while it is full
+    """Returns how often a microbatch's worth of layers runs, and of the head: a pipeline fills and drains, and while
+    it is full
     its head runs in every tick, of which a microbatch takes as many as there are chunks."""
     pipe, chunks, microbatches = config.mesh.pipe, config.chunks, _microbatches(config)
     if pipe == 1:
@@ -136,7 +139,9 @@ def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) 
 
 
 def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
-    """Of gathered weights, reduced gradients, hidden states that tensor shards add up, and what stages hand on."""
+    """Returns the time of gathered weights, reduced gradients, hidden states summed over tensor, and stages'
+    exchanges.
+    """
     mesh, held, microbatches = config.mesh, _held(config, sizes), _microbatches(config)
     times = microbatches if config.parallel.fsdp_gather == "layer" else 1
     tokens = config.batch.rows_per_microbatch * config.data.sequence_length / mesh.context
@@ -154,19 +159,19 @@ def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float
 
 
 def _share(size: int) -> float:
-    """Of an array that a device sends around a ring of that size."""
+    """Returns the share of an array that a device sends around a ring of that size."""
     return (size - 1) / size
 
 
 def _rate(config: Config, chip: Chip, axis: str, neighbours: bool = False) -> float:
-    """Bytes a second along an axis."""
+    """Returns bytes a second along an axis."""
     sizes = {name: getattr(config.mesh, name) for name in AXES}
     stride = math.prod(sizes[name] for name in AXES[AXES.index(axis) + 1 :])
     return chip.group_bandwidth(range(0, (2 if neighbours else sizes[axis]) * stride, stride))
 
 
 def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Read and written for one token's attention where no flash kernel runs."""
+    """Returns read and written for one token's attention where no flash kernel runs."""
     if _flash(config, sizes, topology):
         return 0.0
     passes = _SCORE_BYTES.get(config.parallel.remat, 35)
@@ -174,7 +179,7 @@ def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -
 
 
 def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
-    """Whether attention never makes scores: GPUs are taken to run cuDNN's, a TPU runs splash where it can."""
+    """Returns whether attention never makes scores: GPUs are taken to run cuDNN's, a TPU runs splash where it can."""
     if topology.platform != "tpu" or config.mesh.context > 1 or sizes.attention == "xla":
         return topology.platform == "gpu"
     dtype = jnp.dtype(config.precision.compute_dtype)

@@ -53,7 +53,7 @@ class Bytes:
         self._uses: dict[str, dict[int, _Use]] = {}
 
     def of(self, instruction: Instruction, name: str) -> float:
-        """Read and written by one run of an instruction of the computation `name`."""
+        """Returns the bytes read and written by one run of an instruction of the computation `name`."""
         opcode = instruction.opcode
         if opcode in _FREE or opcode in hlo.REGIONS or opcode.endswith(("-done", "-update")):
             return 0.0
@@ -76,7 +76,7 @@ class Bytes:
         return hbm_bytes(gpu_calls.result(instruction)) + sum(map(hbm_bytes, operands))
 
     def _of_start(self, instruction: Instruction, operands: list[str]) -> float:
-        """Of what goes on after an instruction has started it."""
+        """Returns the bytes of an asynchronous instruction, charged at its start."""
         if hlo.collective_kind(instruction.opcode) is not None:
             read = 0.0 if instruction.result.startswith("(") else sum(map(hbm_bytes, operands))
             return hbm_bytes(instruction.result) + read
@@ -99,7 +99,7 @@ class Bytes:
         return total + max(0.0, hbm_bytes(result) - in_place)
 
     def _uses_in(self, name: str) -> dict[int, _Use]:
-        """Of each operand of a fusion, by its place."""
+        """Returns the bytes of each operand of a fusion, by its place."""
         if name not in self._uses:
             body = self._computations[name]
             places = {one.name: int(one.rest.split(")")[0]) for one in body if one.opcode == "parameter"}
@@ -111,7 +111,7 @@ class Bytes:
         return self._uses[name]
 
     def _use(self, reader: Instruction, place: int, name: str) -> _Use:
-        """What one instruction inside a fusion does with its operand at a place."""
+        """Returns what one instruction inside a fusion does with its operand at a place."""
         operands = hlo.operand_names(reader)
         if reader.opcode in _SLICES and place == 0:
             return _Use(read=any_bytes(reader.result))
@@ -126,7 +126,8 @@ class Bytes:
 
 
 def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]]:
-    """Who reads each value of a fusion, and as which operand; a bitcast is what it casts, an update what it updates.
+    """Returns the readers of each value of a fusion, and the operand number; a bitcast or update stands for its
+    operand.
 
     To return a value is to read it, unless it was updated: then it stays where it is.
     """
@@ -146,7 +147,7 @@ def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]
 
 
 def hbm_bytes(types: str) -> float:
-    """Bytes of the arrays that live in HBM; S(n) in a layout says another memory."""
+    """Returns bytes of the arrays that live in HBM; S(n) in a layout says another memory."""
     return sum(
         hlo.bytes_of(f"{dtype}[{shape}]")
         for dtype, shape, layout in _TYPED.findall(types)
@@ -155,5 +156,5 @@ def hbm_bytes(types: str) -> float:
 
 
 def any_bytes(types: str) -> float:
-    """Bytes of the arrays in a type, wherever they live."""
+    """Returns bytes of the arrays in a type, wherever they live."""
     return sum(hlo.bytes_of(f"{dtype}[{shape}]") for dtype, shape, _ in _TYPED.findall(types))

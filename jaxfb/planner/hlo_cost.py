@@ -39,12 +39,12 @@ class Cost:
 
     @property
     def exposed_seconds(self) -> float:
-        """Time in which nothing runs but collectives."""
+        """Returns time in which nothing runs but collectives."""
         return sum(one.exposed_seconds for one in self.traffic.values())
 
     @property
     def seconds(self) -> float:
-        """Work, and what it does not hide of the collectives."""
+        """Returns work, and what it does not hide of the collectives."""
         return self.work_seconds + self.exposed_seconds
 
     def add(self, other: Cost, times: int) -> None:
@@ -75,7 +75,7 @@ class Traffic:
 
 
 def wire_bytes(kind: str, size: float, group: int) -> float:
-    """What a device sends, for an array of `size` bytes among `group` devices on a ring."""
+    """Returns what a device sends, for an array of `size` bytes among `group` devices on a ring."""
     share = (group - 1) / group if group else 1
     return size * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
@@ -98,7 +98,7 @@ class _Reader:
         self._chains: dict[str, float] = {}
 
     def cost(self, name: str) -> Cost:
-        """Of one run of a computation."""
+        """Returns the cost of one run of a computation."""
         if name not in self._costs:
             run = _Run(self, name)
             for instruction in self._computations[name]:
@@ -107,7 +107,7 @@ class _Reader:
         return self._costs[name]
 
     def regions(self, instruction: Instruction) -> list[tuple[Cost, int]]:
-        """(cost of one run, how many) of what an instruction runs; of branches, the longest."""
+        """Returns (cost of one run, how many) of what an instruction runs; of branches, the longest."""
         called = hlo.callees(instruction, self._computations)
         costs = [(self.cost(name), self._turns if length is None else length) for name, length in called]
         if instruction.opcode == "conditional":
@@ -115,7 +115,7 @@ class _Reader:
         return costs
 
     def alone(self, instruction: Instruction, name: str) -> Cost:
-        """Of an instruction that runs no other computation, collectives apart."""
+        """Returns the cost of an instruction that runs no other computation, without collectives."""
         flops, size = self._products.of(instruction, name), self._bytes.of(instruction, name)
         if self._chip is None:
             return Cost(flops, size)
@@ -126,7 +126,7 @@ class _Reader:
         return Cost(flops, size, max(products, size / self._chip.bandwidth), products)
 
     def collectives(self, instruction: Instruction, name: str) -> Iterator[tuple[Collective, str | None]]:
-        """(collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
+        """Returns (collective, its chain) of an instruction, inside a fusion or an asynchronous call too."""
         if kind := hlo.collective_kind(instruction.opcode, name):
             one = hlo.collective(instruction, kind, self._computations[name], 1, name)
             yield one, hlo.chain_of(instruction)
@@ -146,11 +146,11 @@ class _Reader:
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 
     def is_first(self, chain: str) -> bool:
-        """Whether no link of that chain of fusions was seen before."""
+        """Returns whether no link of that chain of fusions was seen before."""
         return chain not in self._chains
 
     def hidden(self, one: Collective, chain: str, work: float) -> float:
-        """Seconds of a collective that a link of its chain of fusions hides by its own work."""
+        """Returns seconds of a collective that a link of its chain of fusions hides by its own work."""
         left = self._chains.setdefault(chain, self.wire_seconds(one))
         self._chains[chain] = max(0.0, left - work)
         return left - self._chains[chain]
@@ -210,13 +210,13 @@ class _Run:
                     self._link(one, chain, cost.work_seconds)
 
     def end(self) -> Cost:
-        """The cost, when all that was started is over."""
+        """Returns the cost, when everything that was started is done."""
         for sent in itertools.chain.from_iterable(self._started.values()):
             self._wait(sent)
         return self._cost
 
     def _send(self, one: Collective, apart: int) -> _Transfer:
-        """apart: bytes whose start and done stand apart."""
+        """Starts a collective; apart: bytes whose start and done are separate instructions."""
         seconds, row = self._reader.wire_seconds(one), self._row(one)
         row.add(Traffic(1, one.bytes, seconds, 0.0, apart))
         wire = (one.kind == "collective-permute", one.replica_groups[:1])
@@ -226,7 +226,7 @@ class _Run:
         return self._wires[wire]
 
     def _wait(self, sent: _Transfer) -> None:
-        """Nothing runs until it is over; the time is its own, and that of those it waited for."""
+        """Waits for a collective; its exposed time includes that of the collectives it waited for."""
         over, part = max(self._clock, sent.over), sent
         while part is not None and part.over > self._clock:
             part.row.exposed_seconds += part.over - max(self._clock, part.begin)

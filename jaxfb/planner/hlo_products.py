@@ -24,7 +24,7 @@ class Products:
         self._inside: dict[str, float] = {}
 
     def of(self, instruction: Instruction, name: str) -> float:
-        """Of one run of an instruction of the computation `name`."""
+        """Returns the products of one run of an instruction of the computation `name`."""
         if instruction.opcode in hlo.REGIONS:
             return 0.0
         types = self._types[name]
@@ -49,7 +49,7 @@ def _shape(types: str) -> tuple[int, ...]:
 
 @cache
 def product_flops(opcode: str, result: str, left: str, right: str, rest: str) -> float:
-    """2 x multiplications of a product; a TPU writes most of them as convolutions."""
+    """Returns 2 x multiplications of a product; a TPU writes most of them as convolutions."""
     out = _shape(result)
     if opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
@@ -73,7 +73,7 @@ def product_flops(opcode: str, result: str, left: str, right: str, rest: str) ->
 
 
 def _window(rest: str, dims: int) -> list[tuple[int, int, int, int]]:
-    """(stride, low padding, dilation of the image, of the kernel) of each spatial dim."""
+    """Returns (stride, low padding, dilation of the image, of the kernel) of each spatial dim."""
     found = re.search(r"window=\{([^}]*)\}", rest)
     given = dict(part.split("=") for part in found[1].split()) if found else {}
     read = lambda name, default: given[name].split("x") if name in given else [default] * dims  # noqa: E731
@@ -84,7 +84,7 @@ def _window(rest: str, dims: int) -> list[tuple[int, int, int, int]]:
 
 @cache
 def _valid_pairs(size, kernel, out, stride, padding, image_dilation, kernel_dilation) -> int:
-    """(result, kernel) positions that meet a number and not padding."""
+    """Returns (result, kernel) positions that meet a number and not padding."""
     length, count = (size - 1) * image_dilation + 1, 0
     for position in range(out):
         at = (position * stride + tap * kernel_dilation - padding for tap in range(kernel))

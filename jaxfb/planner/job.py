@@ -55,12 +55,12 @@ class Job:
 
     @property
     def tokens(self) -> int:
-        """Of one update, all replicas together."""
+        """Returns the tokens of one update, all replicas together."""
         return self.plan.rows * self.config.data.sequence_length
 
     @property
     def schedule(self):
-        """The pipeline's schedule, or None."""
+        """Returns the pipeline's schedule, or None."""
         return self.step.forward_backward.schedule_for(self.plan.num_microbatches)
 
 
@@ -84,7 +84,9 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
 
 
 def model_sizes(config: Config) -> TransformerConfig:
-    """The transformer's sizes without its text; a tokenizer.json on another machine must give its vocabulary."""
+    """Returns the transformer's sizes without its text; a tokenizer.json on another machine must give its
+    vocabulary.
+    """
     known = {"bpe": config.data.vocab_size, "bytes": 257}
     if config.model.vocab_size is None and config.data.tokenizer not in known:
         raise Refused(
@@ -95,7 +97,7 @@ def model_sizes(config: Config) -> TransformerConfig:
 
 
 def abstract_mesh(config: Config, num_devices: int, device: AbstractDevice | None) -> AbstractMesh:
-    """The config's mesh on so many devices that do not exist, of that kind.
+    """Returns the config's mesh on so many devices that do not exist, of that kind.
 
     Raises:
       ValueError: the sizes do not form that number.
@@ -106,18 +108,18 @@ def abstract_mesh(config: Config, num_devices: int, device: AbstractDevice | Non
 
 
 def abstract_device(topology: Topology) -> AbstractDevice:
-    """What a step traced for this topology takes itself to run on: attention, for one, depends on it."""
+    """Returns what a step traced for this topology takes itself to run on: attention, for one, depends on it."""
     kind = topology.chip.kind if topology.chip else ""
     return AbstractDevice(device_kind=kind or topology.platform, num_cores=None, platform=topology.platform)
 
 
 def dense_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Of an array without padding."""
+    """Returns the bytes of an array without padding."""
     return math.prod(shape) * itemsize
 
 
 def bytes_per_device(tree: PyTree, bytes_of: Callable[[Sequence[int], int], int] = dense_bytes) -> int:
-    """Of a tree of ShapeDtypeStructs with NamedShardings, on the device that holds most.
+    """Returns the bytes of a tree of ShapeDtypeStructs with NamedShardings, on the device that has most.
 
     bytes_of: of an array of a shape and of items of a size, as the device holds it.
     """

@@ -15,7 +15,7 @@ _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
 def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = math.inf) -> float:
-    """Of the matrix products of one call; 0 of a kernel that is not known.
+    """Returns the FLOPs of the matrix products of one call; 0 of a kernel that is not known.
 
     Args:
       name: the kernel's, or that of an instruction of a compiled program named after it.

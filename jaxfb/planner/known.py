@@ -37,7 +37,7 @@ class Known:
             self._rows |= {row["key"]: row} if row else {}
 
     def get(self, config: Config, topology: Topology) -> Verdict | None:
-        """The verdict of a layout, with the compiler's answer where there was one."""
+        """Returns the verdict of a layout, with the compiler's answer where there was one."""
         row = self._rows.get(_key(config, topology))
         return _from_row(row) if row else None
 
@@ -52,7 +52,7 @@ class Known:
 
 
 def _read(line: str) -> dict | None:
-    """A row; None for a line that was cut off when its search was killed."""
+    """Reads a row; None for a line that was cut off when its search was killed."""
     try:
         return json.loads(line)
     except json.JSONDecodeError:
@@ -67,7 +67,7 @@ def _key(config: Config, topology: Topology) -> str:
 
 @cache
 def _versions() -> list[str | None]:
-    """What an answer depends on beside the question: jaxfb's own source, and the packages that compile."""
+    """Returns what an answer depends on beside the question: jaxfb's own source, and the packages that compile."""
     root, source = Path(__file__).parents[1], hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         source.update(path.read_bytes())

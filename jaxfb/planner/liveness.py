@@ -36,12 +36,12 @@ class Peak:
 
 
 def temporaries(region: Region, platform: str) -> Peak:
-    """Of a region whose inputs live elsewhere, results included."""
+    """Returns the peak bytes of temporaries of a region whose inputs live elsewhere, results included."""
     return _Walk(region, [], [], frozenset() if platform == "tpu" else _EXPENSIVE).peak()
 
 
 def in_memory(region: Region) -> set[Value]:
-    """The results of a region's operations that exist in memory."""
+    """Returns the results of a region's operations that exist in memory."""
     walk = _Walk(region, [], [], _EXPENSIVE)
     return {value for op in region.ops for value in op.outputs if walk.real(value)}
 
@@ -87,7 +87,7 @@ class _Walk:
         return best
 
     def _inside(self, op: Op) -> Peak:
-        """What a loop needs beside its operands and results."""
+        """Returns what a loop needs beside its operands and results."""
         best = Peak()
         for region in op.regions:
             carried, sliced = carried_of(op, region)
@@ -98,7 +98,7 @@ class _Walk:
         return best
 
     def _branches(self, op: Op, dying: list[Value], left: set[Value]) -> Peak:
-        """What a branch needs beside its results, which may lie where operands do that nothing else reads.
+        """Returns what a branch needs beside its results, which may lie where operands do that nothing else reads.
 
         left: of what dies, what no result has taken over.
         """
@@ -114,11 +114,11 @@ class _Walk:
         return best
 
     def _copied(self, value: Value) -> bool:
-        """Whether a loop's slice of a stacked operand is made by itself before it is used."""
+        """Returns whether a loop's slice of a stacked operand is made by itself before it is used."""
         return any(use.name not in _FUSED for use in value.uses)
 
     def real(self, value: Value) -> bool:
-        """Whether a result exists in memory."""
+        """Returns whether a result exists in memory."""
         if value.maker is None or value.maker.name not in _FUSED:
             return True
         if value.returned or (value.maker.name in self._kept and len(value.uses) > 1):
@@ -130,7 +130,7 @@ class _Walk:
         return use.name in _PRODUCTS and value.maker.name in _VIEWS and len(value.uses) == 1
 
     def _roots(self, value: Value) -> frozenset[Value]:
-        """What must be in memory for a value to be read."""
+        """Returns what must be in memory for a value to be read."""
         if value not in self._ancestors:
             if self.real(value):
                 self._ancestors[value] = frozenset([value])
@@ -156,7 +156,7 @@ _VIEWS = set(
 
 
 def _taken_over(dying: list[Value], made: list[Value]) -> list[tuple[Value, Value]]:
-    """(result, what dies and leaves it its buffer, of the same size)."""
+    """Returns (result, what dies and leaves it its buffer, of the same size)."""
     left, taken = list(dying), []
     for value in made:
         same = next((one for one in left if one.bytes == value.bytes), None)
@@ -167,7 +167,7 @@ def _taken_over(dying: list[Value], made: list[Value]) -> list[tuple[Value, Valu
 
 
 def carried_of(op: Op, region: Region) -> tuple[list[Value], list[Value]]:
-    """(inputs that a loop hands from one turn to the next, slices that it takes of stacked operands)."""
+    """Returns (inputs that a loop hands from one turn to the next, slices that it takes of stacked operands)."""
     if op.name == "scan":
         # told by shapes, since the names of the counts differ between versions of JAX: stacks have one dim more
         stacked = sum(a.shape != b.shape for a, b in zip(op.inputs, region.inputs, strict=True))

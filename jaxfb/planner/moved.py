@@ -17,7 +17,7 @@ _SHAPED = {"squeeze", "reshape", "convert_element_type", "copy", "sharding_const
 
 
 def moved_bytes(region: Region, platform: str) -> int:
-    """Of one device. region: the step's loops, one device's view."""
+    """Returns bytes on one device. region: the step's loops, one device's view."""
     loops = [op for op in region.ops if op.name == "scan" and op.regions[0].length > 1]
     if platform == "tpu":
         return sum(_casts(op) + _sums(op) for op in loops)
@@ -25,7 +25,7 @@ def moved_bytes(region: Region, platform: str) -> int:
 
 
 def _casts(loop: Op) -> int:
-    """Of the narrower copies of what a loop only reads cast."""
+    """Returns the bytes of low-precision copies of loop-invariant values that the loop reads only through a cast."""
     return sum(value.bytes * min(sizes) // value.itemsize for value, sizes in _only_cast(loop))
 
 
@@ -38,7 +38,7 @@ def _only_cast(loop: Op) -> Iterator[tuple[Value, set[int]]]:
 
 
 def _sums(loop: Op) -> int:
-    """By how much sums of what is scattered are smaller than sums of what is not."""
+    """Returns the extra bytes of an unscattered gradient sum, where the TPU compiler scatters once after the loop."""
     body, extra = loop.regions[0], 0
     for begun, summed in zip(carried_of(loop, body)[0], body.outputs, strict=False):
         adds = summed.maker is not None and summed.maker.name in ("add", "add_any")
@@ -51,7 +51,7 @@ def _sums(loop: Op) -> int:
 
 
 def _turned(loop: Op) -> int:
-    """Of the stacks whose slices are gathered along another dim than their first."""
+    """Returns the bytes of the stacks whose slices are gathered along another dim than their first."""
     return sum(
         value.bytes
         for value in _constants(loop)
@@ -69,14 +69,14 @@ def _gathered_across(value: Value) -> bool:
 
 
 def _constants(loop: Op) -> list[Value]:
-    """What the turns of a loop read and none of them changes."""
+    """Returns what the turns of a loop read and none of them changes."""
     body = loop.regions[0]
     changing = {value for values in carried_of(loop, body) for value in values}
     return [value for value in body.inputs if value not in changing and value.bytes]
 
 
 def _seen_in_loops(value: Value) -> Iterator[Value]:
-    """A value, and it or its slices as the loops inside see it."""
+    """Returns a value, and it or its slices as the loops inside see it."""
     yield value
     for use in value.uses:
         for inner in use.regions:
@@ -86,7 +86,7 @@ def _seen_in_loops(value: Value) -> Iterator[Value]:
 
 
 def _source(value: Value) -> Op | None:
-    """What made a value, casts and shapes apart."""
+    """Returns what made a value, casts and shapes apart."""
     while value.maker is not None and value.maker.name in _SHAPED:
         value = value.maker.inputs[0]
     return value.maker

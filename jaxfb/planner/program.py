@@ -53,7 +53,7 @@ class Region:
 
 
 def region_of(jaxpr: Any, length: int = 1) -> Region:
-    """The region of a (closed or open) jaxpr."""
+    """Returns the region of a (closed or open) jaxpr."""
     jaxpr = getattr(jaxpr, "jaxpr", jaxpr)
     env: dict = {var: _value(var) for var in [*jaxpr.constvars, *jaxpr.invars]}
     inputs = [env[var] for var in jaxpr.invars]
@@ -68,7 +68,7 @@ def region_of(jaxpr: Any, length: int = 1) -> Region:
 
 
 def sharded_part(closed: Any) -> Region:
-    """What one device does inside the step's `shard_map`s, one after the other: the loop over microbatches and, where
+    """Returns the work of one device inside the step's `shard_map`s, in order: the loop over microbatches and, where
     the loss depends on what all of them count first, the pass that counts.
 
     Raises:
@@ -85,7 +85,7 @@ def sharded_part(closed: Any) -> Region:
 
 
 def walk(region: Region, times: int = 1) -> Iterator[tuple[Op, int]]:
-    """(op, how often it runs) of every operation that is no loop or branch, inside them too."""
+    """Returns (op, how often it runs) of every operation that is no loop or branch, inside them too."""
     for op in region.ops:
         if not op.regions:
             yield op, times
@@ -94,7 +94,7 @@ def walk(region: Region, times: int = 1) -> Iterator[tuple[Op, int]]:
 
 
 def run_regions(op: Op) -> list[Region]:
-    """What one run of a loop or branch runs: of branches one, taken to be the one with the most data."""
+    """Returns the regions that one run of a loop or branch runs: of branches the one with the most data."""
     return [max(op.regions, key=_bytes_made)] if op.name == "cond" else op.regions
 
 
@@ -119,7 +119,7 @@ def _run(jaxpr: Any, env: dict, region: Region) -> list[Value]:
 
 
 def _needed(ops: list[Op]) -> list[Op]:
-    """Without those whose results nothing reads, as a compiler leaves them out."""
+    """Drops operations whose results nothing reads, as a compiler does."""
     kept = []
     for op in reversed(ops):
         if any(value.returned or value.uses for value in op.outputs):
@@ -152,12 +152,14 @@ def _regions(eqn: Any) -> list[Region]:
 
 
 def _branch_of_platform(eqn: Any) -> Any:
-    """Of what `lax.platform_dependent` makes, the branch of any platform: branches differ in form, not in work."""
+    """Returns the generic branch of a `lax.platform_dependent`; its branches differ in form, not in work."""
     return eqn.params["branches"][-1] if eqn.params.get("branches_platforms") else None
 
 
 def _inner(eqn: Any) -> Any:
-    """The program of a call; None where there is none, or it is a kernel's, whose values are blocks on the chip."""
+    """Returns the program of a call; None where there is none, or it is a kernel's, whose values are blocks on the
+    chip.
+    """
     if eqn.primitive.name == "pallas_call":
         return None
     found = (eqn.params.get(name) for name in _INNER)

@@ -18,7 +18,7 @@ _SLICES = {"slice", "dynamic_slice", "gather"}
 
 
 def flops(op: Op, rows: float = math.inf) -> float:
-    """Of a matrix product, or of those inside a kernel; 0 of anything else.
+    """Returns the FLOPs of a matrix product, or of those inside a kernel; 0 of anything else.
 
     rows: of a ragged product, those that there are.
     """
@@ -34,7 +34,7 @@ def flops(op: Op, rows: float = math.inf) -> float:
 
 
 def work_seconds(region: Region, rate: float, bandwidth: float, rows: float = math.inf) -> float:
-    """Of a region, loops counted; collectives apart. rows: as of `flops`."""
+    """Returns the time of a region's work, loops counted, collectives left out. rows: as in `flops`."""
     in_memory, total = liveness.in_memory(region), 0.0
     for op in region.ops:
         if op.regions:
@@ -46,7 +46,7 @@ def work_seconds(region: Region, rate: float, bandwidth: float, rows: float = ma
 
 
 def _moved(op: Op, in_memory: set[Value]) -> float:
-    """Bytes that an operation reads and writes."""
+    """Returns bytes that an operation reads and writes."""
     if op.name == "dynamic_update_slice":
         return 2.0 * op.inputs[1].bytes
     written = sum(value.bytes for value in op.outputs if value in in_memory)
@@ -70,6 +70,6 @@ def _read(value: Value, in_memory: set[Value], read: dict[Value, int]) -> None:
 
 
 def _ragged_flops(op: Op, rows: float) -> float:
-    """Each row meets one group's matrix, or makes a part of its gradient: rows x columns before x after."""
+    """Returns the FLOPs of a ragged product: each row meets one group's matrix, rows x columns before x after."""
     left, right = op.inputs[0].shape, op.inputs[1].shape
     return 2.0 * min(left[0], rows) * left[1] * right[-1]

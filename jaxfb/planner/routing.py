@@ -25,7 +25,7 @@ class Routed:
 
 
 def routed(job: Job, region: Region, platform: str) -> Routed:
-    """Of a device in one microbatch.
+    """Returns the routed work of a device in one microbatch.
 
     region: the step's `sharded_part`, in which a grouped matmul is a ragged product.
     """

@@ -36,7 +36,7 @@ class Found:
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
-        """Those that fit first, of these the ones that the compiler answered, by time."""
+        """Returns the candidates that fit first, then by whether the compiler answered, then by time."""
         return not self.verdict.fits, self.verdict.compiled is None, self.verdict.step_seconds
 
 
@@ -98,7 +98,7 @@ def draw(found: list[Found], directory: Path) -> list[Path]:
 
 
 def table(found: list[Found], most: int = 12) -> str:
-    """The best candidates, a line each."""
+    """Returns the best candidates, a line each."""
     lines = [f"{'GB':>8} {'of':>7} {'s/step':>9} {'tokens/s':>10} {'MFU':>6} {'by':>9}  layout"]
     for one in found[:most]:
         verdict = one.verdict
@@ -112,7 +112,9 @@ def table(found: list[Found], most: int = 12) -> str:
 
 
 def _by_kind(estimated: list[Found]) -> list[Found]:
-    """The best of each kind first, then the second of each: where an estimate is off, it is off for its kind."""
+    """Returns the best of each kind first, then the second of each: where an estimate is off, it is off for
+    its kind.
+    """
     seen: Counter[tuple] = Counter()
     turns = []
     for place, found in enumerate(estimated):
@@ -149,7 +151,7 @@ def _estimated(config, topology: Topology, traced: int, known: Known, say, keep)
 
 
 def _guessed(config: Config, topology: Topology, traced: int, say) -> list[Config]:
-    """The layouts that are worth tracing, the fastest by the formula first."""
+    """Returns the layouts that are worth tracing, the fastest by the formula first."""
     sizes = model_sizes(config)
     legal = (one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology))
     guesses = [(guess(one, sizes, topology), one) for one in legal]

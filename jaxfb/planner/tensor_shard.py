@@ -17,7 +17,7 @@ _IN_STEPS = ("all_gather", "reduce_scatter")
 
 
 def traced_shard(job: Job) -> tuple[Job, Region]:
-    """The job that one tensor shard has, and its traced step."""
+    """Returns the job that one tensor shard has, and its traced step."""
     local = _one_shard(job)
     region = sharded_part(local.step.trace(local.state, local.batch).jaxpr)
     if local is not job:
@@ -26,7 +26,7 @@ def traced_shard(job: Job) -> tuple[Job, Region]:
 
 
 def tensor_sums(job: Job) -> tuple[int, float]:
-    """(how many, bytes of one): hidden states that tensor shards add up, two a layer in each direction and
+    """Returns (how many, bytes of one): hidden states that tensor shards add up, two a layer in each direction and
     two more where the forward runs again; and one of the embedding."""
     config, plan, sizes = job.config, job.plan, job.sizes
     width = jnp.dtype(config.precision.compute_dtype).itemsize

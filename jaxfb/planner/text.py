@@ -9,13 +9,13 @@ from jaxfb.planner.verdict import MARGIN, Verdict
 
 
 def page(name: str, verdict: Verdict) -> str:
-    """Lines for a terminal; GB are 10^9 bytes."""
+    """Returns lines for a terminal; GB are 10^9 bytes."""
     sections = [_head(name, verdict), _memory(verdict), _work(verdict), _traffic(verdict), _speed(verdict)]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
 def answer(verdict: Verdict) -> str:
-    """One sentence: does it fit, by how much, who says so."""
+    """Returns one sentence: does it fit, by how much, and according to whom."""
     who = {Compiled: "the compiler", TooLarge: "the compiler"}.get(type(verdict.compiled), "estimated")
     device = _device(verdict)
     if verdict.available is None:

@@ -28,12 +28,12 @@ _HBM = re.compile(r"^Memory Space: default \(color=0\)\nTotal bytes: (\d+)", re.
 
 
 def is_installed() -> bool:
-    """Whether libtpu is; nothing is loaded."""
+    """Returns whether libtpu is installed; nothing is loaded."""
     return find_spec("libtpu") is not None
 
 
 def devices(topology: Topology) -> list:
-    """The devices of a slice to compile for.
+    """Returns the devices of a slice to compile for.
 
     Raises:
       ValueError: libtpu knows no such slice.
@@ -53,8 +53,9 @@ def devices(topology: Topology) -> list:
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
-    """Of an array as a TPU holds it: its last two dims, in the order that wastes less, fill tiles of 8 x 128; a few
-    rows lie in tiles of 4, 2 or 1."""
+    """Returns the bytes of an array on a TPU, whose last two dims, in the order that wastes less, fill tiles of 8 x
+    128; a few rows lie in tiles of 4, 2 or 1.
+    """
     *stacked, rows, columns = (1, 1, *shape)
 
     def padded(rows: int, columns: int) -> int:
@@ -65,12 +66,12 @@ def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:
 
 
 def report_into(directory: Path) -> dict[str, Any]:
-    """The compiler's options with which it writes its reports there."""
+    """Returns the compiler's options with which it writes its reports there."""
     return {"xla_dump_to": str(directory), "xla_dump_hlo_as_text": True}
 
 
 def reported_bytes(directory: Path) -> int | None:
-    """HBM that the program takes beside its own code, arguments included; None where there is no report."""
+    """Returns HBM that the program takes beside its own code, arguments included; None where there is no report."""
     reports = [path.read_text() for path in directory.glob("*memory-usage-report.txt")]
     found = [int(one[1]) for text in reports if (one := _HBM.search(text))]
     return max(found, default=None)

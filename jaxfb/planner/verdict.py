@@ -89,7 +89,7 @@ class Verdict:
 
     @property
     def step_seconds(self) -> float:
-        """Work and what it does not hide of the communication; the bubble is work that counts for nothing."""
+        """Returns work and what it does not hide of the communication; the bubble is work that counts for nothing."""
         return self.work_seconds + self.exposed_seconds
 
     @property
@@ -98,12 +98,12 @@ class Verdict:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of one device."""
+        """Returns tokens per second of one device."""
         devices = self.topology.num_devices
         return self.tokens / self.step_seconds / devices if self.chip and self.step_seconds else None
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values, for JSON."""
+        """Returns plain values, for JSON."""
         skip = {"topology", "estimate", "compiled"}
         plain = {name: value for name, value in vars(self).items() if name not in skip}
         derived = ("needed", "available", "fits", "work_seconds", "exposed_seconds", "step_seconds")
@@ -143,7 +143,7 @@ def plan(
 
 
 def of_estimate(job: Job, counted: Estimate, topology: Topology) -> Verdict:
-    """The verdict before a compiler was asked."""
+    """Returns the verdict before a compiler was asked."""
     schedule = job.schedule
     per_token = flops_per_token(job.sizes, job.config.data.sequence_length)
     return Verdict(
@@ -163,5 +163,5 @@ def of_estimate(job: Job, counted: Estimate, topology: Topology) -> Verdict:
 
 
 def compiled_verdict(config: Config, verdict: Verdict, say: Callable[[str], None]) -> Verdict:
-    """The same, with the compiler's answer."""
+    """Returns the same, with the compiler's answer."""
     return replace(verdict, compiled=compile_for(config, verdict.topology, say))

@@ -103,7 +103,7 @@ def _write_tensors(target: Path, tensors: list[_Tensor], file_bytes: int) -> lis
 
 
 def _order(tensor: _Tensor) -> tuple:
-    """Layer by layer, so that a file holds whole layers."""
+    """Orders leaves layer by layer, so that a file has whole layers."""
     return tensor.index[:1], tensor.name
 
 

@@ -33,7 +33,7 @@ class Leaf(NamedTuple):
 
     @property
     def part_shape(self) -> tuple[int, ...]:
-        """The shape of each tensor as it is stored there."""
+        """Returns the shape of each tensor as it is stored there."""
         own = self.shape[len(self.parts[0].index) :]
         return own[::-1] if self.turned else own
 

@@ -131,7 +131,7 @@ class PolicyWork(PostTraining):
         return {"work": {"record": self._record, "kl_coefficient": self._kl.coefficient}}
 
     def abstract_state(self) -> PyTree:
-        """Shapes and shardings, without a value being made."""
+        """Returns shapes and shardings, without computing a value."""
         state = self.step.abstract_state(self.base.init_params)
         arrays = {**flat(state), "rollout": self._rows_on_devices()}
         if self._config.uses_reference:

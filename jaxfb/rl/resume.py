@@ -55,7 +55,7 @@ def _is_of_a_rollout(key: str) -> bool:
 
 
 def _decides_what_is_saved(key: str, old: Any, new: Any) -> bool:
-    """Whether the change adds or removes arrays, or gives them another shape."""
+    """Returns whether the change adds or removes arrays, or gives them another shape."""
     if key in ("policy.kl_coef", "reward.kl_coef"):
         return bool(old) != bool(new)
     if key == "critic.learning_rate":

@@ -57,11 +57,11 @@ class PostTraining:
 
     @property
     def row_length(self) -> int:
-        """Tokens of a row."""
+        """Returns tokens of a row."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
-        """The plans as plain values."""
+        """Returns the plans as plain values."""
         raise NotImplementedError
 
     def facts(self) -> Mapping[str, Any]:
@@ -83,7 +83,7 @@ class PostTraining:
             )
 
     def summary(self) -> dict[str, Any]:
-        """What summary.json holds of this kind."""
+        """Returns what summary.json contains about this kind of training."""
         return {"applied_updates": int(self.train_state.step)}
 
     def plot(self, directory: RunDirectory) -> None:
@@ -101,7 +101,7 @@ class PostTraining:
         yield "  " + "  ".join(directory.contents())
 
     def close(self) -> None:
-        """Nothing reads ahead."""
+        """Does nothing, since nothing reads ahead."""
 
 
 def flat(state: TrainState) -> dict[str, Any]:

@@ -41,7 +41,7 @@ def parse_action(text: str) -> Action:
 
 
 def parse_cell(cell: str | Sequence | None) -> tuple[Action, ...]:
-    """A cell's actions in the order of KINDS, from "F3.1+B0.1", Actions, strings, or None for idle."""
+    """Returns a cell's actions in the order of KINDS, from "F3.1+B0.1", Actions, strings, or None for idle."""
     if isinstance(cell, str):
         cell = [part for part in cell.split("+") if part.strip(" .")]
     if cell is not None and not isinstance(cell, list | tuple):

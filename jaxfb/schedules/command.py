@@ -17,7 +17,7 @@ EXAMPLE = "--pipe 4 --microbatches 8"
 def chosen(
     table: str | None, kind: str | None, pipe: int | None, microbatches: int | None, chunks: int | None
 ) -> Schedule:
-    """The schedule that is asked for: a built-in kind by its sizes, or a file with a table of one's own.
+    """Returns the schedule that is asked for: a built-in kind by its sizes, or a file with a table of one's own.
 
     Raises:
       ValueError: sizes are missing or do not fit, or the table is not a schedule; then with its bad cell marked.
@@ -41,7 +41,7 @@ def chosen(
 def compared(
     pipe: int | None, microbatches: int | None, chunks: int | None, costs: Mapping[str, float]
 ) -> str:
-    """All kinds side by side, Megatron's own orders beside them."""
+    """Compares all kinds side by side, and Megatron's own orders."""
     _require(pipe, microbatches)
     _check_costs(costs)
     if costs["head"]:
@@ -53,7 +53,7 @@ def compared(
 
 
 def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
-    """The table, and what a step costs."""
+    """Returns the table, and what a step costs."""
     _check_costs(costs)
     result = schedule.simulate(**costs)
     peaks = result.peak_live_activations

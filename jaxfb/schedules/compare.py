@@ -35,7 +35,7 @@ def comparison(
     backward_input: float = 1,
     backward_weight: float = 1,
 ) -> list[ComparisonRow]:
-    """Every built-in kind, then Megatron's orders where Megatron accepts the sizes.
+    """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
     `num_chunks` (at least two), zero_bubble both. Megatron's times are of independent ranks with free transport,
@@ -53,7 +53,7 @@ def comparison(
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> str:
-    """The rows as a Markdown table with aligned columns."""
+    """Returns the rows as a Markdown table with aligned columns."""
     if not isinstance(rows, list | tuple) or not all(isinstance(row, ComparisonRow) for row in rows):
         refuse("rows", rows, "a list of what comparison(...) returns", who="[schedule]")
     head = ("schedule", "chunks", "ticks", "time", "bubble", "peak activations by device", "in microbatches")

@@ -39,7 +39,9 @@ def bars(
     backward_weight: float = 1,
     head: float = 0,
 ) -> list[Bar]:
-    """Everything every device executes, in order of time; adds up to `simulate(...).time` on each device."""
+    """Returns everything that every device executes, in order of time; adds up to `simulate(...).time` on each
+    device.
+    """
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
     last = schedule.num_stages * schedule.num_chunks - 1
     losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_microbatches)} if head else {}
@@ -128,7 +130,7 @@ def _work_event(bar: Bar) -> dict:
 
 
 def _memory_event(bar: Bar, live: int, change: int) -> dict:
-    """A forward holds its activations from its start, their last reader frees them at its end."""
+    """Returns a counter event: a forward's activations live from its start to the end of their last reader."""
     time = bar.start if change > 0 else bar.start + bar.length
     name = f"live activations, device {bar.device}"
     return {"ph": "C", "name": name, "pid": 0, "ts": time * 1000, "args": {"chunks": live}}
@@ -154,7 +156,7 @@ def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: flo
 
 
 def _shade(colour: str, chunk: int, num_chunks: int) -> tuple[float, ...]:
-    """Later chunks are lighter: from the full colour to 60 % white."""
+    """Lightens later chunks: from the full colour to 60 % white."""
     white = 0.6 * chunk / max(num_chunks - 1, 1)
     red, green, blue = (int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5))
     return tuple(c + (1 - c) * white for c in (red, green, blue))

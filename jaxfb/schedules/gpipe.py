@@ -8,7 +8,7 @@ from jaxfb.schedules.table import Schedule
 
 @schedule_kind("gpipe", baseline=True)
 def gpipe(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """F everywhere, then B in the same order. Time (M*V + P - 1) * (f + b) / V; all M*V activations live.
+    """Runs every F, then every B in the same order. Time (M*V + P - 1) * (f + b) / V; all M*V activations are live.
 
     The loss is still taken when a microbatch leaves the last stage, so its gradient waits there for the first
     B.

@@ -7,7 +7,7 @@ from jaxfb.schedules.table import Schedule
 
 @schedule_kind("interleaved", chunks=lambda asked: (max(asked, 2),))
 def interleaved(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B's rule with several chunks, which is why it is 1F1B's function: the queue does the interleaving.
+    """Runs 1F1B's rule with several chunks, hence 1F1B's function: the queue does the interleaving.
 
     Bubble (P - 1) / V microbatches. M need not be a multiple of P; see `lockstep.group_sizes`.
     """

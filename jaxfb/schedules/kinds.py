@@ -34,7 +34,7 @@ class Kind:
 
     @property
     def default_chunks(self) -> int:
-        """The number of chunks where none is given."""
+        """Returns the number of chunks where none is given."""
         return self.chunks(1)[0]
 
 

@@ -18,7 +18,7 @@ Timed = tuple[int, int, Action]
 
 
 def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
-    """Microbatches that visit a chunk one after another, before the next chunk's turn.
+    """Returns microbatches that visit a chunk one after another, before the next chunk's turn.
 
     A group of at least P leaves no hole between its chunks. M that is not a multiple of P is dealt evenly
     over M // P groups (9 on 4 devices: 5 + 4), which costs no tick; a group of the remainder alone would cost
@@ -30,7 +30,7 @@ def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
 
 
 def queue(num_stages: int, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
-    """Position of each (microbatch, nth chunk visited), in order of position."""
+    """Returns position of each (microbatch, nth chunk visited), in order of position."""
     positions, start, first = {}, 0, 0
     for size in group_sizes(num_stages, num_microbatches):
         pitch = max(size, num_stages)
@@ -42,19 +42,19 @@ def queue(num_stages: int, num_microbatches: int, num_chunks: int) -> dict[tuple
 
 
 def backward_start(num_stages: int, num_microbatches: int, num_chunks: int) -> int:
-    """The tick in which the last device may start: its first microbatch leaves the last chunk (P*V - 1)."""
+    """Returns the tick in which the last device may start: its first microbatch leaves the last chunk (P*V - 1)."""
     pitch = max(num_stages, *group_sizes(num_stages, num_microbatches))
     return (num_chunks - 1) * pitch + num_stages - 1
 
 
 def forwards(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
-    """F of the item at position k runs on device d at tick k + d."""
+    """Runs F of the item at position k on device d at tick k + d."""
     positions = queue(num_stages, num_microbatches, num_chunks)
     return [(k + d, d, Action("F", m, c)) for (m, c), k in positions.items() for d in range(num_stages)]
 
 
 def backwards(num_stages: int, num_microbatches: int, num_chunks: int, start: int) -> list[Timed]:
-    """B of the item at position k runs on device d at tick start + k + P - 1 - d."""
+    """Runs B of the item at position k on device d at tick start + k + P - 1 - d."""
     positions = queue(num_stages, num_microbatches, num_chunks)
     return [
         (start + k + num_stages - 1 - d, d, Action("B", m, num_chunks - 1 - visit))
@@ -64,7 +64,7 @@ def backwards(num_stages: int, num_microbatches: int, num_chunks: int, start: in
 
 
 def tabulate(name: str, timed: Sequence[Timed], placement: Placement, num_microbatches: int) -> Schedule:
-    """The schedule that runs these actions in these ticks; a cell is in the order in which a tick runs it."""
+    """Returns the schedule that runs these actions in these ticks; a cell is in the order in which a tick runs it."""
     table = [[[] for _ in placement] for _ in range(1 + max(tick for tick, _, _ in timed))]
     for tick, device, action in timed:
         table[tick][device].append(action)

@@ -27,7 +27,7 @@ class MegatronRank:
 
     @property
     def max_in_flight(self) -> int:
-        """Most chunk activations at a time that wait for their backward."""
+        """Returns the most chunk activations that wait for their backward at one time."""
         return most_in_flight(self.order)
 
 
@@ -40,7 +40,7 @@ def megatron_order(
     interleaved: bool | None = None,
     forward_only: bool = False,
 ) -> tuple[MegatronRank, ...]:
-    """The execution orders of Megatron-LM's schedules, rank by rank.
+    """Returns the execution orders of Megatron-LM's schedules, rank by rank.
 
     Args:
       group_size: microbatches that visit a chunk before the next chunk's turn
@@ -79,7 +79,7 @@ def megatron_order(
 
 
 def schedule_table(num_microbatches: int, num_chunks: int, group_size: int) -> list[tuple[int, int]]:
-    """(microbatch, chunk) of each forward slot: groups of microbatches, within a group chunk after chunk."""
+    """Returns (microbatch, chunk) of each forward slot: groups of microbatches, within a group chunk after chunk."""
     return [
         (m, chunk)
         for start in range(0, num_microbatches, group_size)
@@ -116,7 +116,7 @@ def _order(forward: Sequence, backward: Sequence, warmup: int) -> tuple[Action, 
 
 
 def most_in_flight(order: Sequence[Action]) -> int:
-    """Most forwards at a time whose last reader, W or else B, has not run."""
+    """Returns the most forwards at one time whose last reader, W or else B, has not run."""
     last = "W" if any(action.kind == "W" for action in order) else "B"
     live = most = 0
     for action in order:
@@ -126,7 +126,7 @@ def most_in_flight(order: Sequence[Action]) -> int:
 
 
 def megatron_time(ranks: Sequence[MegatronRank], *, forward: float, backward: float) -> float:
-    """Time of one step, transport free; costs are of one microbatch on all chunks of a rank."""
+    """Returns time of one step, transport free; costs are of one microbatch on all chunks of a rank."""
     if (
         not isinstance(ranks, list | tuple)
         or not all(isinstance(rank, MegatronRank) for rank in ranks)

@@ -8,7 +8,7 @@ from jaxfb.schedules.table import Schedule
 
 @schedule_kind("1f1b")
 def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int, name: str = "1f1b") -> Schedule:
-    """Backward starts in the tick in which the first microbatch leaves the last chunk.
+    """Starts the backward in the tick in which the first microbatch leaves the last chunk.
 
     Three static phases, for M a multiple of P: F (P*V - 1 ticks), F+B (M*V - P*V + P), B (P*V - 1).
     Time (M*V + P - 1) * (f + b) / V. Live chunk activations P*V + P - 1 - 2d on device d, whatever M is.
@@ -18,7 +18,7 @@ def one_f_one_b(num_stages: int, num_microbatches: int, num_chunks: int, name: s
 
 
 def paired_ticks(num_stages: int, num_microbatches: int, num_chunks: int) -> list[Timed]:
-    """F and B of 1F1B, each in its tick."""
+    """Returns F and B of 1F1B, each in its tick."""
     start = backward_start(num_stages, num_microbatches, num_chunks)
     forward = forwards(num_stages, num_microbatches, num_chunks)
     return forward + backwards(num_stages, num_microbatches, num_chunks, start)

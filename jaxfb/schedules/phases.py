@@ -43,7 +43,7 @@ def _runs(kinds_by_tick: list[str]) -> list[Phase]:
 
 
 def _merge(runs: list[Phase]) -> list[Phase]:
-    """Fewest executed kinds over all partitions into MAX_PHASES stretches (dynamic programming)."""
+    """Finds the fewest executed kinds over all partitions into MAX_PHASES stretches (dynamic programming)."""
     best: list[tuple[int, list[Phase]]] = [(0, [])] + [
         (_cost(p := _join(runs[:j])), [p]) for j in range(1, len(runs) + 1)
     ]

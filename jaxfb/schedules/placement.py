@@ -13,12 +13,14 @@ MIRROR = {"next": "prev", "prev": "next", "stay": "stay"}
 
 
 def loop_placement(num_stages: int, num_chunks: int) -> Placement:
-    """Chunk after chunk round the ring: device d holds stages d, P + d, 2P + d, ..."""
+    """Places chunk after chunk round the ring: device d has stages d, P + d, 2P + d, ..."""
     return tuple(tuple(c * num_stages + d for c in range(num_chunks)) for d in range(num_stages))
 
 
 def v_placement(num_stages: int) -> Placement:
-    """Down and up again: device d holds stages d and 2P - 1 - d, so first and last stage share device 0."""
+    """Places stages down the devices and up again: device d has stages d and 2P - 1 - d, so device 0 has the first
+    and last.
+    """
     return tuple((d, 2 * num_stages - 1 - d) for d in range(num_stages))
 
 
@@ -41,7 +43,9 @@ def placement_of(given: Any, num_stages: int, num_chunks: int) -> Placement:
 
 
 def homes_of(placement: Placement) -> list[tuple[int, int]]:
-    """(device, chunk) by stage. ValueError unless each stage is placed once, a hop from the one before."""
+    """Returns (device, chunk) by stage; raises ValueError unless each stage is placed once, a hop from the one
+    before.
+    """
     homes = {stage: (d, c) for d, row in enumerate(placement) for c, stage in enumerate(row)}
     count = sum(len(row) for row in placement)
     if sorted(homes) != list(range(count)) or len({len(row) for row in placement}) != 1:
@@ -56,7 +60,7 @@ def homes_of(placement: Placement) -> list[tuple[int, int]]:
 
 
 def channel_of(source: int, target: int, num_devices: int, stage: int = 0) -> str:
-    """How an activation gets there on a ring: "stay", "next" (device + 1) or "prev" (device - 1)."""
+    """Returns how an activation gets there on a ring: "stay", "next" (device + 1) or "prev" (device - 1)."""
     if source == target:
         return "stay"
     if target == (source + 1) % num_devices:

@@ -95,19 +95,19 @@ class Program:
     rows: dict[str, list]
 
     def spare(self, buffer: str) -> int:
-        """The slot of activations or gradients that takes what nobody reads: one past the last real one."""
+        """Returns the slot of activations or gradients that takes what nobody reads: one past the last real one."""
         return getattr(self, f"num_{buffer}_slots")
 
     def allocated(self, buffer: str) -> int:
-        """Slots to allocate, the spare one included."""
+        """Returns slots to allocate, the spare one included."""
         return getattr(self, f"num_{buffer}_slots") + (buffer not in WRITTEN_BY)
 
     def phase_rows(self, phase: Phase) -> dict[str, list]:
-        """The rows of one phase, to be handed to its scan."""
+        """Returns the rows of one phase, to be handed to its scan."""
         return {name: row[phase.start : phase.stop] for name, row in self.rows.items()}
 
     def arrivals(self, phase: Phase) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """(forward, backward) channels on which something valid arrives in some tick of a phase."""
+        """Returns (forward, backward) channels on which something valid arrives in some tick of a phase."""
 
         def used(buffer: str, channels: tuple[str, ...]) -> tuple[str, ...]:
             spare = self.spare(buffer)

@@ -12,7 +12,7 @@ Mark = tuple[int, int, str]
 
 
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
-    """A title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
+    """Returns a title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
     integer("width", width, who="[schedule]")
     phases = [f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases]
     title = f"{headline(schedule)}; phases {', '.join(phases)}"
@@ -21,7 +21,7 @@ def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
 
 
 def headline(schedule) -> str:
-    """Name and sizes, such as "1f1b: 4 devices x 1 chunk, 8 microbatches, 14 ticks"."""
+    """Returns name and sizes, such as "1f1b: 4 devices x 1 chunk, 8 microbatches, 14 ticks"."""
     chunks = "1 chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
     devices = f"{schedule.num_stages} device" + "s" * (schedule.num_stages > 1)
     sizes = f"{devices} x {chunks}, {schedule.num_microbatches} microbatches"
@@ -31,7 +31,7 @@ def headline(schedule) -> str:
 def render_table(
     table: Sequence, *, width: int = 120, mark: Mark | None = None, separators: set[int] | None = None
 ) -> list[str]:
-    """Lines of the table alone; with a mark, only the ticks around it."""
+    """Returns lines of the table alone; with a mark, only the ticks around it."""
     kinds = [k for k in KINDS if any(a.kind == k for row in table for cell in row for a in cell)] or ["F"]
     cell_width = max((len(str(a)) for row in table for cell in row for a in cell), default=4) + (
         3 if mark else 0

@@ -12,7 +12,7 @@ Label = tuple
 
 
 def replay(program: Program, placement) -> list[tuple[str, int, int]]:
-    """(kind, microbatch, stage) as executed; ValueError at the first read that finds the wrong value."""
+    """Returns (kind, microbatch, stage) as executed; ValueError at the first read that finds the wrong value."""
     devices = range(program.num_devices)
     buffers = [{b: [None] * program.allocated(b) for b in BUFFERS} for _ in devices]
     sent = {"activation": [None] * len(devices), "gradient": [None] * len(devices)}
@@ -98,7 +98,7 @@ def _weight(buffers, cell, stages, tick, device, executed) -> None:
 
 
 def _keep(slots: list, slot: int, label: Label) -> None:
-    """Without slots there is nobody to keep it for: no backward, or no W."""
+    """Keeps a label in its slot; without slots there is no backward, or no W, that would read it."""
     if slots:
         slots[slot] = label
 

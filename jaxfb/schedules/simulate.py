@@ -26,7 +26,7 @@ class Simulation:
 
     @property
     def bubble_over_ideal(self) -> float:
-        """Idle time as a multiple of ideal time: (P - 1) / (M * V) for interleaved, as Megatron counts it."""
+        """Returns idle time as a multiple of ideal time: (P - 1) / (M * V) for interleaved, as Megatron counts it."""
         return self.time / self.ideal_time - 1
 
 
@@ -56,7 +56,7 @@ def simulate(
 
 
 def kind_costs(schedule, forward: float, backward_input: float, backward_weight: float) -> dict[str, float]:
-    """Cost by kind; a B without W beside it is the whole backward."""
+    """Returns cost by kind; a B without W beside it is the whole backward."""
     costs = {"F": forward}
     if schedule.splits_backward:
         costs |= {"B": backward_input, "W": backward_weight}

@@ -45,13 +45,13 @@ class Slots:
     idle: dict[str, dict[tuple[int, int], int]]
 
     def most(self, buffer: str) -> int:
-        """Slots that a device needs at most, for buffers have one shape on all of them; bubbles included."""
+        """Returns slots that a device needs at most, for buffers have one shape on all of them; bubbles included."""
         idle = self.idle.get(buffer, {}).values()
         return max([*self.num[buffer], *(1 + slot for slot in idle)])
 
 
 def slots_of(schedule) -> Slots:
-    """Colours the intervals of a valid schedule, buffer by buffer and device by device."""
+    """Returns colours the intervals of a valid schedule, buffer by buffer and device by device."""
     num, number, idle = {}, {}, {}
     for buffer, by_device in intervals(schedule).items():
         coloured = [colour(found) for found in by_device]
@@ -63,7 +63,7 @@ def slots_of(schedule) -> Slots:
 
 
 def intervals(schedule) -> dict[str, list[list[Interval]]]:
-    """intervals(schedule)[buffer][device]: when each item occupies a slot."""
+    """Returns intervals(schedule)[buffer][device]: when each item occupies a slot."""
     ticks, last = schedule.ticks, schedule.num_stages * schedule.num_chunks - 1
     found = {buffer: [[] for _ in range(schedule.num_stages)] for buffer in BUFFERS}
 
@@ -88,7 +88,7 @@ def intervals(schedule) -> dict[str, list[list[Interval]]]:
 def unoccupied(
     schedule, by_device: list[list[Interval]], number: dict[Item, int], kind: str
 ) -> dict[tuple[int, int], int]:
-    """(tick, device) of every bubble of that kind -> the lowest slot that no interval occupies then."""
+    """Returns (tick, device) of every bubble of that kind -> the lowest slot that no interval occupies then."""
     valid = {
         (tick, schedule.device_chunk_of(s)[0]) for (k, _, s), tick in schedule.ticks.items() if k == kind
     }
@@ -123,7 +123,7 @@ def lowest_free(found: list[Interval], number: dict[Item, int], ticks: list[int]
 
 
 def colour(found: list[Interval]) -> tuple[int, dict[Item, int]]:
-    """(number of slots, slot by item) of one device's intervals."""
+    """Returns (number of slots, slot by item) of one device's intervals."""
     free: list[int] = []
     busy: list[tuple[int, int]] = []
     slots: dict[Item, int] = {}

@@ -44,7 +44,7 @@ class Schedule:
     def from_table(
         cls, table: Sequence[Sequence], *, name: str = "custom", placement: str | Placement = "loop"
     ) -> "Schedule":
-        """A schedule of one's own, validated.
+        """Makes a schedule from a table of your own, and validates it.
 
         Args:
           table: table[tick][device] is a cell: a sequence of Actions or of strings "F3.1", one string
@@ -64,17 +64,17 @@ class Schedule:
 
     @classmethod
     def from_text(cls, text: str, *, name: str = "custom", placement: str | Placement = "loop") -> "Schedule":
-        """A schedule from text in the form that `render` prints; otherwise as `from_table`."""
+        """Makes a schedule from text in the form that `render` prints; otherwise as `from_table`."""
         return cls.from_table(parse_table(text), name=name, placement=placement)
 
     def stage_of(self, device: int, chunk: int) -> int:
-        """The stage, 0 .. P*V - 1, that is this chunk of this device."""
+        """Returns the stage, 0 .. P*V - 1, that is this chunk of this device."""
         integer("device", device, who="[schedule]", least=0, most=self.num_stages - 1)
         integer("chunk", chunk, who="[schedule]", least=0, most=self.num_chunks - 1)
         return self.placement[device][chunk]
 
     def device_chunk_of(self, stage: int) -> tuple[int, int]:
-        """(device, chunk) that hold a stage; the inverse of `stage_of`."""
+        """Returns (device, chunk) that hold a stage; the inverse of `stage_of`."""
         integer("stage", stage, who="[schedule]", least=0, most=self.num_stages * self.num_chunks - 1)
         return self._homes[stage]
 
@@ -88,7 +88,7 @@ class Schedule:
 
     @cached_property
     def ticks(self) -> dict[tuple[str, int, int], int]:
-        """(kind, microbatch, stage) -> the tick it runs in, in order of ticks."""
+        """Maps (kind, microbatch, stage) -> the tick it runs in, in order of ticks."""
         return {
             (action.kind, action.microbatch, self.placement[device][action.chunk]): tick
             for tick, row in enumerate(self.table)
@@ -98,27 +98,27 @@ class Schedule:
 
     @cached_property
     def has_backward(self) -> bool:
-        """False for a forward-only schedule."""
+        """Returns False for a forward-only schedule."""
         return any(kind == "B" for kind, _, _ in self.ticks)
 
     @cached_property
     def splits_backward(self) -> bool:
-        """True if weight gradients are actions of their own, so that B is the input gradient alone."""
+        """Returns True if weight gradients are actions of their own, so that B is the input gradient alone."""
         return any(kind == "W" for kind, _, _ in self.ticks)
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Static phases (start, stop, kinds), at most six however many microbatches there are."""
+        """Returns static phases (start, stop, kinds), at most six however many microbatches there are."""
         return phases_of(self.table)
 
     @cached_property
     def slots(self) -> Slots:
-        """Buffer slots that each device needs, and which item uses which."""
+        """Returns buffer slots that each device needs, and which item uses which."""
         return slots_of(self)
 
     @cached_property
     def program(self) -> Program:
-        """The rows of integers that the executor scans over; see `program.py` for the format."""
+        """Returns the rows of integers that the executor scans over; see `program.py` for the format."""
         return program_of(self)
 
     def validate(self) -> "Schedule":
@@ -134,7 +134,7 @@ class Schedule:
         *,
         head: float = 0,
     ) -> Simulation:
-        """Time, bubble fraction and peak memory, for costs of one microbatch on all chunks of a device.
+        """Returns time, bubble fraction and peak memory, for costs of one microbatch on all chunks of a device.
 
         `head` is what head and loss of a microbatch cost each device, in the tick in which it leaves the last
         stage.
@@ -144,11 +144,11 @@ class Schedule:
         )
 
     def render(self, *, width: int = 120) -> str:
-        """The table as text, a line a device and kind, cut into blocks of at most `width` characters."""
+        """Returns the table as text, a line a device and kind, cut into blocks of at most `width` characters."""
         return render(self, width=width)
 
     def summary(self, **costs: float) -> str:
-        """One line: ticks, bubble and memory for the costs given, which are `simulate`'s."""
+        """Returns one line: ticks, bubble and memory for the given costs, which are `simulate`'s."""
         result = self.simulate(**costs)
         peaks = " ".join(map(str, result.peak_live_activations))
         return (
@@ -157,7 +157,7 @@ class Schedule:
         )
 
     def forward_only(self) -> "Schedule":
-        """The forwards alone, for evaluation and log-probs: no backward, nothing kept."""
+        """Returns the forwards alone, for evaluation and log-probs: no backward, nothing kept."""
         table = [tuple(tuple(a for a in cell if a.kind == "F") for cell in row) for row in self.table]
         while not any(table[-1]):
             table.pop()

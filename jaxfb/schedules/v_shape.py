@@ -15,7 +15,7 @@ from jaxfb.schedules.table import Schedule
     in_flight=lambda stages, chunks: stages,
 )
 def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """F of microbatch m, stage x at tick 2m + x; B at tick 2m + 4P - 2 - x.
+    """Runs F of microbatch m, stage x at tick 2m + x, and B at tick 2m + 4P - 2 - x.
 
     1F1B's time (M + P - 1) * (f + b) with 2P half-stages live on every device. Embedding and loss are both on
     device 0, so tied weights are used on one device only. ValueError unless num_chunks is 2.

@@ -22,7 +22,7 @@ def _refuse(schedule, tick: int, device: int, kind: str, message: str) -> None:
 
 
 def _check_cells(schedule) -> None:
-    """Known kinds, numbers in range, one action of a kind in a cell, no action twice."""
+    """Checks cells: known kinds, numbers in range, one action of a kind in a cell, no action twice."""
     seen: dict[tuple[int, Action], int] = {}
     for tick, row in enumerate(schedule.table):
         if len(row) != schedule.num_stages:
@@ -61,7 +61,7 @@ def _problem(schedule, tick: int, device: int, action: Action, seen: dict) -> st
 
 
 def _check_complete(schedule) -> None:
-    """F of every microbatch and stage; B of all or none; W of all or none, and none without B."""
+    """Checks that every microbatch and stage has an F; B all or none; W all or none, and none without B."""
     if schedule.splits_backward and not schedule.has_backward:
         raise Refused("[schedule] W is the weight gradient of a B; the table has W but no B; add B or drop W")
     for kind in KINDS:
@@ -78,7 +78,7 @@ def _check_complete(schedule) -> None:
 
 
 def _check_order(schedule) -> None:
-    """Happens-before, with one tick of transport between stages, also between two on the same device."""
+    """Checks happens-before, with one tick of transport between stages, also between two on the same device."""
     last = schedule.num_stages * schedule.num_chunks - 1
     for (kind, m, stage), tick in schedule.ticks.items():
         for need, delay in _needs(kind, m, stage, last):
@@ -97,7 +97,7 @@ def _check_order(schedule) -> None:
 
 
 def _needs(kind: str, m: int, stage: int, last: int) -> list[tuple[tuple[str, int, int], int]]:
-    """What an action reads, and how many ticks after it at the earliest."""
+    """Returns what an action reads, and how many ticks after it it may run at the earliest."""
     if kind == "F":
         return [(("F", m, stage - 1), 1)] if stage > 0 else []
     if kind == "B":

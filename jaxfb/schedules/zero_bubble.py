@@ -15,7 +15,7 @@ from jaxfb.schedules.table import Schedule
     splits_backward=True,
 )
 def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
-    """1F1B with B the input gradient alone, and W of an item on *every* device when device 0 runs its B.
+    """Runs 1F1B with B the input gradient alone, and W of an item on *every* device when device 0 runs its B.
 
     So W never waits for anyone and costs M*V ticks, not M*V + P - 1: time
     (M*V + P - 1) * (f + b_input) / V + M * b_weight. Device 0, whose buffers are the largest, holds its
@@ -28,7 +28,7 @@ def zero_bubble(num_stages: int, num_microbatches: int, num_chunks: int) -> Sche
 
 
 def weights(num_stages: int, num_microbatches: int, num_chunks: int, timed: list[Timed]) -> list[Timed]:
-    """W in the order of B, in the last M*V ticks: no holes even where M < P leaves some between the B."""
+    """Runs W in the order of B, in the last M*V ticks: no holes even where M < P leaves some between the B."""
     items = list(queue(num_stages, num_microbatches, num_chunks))
     start = 1 + max(tick for tick, _, _ in timed) - len(items)
     return [

@@ -18,7 +18,7 @@ _kept = []  # the handler, for as long as C may call it
 
 
 def speak_before_abort(coordinator: str, said: Callable[[], str], code: int) -> None:
-    """On SIGABRT with nobody listening at the coordinator's address: prints `said()`, ends with `code`.
+    """Prints `said()` and exits with `code` on SIGABRT with nobody listening at the coordinator's address.
 
     Any other abort goes its way. A handler of Python's would run too late, in the main thread, so this one is C's.
     """
@@ -37,7 +37,7 @@ def speak_before_abort(coordinator: str, said: Callable[[], str], code: int) -> 
 
 
 def is_listening(address: str, seconds: float) -> bool:
-    """Whether somebody accepts connections at HOST:PORT."""
+    """Returns whether somebody accepts connections at HOST:PORT."""
     host, _, port = address.rpartition(":")
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=seconds).close()

@@ -25,7 +25,7 @@ ABSENT = "(absent)"
 
 
 def what_runs(config: Config, **more: Any) -> dict[str, Any]:
-    """Every key of the config, versions of Python and the packages, and the code of jaxfb itself."""
+    """Returns every key of the config, versions of Python and the packages, and the code of jaxfb itself."""
     keys = {name: value for name, value in table(config) if not name.startswith("hosts.")}
     names = ("jax_enable_x64", "jax_default_matmul_precision")
     flags = {name: getattr(jax.config, name) for name in names}
@@ -33,7 +33,7 @@ def what_runs(config: Config, **more: Any) -> dict[str, Any]:
 
 
 def what_is_made(setup: Setup) -> dict[str, Any]:
-    """The text as rows, every plan, the mesh, and the devices of a process."""
+    """Returns the text as rows, every plan, the mesh, and the devices of a process."""
     corpus = setup.corpus
     rows = {"train": corpus.train, "held out": corpus.held_out}
     return {
@@ -55,7 +55,7 @@ def devices_and_mesh(mesh: Mesh) -> dict[str, str]:
 
 
 def package_versions() -> dict[str, str]:
-    """Of Python and of the packages that decide the bits."""
+    """Returns the versions of Python and of the packages that decide the bits."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -66,7 +66,7 @@ def package_versions() -> dict[str, str]:
 
 
 def source_fingerprint() -> str:
-    """16 hex digits of every Python file of the jaxfb that is imported."""
+    """Returns 16 hex digits of every Python file of the jaxfb that is imported."""
     root, state = Path(__file__).parent.parent, hashlib.sha256()
     for path in sorted(root.rglob("*.py")):
         state.update(path.relative_to(root).as_posix().encode() + b"\0" + path.read_bytes())
@@ -98,7 +98,7 @@ def check_agreement(what: str, facts: Sequence[Mapping[str, Any]], names: Sequen
 
 
 def _who_has(values: Sequence[Any], names: Sequence[str]) -> str:
-    """`0.01 on processes 0, 2-7 but 0.02 on process 1 (node3)`: the commonest value first."""
+    """Returns `0.01 on processes 0, 2-7 but 0.02 on process 1 (node3)`: the commonest value first."""
     holders: dict[str, list[int]] = {}
     for index, value in enumerate(values):
         holders.setdefault(_text(value), []).append(index)
@@ -117,7 +117,7 @@ def _processes(indices: Sequence[int], names: Sequence[str]) -> str:
 
 
 def _ranges(indices: Sequence[int]) -> Iterable[str]:
-    """[0, 2, 3, 4] -> "0", "2-4"."""
+    """Maps [0, 2, 3, 4] -> "0", "2-4"."""
     runs: list[list[int]] = []
     for index in indices:
         if runs and index == runs[-1][-1] + 1:

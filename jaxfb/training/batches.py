@@ -40,7 +40,7 @@ class WindowReader:
         )
 
     def read(self, window: Window) -> HostBatch:
-        """The rows of the window that this process holds, with the rows of zeros that fill up its plan.
+        """Returns the rows of the window that this process holds, with the rows of zeros that fill up its plan.
 
         Windows are read in order; rows between two of them (a short window that was dropped) are passed over.
         """
@@ -54,7 +54,7 @@ class WindowReader:
                 )
 
     def position(self, window: Window | None) -> dict[str, Any]:
-        """What `restore` needs to go on after `window` (None: from the start)."""
+        """Returns what `restore` needs to go on after `window` (None: from the start)."""
         consumed = window.start + window.rows if window else 0
         return {**self._loader.state(), "consumed_rows": consumed}
 
@@ -73,7 +73,7 @@ class WindowReader:
 
 @lru_cache(maxsize=64)
 def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> np.ndarray:
-    """Which rows of the plan's padded batch those devices compute, i64[rows], microbatch by microbatch.
+    """Returns which rows of the plan's padded batch those devices compute, i64[rows], microbatch by microbatch.
 
     devices: None is those of this process. Processes that hold other stages, tensor or context shards of the same
     replica get the same rows.
@@ -84,14 +84,16 @@ def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | Non
 
 
 def replicas_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> list[int]:
-    """The replicas that those devices (None: of this process) belong to."""
+    """Returns the replicas that those devices (None: of this process) belong to."""
     shares = NamedSharding(mesh, rows_spec(mesh)).devices_indices_map((1, plan.data_parallel))
     mine = [shares[device][1] for device in (mesh.local_devices if devices is None else devices)]
     return sorted({replica for share in mine for replica in range(plan.data_parallel)[share]})
 
 
 def place(batch: HostBatch, plan: BatchPlan, mesh: Mesh) -> Microbatches:
-    """This process's rows, `rows_here`, to [microbatches, rows, ...] on the mesh, cut over replicas and context."""
+    """Puts this process's rows, `rows_here`, as [microbatches, rows, ...] on the mesh, cut over replicas and
+    context.
+    """
     replicas = replicas_here(plan, mesh)
     microbatches = split(batch, _plan_of(plan, len(replicas)), mesh)
     targets = shardings(specs_of(microbatches, mesh), mesh)
@@ -114,7 +116,7 @@ def parts_of_update(
 
 
 def _plan_of(plan: BatchPlan, replicas: int) -> BatchPlan:
-    """The cut of so many of the replicas."""
+    """Returns the cut of so many of the replicas."""
     return BatchPlan(
         plan.purpose,
         rows=plan.num_microbatches * replicas * plan.rows_per_microbatch,
@@ -130,7 +132,7 @@ def _to_devices(leaf: np.ndarray, target: NamedSharding, plan: BatchPlan, replic
     first = {replica * each: place * each for place, replica in enumerate(replicas)}
 
     def share(index: tuple[slice, ...]) -> np.ndarray:
-        """A device's part: the rows of one replica, or of all where there is one."""
+        """Returns a device's part: the rows of one replica, or of all where there is one."""
         start, stop, _ = index[1].indices(plan.rows_per_global_microbatch)
         here = first[start]
         return leaf[index[0], here : here + stop - start, *index[2:]]
@@ -140,7 +142,7 @@ def _to_devices(leaf: np.ndarray, target: NamedSharding, plan: BatchPlan, replic
 
 
 def _rows_from(plan: RunPlan, consumed: int) -> int:
-    """Rows of the window that starts there, as `RunPlan.windows` cuts them; not its end."""
+    """Returns rows of the window that starts there, as `RunPlan.windows` cuts them; not its end."""
     rows = plan.plan_at(consumed).real_rows
     if plan.dataset_rows is None:
         return rows

@@ -54,12 +54,12 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
 
 
 def listing(changes: list[Change]) -> str:
-    """One indented line for each change, each after a line break; empty where there is none."""
+    """Returns one indented line for each change, each after a line break; empty where there is none."""
     return "".join(f"\n  {key}: {_text(old)} -> {_text(new)}" for key, old, new in changes)
 
 
 def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
-    """(key, saved value, new value) of every leaf that differs, in the order of the config."""
+    """Returns (key, saved value, new value) of every leaf that differs, in the order of the config."""
     old, new = _flat(_with_defaults(saved)), _flat(config_to_dict(config))
     return [
         (key, old.get(key, ABSENT), new.get(key, ABSENT))
@@ -83,7 +83,7 @@ def check_model(saved: Mapping[str, Any], config: Any) -> None:
 
 
 def is_fixed(key: str) -> bool:
-    """Whether another value of this key gives what is saved another meaning."""
+    """Returns whether another value of this key gives what is saved another meaning."""
     section, _, name = key.partition(".")
     if section == "model":
         return name not in FREE_OF_MODEL
@@ -93,7 +93,7 @@ def is_fixed(key: str) -> bool:
 
 
 def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The saved values with those that a newer jaxfb has added, where it can still read them."""
+    """Returns the saved values with those that a newer jaxfb has added, where it can still read them."""
     try:
         return config_to_dict(config_from_dict(saved))
     except ValueError:
@@ -110,5 +110,5 @@ def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
 
 
 def _text(value: Any) -> str:
-    """As it would be written in the file."""
+    """Returns a value as it would be written in the file."""
     return json.dumps(value) if value is None or isinstance(value, bool) else str(value)

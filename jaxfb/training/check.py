@@ -25,7 +25,7 @@ LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
 
 
 def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:
-    """On the mesh and schedule of the config; on all kinds of either if it leaves the mesh to the devices.
+    """Checks the mesh and schedule of the config; all kinds of either if it leaves the mesh to the devices.
 
     report: called with each case as it is found.
 
@@ -53,7 +53,7 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
 
 
 def narrow(model: ModelConfig) -> TransformerConfig:
-    """The same model with small widths; what has none of something gets none of it."""
+    """Returns the same model with small widths; features that it does not have stay off."""
     kv_heads = min(model.num_kv_heads, 2)
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2)
     experts = min(model.num_experts, 4)
@@ -74,7 +74,9 @@ def narrow(model: ModelConfig) -> TransformerConfig:
 
 
 def synthetic_batch(rows: int) -> dict[str, np.ndarray]:
-    """Random tokens, packed into rows as several documents with padding at the end: each row counts differently."""
+    """Returns random tokens, packed into rows as several documents with padding at the end: each row counts
+    differently.
+    """
     rng = np.random.default_rng(0)
     segments = np.sort(rng.integers(0, 4, (rows, LENGTH)), axis=1)[:, ::-1]
     segments = np.where(segments > 0, segments.max(axis=1, keepdims=True) - segments + 1, 0)

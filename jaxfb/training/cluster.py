@@ -38,7 +38,7 @@ class Place:
 
 
 def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ) -> Place | None:
-    """Where this process stands, or None where it is alone.
+    """Returns where this process is in its job, or None where it is alone.
 
     The config goes before the environment (`GIVEN`), that before what jax detects of Slurm, Open MPI, Kubernetes
     and TPU pods; what one leaves open the next may fill.
@@ -59,7 +59,7 @@ def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ)
 
 
 def _given(config: HostsConfig, environment: Mapping[str, str]) -> dict[str, str | int | None]:
-    """What the config says, then the environment."""
+    """Returns what the config gives, then the environment."""
     given = {}
     for name, variable in GIVEN.items():
         value = getattr(config, name)
@@ -70,7 +70,9 @@ def _given(config: HostsConfig, environment: Mapping[str, str]) -> dict[str, str
 
 
 def _detected(given: dict, config: HostsConfig, environment: Mapping[str, str]) -> tuple[dict, tuple | None]:
-    """`given` with its gaps filled by the launcher; and the accelerators of one of several processes on a host."""
+    """Returns `given` with its gaps filled by the launcher; and the accelerators of one of several processes on a
+    host.
+    """
     cluster = _cluster(config.cluster, environment)
     processes = given["processes"] or (cluster.get_process_count() if cluster else None)
     if cluster is None or processes == 1:
@@ -102,7 +104,7 @@ def _cluster(name: str, environment: Mapping[str, str]):
 
 
 def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
-    """`given` with the numbers of a launcher that has them; several copies must not train side by side."""
+    """Returns `given` with the numbers of a launcher that has them; several copies must not train side by side."""
     for launcher, (size, rank) in NUMBERED.items():
         if given["processes"] is None and given["process_id"] is None and size in environment:
             processes, process_id = _number(size, environment), _number(rank, environment)
@@ -116,7 +118,7 @@ def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
 
 
 def _is_told(given: dict) -> bool:
-    """Whether there is all of it; False if there is nothing.
+    """Returns whether all three of coordinator, processes and process id are given; False if none is.
 
     Raises:
       ValueError: there is some of it.
@@ -152,5 +154,5 @@ def _number(variable: str, environment: Mapping[str, str]) -> int:
 
 
 def _several(tasks_per_node: str) -> bool:
-    """ "8(x2)" and "4,3" are several on a node, "1(x2)" is one."""
+    """Returns whether a list of tasks by node has several on a node: "8(x2)" and "4,3" have, "1(x2)" has not."""
     return any(int(part.partition("(")[0] or 1) > 1 for part in tasks_per_node.split(","))

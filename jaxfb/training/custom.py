@@ -97,7 +97,7 @@ class Custom:
         return self.run_plan.to_dict()
 
     def write_start(self, directory: RunDirectory) -> None:
-        """Nothing beside the files of every run."""
+        """Writes nothing besides the files of every run."""
 
     def start(self, say: Say) -> None:
         self.say = say
@@ -119,7 +119,7 @@ class Custom:
         return metrics, {}
 
     def parts_of_update(self, number: int, batch: Any) -> tuple:
-        """What update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
+        """Returns what update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
         plan = self.run_plan.window(number).plan
         return parts_of_update(self._step(plan), self.train_state, batch, plan)
 
@@ -172,7 +172,7 @@ class Custom:
         yield "  " + "  ".join(directory.contents())
 
     def close(self) -> None:
-        """Nothing reads ahead."""
+        """Does nothing, since nothing reads ahead."""
 
     def _init(self, key: jax.Array) -> PyTree:
         return self._params(key) if is_init_function(self._params) else self._params

@@ -50,7 +50,7 @@ class Dump:
     past: int
 
     def rows(self, process: int) -> PyTree | None:
-        """The rows of that update which the process had; None where they were not kept."""
+        """Returns the rows of that update which the process had; None where they were not kept."""
         path = self.path / f"rows-{process}.npz"
         if self.tree is None or not path.is_file():
             return None

@@ -25,7 +25,7 @@ class HeldOut:
         self._bytes_per_token = setup.corpus.bytes_per_token(self.rows) if len(self.rows) else None
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
-        """eval/loss (nats a token), eval/accuracy, eval/tokens; eval/bits_per_byte where bytes are known.
+        """Returns eval/loss (nats a token), eval/accuracy, eval/tokens; eval/bits_per_byte where bytes are known.
 
         Sums and weights of all batches are added before the one division. Empty without held-out rows.
         """
@@ -40,14 +40,14 @@ class HeldOut:
         return self._named(loss / weight, correct / weight, weight)
 
     def baselines(self) -> Baselines | None:
-        """What a unigram and a bigram of the training text reach on the very same tokens."""
+        """Returns what a unigram and a bigram of the training text reach on the very same tokens."""
         corpus = self._setup.corpus
         if not len(self.rows):
             return None
         return count_baselines(corpus.train, self.rows, corpus.vocab_size)
 
     def bits_per_byte(self, nats: float) -> float | None:
-        """A loss in the unit that does not depend on the tokenizer; None where the bytes are not known."""
+        """Returns a loss in the unit that does not depend on the tokenizer; None where the bytes are not known."""
         return bits_per_byte(nats, self._bytes_per_token) if self._bytes_per_token else None
 
     def _forward(self, params: PyTree, batch: dict):

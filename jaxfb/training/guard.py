@@ -55,7 +55,7 @@ class SkipGuard:
 
     @classmethod
     def of(cls, config: Any, params: Any, say: Callable[[str], None]) -> SkipGuard:
-        """The guard that a config asks for."""
+        """Returns the guard that a config asks for."""
         return cls(config.run.max_nonfinite, params, say, isinstance(loss_scale(config), DynamicLossScale))
 
     def check(self, step: int, metrics: StepMetrics) -> None:
@@ -85,7 +85,8 @@ class SkipGuard:
 
 
 def described(causes: dict[str, list[str]]) -> str:
-    """`parameter ['norm']['scale'], the loss, gradient of ['embed'] and 3 more`: what spoils the rest comes first.
+    """Returns, such as `parameter ['norm']['scale'], the loss, gradient of ['embed'] and 3 more`, causes before
+    effects.
 
     causes: from `StepMetrics.nonfinite_causes`.
     """
@@ -99,7 +100,7 @@ def described(causes: dict[str, list[str]]) -> str:
 
 
 def listed(names: list[str]) -> str:
-    """The first names, and how many more there are."""
+    """Returns the first names, and how many more there are."""
     return ", ".join(names[:SHOWN]) + (f" and {len(names) - SHOWN} more" if names[SHOWN:] else "")
 
 

@@ -51,7 +51,9 @@ class Guards:
 
     @property
     def failed(self) -> int:
-        """How many updates in a row, up to the latest, were not finite; while it is not 0 nothing is to be saved."""
+        """Returns how many updates in a row, up to the latest, were not finite; while it is not 0 nothing is to be
+        saved.
+        """
         return self._skips.failed
 
     def update(self, number: int, batch: Any) -> tuple[StepMetrics, Mapping[str, Any]]:

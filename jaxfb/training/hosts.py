@@ -73,7 +73,7 @@ class Hosts:
         watch.stop()
 
     def advise(self, how_to_go_on: Callable[[], str]) -> None:
-        """What is said where a process is lost."""
+        """Sets the advice that is printed when a process is lost."""
         self._advice = how_to_go_on
         if self._watch is not None:
             self._watch.advice = how_to_go_on
@@ -84,7 +84,7 @@ class Hosts:
             self._watch.update = update
 
     def first(self, function: Callable[[], Any]) -> Any:
-        """What `function` returns on process 0, a JSON-able value, on every process.
+        """Returns on every process what `function` returns on process 0, a JSON-able value.
 
         Raises:
           ValueError: process 0 raised one.
@@ -101,7 +101,7 @@ class Hosts:
         return outcome["value"]
 
     def in_turn(self, function: Callable[[], Value]) -> Value:
-        """What `function` returns here; the others call it once process 0 has, and find what it left in a cache.
+        """Calls `function` on process 0 first; the others call it afterwards and find its results in a cache.
 
         Raises:
           ValueError: process 0 raised one.
@@ -115,7 +115,7 @@ class Hosts:
         return kept[0]
 
     def say(self, text: str) -> None:
-        """A line of its own, once for the whole job."""
+        """Prints a line, once for the whole job."""
         if self.is_first:
             print(text, flush=True)
 
@@ -151,13 +151,15 @@ class Hosts:
         return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {self._advice()}"
 
     def _tell(self, text: str) -> str:
-        """Leaves a text for process 0; the key under which it finds those of all."""
+        """Writes a text for process 0; returns the key under which it finds those of all."""
         key = f"{self._prefix}/{next(self._calls)}"
         self._client.key_value_set(f"{key}/{self.index}", text)
         return key
 
     def _told(self, key: str) -> list[str]:
-        """What every process has left, in their order. For process 0 alone: all that read all would be too many."""
+        """Returns what every process has written, in their order; for process 0 alone, as reads by all would be too
+        many.
+        """
         deadline = time.monotonic() + self.config.timeout
         return [
             self._wait(f"{key}/{other}", f"process {other} to come this far", deadline)
@@ -165,7 +167,7 @@ class Hosts:
         ]
 
     def _wait(self, key: str, whom: str, deadline: float | None) -> str:
-        """The value of a key, once it has one; without a deadline as long as nobody is lost."""
+        """Returns the value of a key, once it has one; without a deadline as long as no process is lost."""
         while True:
             rest = SLICE if deadline is None else min(SLICE, deadline - time.monotonic())
             if rest <= 0:

@@ -39,7 +39,7 @@ class Interrupt:
         self._restore()
 
     def is_due(self, update: int) -> bool:
-        """Whether the run ends after this update; asked by every process after each of them."""
+        """Returns whether the run ends after this update; every process asks after each update."""
         if self._several and multihost_utils.reached_preemption_sync_point(update):
             self.signal = signal.SIGTERM.name
         return self.signal is not None

@@ -77,7 +77,7 @@ class Log(Callback):
                 self._fail(f"[log] {self._path} cannot be written: {error.strerror or error}")
 
     def _count(self, step: int, tokens: int) -> None:
-        """Counts time from the end of the first step of a process, which compiles."""
+        """Counts time from the end of a process's first step, which compiles."""
         if self._timed:
             self._throughput.update(step, tokens)
         else:

@@ -147,7 +147,7 @@ class _Loop:
         run_.wait_saved()
 
     def _one_or_back(self) -> None:
-        """One update, or the return to a checkpoint where the one before turns out to be a spike."""
+        """Makes one update, or returns to a checkpoint where the one before turns out to be a spike."""
         try:
             self._one()
         except Spike as spike:
@@ -155,7 +155,9 @@ class _Loop:
             self._guard.roll_back(spike)
 
     def _one(self) -> None:
-        """One update. The numbers of the one before arrive while it runs, except before an evaluation or a save."""
+        """Makes one update. The numbers of the previous one arrive while it runs, except before an evaluation or a
+        save.
+        """
         run_, number, phases = self._run, self._run.done, self._run.phases
         self._hooks.on_step_start(number + 1)
         with phases("data_wait", number + 1):

@@ -77,7 +77,7 @@ class Pretraining:
         return self.setup.plan.to_dict()
 
     def write_start(self, directory: RunDirectory) -> None:
-        """Nothing beside the files of every run."""
+        """Writes nothing besides the files of every run."""
 
     def start(self, say: Say) -> None:
         first = self._step(self.setup.plan.window(0).plan)
@@ -97,12 +97,12 @@ class Pretraining:
         return metrics, {}
 
     def parts_of_update(self, number: int, batch: Any) -> tuple:
-        """What update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
+        """Returns what update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
         plan = self.setup.plan.window(number).plan
         return parts_of_update(self._step(plan), self.train_state, batch, plan)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
-        """The numbers of an update; `tokens` are those that its loss counted."""
+        """Returns the numbers of an update; `tokens` are those that its loss counted."""
         window, record = self.setup.plan.window(number), named_numbers(metrics)
         tokens = record.pop(f"weights/{TERM}")
         epoch = (window.start + window.rows) / self.rows_an_epoch

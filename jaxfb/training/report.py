@@ -80,7 +80,7 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
 
 
 def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
-    """One line a model: nats a token, bits a byte."""
+    """Returns one line for each model: nats a token, bits a byte."""
     yield f"{'held-out loss':<16}{'nats/token':>12}{'bits/byte':>12}"
     names = {"held_out": "this model", "unigram": "unigram", "bigram": "bigram"}
     for name, nats in summary["nats_per_token"].items():
@@ -107,7 +107,7 @@ def sample(setup: Setup, params: Any) -> str | None:
 
 
 def command() -> str:
-    """How this user starts jaxfb again: by its name if a shell finds it, otherwise by its path."""
+    """Returns how this user starts jaxfb again: by its name if a shell finds it, otherwise by its path."""
     started = Path(sys.argv[0])
     if started.name != "jaxfb" or shutil.which("jaxfb"):
         return "jaxfb"
@@ -119,7 +119,7 @@ def indented(text: str) -> str:
 
 
 def as_yaml(value: Any) -> str:
-    """As it would be written in the file or on the command line."""
+    """Returns a value as it would be written in the file or on the command line."""
     words = {None: "null", True: "true", False: "false"}
     return words[value] if value is None or isinstance(value, bool) else str(value)
 

@@ -69,7 +69,9 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
 
 
 def _run(work: Work, number: int, batch: Any, kept: PyTree | None) -> tuple[Any, Sums]:
-    """One run, from the kept state unless it is None; returns its answer and the checksums of the state after it."""
+    """Returns one run, from the kept state unless it is None; returns its answer and the checksums of the state after
+    it.
+    """
     if kept is not None:
         work.train_state = _back(kept, jax.tree.map(lambda leaf: leaf.sharding, work.train_state))
     answer = work.update(number, batch)
@@ -82,7 +84,7 @@ def _differing(first: Sums, second: Sums) -> list[str]:
 
 
 def _kept(state: PyTree) -> PyTree:
-    """A copy that the next update does not overwrite."""
+    """Returns a copy that the next update does not overwrite."""
 
     def copy(leaf):
         has_host = any(memory.kind == HOST for memory in next(iter(leaf.devices())).addressable_memories())
@@ -94,5 +96,5 @@ def _kept(state: PyTree) -> PyTree:
 
 
 def _back(kept: PyTree, places: PyTree) -> PyTree:
-    """The kept state on the devices, once more as a copy: the update donates it."""
+    """Returns the kept state on the devices, once more as a copy: the update donates it."""
     return jax.tree.map(lambda leaf, place: jax.device_put(leaf, place, may_alias=False), kept, places)

@@ -67,22 +67,22 @@ class RunDirectory:
         return self.path / "sample.txt"
 
     def contents(self) -> list[str]:
-        """Names of what lies in it, directories with a slash; hidden files are left out."""
+        """Returns names of what lies in it, directories with a slash; hidden files are left out."""
         return sorted(p.name + "/" * p.is_dir() for p in self.path.iterdir() if p.name[0] != ".")
 
     def newest_update(self) -> int | None:
-        """Of the checkpoints by name alone, without opening one."""
+        """Returns the newest update among the checkpoints, by name alone, without opening one."""
         steps = map(step_of, self.checkpoints.iterdir()) if self.checkpoints.is_dir() else ()
         return max((step for step in steps if step is not None), default=None)
 
     def is_run(self) -> bool:
-        """Whether a run wrote what is here."""
+        """Returns whether a run wrote what is here."""
         return self._config.is_file() and any(
             (self.path / name).exists() for name in ("plan.json", "checkpoints")
         )
 
     def finished(self, config: Config) -> dict[str, Any] | None:
-        """The summary, if a run of this very config ended here."""
+        """Returns the summary, if a run of this very config ended here."""
         try:
             if not self.summary.is_file() or self.saved_config() != _but_its_place(config):
                 return None
@@ -94,7 +94,7 @@ class RunDirectory:
             return None
 
     def saved_config(self) -> dict[str, Any] | None:
-        """The config of the run that lies here, but for the directory, or None if it cannot be read."""
+        """Returns the config of the run that lies here, but for the directory, or None if it cannot be read."""
         try:
             return _but_its_place(load_config(self.path))
         except ValueError:
@@ -132,7 +132,7 @@ class RunDirectory:
                 raise ConfigError(f"[run] {path} is named as a checkpoint but is none; move it away")
 
     def refuse_unless_free(self) -> None:
-        """A new run writes neither into one that has been saved, nor over files that no run has written.
+        """Refuses a directory with a saved run, or with files that no run has written.
 
         Raises:
           ConfigError: it holds checkpoints, or such files.
@@ -153,7 +153,7 @@ class RunDirectory:
             )
 
     def refuse_unless_run(self) -> None:
-        """Only a run is moved aside.
+        """Refuses to move anything but a run aside.
 
         Raises:
           ConfigError: it holds something else.
@@ -196,13 +196,13 @@ class RunDirectory:
         kept.write_bytes(self._config.read_bytes())
 
     def mark(self) -> str:
-        """Leaves a file here and returns what is in it."""
+        """Returns leaves a file here and returns what is in it."""
         text = secrets.token_hex(8)
         self._marked.write_text(text)
         return text
 
     def shows(self, mark: str, seconds: float) -> bool:
-        """Whether what `mark` left can be read here; network file systems may take their time."""
+        """Returns whether the file that `mark` left can be read here; network file systems may take their time."""
         deadline = time.monotonic() + seconds
         while not (seen := self._marked.is_file() and self._marked.read_text() == mark):
             if time.monotonic() > deadline:
@@ -223,13 +223,13 @@ class RunDirectory:
 
 
 def _but_its_place(config: Config) -> dict[str, Any]:
-    """The config as plain values, without `run.dir`: a run may be moved, and reached by more than one path."""
+    """Returns the config as plain values, without `run.dir`: a run may be moved, and reached by more than one path."""
     values = config_to_dict(config)
     return {**values, "run": {**values["run"], "dir": None}}
 
 
 def _exists(path: Path) -> bool:
-    """As `Path.exists`, but it raises where the path itself is impossible."""
+    """Returns `Path.exists`, but raises where the path itself is impossible."""
     try:
         os.stat(path)
     except FileNotFoundError:
@@ -245,7 +245,7 @@ def _short(path: Path) -> str:
 
 
 def write_json(path: Path, values: Any) -> None:
-    """Whole or not at all."""
+    """Writes a file whole or not at all."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(json.dumps(values, indent=2) + "\n")
     os.replace(temporary, path)

@@ -86,7 +86,7 @@ class RunLock:
         self._unmake()
 
     def move_with(self, target: Path) -> None:
-        """The locked directory was renamed to `target`: locks a new one in its old place, then lets go of `target`."""
+        """Locks a new directory in the old place of one that was renamed to `target`, then unlocks `target`."""
         moved, fresh = RunLock(target), RunLock(self._directory)
         moved._file, self._file = self._file, None
         with moved:
@@ -94,7 +94,7 @@ class RunLock:
         self._file, self._made = fresh._file, fresh._made
 
     def _locked(self) -> int | None:
-        """An open file that is locked and still lies in the directory; None where the file system has no locks."""
+        """Opens and locks the file that is in the directory; None where the file system has no locks."""
         for _ in range(TRIES):
             self._made = [*_make(self._directory), *self._made]
             try:
@@ -185,7 +185,7 @@ def move_aside(directory: RunDirectory, lock: RunLock) -> None:
 
 
 def _make(directory: Path) -> list[Path]:
-    """The directories that had to be made, the innermost first."""
+    """Returns the directories that had to be made, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
     directory.mkdir(parents=True, exist_ok=True)
     return missing

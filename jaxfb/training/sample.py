@@ -29,7 +29,7 @@ def continue_text(
     mesh: Mesh | None = None,
     chat: Chat | None = None,
 ) -> str:
-    """The text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
+    """Returns the text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
 
     An empty prompt is the start of a document. mesh: where the parameters are, if on several processes: each
     of them must call this, and gets the text. chat: makes the prompt a user's message, and the text the answer to it.
@@ -56,7 +56,7 @@ def continue_text(
 
 
 def _prompt(tokenizer: Tokenizer, prompt: str, chat: Chat | None) -> tuple[np.ndarray, tuple[int, ...]]:
-    """The ids of the prompt, and those that end what follows it."""
+    """Returns the ids of the prompt, and those that end what follows it."""
     if chat is not None:
         return chat.prompts([[{"role": "user", "content": prompt}]])[0], chat.stop_tokens
     start = [tokenizer.start_id] if not prompt and tokenizer.start_id is not None else []

@@ -99,7 +99,7 @@ class Run:
 
     @property
     def state(self) -> Any:
-        """The train state after `done` updates, on the devices; the next update donates it."""
+        """Returns the train state after `done` updates, on the devices; the next update donates it."""
         return self.work.train_state
 
     @property
@@ -197,7 +197,7 @@ class Run:
             )
 
     def is_due(self, section: str) -> bool:
-        """Whether `eval` or `checkpoint` happens after this update: every so many, and at the end."""
+        """Returns whether `eval` or `checkpoint` happens after this update: every so many, and at the end."""
         every = getattr(self.config, section).every
         return self.finished or (every is not None and self.done % every == 0)
 
@@ -234,7 +234,7 @@ class Run:
 
     @property
     def newest_saved(self) -> int | None:
-        """The update of the newest checkpoint that is complete."""
+        """Returns the update of the newest checkpoint that is complete."""
         return self._store.latest()
 
     def __enter__(self) -> Run:

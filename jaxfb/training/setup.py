@@ -61,11 +61,11 @@ class Setup:
 
     @cached_property
     def eval_forward(self) -> ForwardBackward:
-        """The engine as evaluation calls it, forward only."""
+        """Returns the engine as evaluation calls it, forward only."""
         return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
     def train_step(self, plan: BatchPlan) -> TrainStep:
-        """The compiled update for one plan; a run that ramps up its rows has one for each size."""
+        """Returns the compiled update for one plan; a run that ramps up its rows has one for each size."""
         config = self.config
         return make_train_step(
             self.model,
@@ -80,7 +80,7 @@ class Setup:
         )
 
     def init_params(self, key: jax.Array) -> PyTree:
-        """Random parameters, in the dtype of the master copy."""
+        """Returns random parameters, in the dtype of the master copy."""
         return init_params(self.sizes, key, param_dtype(self.config))
 
 
@@ -114,7 +114,7 @@ def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> Non
 
 
 def train_plan(config: Config, mesh: Mesh) -> BatchPlan:
-    """How the rows of one update are cut on this mesh."""
+    """Returns how the rows of one update are cut on this mesh."""
     batch = config.batch
     return BatchPlan(
         "train",
@@ -127,7 +127,7 @@ def train_plan(config: Config, mesh: Mesh) -> BatchPlan:
 
 
 def eval_plan(config: Config, mesh: Mesh) -> BatchPlan:
-    """How the rows of one evaluation batch are cut; what does not fill it weighs nothing."""
+    """Returns how the rows of one evaluation batch are cut; what does not fill it weighs nothing."""
     per_replica = config.eval.rows_per_microbatch or train_plan(config, mesh).rows_per_microbatch
     return BatchPlan(
         "eval",
@@ -139,7 +139,7 @@ def eval_plan(config: Config, mesh: Mesh) -> BatchPlan:
 
 
 def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> RunPlan:
-    """The length of the run. Only a length in epochs ends a window of rows where an epoch ends."""
+    """Returns the length of the run. Only a length in epochs ends a window of rows where an epoch ends."""
     run = config.run
     return RunPlan(
         plans,
@@ -155,7 +155,7 @@ def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> Ru
 
 
 def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
-    """The transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
+    """Returns the transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
 
     A post-training config without a model has that of the run it starts from.
 
@@ -174,7 +174,7 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
 
 
 def optimizer(config: Config, plan: RunPlan) -> Optimizer:
-    """The optimizer with its schedules, which end with the run unless the config says otherwise."""
+    """Returns the optimizer with its schedules, which end with the run unless the config says otherwise."""
     settings, lr = config.optimizer, config.lr
     last = plan.window(plan.total_updates - 1)
     length = {"updates": plan.total_updates, "samples": last.start + last.rows}[lr.unit]
@@ -202,7 +202,7 @@ def optimizer(config: Config, plan: RunPlan) -> Optimizer:
 
 
 def abstract_params(config: Config, sizes: TransformerConfig) -> PyTree:
-    """The parameters as shapes and dtypes, on no device in particular."""
+    """Returns the parameters as shapes and dtypes, on no device in particular."""
     return jax.eval_shape(lambda: init_params(sizes, jax.random.key(0), param_dtype(config)))
 
 
@@ -216,23 +216,23 @@ def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
 
 
 def param_dtype(config: Config) -> Any:
-    """Of the master parameters: float32, or float64 where the whole run is."""
+    """Returns the dtype of the master parameters: float32, or float64 where the whole run is."""
     return jnp.float64 if config.precision.compute_dtype == "float64" else jnp.float32
 
 
 def enable_float64(config: Config) -> None:
-    """JAX makes float64 arrays only after it was told so, once for the process."""
+    """Enables float64 arrays in JAX, once for the process."""
     if config.precision.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
 
 
 def step_options(config: Config) -> dict[str, Any]:
-    """What `make_train_step` takes from the config whatever it updates: policy, critic or model."""
+    """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
     return {"loss_scale": loss_scale(config), **engine_options(config)}
 
 
 def engine_options(config: Config) -> dict[str, Any]:
-    """What `get_forward_backward_func` takes from the config."""
+    """Returns what `get_forward_backward_func` takes from the config."""
     dtype = config.precision.compute_dtype
     options = {
         "accum_dtype": config.precision.accum_dtype,

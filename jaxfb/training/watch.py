@@ -57,7 +57,7 @@ class Watch:
         self._ended.set()
 
     def cause(self, seconds: float) -> str | None:
-        """What has become of the others, where something has within so many seconds; it is then ours to say."""
+        """Returns what has become of the others, where something has within so many seconds; it is then ours to say."""
         self._main_decides = True
         self._found.wait(seconds)
         return self._verdict
@@ -148,5 +148,5 @@ def leave(code: int) -> None:
 
 
 def _ignored() -> contextlib.suppress:
-    """What the coordination service raises; where it is gone for good, the runtime ends the process itself."""
+    """Returns what the coordination service raises; where it is gone for good, the runtime ends the process itself."""
     return contextlib.suppress(jax.errors.JaxRuntimeError)

@@ -44,24 +44,24 @@ class Work(Protocol):
 
     @property
     def train_state(self) -> TrainState:
-        """The state that the next update reads."""
+        """Returns the state that the next update reads."""
 
     @property
     def abstract_params(self) -> PyTree:
-        """A tree with the structure of the parameters, for the names of leaves."""
+        """Returns a tree with the structure of the parameters, for the names of leaves."""
 
     @property
     def flops_per_token(self) -> float | None:
         """Operations of one token, forward and backward; None where they are not known."""
 
     def facts(self) -> Mapping[str, Any]:
-        """What must be the same on every process of the job: rows, plans, devices."""
+        """Returns what must be the same on every process of the job: rows, plans, devices."""
 
     def tables(self) -> Iterable[Table]:
         """Titles and tables of what was decided, printed at the start."""
 
     def to_dict(self) -> dict[str, Any]:
-        """The plans as plain values: plan.json, and what a resumed run is compared with."""
+        """Returns the plans as plain values: plan.json, and what a resumed run is compared with."""
 
     def write_start(self, directory: RunDirectory) -> None:
         """Writes what the run directory holds of this kind from the start, on process 0."""
@@ -82,13 +82,13 @@ class Work(Protocol):
         """Evaluates the present parameters; empty if there is nothing to evaluate on."""
 
     def state(self) -> PyTree:
-        """The arrays that a checkpoint holds; those of the model are under "params"."""
+        """Returns the arrays that a checkpoint holds; those of the model are under "params"."""
 
     def host(self, done: int) -> dict[str, Any]:
-        """The JSON values that a checkpoint holds beside the arrays, after `done` updates."""
+        """Returns the JSON values that a checkpoint holds beside the arrays, after `done` updates."""
 
     def abstract_state(self) -> PyTree:
-        """Those arrays as shapes, dtypes and shardings."""
+        """Returns those arrays as shapes, dtypes and shardings."""
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
         """Refuses, with ValueError, to go on from the checkpoint of that record, before its arrays are read."""
