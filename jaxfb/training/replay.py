@@ -103,7 +103,7 @@ def report(found: Replay) -> list[str]:
 
 
 def _located(work: Work, number: int, batch: PyTree) -> tuple[Place, int] | None:
-    """Returns where the first value that is not finite appears, microbatch by microbatch; None where that is not known."""
+    """Returns where the first value that is not finite appears, microbatch by microbatch; None if unknown."""
     parts = getattr(work, "parts_of_update", None)
     if parts is None or jax.process_count() > 1:
         return None
