@@ -286,7 +286,7 @@ def _renumber(value: ir.Value, given: list, module) -> None:
 
 
 def _in_float32(rule: Callable) -> Callable:
-    """The lowering rule with bfloat16 operands converted before it and results after it."""
+    """Returns the lowering rule with bfloat16 operands converted before it and results after it."""
 
     def lower(ctx, *operands, **params):
         if not any(aval.dtype == jnp.bfloat16 for aval in ctx.avals_in):

@@ -16,6 +16,10 @@ from jaxfb.refusal import Missing, Refused, StorageError
 QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
 
 
+class Stopped(Exception):
+    exit_code = 78
+
+
 @pytest.fixture
 def calls(monkeypatch):
     """What the trainer was called with; training raises `calls.error` where it is set."""
@@ -35,8 +39,8 @@ def calls(monkeypatch):
         train=train,
         evaluate=other,
         generate=other,
-        NonFiniteAbort=FloatingPointError,
-        LostProcess=FloatingPointError,
+        GuardAbort=Stopped,
+        LostProcess=ConnectionError,
     )
     monkeypatch.setitem(sys.modules, "jaxfb.trainer", trainer)
     monkeypatch.setattr(jaxfb, "trainer", trainer, raising=False)
@@ -53,7 +57,7 @@ def test_train_takes_options_and_overrides_in_any_order(calls):
 def test_exit_codes_tell_how_a_run_ended(calls):
     calls.status = "interrupted"
     assert main(["train", QUICKSTART]) == 75
-    calls.error = FloatingPointError("10 updates in a row were not finite")
+    calls.error = Stopped("10 updates in a row were not finite")
     assert main(["train", QUICKSTART]) == 78
 
 

@@ -9,7 +9,7 @@ EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float
 
 
 def of_values(case: Case) -> float:
-    """Of loss, terms, metrics and outputs: what the computation's dtype rounds away."""
+    """Returns the tolerance of loss, terms, metrics and outputs: what the computation's dtype rounds away."""
     return TOLERANCES[case.computes_in]
 
 
@@ -22,5 +22,5 @@ def of_gradients(case: Case) -> float:
 
 
 def of_weights(case: Case) -> float:
-    """Of terms' weights, which no parameter takes part in."""
+    """Returns the tolerance of terms' weights, which do not depend on parameters."""
     return TOLERANCES[narrower("float32", case.param_dtype) if case.param_dtype == "float64" else "float32"]

@@ -79,7 +79,7 @@ class Execution:
         return self.bring(outer_params(self.specs), outer_params(self.dtypes))
 
     def outer_to_shards(self):
-        """A function from gradients of what `bring_outer` gives to those of the shards."""
+        """Returns a function from gradients of what `bring_outer` gives to those of the shards."""
         specs = outer_params(self.specs)
         return lambda grads: data.to_shards(grads, specs) if self.gathers_in_loop else grads
 

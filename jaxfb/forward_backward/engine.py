@@ -307,7 +307,7 @@ def _core(
     params: PyTree,
     forward_only: bool,
 ) -> Core:
-    """The way from seeds to gradients that this mesh asks for."""
+    """Returns the way from seeds to gradients that this mesh asks for."""
     dtypes = _compute_dtypes(fb, model, params)
     sums = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
     how = Execution(specs, dtypes, dtypes if forward_only else sums, fb.fsdp_gather, fb.remat)

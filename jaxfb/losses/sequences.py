@@ -31,7 +31,7 @@ class Sequences:
 
     @classmethod
     def of(cls, microbatch: Mapping[str, jax.Array]) -> Sequences:
-        """From the leaves `loss_mask`, counted in float32 at least, and, if present, `segments`."""
+        """Makes sequences from the leaves `loss_mask` and, if present, `segments`."""
         mask = microbatch["loss_mask"]
         return cls(mask.astype(jnp.promote_types(mask.dtype, jnp.float32)), microbatch.get("segments"))
 

@@ -30,7 +30,7 @@ def all_gather(shard: jax.Array, axis: str, dim: int) -> jax.Array:
 
 
 def reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
-    """One's own shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`.
+    """Returns this device's shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`.
 
     16-bit floats are summed in float32 and come back in their own dtype.
     """

@@ -22,7 +22,7 @@ GATHERS = ("layer", "step")
 
 
 def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, sums: PyTree) -> PyTree:
-    """The parameters as the microbatch loop reads them: cast once to `dtypes`, and under "step" gathered once.
+    """Returns the parameters as the microbatch loop reads them: cast once to `dtypes`, and under "step" gathered once.
 
     Under "layer" a leaf that fsdp cuts stays a shard, cast to the dtype of its gradient's sum where that is wider:
     `materialize` gathers it where it is used, and its gradient is scattered in the shard's dtype.
