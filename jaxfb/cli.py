@@ -259,10 +259,10 @@ def _add_plan(verbs) -> None:
     plan = _verb(verbs, "plan", _plan, text)
     _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
-    plan.add_argument("--no-compile", action="store_true", help="the estimate alone: seconds, no compiler")
+    plan.add_argument("--no-compile", action="store_true", help="a formula alone: seconds, no compiler")
     plan.add_argument("--json", action="store_true", help="everything as JSON")
     plan.add_argument("--search", action="store_true", help="try layouts, write the fastest that fits")
-    plan.add_argument("--traced", type=int, default=24, metavar="N", help="layouts to trace (default: 24)")
+    plan.add_argument("--layouts", type=int, default=24, metavar="N", help="layouts to list (default: 24)")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
 
@@ -516,7 +516,7 @@ def _plan(options) -> None:
 
     compiles = not options.no_compile
     if options.search:
-        command.search(options.config, config, topology, compiles, options.traced, options.out)
+        command.search(options.config, config, topology, compiles, options.layouts, options.out)
     else:
         command.plan(options.config, config, topology, compiles, options.json)
 

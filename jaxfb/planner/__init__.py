@@ -11,7 +11,7 @@ _PUBLIC = {
     "TPUS": "chips",
     "Topology": "topology",
     "parse_topology": "topology",
-    "Estimate": "estimate",
+    "Estimate": "formula",
     "Verdict": "verdict",
     "plan": "verdict",
     "answer": "text",

@@ -18,7 +18,7 @@ def plan(name: str, config: Config, topology: Topology, compiles: bool, as_json:
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
 
 
-def search(name: str, config: Config, topology: Topology, compiles: bool, traced: int, out: str) -> None:
+def search(name: str, config: Config, topology: Topology, compiles: bool, layouts: int, out: str) -> None:
     """Prints the best layouts, then the verdict of the best, and writes them to `out`.
 
     Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
@@ -36,7 +36,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, traced
     known = Known(directory / "known.jsonl")
     try:
         count = 3 if compiles else 0
-        found = search_for(config, topology, traced=traced, compiled=count, say=say, keep=keep, known=known)
+        found = search_for(config, topology, layouts=layouts, compiled=count, say=say, keep=keep, known=known)
     except KeyboardInterrupt:
         if latest:
             print(table(latest))

@@ -34,7 +34,6 @@ class Compiled:
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
     flops, hbm_bytes, work_seconds, product_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
-    own_flops: the compiler's own count, in which a loop counts once.
     """
 
     arguments: int
@@ -44,7 +43,6 @@ class Compiled:
     lower_seconds: float
     compile_seconds: float
     flops: float
-    own_flops: float
     hbm_bytes: float
     work_seconds: float
     product_seconds: float
@@ -73,7 +71,7 @@ def compile_for(
       ValueError: the compiler is missing, or will not make that topology, or the mesh does not fit on it.
     """
     if (missing := missing_compiler(topology)) is not None:
-        raise Refused(f"[plan] {missing}, or add --no-compile for the estimate alone")
+        raise Refused(f"[plan] {missing}, or add --no-compile for a formula's estimate")
     request = {"config": config_to_dict(config), "topology": topology.text}
     with tempfile.TemporaryDirectory() as directory:
         answer = _run_child(request, topology, Path(directory), say)
@@ -88,7 +86,7 @@ def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
     """Returns whether to ask the compiler; a plan for GPUs does without, and says what to install."""
     missing = missing_compiler(topology) if topology.platform == "gpu" else None
     if missing:
-        say(f"{missing}; without it an estimate")
+        say(f"{missing}; without it a formula's estimate")
     return not missing
 
 
@@ -157,7 +155,6 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
     import jax
 
     from jaxfb.planner.job import make_job
-    from jaxfb.planner.program import sharded_part
     from jaxfb.planner.routing import routed
     from jaxfb.training.setup import enable_float64
 
@@ -176,7 +173,7 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
             raise
         return {"too_large": asdict(refusal)}
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
-    work = routed(job, sharded_part(traced.jaxpr), topology.platform)
+    work = routed(job, traced.jaxpr, topology.platform)
     compiled = _read(program, job.mesh, topology, work, *seconds)
     if topology.platform == "tpu":
         in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes
@@ -225,7 +222,6 @@ def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile
         lower_seconds=lower_seconds,
         compile_seconds=compile_seconds,
         flops=cost.flops,
-        own_flops=(program.cost_analysis() or {}).get("flops", 0.0),
         hbm_bytes=cost.bytes,
         work_seconds=cost.work_seconds,
         product_seconds=cost.product_seconds,

@@ -13,8 +13,7 @@ from typing import Any
 
 from jaxfb.config import Config, config_to_dict
 from jaxfb.planner.compiled import Compiled, TooLarge
-from jaxfb.planner.estimate import Estimate
-from jaxfb.planner.hlo_cost import Traffic
+from jaxfb.planner.formula import Estimate
 from jaxfb.planner.topology import Topology, parse_topology
 from jaxfb.planner.verdict import Verdict
 
@@ -82,12 +81,11 @@ def _version(package: str) -> str | None:
 
 
 def _to_row(verdict: Verdict) -> dict[str, Any]:
-    traffic = [[*names, vars(row)] for names, row in verdict.estimate.traffic.items()]
     compiled = verdict.compiled
     return {
         **vars(verdict),
         "topology": verdict.topology.text,
-        "estimate": {**vars(verdict.estimate), "traffic": traffic},
+        "estimate": vars(verdict.estimate),
         "compiled": asdict(compiled) if isinstance(compiled, Compiled) else None,
         "too_large": asdict(compiled) if isinstance(compiled, TooLarge) else None,
     }
@@ -95,10 +93,9 @@ def _to_row(verdict: Verdict) -> dict[str, Any]:
 
 def _from_row(row: dict[str, Any]) -> Verdict:
     values = {name: value for name, value in row.items() if name not in ("key", "too_large")}
-    traffic = {(axes, kind): Traffic(**one) for axes, kind, one in row["estimate"]["traffic"]}
     values |= {
         "topology": parse_topology(row["topology"]),
-        "estimate": Estimate(**{**row["estimate"], "traffic": traffic}),
+        "estimate": Estimate(**row["estimate"]),
         "compiled": None,
     }
     verdict = Verdict(**values)

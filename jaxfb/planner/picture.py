@@ -12,7 +12,7 @@ COLOURS = ("#3b6ea8", "#7aa6d6", "#c9c9c9", "#e0a030", "#c8553d", "#8c6bb1")
 
 
 def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> None:
-    """Writes a picture; bars are the estimate's parts, a black mark is the compiler's total.
+    """Writes a picture; bars are the formula's parts, a black mark is the compiler's total.
 
     rows: (label, verdict), best first.
     """

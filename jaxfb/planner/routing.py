@@ -7,12 +7,14 @@ as its own tokens make choices, whatever room there is for the worst case.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Any
 
 from jaxfb.models.grouped_matmul import CPU_TILE, TILE, tile_size
 from jaxfb.planner.job import Job
-from jaxfb.planner.program import Region, walk
-from jaxfb.planner.roofline import RAGGED
+
+_RAGGED = ("ragged_dot", "ragged_dot_general")
 
 
 @dataclass(frozen=True)
@@ -24,17 +26,40 @@ class Routed:
     turns: int = 1
 
 
-def routed(job: Job, region: Region, platform: str) -> Routed:
-    """Returns the routed work of a device in one microbatch.
+def routed(job: Job, jaxpr: Any, platform: str) -> Routed:
+    """Returns the work of a device's experts in one microbatch.
 
-    region: the step's `sharded_part`, in which a grouped matmul is a ragged product.
+    jaxpr: of the traced step, in which a grouped matmul is a ragged product.
     """
-    shapes = {op.inputs[0].shape[0]: op for op, _ in walk(region) if op.name in RAGGED}
-    if not shapes:
+    found = [
+        [var.aval.shape for var in eqn.invars] for eqn, _ in equations(jaxpr) if eqn.primitive.name in _RAGGED
+    ]
+    if not found:
         return Routed()
-    room, op = max(shapes.items())
-    groups = op.inputs[2].shape[0]
+    (room, *_), _, (groups, *_) = max(found)[:3]
     tokens = job.plan.rows_per_microbatch * job.config.data.sequence_length // job.mesh.shape["context"]
     rows = min(room, tokens * job.sizes.experts_per_token)
     tile = tile_size(room, groups, CPU_TILE if platform == "cpu" else TILE)
     return Routed(rows, round(rows / tile + groups / 2))
+
+
+def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:
+    """Yields (equation, how often it runs) of a jaxpr and of the programs of its calls, loops and branches.
+
+    A kernel is one equation; of `lax.platform_dependent`, the branch of any platform.
+    """
+    for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
+        yield eqn, times
+        if eqn.primitive.name != "pallas_call":
+            for inner in _inner(eqn):
+                yield from equations(
+                    inner, times * (eqn.params["length"] if eqn.primitive.name == "scan" else 1)
+                )
+
+
+def _inner(eqn: Any) -> list[Any]:
+    branches = eqn.params.get("branches", ())
+    if eqn.params.get("branches_platforms"):
+        branches = branches[-1:]
+    others = (value for name, value in eqn.params.items() if name != "branches")
+    return [one for one in (*others, *branches) if hasattr(getattr(one, "jaxpr", one), "eqns")]

@@ -1,4 +1,4 @@
-"""`jaxfb plan --search`: the fastest layout that fits, by guess, then by estimate, then by the compiler."""
+"""`jaxfb plan --search`: the fastest layout that fits, by formula, then by the compiler."""
 
 from __future__ import annotations
 
@@ -14,17 +14,13 @@ from jaxfb.config.show import save_yaml
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
-from jaxfb.planner.estimate import estimate
-from jaxfb.planner.guess import guess
+from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.text import answer
 from jaxfb.planner.topology import Topology
-from jaxfb.planner.verdict import Verdict, compiled_verdict, of_estimate
+from jaxfb.planner.verdict import Verdict, compiled_verdict, estimated
 from jaxfb.refusal import Refused
-
-SLACK = 1.3  # a guess may be so far above the memory and is still traced
-MOST_TRACED = 3  # times as many as are asked for, where the estimate finds that few fit
 
 
 @dataclass(frozen=True)
@@ -44,16 +40,16 @@ def search(
     config: Config,
     topology: Topology,
     *,
-    traced: int = 24,
+    layouts: int = 24,
     compiled: int = 3,
     say: Callable[[str], None] = lambda text: None,
     keep: Callable[[list[Found]], None] = lambda found: None,
     known: Known | None = None,
 ) -> list[Found]:
-    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled before the estimated.
+    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled before the others.
 
     Args:
-      traced: how many that fit are traced, best guesses first, a second or two each.
+      layouts: how many are kept of those that fit by formula, the fastest first.
       compiled: how many that fit are compiled; 0 leaves the compiler out.
       say: receives progress, a line at a time.
       keep: receives the layouts found so far, in the order of the result, each time that there are more.
@@ -66,10 +62,13 @@ def search(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
     known = known or Known()
-    estimated = _estimated(config, topology, traced, known, say, keep)
+    found = _ranked(
+        [Found(one, _verdict(one, topology, known)) for one in _fastest(config, topology, layouts, say)]
+    )
+    keep(found)
     if not compiled or not compiles_here(topology, say):
-        return estimated
-    return _compiled(estimated, compiled, known, say, keep)
+        return found
+    return _compiled(found, compiled, known, say, keep)
 
 
 def write(found: list[Found], directory: Path) -> list[Path]:
@@ -102,7 +101,7 @@ def table(found: list[Found], most: int = 12) -> str:
     lines = [f"{'GB':>8} {'of':>7} {'s/step':>9} {'tokens/s':>10} {'MFU':>6} {'by':>9}  layout"]
     for one in found[:most]:
         verdict = one.verdict
-        by = "estimate" if verdict.compiled is None else "compiler"
+        by = "formula" if verdict.compiled is None else "compiler"
         size = "too large" if isinstance(verdict.compiled, TooLarge) else f"{verdict.needed / 1e9:.2f}"
         lines.append(
             f"{size:>8} {verdict.available / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
@@ -111,17 +110,15 @@ def table(found: list[Found], most: int = 12) -> str:
     return "\n".join(lines)
 
 
-def _by_kind(estimated: list[Found]) -> list[Found]:
-    """Returns the best of each kind first, then the second of each: where an estimate is off, it is off for
-    its kind.
-    """
+def _by_kind(ranked: list[Found]) -> list[Found]:
+    """Returns the best of each kind first, then the second of each: where the formula is off, it is off for a kind."""
     seen: Counter[tuple] = Counter()
     turns = []
-    for place, found in enumerate(estimated):
+    for place, found in enumerate(ranked):
         kind = (found.config.mesh.pipe, found.config.mesh.tensor, found.config.parallel.remat)
         turns.append((not found.verdict.fits, seen[kind], place))
         seen[kind] += 1
-    return [estimated[place] for *_, place in sorted(turns)]
+    return [ranked[place] for *_, place in sorted(turns)]
 
 
 def _on_hosts(config: Config, topology: Topology) -> bool:
@@ -132,46 +129,33 @@ def _on_hosts(config: Config, topology: Topology) -> bool:
     return True
 
 
-def _estimated(config, topology: Topology, traced: int, known: Known, say, keep) -> list[Found]:
-    """Traces layouts in the order of their guesses until so many fit; best first."""
-    found: list[Found] = []
-    for one in _guessed(config, topology, traced, say):
-        verdict = known.get(one, topology)
-        if verdict is None:
-            verdict = of_estimate(*estimate(one, topology), topology)
-            known.add(one, verdict)
-        found.append(Found(one, verdict))
-        fitting = sum(bool(one.verdict.fits) for one in found)
-        if len(found) % 8 == 0 or fitting == traced:
-            say(f"  traced {len(found)}: {fitting} fit")
-            keep(_ranked(found))
-        if fitting == traced:
-            break
-    return _ranked(found)
+def _verdict(config: Config, topology: Topology, known: Known) -> Verdict:
+    return known.get(config, topology) or estimated(config, topology)
 
 
-def _guessed(config: Config, topology: Topology, traced: int, say) -> list[Config]:
-    """Returns the layouts that are worth tracing, the fastest by the formula first."""
+def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config]:
+    """Returns the fastest layouts of those that fit by formula; where none does, the smallest."""
     sizes = model_sizes(config)
     legal = (one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology))
-    guesses = [(guess(one, sizes, topology), one) for one in legal]
-    if not guesses:
+    counted = [(estimate(one, sizes, topology), one) for one in legal]
+    if not counted:
         devices = topology.num_devices
         raise Refused(
             f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"
         )
-    limit = SLACK * topology.chip.memory
-    near = sorted((g for g in guesses if g[0].bytes < limit), key=lambda pair: pair[0].seconds)
-    tightest = sorted(guesses, key=lambda pair: pair[0].bytes)
-    say(f"{len(guesses)} layouts, {len(near)} may fit; tracing until {min(traced, len(near))} do")
-    return [one for _, one in (near or tightest)[: MOST_TRACED * traced]]
+    fitting = [pair for pair in counted if pair[0].total <= topology.chip.memory]
+    say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
+    ordered = sorted(fitting, key=lambda pair: pair[0].seconds) or sorted(
+        counted, key=lambda pair: pair[0].total
+    )
+    return [one for _, one in ordered[:count]]
 
 
-def _compiled(estimated: list[Found], count: int, known: Known, say, keep) -> list[Found]:
+def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list[Found]:
     """Asks the compiler until so many fit. A layout that it refuses for another reason than memory is left out."""
-    found = list(estimated)
-    for asked in _by_kind(estimated)[: 2 * count]:
+    found = list(formula)
+    for asked in _by_kind(formula)[: 2 * count]:
         fitting = sum(bool(one.verdict.fits) for one in found if one.verdict.compiled)
         if fitting >= count:
             break
@@ -181,7 +165,7 @@ def _compiled(estimated: list[Found], count: int, known: Known, say, keep) -> li
             say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
             found.append(Found(asked.config, verdict))
         if not found:
-            raise Refused("[plan] the compiler refused every layout that was traced; raise --traced")
+            raise Refused("[plan] the compiler refused every layout that was asked about; raise --layouts")
         keep(_ranked(found))
     return _ranked(found)
 

@@ -24,7 +24,7 @@ def answer(verdict: Verdict) -> str:
     if verdict.fits:
         left = verdict.available - verdict.needed
         close = verdict.compiled is None and left < MARGIN * verdict.available
-        warning = ", closer than the estimate can tell" if close else ""
+        warning = ", closer than the formula can tell" if close else ""
         return f"FITS: {between}, {_gb(left)} to spare{warning}"
     over = verdict.needed - verdict.available
     if isinstance(verdict.compiled, TooLarge) and over <= 0:
@@ -51,7 +51,7 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
 def _memory(verdict: Verdict) -> Iterator[str]:
     counted, compiled = verdict.estimate, verdict.compiled
     answered = isinstance(compiled, Compiled)
-    yield f"{f'memory a {_device(verdict)}':<26}{'estimate':>12}" + (f"{'compiler':>12}" if answered else "")
+    yield f"{f'memory a {_device(verdict)}':<26}{'formula':>12}" + (f"{'compiler':>12}" if answered else "")
     rows = [
         ("parameters", counted.parameters, None),
         ("optimizer state", counted.optimizer, None),
@@ -73,7 +73,7 @@ def _work(verdict: Verdict) -> Iterator[str]:
     counted, compiled = verdict.estimate, verdict.compiled
     yield f"work a step, a {_device(verdict)}"
     yield f"  {'model, by hand':<34}{_flops(verdict.model_flops)} (no recomputation, no bubble)"
-    yield f"  {'traced step':<34}{_flops(counted.flops)}"
+    yield f"  {'recomputation and bubble included':<34}{_flops(counted.flops)}"
     if isinstance(compiled, Compiled):
         yield f"  {'compiled step, loops counted':<34}{_flops(compiled.flops)}"
         yield f"  {'HBM read and written':<34}{compiled.hbm_bytes / 1e9:>12,.1f} GB"
@@ -82,14 +82,11 @@ def _work(verdict: Verdict) -> Iterator[str]:
 def _traffic(verdict: Verdict) -> Iterator[str]:
     if not verdict.traffic:
         return
-    who = "compiled" if isinstance(verdict.compiled, Compiled) else "traced"
-    title = f"between devices a step ({who})"
-    yield f"{title:<42}{'count':>8}{'GB':>10}{'ms':>10}{'overlapped':>12}"
+    yield f"{'between devices a step':<42}{'count':>8}{'GB':>10}{'ms':>10}{'overlapped':>12}"
     for (axes, kind), row in sorted(verdict.traffic.items(), key=lambda item: -item[1].bytes):
         hidden = f"{1 - row.exposed_seconds / row.seconds:.0%}" if row.seconds else ""
-        shown = hidden if who == "compiled" else "?"
         milliseconds = f"{row.seconds * 1e3:,.1f}" if verdict.chip else ""
-        yield f"  {axes:<20}{kind:<20}{row.count:>8}{row.bytes / 1e9:>10,.3f}{milliseconds:>10}{shown:>12}"
+        yield f"  {axes:<20}{kind:<20}{row.count:>8}{row.bytes / 1e9:>10,.3f}{milliseconds:>10}{hidden:>12}"
 
 
 def _speed(verdict: Verdict) -> Iterator[str]:
@@ -109,7 +106,7 @@ def _speed(verdict: Verdict) -> Iterator[str]:
         f"{chip.axis_bandwidth / 1e9:,.0f} GB/s along an axis, all at their peaks"
     )
     if not isinstance(verdict.compiled, Compiled):
-        yield "  and: products at the peak, the rest fused into them, communication never hidden"
+        yield "  by formula; and: products at the peak, communication never hidden"
     yield f"  source: {chip.source}"
 
 

@@ -28,7 +28,7 @@ class Kind:
     build: Build
     chunks: Callable[[int], tuple[int, ...]] = lambda asked: (1,)
     fill: Callable[[int], float] = lambda stages: stages - 1
-    in_flight: Callable[[int, int], float] = lambda stages, chunks: 2 * stages - 1 + stages / chunks
+    in_flight: Callable[[int, int], float] = lambda stages, chunks: stages + (stages - 1) / chunks
     splits_backward: bool = False
     baseline: bool = False
 

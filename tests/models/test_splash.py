@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -19,7 +20,7 @@ from jaxfb.models import splash
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
-from jaxfb.planner.program import sharded_part, walk
+from jaxfb.planner.routing import equations
 
 TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
 LENGTH, HEADS, KV_HEADS, SIZE = 256, 4, 2, 16
@@ -161,9 +162,10 @@ def traced_step(mesh, remat, **options):
 def runs(traced) -> dict[str, int]:
     """How often one device runs each of the three kernels in an update."""
     found = dict.fromkeys(("fwd", "dq", "dkv"), 0)
-    for op, times in walk(sharded_part(traced.jaxpr)):
-        if op.name == "pallas_call":
-            found[re.match("splash_mha_([a-z]+)_", op.params["name"])[1]] += times
+    needed, _ = dce_jaxpr(traced.jaxpr.jaxpr, [True] * len(traced.jaxpr.jaxpr.outvars))
+    for eqn, times in equations(needed):
+        if eqn.primitive.name == "pallas_call":
+            found[re.match("splash_mha_([a-z]+)_", eqn.params["name"])[1]] += times
     return found
 
 

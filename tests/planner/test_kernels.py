@@ -5,16 +5,18 @@ from dataclasses import replace
 
 import jax
 import pytest
+from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxfb.config import load_config
 from jaxfb.models.splash import visible_pairs
 from jaxfb.planner import hlo_cost, tpu
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.estimate import estimate
-from jaxfb.planner.guess import guess
-from jaxfb.planner.job import model_sizes
+from jaxfb.planner.formula import estimate
+from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes
+from jaxfb.planner.kernels import kernel_flops
+from jaxfb.planner.routing import equations
 from jaxfb.planner.topology import parse_topology
-from jaxfb.planner.verdict import plan
+from jaxfb.planner.verdict import estimated, plan
 
 LENGTH, HEADS, SIZE, LAYERS, ROWS = 1024, 4, 64, 2, 2
 CONFIG = load_config(
@@ -39,24 +41,22 @@ def by(attention: str):
     return config, model_sizes(config)
 
 
-def test_the_estimate_counts_the_kernels_products_and_has_no_scores():
-    splash, xla = (estimate(by(attention)[0], TPU)[1] for attention in ("auto", "xla"))
-    kernels = (2 + 3 + 4) * 2 * ROWS * HEADS * SIZE * visible_pairs(LENGTH)
-    kernels += 2 * ROWS * HEADS * SIZE * LENGTH  # output . its gradient, before the backward
-    blocks = (
-        (2 + 2 + 4) * 2 * ROWS * HEADS * SIZE * LENGTH * (LENGTH + LENGTH // 4) // 2
-    )  # forward, again, backward
-    assert splash.flops - xla.flops == LAYERS * (kernels - blocks)
-    assert splash.temporaries < xla.temporaries - 4 * ROWS * HEADS * LENGTH**2 // 4  # scores of a block
-    assert splash.work_seconds < 0.6 * xla.work_seconds
-    elsewhere = estimate(by("auto")[0], parse_topology("cpu:4"))[1]
-    assert elsewhere.flops == xla.flops
+def test_a_trace_counts_the_kernels_products():
+    """Forward, gradient of queries, of keys and values; in a rematerialised layer forward runs once."""
+    job = make_job(CONFIG, abstract_mesh(CONFIG, 4, abstract_device(TPU)))
+    jaxpr = job.step.trace(job.state, job.batch).jaxpr.jaxpr
+    needed, _ = dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars))
+    kernels = 0
+    for eqn, times in equations(needed):
+        if eqn.primitive.name == "pallas_call":
+            kernels += times * kernel_flops(eqn.params["name"], [one.aval.shape for one in eqn.invars])
+    assert kernels == LAYERS * (2 + 3 + 4) * 2 * ROWS * HEADS * SIZE * visible_pairs(LENGTH)
 
 
-def test_the_first_guess_knows_too():
-    splash, xla = (guess(*by(attention), TPU) for attention in ("auto", "xla"))
-    assert splash.seconds < xla.seconds and splash.bytes < xla.bytes
-    assert guess(*by("splash"), TPU) == splash
+def test_the_formula_knows_where_scores_are_made():
+    splash, xla = (estimate(*by(attention), TPU) for attention in ("auto", "xla"))
+    assert splash.seconds < xla.seconds and splash.total < xla.total
+    assert estimate(*by("splash"), TPU) == splash
 
 
 def test_a_compiled_program_names_its_kernels():
@@ -80,8 +80,7 @@ ENTRY %main (t: s8[1,2,2], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> {query
         ("precision.compute_dtype=float16", "takes bfloat16 and float32, not float16"),
     ],
 )
-def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence, monkeypatch):
-    monkeypatch.setattr("jaxfb.planner.estimate.traced_shard", None)
+def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence):
     name, value = change.split("=")
     part, field = name.split(".")
     section = getattr(CONFIG, part)
@@ -89,12 +88,12 @@ def test_splash_where_it_cannot_run_is_refused_before_tracing(change, sentence, 
         by("splash")[0], **{part: replace(section, **{field: type(getattr(section, field))(value)})}
     )
     with pytest.raises(ValueError, match=sentence):
-        estimate(changed, TPU)
+        estimated(changed, TPU)
 
 
 def test_splash_is_refused_for_gpus():
     with pytest.raises(ValueError, match="runs on TPUs, not on a gpu; use attention='xla'"):
-        estimate(by("splash")[0], parse_topology("gpu:h100x4"))
+        estimated(by("splash")[0], parse_topology("gpu:h100x4"))
 
 
 @pytest.mark.slow
@@ -109,4 +108,4 @@ def test_the_tpu_compiler_takes_the_kernels(layout):
     sizes = "data.sequence_length=1024 parallel.remat=selective"
     config = load_config("configs/mesh8.yaml", [*base.split(), *sizes.split(), *layout.split()])
     verdict = plan(config, TPU)
-    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.02)
+    assert 1 < verdict.compiled.flops / verdict.model_flops < 1.5

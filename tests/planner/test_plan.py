@@ -31,7 +31,8 @@ def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
 def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
     verdict = plan(load_config("configs/mesh8.yaml", ONE_LAYER), parse_topology("cpu:2"))
     assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.01)
-    assert verdict.compiled.flops == pytest.approx(verdict.estimate.flops, rel=0.01)
+    # by hand attention is causal, and in the program whole blocks of it are not left out
+    assert 1 < verdict.compiled.flops / verdict.model_flops < 1.2
     assert {row["axes"] for row in verdict.compiled.traffic} == {"data"}
     assert verdict.fits is None and verdict.compiled.compile_seconds > 0
 
@@ -77,7 +78,7 @@ def test_search_writes_the_fastest_layout_that_fits(tmp_path, capsys):
         "v5e:2x2",
         "--search",
         "--no-compile",
-        "--traced",
+        "--layouts",
         "3",
     ]
     assert main([*command, "--out", str(tmp_path), "batch.rows=32", "model.num_layers=4"]) == 0

@@ -14,21 +14,18 @@ SIZES = (
 
 
 @pytest.mark.parametrize("experts", [1, 4])
-def test_experts_cost_their_rows_traced_and_compiled(experts):
+def test_experts_cost_the_rows_that_are_routed(experts):
     config = load_config("configs/moe.yaml", [*SIZES, f"mesh.ep={experts}"])
     verdict = plan(config, parse_topology(f"cpu:{experts}"))
-    # by hand attention is causal, and whole in the program; routers and norms are left out
-    assert 1 < verdict.estimate.flops / verdict.model_flops < 1.35
-    # half of the last tile of each group is empty
-    assert 0.99 < verdict.compiled.flops / verdict.estimate.flops < 1.2
+    # by hand attention is causal, and whole in the program; half of the last tile of each group is empty
+    assert 1 < verdict.compiled.flops / verdict.model_flops < 1.45
 
 
 def test_the_pass_that_counts_is_counted():
     """A loss of the whole update's balance needs a forward pass over it before the first backward."""
     asked = [*SIZES, "mesh.ep=4", "model.batch_balance_coefficient=0.01"]
     verdict = plan(load_config("configs/moe.yaml", asked), parse_topology("cpu:4"))
-    assert 1.35 < verdict.estimate.flops / verdict.model_flops
-    assert 0.99 < verdict.compiled.flops / verdict.estimate.flops < 1.2
+    assert 1.35 < verdict.compiled.flops / verdict.model_flops < 1.9
 
 
 def test_a_tpus_kernel_for_experts_counts_the_rows_there_are():

@@ -1,0 +1,283 @@
+"""Memory and time of a step by formula: microseconds for a layout, no trace and no compiler.
+
+It orders the layouts of a search, and answers where no compiler is asked. Constants are counts of what the steps of a
+1B and an 8B model do; `docs/planner.md` says how near the formula comes to the compiler.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+
+from jaxfb.config import Config
+from jaxfb.mesh import AXES
+from jaxfb.models import splash
+from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
+from jaxfb.planner.chips import Chip
+from jaxfb.planner.topology import Topology
+from jaxfb.schedules import Kind, default_name, kind_of
+
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "full": 2 / 3}
+"""Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
+_SCORE_BYTES = {"none": 30}
+"""Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
+the forward runs again."""
+_MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
+"""Reads and writes of as many numbers as a layer's products give, beside the products' own: 21 to 28 of one stage, 29
+to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
+_LOGIT_BYTES = 65
+"""Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
+_SCORES_KEPT = 9 / 8
+"""Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
+_ACCUMULATED = 12
+"""Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """Bytes, operations and seconds of one device, in one step.
+
+    gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
+    peak. working: whole weights, one layer's backward, logits. wire_seconds: communication, as if nothing hid it.
+    """
+
+    parameters: float
+    optimizer: float
+    batch: float
+    gradients: float
+    activations: float
+    working: float
+    flops: float
+    work_seconds: float
+    wire_seconds: float
+
+    @property
+    def arguments(self) -> float:
+        return self.parameters + self.optimizer + self.batch
+
+    @property
+    def temporaries(self) -> float:
+        return self.gradients + self.activations + self.working
+
+    @property
+    def total(self) -> float:
+        return self.arguments + self.temporaries
+
+    @property
+    def seconds(self) -> float:
+        return self.work_seconds + self.wire_seconds
+
+
+def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Estimate:
+    """Estimates the step of a config whose mesh has no size left open, with AdamW's two moments in float32.
+
+    Args:
+      sizes: of the model of `config`.
+      topology: without a chip nothing takes time.
+    """
+    mesh, held = config.mesh, sum(_held(config, sizes))
+    return Estimate(
+        parameters=4 * held / mesh.fsdp,
+        optimizer=8 * held / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1),
+        batch=0,
+        gradients=_gradient_bytes(config, sizes),
+        activations=_kept_bytes(config, sizes, topology),
+        working=_whole_bytes(config, sizes) + _work_bytes(config, sizes, topology),
+        flops=_flops(config, sizes, topology.num_devices),
+        work_seconds=_work_seconds(config, sizes, topology) if topology.chip else 0.0,
+        wire_seconds=_wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0,
+    )
+
+
+def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns (parameters of layers, of embedding and head) that a device and its peers over fsdp have together."""
+    mesh = config.mesh
+    outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
+    experts = 3 * sizes.num_layers * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+    layers = num_params(sizes) - outer - experts + experts / mesh.expert
+    return layers / (mesh.pipe * mesh.tensor), outer / (mesh.pipe * mesh.tensor)
+
+
+def _gathers_layers(config: Config) -> bool:
+    """Returns True if a layer's weights are whole only while the layer runs."""
+    return config.mesh.fsdp > 1 and config.parallel.fsdp_gather == "layer"
+
+
+def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
+    layers, outer = _held(config, sizes)
+    if not _gathers_layers(config):
+        return 4 * (layers + outer)
+    return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
+
+
+def _whole_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32."""
+    layers, outer = _held(config, sizes)
+    layer = layers * config.mesh.pipe / sizes.num_layers
+    head = 4 * sizes.vocab_size * sizes.hidden_size / (config.mesh.pipe * config.mesh.tensor)
+    return head + 2 * outer + 2 * layer + 2 * (layer if _gathers_layers(config) else layers)
+
+
+def _tokens(config: Config) -> int:
+    """Returns the tokens of a microbatch on one device."""
+    return config.batch.rows_per_microbatch * config.data.sequence_length // config.mesh.context
+
+
+def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute again."""
+    remat = config.parallel.remat
+    if config.mesh.pipe > 1 and _kind(config).splits_backward and remat != "none":
+        remat = "selective"  # products wait for the pass that takes the weights' gradients
+    products = _products(sizes) / config.mesh.tensor
+    everything = 2 * products + 8 * _hidden(config, sizes) + _scores(config, sizes, topology)
+    kept = {"selective": products, "none": everything}.get(remat, 0.0)
+    layers, inputs, in_flight = sizes.num_layers / config.mesh.pipe, _layer_inputs(config, sizes), 1.0
+    if config.mesh.pipe > 1:
+        in_flight = _kind(config).in_flight(config.mesh.pipe, config.chunks)
+    return 2 * _tokens(config) * in_flight * (inputs * _hidden(config, sizes) + layers * kept)
+
+
+def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the number of layer inputs that a microbatch in flight keeps."""
+    if config.mesh.pipe > 1 and config.parallel.remat == "full":
+        return config.chunks
+    return sizes.num_layers / config.mesh.pipe
+
+
+def _hidden(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the numbers of a token's hidden state on one device."""
+    return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
+
+
+def _work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what one layer's backward and a block of the head's logits take."""
+    layers, tokens = sizes.num_layers / config.mesh.pipe, _tokens(config)
+    again = layers * _hidden(config, sizes) if _layer_inputs(config, sizes) < layers else 0
+    at_work = _scores(config, sizes, topology) + 2 * _products(sizes) / config.mesh.tensor + again
+    return 2 * tokens * at_work + 8 * min(tokens, sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+
+
+def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the numbers a token that attention keeps where it makes scores."""
+    length = config.data.sequence_length // config.mesh.context
+    return (
+        (not _flash(config, sizes, topology)) * _SCORES_KEPT * sizes.num_heads * length / config.mesh.tensor
+    )
+
+
+def _kind(config: Config) -> Kind:
+    return kind_of(config.schedule or default_name(config.chunks))
+
+
+def _products(sizes: TransformerConfig) -> int:
+    """Returns how many numbers a layer's products with weights give, a token."""
+    width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    return width + 3 * _mlp_width(sizes)
+
+
+def _mlp_width(sizes: TransformerConfig) -> int:
+    if not sizes.num_experts:
+        return sizes.mlp_size
+    return sizes.experts_per_token * sizes.expert_mlp_size + sizes.shared_expert_size
+
+
+def _microbatches(config: Config) -> float:
+    mesh = config.mesh
+    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / config.batch.rows_per_microbatch
+
+
+def _turns(config: Config) -> tuple[float, float]:
+    """Returns how often a microbatch's worth of layers runs, and of the head.
+
+    A pipeline fills and drains, and while it is full its head runs in every tick, of which a microbatch takes as many
+    as there are chunks.
+    """
+    pipe, chunks, microbatches = config.mesh.pipe, config.chunks, _microbatches(config)
+    if pipe == 1:
+        return 1.0, 1.0
+    return 1 + _kind(config).fill(pipe) / (chunks * microbatches), max(
+        1.0, chunks - pipe * (chunks - 1) / microbatches
+    )
+
+
+def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns (those of the layers, recomputation and bubble included; those of the head)."""
+    of_layers, of_head = _turns(config)
+    head = 6 * sizes.hidden_size * sizes.vocab_size
+    layers = flops_per_token(sizes, config.data.sequence_length) - head
+    remat = config.parallel.remat
+    again = _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat]
+    return layers * (1 + again) * of_layers, head * of_head
+
+
+def _flops(config: Config, sizes: TransformerConfig, devices: int) -> float:
+    return sum(_flops_per_token(config, sizes)) * config.batch.rows * config.data.sequence_length / devices
+
+
+def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    chip, length = topology.chip, config.data.sequence_length
+    tokens = config.batch.rows * length / topology.num_devices
+    of_layers, of_head = _turns(config)
+    moved = _MOVED
+    if config.mesh.pipe > 1:
+        moved = _MOVED_WITH_RESIDUALS if config.parallel.remat == "none" else _MOVED_IN_PIPELINE
+    read = 2 * moved * _products(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
+    read = read * of_layers + _LOGIT_BYTES * sizes.vocab_size * of_head
+    return (
+        _flops(config, sizes, topology.num_devices) / chip.flops
+        + (tokens * read + _accumulated_bytes(config, sizes)) / chip.bandwidth
+    )
+
+
+def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts what is read and written to add each microbatch's gradient to the sums."""
+    return _ACCUMULATED / 4 * _gradient_bytes(config, sizes) * _microbatches(config)
+
+
+def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the time of gathered weights, reduced gradients, sums over tensor shards, and what stages hand on."""
+    mesh, held, microbatches = config.mesh, sum(_held(config, sizes)), _microbatches(config)
+    times = microbatches if config.parallel.fsdp_gather == "layer" else 1
+    hidden = 2 * _tokens(config) * sizes.hidden_size * microbatches
+    of_layers, of_head = _turns(config)
+    sums = 8 * hidden * of_layers * sizes.num_layers / mesh.pipe
+    seconds = times * 8 * held * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
+    seconds += 8 * held / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
+    seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
+    if mesh.pipe > 1:
+        # a stage's result there and its gradient back; around the head, sums of about five hidden states
+        seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
+        seconds += 10 * hidden * of_head * _share(mesh.pipe) / _rate(config, chip, "pipe")
+    return seconds
+
+
+def _share(size: int) -> float:
+    """Returns the part of an array that a device sends around a ring of that size."""
+    return (size - 1) / size
+
+
+def _rate(config: Config, chip: Chip, axis: str, neighbours: bool = False) -> float:
+    """Returns bytes a second along an axis."""
+    sizes = {name: getattr(config.mesh, name) for name in AXES}
+    stride = math.prod(sizes[name] for name in AXES[AXES.index(axis) + 1 :])
+    return chip.group_bandwidth(range(0, (2 if neighbours else sizes[axis]) * stride, stride))
+
+
+def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what is read and written for one token's attention where no flash kernel runs."""
+    if _flash(config, sizes, topology):
+        return 0.0
+    passes = _SCORE_BYTES.get(config.parallel.remat, 35)
+    return passes * sizes.num_heads * config.data.sequence_length * sizes.num_layers
+
+
+def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
+    """Returns True if attention never makes scores: GPUs run cuDNN's and a TPU splash, where they can."""
+    dtype = jnp.dtype(config.precision.compute_dtype)
+    if topology.platform == "cpu" or config.mesh.context > 1 or sizes.attention == "xla":
+        return False
+    if topology.platform == "gpu":
+        return dtype.itemsize == 2
+    return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None

@@ -1,0 +1,66 @@
+"""The formula that orders layouts: as a count of ticks gives, and near what compilers answered."""
+
+from dataclasses import replace
+
+import pytest
+
+from jaxfb.config import load_config
+from jaxfb.planner import parse_topology
+from jaxfb.planner.formula import _turns, estimate
+from jaxfb.planner.job import model_sizes
+from jaxfb.planner.verdict import estimated
+from jaxfb.schedules import KINDS, make
+
+ONE_B = (
+    "model.num_layers=8 batch.rows=64 batch.rows_per_microbatch=1 mesh.dp=1 parallel.fsdp_gather=step".split()
+)
+
+
+@pytest.mark.parametrize(
+    "layout, layers, head",
+    [
+        ("mesh.fsdp=8", 1, 1),
+        ("mesh.pp=4 mesh.fsdp=2 schedule=1f1b", 1 + 3 / 32, 1),
+        ("mesh.pp=4 mesh.fsdp=2 schedule=zero_bubble", 1 + 2 / 32, 1),
+        # a head in each of the M * V - P * V + P ticks in which forward and backward run
+        ("mesh.pp=4 mesh.fsdp=2 schedule=interleaved chunks=2", 1 + 3 / 64, (32 * 2 - 4 * 2 + 4) / 32),
+    ],
+)
+def test_a_pipeline_fills_and_meets_its_head_in_every_tick(layout, layers, head):
+    assert _turns(load_config("configs/1b.yaml", [*ONE_B, *layout.split()])) == pytest.approx((layers, head))
+
+
+@pytest.mark.parametrize("name", [name for name in KINDS if not KINDS[name].baseline])
+@pytest.mark.parametrize("stages", [2, 4, 8])
+def test_a_kind_knows_how_many_microbatches_are_in_flight(name, stages):
+    kind = KINDS[name]
+    for chunks in kind.chunks(4):
+        slots = make(name, stages, 4 * stages, chunks).program.num_residual_slots
+        assert kind.in_flight(stages, chunks) == slots / chunks
+
+
+@pytest.mark.parametrize(
+    "config, topology, gigabytes",
+    [
+        # by the compilers of libtpu 0.0.42 and of jax-cuda13-plugin 0.10.2
+        ("8b", "v5p:4x4x4", 10.01),
+        ("70b", "v5p:8x8x8", 10.11),
+        ("400b", "v5p:8x8x16", 29.43),
+        ("moe-141b", "v5p:4x4x8", 36.52),
+        ("8b", "gpu:h100x8", 26.13),
+        ("8b mesh.tp=8 mesh.fsdp=2", "gpu:a100x16", 10.72),
+        ("8b mesh.pp=4 mesh.tp=2 mesh.fsdp=8 schedule=1f1b parallel.remat=selective", "gpu:h100x64", 16.40),
+        ("70b", "gpu:h100x512", 9.39),
+    ],
+)
+def test_memory_is_near_the_compilers(config, topology, gigabytes):
+    name, *layout = config.split()
+    found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
+    assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.18)
+
+
+def test_what_goes_between_hosts_takes_longer():
+    config = load_config("configs/1b.yaml", [*ONE_B, "mesh.dp=16", "mesh.fsdp=1"])
+    sizes, machine = model_sizes(config), parse_topology("gpu:h100x16")
+    near = replace(machine, chip=replace(machine.chip, island=16))
+    assert estimate(config, sizes, machine).seconds > estimate(config, sizes, near).seconds
