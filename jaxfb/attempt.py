@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class Attempt(NamedTuple):
-    """One optax update, whether it will be applied or not."""
+    """The result of one optax update, whether it will be applied or not."""
 
     params: PyTree
     opt_state: PyTree

@@ -1,4 +1,4 @@
-"""What happens around the updates: hooks for library users, and for the trainer's own logging.
+"""Defines hooks around the updates, for library users and for the trainer's own logging.
 
 Beside the story: the loop calls these on the host; nothing in here touches what is computed.
 """
@@ -22,7 +22,7 @@ HOOKS = (
 
 
 class RunInProgress(Protocol):
-    """What `on_train_start` receives, in pre-training and in post-training alike; keep it for the other hooks.
+    """The object that `on_train_start` receives, in pre-training and post-training; keep it for the other hooks.
 
     config:    of the run, as it was loaded.
     directory: where the run lives: `.path`, `.metrics`, `.checkpoints` and the like.

@@ -1,4 +1,4 @@
-"""What happens to the gradients between forward_backward and the update: unscale, measure, clip.
+"""Treats the gradients between forward_backward and the update: unscale, measure, clip.
 
 Everything here sees the gradient of the whole global batch, reduced over replicas and divided by its weights.
 The order: `unscale`; `global_norm`; not finite? skip the update and name the leaves; `clip_by_global_norm`.

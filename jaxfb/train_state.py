@@ -1,4 +1,4 @@
-"""What an update reads and writes, and the record that it leaves."""
+"""Defines what an update reads and writes, and the metrics that it leaves."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def is_init_function(params: Any) -> bool:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class TrainState:
-    """All that one update reads and writes; what a checkpoint holds.
+    """The arrays that one update reads and writes, and that a checkpoint contains.
 
     step:                i32[], applied updates. The learning rate is a function of it, and of nothing else.
     samples:             i32[], rows of the applied updates.
@@ -81,7 +81,7 @@ class TrainState:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NonFinite:
-    """What in an attempted update was not finite; any of it skips the update.
+    """Flags of what was not finite in an attempted update; any of them skips the update.
 
     Each part is flagged where it begins: the updates only where all gradients were finite, a parameter if it was
     not finite before the update or if a finite update makes it overflow. Leaves are in the order of

@@ -1,4 +1,4 @@
-"""One global batch, one optimizer update. The file to read first after the README:
+"""Makes one optimizer update from one global batch. The file to read first after the README:
 
     batch -> forward_backward -> unscale -> finite? -> clip -> optax update (once) -> TrainState
 

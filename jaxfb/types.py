@@ -73,7 +73,7 @@ class Sum(_Reduced):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class _Single(_Reduced):
-    """One array that is reduced by a rule other than the weighted sum."""
+    """An array that is reduced by a rule other than the weighted sum."""
 
     array: Any
 
@@ -103,7 +103,7 @@ class Last(_Single):
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class LossOutput:
-    """What a loss function returns for one microbatch.
+    """The return value of a loss function for one microbatch.
 
     terms:   name -> Sum. The objective is the sum over terms of total / weight, after both were summed
              over the whole global batch; a coefficient is multiplied into `total` by the loss function.
@@ -119,7 +119,7 @@ class LossOutput:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Unembedding:
-    """How a model's last hidden states become logits: softcap * tanh((hidden @ kernel) / softcap).
+    """Describes how a model's last hidden states become logits: softcap * tanh((hidden @ kernel) / softcap).
 
     hidden:  float[rows, seq, width], after the last norm.
     kernel:  float[width, vocab/tensor].
@@ -219,7 +219,7 @@ class Counted:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class ForwardBackwardOutput:
-    """What one call over all microbatches of a global batch gives back. Equal on every device of the mesh.
+    """The result of one call over all microbatches of a global batch. Equal on every device of the mesh.
 
     loss:           f32[] (f64 for f64 params), the objective of the whole global batch.
     terms:          name -> Sum over the whole global batch, reduced.

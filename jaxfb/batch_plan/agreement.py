@@ -1,4 +1,4 @@
-"""Whether two plans train the same rows: after a restart, and on every host.
+"""Checks whether two plans train the same rows: after a restart, and on every host.
 
 Part of the batch-plan step. Which rows form an update is decided by rows, seed and order; how they are cut
 (replicas, rows per microbatch, number of microbatches) may change without changing the numbers.

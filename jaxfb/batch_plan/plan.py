@@ -1,4 +1,4 @@
-"""One update (or one evaluation batch) as arithmetic: rows -> microbatches -> replicas.
+"""Cuts one update (or one evaluation batch) by arithmetic: rows -> microbatches -> replicas.
 
 Part of the batch-plan step: rows = data_parallel * rows_per_microbatch * num_microbatches, decided once,
 checked here, and read by everything after it.
@@ -50,7 +50,7 @@ _BY_LENGTH = (
 
 @dataclass(frozen=True)
 class BatchPlan:
-    """How the rows of one update are cut: replicas x microbatches x rows. Frozen, hashable, one per purpose.
+    """A cut of the rows of one update: replicas x microbatches x rows. Frozen, hashable, one per purpose.
 
     Give two of `rows`, `rows_per_microbatch` and `num_microbatches`: the third is derived and filled in;
     given all three, they must agree. Microbatch m is rows [m*dp*b, (m+1)*dp*b) of the global batch, and

@@ -1,4 +1,4 @@
-"""How a batch plan says no: the rule, the values, the arithmetic, and the nearest choices that are legal.
+"""Words a batch plan's refusals: the rule, the values, the arithmetic, and the nearest legal choices.
 
 Part of the batch-plan step. Every refusal is a ValueError raised before anything is traced.
 """

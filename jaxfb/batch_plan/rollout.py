@@ -40,7 +40,7 @@ _VERL = {
 
 
 class PolicyUpdate(NamedTuple):
-    """Which rows of which rollout one update consumes, in order."""
+    """The rows of a rollout that one update consumes, in order."""
 
     update: int
     rollout: int
@@ -50,7 +50,7 @@ class PolicyUpdate(NamedTuple):
 
 @dataclass(frozen=True)
 class RolloutPlan:
-    """How many prompts, samples, rows and updates; one immutable `BatchPlan` for each purpose.
+    """The numbers of prompts, samples, rows and updates; one immutable `BatchPlan` for each purpose.
 
     Which rows form an update follows from (seed, rollout, epoch) alone: replicas and microbatches change
     nothing about it.

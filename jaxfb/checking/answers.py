@@ -1,4 +1,4 @@
-"""What a toy's loss function returns: terms of several weights, metrics of every kind and shape, outputs.
+"""Builds what a toy's loss function returns: terms of several weights, metrics of every kind and shape, outputs.
 
 All are sums, maxima or minima over rows and tokens that count, so that padding and a cut change nothing.
 Shapes: R = rows, T = tokens of a row, W = width, V = vocabulary.
@@ -20,7 +20,7 @@ FEW = 5  # numbers in a metric or output that is a vector
 
 @dataclass(frozen=True)
 class Given:
-    """What terms, metrics and outputs are made of; [R, T] arrays unless said otherwise.
+    """The inputs of terms, metrics and outputs; [R, T] arrays unless noted otherwise.
 
     hidden: [R, T, W], in float32 at least.  gain: [3].  losses: zero where nothing counts.
     picked: log-probabilities of the targets.  weight: [R].  scale: [R], ones or something infinite.

@@ -1,4 +1,4 @@
-"""One case of the random search: plain values, so that it can be drawn without JAX, printed, sent and shrunk."""
+"""Describes one case of the random search in plain values, so that it can be drawn without JAX, printed and shrunk."""
 
 from __future__ import annotations
 

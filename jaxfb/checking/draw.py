@@ -53,7 +53,7 @@ FOR_FEW_BITS = ("sgd", "momentum", "lion", "optax.masked")
 
 @dataclass(frozen=True)
 class Own:
-    """What is drawn around a user's own model.
+    """The facts about a user's own model that the draw needs.
 
     rows:        of its batch.
     num_layers:  of a `Pipelined`, None for a loss function.

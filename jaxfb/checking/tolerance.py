@@ -1,4 +1,4 @@
-"""How far a case's numbers may be from those of one device in float64."""
+"""Sets how far a case's numbers may be from those of one device in float64."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One case run by the engine and by one device, and all that came out compared."""
+"""Runs one case by the engine and by one device, and compares everything that came out."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ SMALLEST_WINDOW = 8
 
 @dataclass(frozen=True)
 class GuardConfig:
-    """What watches the numbers of a run, beside `run.max_nonfinite`.
+    """Settings of the guards over a run's numbers, besides `run.max_nonfinite`.
 
     spikes:  what happens when the loss or the gradient norm of an update lies far above those before it: "warn" prints
       it, "rollback" restores the newest checkpoint and goes on behind the rows of that update, "off" does not look.

@@ -1,4 +1,4 @@
-"""From a YAML file and `key.path=value` overrides to the frozen config."""
+"""Loads a frozen config from a YAML file and `key.path=value` overrides."""
 
 from __future__ import annotations
 

@@ -79,7 +79,7 @@ class WarmStartConfig:
 
 @dataclass(frozen=True)
 class RolloutConfig:
-    """What is sampled, and how it becomes updates. Prompts are counted here and nowhere else.
+    """Settings of sampling, and of how samples become updates. The number of prompts is set here and nowhere else.
 
     prompts:            of one rollout (P).
     samples_per_prompt: n; a rollout has P n rows.
@@ -117,7 +117,7 @@ class RolloutConfig:
 
 @dataclass(frozen=True)
 class AdvantageConfig:
-    """How rewards become advantages, once a rollout, before rows are split.
+    """Settings of how rewards become advantages, once a rollout, before rows are split.
 
     name:    an estimator of `losses.advantages`; "gae" needs a critic.
     gamma:   discount (gae, reinforce_plus_plus). lam: of gae.

@@ -42,7 +42,7 @@ from jaxfb.refusal import Refused
 
 @dataclass(frozen=True)
 class CutConfig:
-    """How the rows of one purpose are cut: exactly one of rows, a number of microbatches, or a token budget.
+    """Cuts the rows of one purpose: exactly one of rows, a number of microbatches, or a token budget.
 
     max_tokens_per_microbatch: padding counted, on one replica. widths: of its array rows; null: quarters.
     packing: several rows share an array row.
@@ -60,7 +60,7 @@ class CutConfig:
 
 @dataclass(frozen=True)
 class PlansConfig:
-    """One cut for each purpose; none is inherited from another. A purpose that the run needs must be given.
+    """Gives one cut for each purpose; none is inherited from another. A purpose that the run needs must be given.
 
     train, critic:            updates of the model, and of the critic where there is one.
     eval:                     held-out rows (sft, dpo).
@@ -78,7 +78,7 @@ class PlansConfig:
 
 @dataclass(frozen=True)
 class StartConfig:
-    """Where the parameters come from: the newest checkpoint of `run` (a run's directory), or at random (null).
+    """Gives the initial parameters: the newest checkpoint of `run` (a run's directory), or random ones (null).
 
     tokenizer:   "bytes", the path of a tokenizer.json or of a directory with one, or null for that of the run.
     stop_tokens: names or ids of tokens, any of which ends an answer; null: those that the tokenizer's files, the
@@ -168,7 +168,7 @@ class UpdatesConfig:
 
 @dataclass(frozen=True)
 class PostRunConfig:
-    """Where a run lives, its seed, and when to stop skipping updates (as in a training config)."""
+    """Gives the run's directory, its seed, and when to stop skipping updates (as in a training config)."""
 
     dir: str
     seed: int = 0
@@ -198,7 +198,7 @@ class PostEvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig:
-    """What every kind of post-training is made of; `model` sizes are those of `start.run` where one is given."""
+    """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given."""
 
     model: ModelConfig | None = None
     start: StartConfig = field(default_factory=StartConfig)

@@ -91,7 +91,7 @@ class EvalConfig:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """How long (exactly one of updates, samples, tokens, epochs), from which seed, into which directory.
+    """Gives the run's length (exactly one of updates, samples, tokens, epochs), its seed and its directory.
 
     remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
@@ -214,7 +214,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """How the work is laid out, never what is computed. The last two are a pipeline's.
+    """Settings of how the work is laid out, never of what is computed. The last two apply to a pipeline.
 
     fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
     remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
@@ -259,7 +259,7 @@ class LogConfig:
 
 @dataclass(frozen=True)
 class HostsConfig:
-    """Which processes make up the job; where it runs, never what it computes, and so not saved with it.
+    """Lists the processes of the job; it changes where the run computes, never what, and so is not saved with it.
 
     coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
       takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher says.

@@ -1,4 +1,4 @@
-"""What counting alone reaches: the loss a model has to beat, on the very tokens its loss counts.
+"""Computes the losses that counting alone reaches, on the very tokens that a model's loss counts.
 
 Step of the story: data (a yardstick printed beside the held-out loss).
 """

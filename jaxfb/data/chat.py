@@ -38,7 +38,7 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True)
 class Chat:
-    """How messages become token ids, and which ids end an answer.
+    """Turns messages into token ids, and knows which ids end an answer.
 
     tokenizer:   that the ids are of.
     template:    a name in BUILT_IN, or the source of a Jinja template.

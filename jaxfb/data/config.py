@@ -1,4 +1,4 @@
-"""What to read and how to cut it: the settings of the data, plain and cheap to import.
+"""Defines the settings of the data: what to read and how to cut it; plain and cheap to import.
 
 Step of the story: data (its settings). `prepare(DataConfig(...))` turns them into rows.
 """

@@ -1,4 +1,4 @@
-"""From settings to rows: the one call that reads, tokenises, splits, stores and packs.
+"""Prepares rows from settings, in one call that reads, tokenises, splits, stores and packs.
 
 Step of the story: data (all of it, in order; read this file first).
 """

@@ -76,7 +76,7 @@ class TokenStream:
 
 @dataclass(frozen=True)
 class TokenDocuments:
-    """One split. Document d is stream[start[d] : start[d] + length[d]], its end tokens included.
+    """The documents of one split. Document d is stream[start[d] : start[d] + length[d]], its end tokens included.
 
     start, length: i64[num_documents]. num_bytes: of the text, None where it is not known.
     fingerprint: of the tokens and boundaries; the same on every machine with the same text and tokenizer.
@@ -96,7 +96,7 @@ class TokenDocuments:
 
 @dataclass(frozen=True)
 class Shards:
-    """Both splits of a corpus, its tokenizer (None for token files without one), and where they are kept."""
+    """The two splits of a corpus, its tokenizer (None for token files without one), and their directory."""
 
     train: TokenDocuments
     held_out: TokenDocuments

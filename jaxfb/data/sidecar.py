@@ -1,4 +1,4 @@
-"""What a token file cannot say of itself: the JSON file beside it, with every value checked.
+"""Reads the JSON file that describes a token file, and checks every value.
 
 Step of the story: data (for those who tokenised elsewhere).
 """

@@ -24,7 +24,7 @@ PIECES_WITHOUT_END = 100
 
 @dataclass(frozen=True)
 class TokenFile:
-    """One file of token ids and what its sidecar says of it. `tokens`: integers [num_tokens]."""
+    """A file of token ids and the settings in its sidecar. `tokens`: integers [num_tokens]."""
 
     name: str
     tokens: np.ndarray

@@ -29,7 +29,7 @@ BYTES_FILE = {"jaxfb_tokenizer": "bytes"}
 
 
 class Tokenizer(Protocol):
-    """What the rest of jaxfb needs of a tokenizer. It adds no special tokens, and `encode` reads none out of text.
+    """The interface of a tokenizer. It adds no special tokens, and `encode` reads none out of text.
 
     vocab_size: ids lie in [0, vocab_size).
     start_id, eos_id: put before and after each document; None where the vocabulary has none.

@@ -1,4 +1,4 @@
-"""What a device of a pipeline does in a tick that has nothing for it.
+"""Decides what a pipeline's device computes in a tick in which it has nothing to do.
 
 All devices walk the same ticks, so a device with nothing to do waits for the others whatever it does. On GPUs and TPUs
 it computes what nobody reads: a branch would keep the compiler from hiding transfers behind the stage. Simulated

@@ -28,7 +28,7 @@ PyTree = Any
 
 
 class Core(Protocol):
-    """What the engine asks of either way."""
+    """The interface of accumulation and pipeline that the engine calls."""
 
     how: Execution
 
@@ -47,7 +47,7 @@ class Core(Protocol):
 
 @dataclass(frozen=True)
 class Execution:
-    """How params are cut, cast and recomputed; what both ways share.
+    """Options that accumulation and pipeline share: how params are cut, cast and recomputed.
 
     specs, dtypes, sums: trees like params: where each leaf lives, what it is cast to for the computation, and the
       dtype in which its gradient is summed.

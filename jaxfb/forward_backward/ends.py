@@ -129,7 +129,7 @@ class _WholeModel(Ends):
 
 
 class LastEnds(_WholeModel):
-    """Every device runs the whole head; the answer of loss_device counts."""
+    """Runs the whole head on every device; only the answer of loss_device counts."""
 
     def _spread(self, hidden, given):
         return hidden, given
@@ -151,7 +151,7 @@ class LastEnds(_WholeModel):
 
 
 class RowEnds(_WholeModel):
-    """Each device runs the head on its share of the rows, in their order along pipe."""
+    """Runs the head on each device's share of the rows, in their order along pipe."""
 
     def _spread(self, hidden, given):
         mine = _masked(self._here(self._loss_device), hidden)
@@ -175,7 +175,7 @@ class RowEnds(_WholeModel):
 
 
 class VocabularyEnds(Ends):
-    """Each device embeds and scores its share of the vocabulary, for all rows."""
+    """Embeds and scores each device's share of the vocabulary, for all rows."""
 
     def embed(self, outer, given):
         with jax.named_scope("embed"):

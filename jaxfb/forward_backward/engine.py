@@ -1,4 +1,4 @@
-"""One call takes all microbatches of a global batch through forward and backward.
+"""Runs all microbatches of a global batch through forward and backward in one call.
 
 The function that does it and its checks; `frame.py` is the program it compiles.
 """

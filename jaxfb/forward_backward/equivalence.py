@@ -46,7 +46,7 @@ _SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale,
 
 @dataclass(frozen=True)
 class Difference:
-    """One mesh under one schedule, next to one device.
+    """The difference between one mesh under one schedule and one device.
 
     mesh, schedule:   as text, such as "pipe=2 data=2" and "interleaved x2" (chunks); "" without a pipeline.
     num_microbatches: of the plan that ran.
@@ -80,7 +80,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Equivalence:
-    """What `check_equivalence` found; prints as a table. dtype: what the meshes computed in."""
+    """The result of `check_equivalence`; prints as a table. dtype: what the meshes computed in."""
 
     dtype: str
     rows: int

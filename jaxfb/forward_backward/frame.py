@@ -31,7 +31,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Frame:
-    """One call's program: where things live, and how terms are normalised.
+    """Builds one call's program: where arrays are placed, and how terms are normalised.
 
     specs, grad_specs: trees of PartitionSpec like params; grad_specs None: forward only.
     """

@@ -27,7 +27,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class InPlace:
-    """One stage of all layers between the model's embedding and head.
+    """Runs all layers as one stage between the model's embedding and head.
 
     bring_outer: makes whole parameters beside the layers out of shards, once a microbatch (FSDP).
     to_shards:   sums gradients of those over fsdp and cuts them as the shards are.

@@ -1,4 +1,4 @@
-"""One microbatch: the user's loss function called and its answer checked."""
+"""Calls the user's loss function on one microbatch and checks its answer."""
 
 from __future__ import annotations
 

@@ -37,7 +37,7 @@ class Weights(NamedTuple):
 
 
 class Buffers(NamedTuple):
-    """What a device carries from tick to tick. Slots are the leading dim."""
+    """The arrays that a device carries from tick to tick. Slots are the leading dim."""
 
     residual: PyTree
     activation: PyTree
@@ -51,7 +51,7 @@ class Buffers(NamedTuple):
 
 
 class Shapes(NamedTuple):
-    """What a stage's forward is given, and the terms and metrics it gives."""
+    """The shapes of a stage's inputs, and of its terms and metrics."""
 
     given: Given
     layers: Layers
@@ -107,7 +107,7 @@ class Executor:
 
 
 class _Tick:
-    """One tick of the lockstep: store what arrived, F, loss, B, W."""
+    """Runs one tick: store what arrived, F, loss, B, W."""
 
     def __init__(
         self, executor: Executor, weights: Weights, microbatches: PyTree, keys: Any, seeds: dict | None

@@ -1,4 +1,4 @@
-"""What a layer keeps for its backward and what it computes again, by name."""
+"""Names what a layer keeps for its backward and what it computes again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slot of the pipeline keeps of a layer's forward: of its VJP, what cannot be had again for nothing.
+"""Decides which leaves of a layer's VJP are stored, and which are recomputed from parameters and microbatch.
 
 The VJP of a layer is a pytree. Some of its leaves are parameters, or made of parameters and microbatch alone: a
 transposed kernel, one cast to bfloat16, an attention mask. Kept, they would be there once for each microbatch in
@@ -30,7 +30,7 @@ _CHEAP = set(
 
 
 class Residual:
-    """Which leaves of a VJP are kept, and how the others are made again.
+    """Tells which leaves of a VJP are kept, and rebuilds the others.
 
     vjp_of: (at_hand, hidden) -> VJP, traced once to see what depends on what.
     """

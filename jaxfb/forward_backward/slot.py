@@ -1,4 +1,4 @@
-"""Where a microbatch's values wait in a pipeline between two ticks.
+"""Stores a microbatch's values in a pipeline between two ticks.
 
 A stage writes and reads its own a layer at a time, so that no stage's worth of them is ever stacked and copied.
 """
@@ -15,7 +15,7 @@ PyTree = Any
 
 
 class Slot(NamedTuple):
-    """One of many places in buffers that a loop carries.
+    """Selects one of many places in buffers that a loop carries.
 
     buffers: leaves [num_slots, ...]; [num_slots, l, ...] where each layer has its own.
     index:   i32[], which of them.

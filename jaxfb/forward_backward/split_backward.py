@@ -1,4 +1,4 @@
-"""One backward as two: input gradients now, weight gradients later, with no product computed twice.
+"""Splits one backward in two: input gradients now, weight gradients later, with no product computed twice.
 
 The traced backward is cut at equations: what the input gradient needs runs now; of the rest, what the weight
 gradient needs runs later, from the values that the first part leaves behind. Those values wait in a slot of the

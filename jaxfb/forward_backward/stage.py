@@ -35,14 +35,15 @@ class Layers(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What a stage is handed besides hidden: the microbatch and its row keys."""
+    """The inputs of a stage besides hidden: the microbatch and its row keys."""
 
     microbatch: PyTree
     keys: jax.Array | None
 
 
 class Target(NamedTuple):
-    """Where weight gradients are added, a layer at a time, so that those of a whole stage never exist by themselves.
+    """The sums to which weight gradients are added, a layer at a time, so that those of a whole stage never exist
+    at once.
 
     sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.

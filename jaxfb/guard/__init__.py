@@ -1,1 +1,1 @@
-"""What watches over a run's numbers: spikes, repeated updates, replicas that differ, and faults to try it with."""
+"""Guards a run's numbers: spikes, repeated updates, replicas that differ, and faults to try the guards with."""

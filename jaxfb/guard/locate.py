@@ -18,7 +18,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Place:
-    """Where a value that is not finite appears first.
+    """The place where a value that is not finite appears first.
 
     part: "embed", "layer" or "head". layer: its number from 0, None elsewhere. backward: in the gradient of what that
     part returns, all values of the forward pass being finite.

@@ -1,4 +1,4 @@
-"""Which computations an instruction runs, and how often."""
+"""Finds which computations an instruction runs, and how often."""
 
 from __future__ import annotations
 

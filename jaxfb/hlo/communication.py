@@ -1,4 +1,4 @@
-"""What a compiled program sends between devices: every collective, its bytes, its group, how often it runs.
+"""Lists what a compiled program sends between devices: every collective, its bytes, its group, how often it runs.
 
 It reads the text of `compiled.as_text()`, of any backend, and nothing else.
 """
@@ -30,7 +30,7 @@ KINDS = (
 
 @dataclass(frozen=True)
 class Collective:
-    """One collective instruction of a compiled program.
+    """A collective instruction of a compiled program.
 
     kind:           such as "all-reduce"; the start of an asynchronous pair counts, its end does not.
     arrays:         how many arrays it carries (XLA combines several into one instruction).

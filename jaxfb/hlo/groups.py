@@ -1,4 +1,4 @@
-"""Which devices a collective runs among, as a compiled program writes its replica groups."""
+"""Reads which devices a collective runs among, from a compiled program's replica groups."""
 
 from __future__ import annotations
 

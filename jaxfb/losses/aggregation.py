@@ -1,4 +1,4 @@
-"""From per-token losses to one Sum: which mean of the global batch is the objective.
+"""Aggregates per-token losses to one Sum: which mean of the global batch is the objective.
 
 The last step of a post-training loss inside forward_backward. Nothing is divided by what a microbatch counted: the
 weights are added up over the global batch, so the objective does not depend on how it was split.

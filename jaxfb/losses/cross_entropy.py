@@ -93,7 +93,7 @@ def chunked_cross_entropy(
 
 
 class _Head(NamedTuple):
-    """How logits are made and what is summed up: the arguments that shape the program."""
+    """Settings of the logits and of what is summed up: the arguments that shape the program."""
 
     chunk: int
     axis: str | None
@@ -110,7 +110,7 @@ class _Sums(NamedTuple):
 
 
 class _Scores(NamedTuple):
-    """What is kept of each token's logits, all [T]; mean_logit is None unless asked for."""
+    """The quantities kept of each token's logits, all [T]; mean_logit is None unless asked for."""
 
     normalizer: jax.Array
     target_logit: jax.Array

@@ -1,4 +1,4 @@
-"""How far the policy is from a reference, token by token, from the log-probs of sampled tokens.
+"""Estimates how far the policy is from a reference, token by token, from the log-probs of sampled tokens.
 
 Used in a policy loss (as a term) or, on the host, in the reward.
 """

@@ -28,7 +28,7 @@ from jaxfb.types import LossOutput, Max, Min, Sum
 
 
 class PolicyTokens(NamedTuple):
-    """What a surrogate reads, all [rows, seq] and 0 where the mask is 0."""
+    """The inputs of a surrogate, all [rows, seq] and 0 where the mask is 0."""
 
     log_probs: jax.Array
     old_log_probs: jax.Array

@@ -1,4 +1,4 @@
-"""Which tokens of a microbatch count, and to which sequence each belongs.
+"""Finds which tokens of a microbatch count, and to which sequence each belongs.
 
 What post-training losses ask of a microbatch before they aggregate: the answer is of whole sequences, also where
 a context axis cuts them, and of sequences rather than rows where several are packed in one row.

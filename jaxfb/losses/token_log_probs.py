@@ -1,4 +1,4 @@
-"""Per-token log-probabilities and entropies of a large vocabulary, a chunk of tokens at a time.
+"""Computes per-token log-probabilities and entropies of a large vocabulary, a chunk of tokens at a time.
 
 What every post-training loss starts from, inside the head of forward_backward. [tokens, vocab] logits never exist
 whole, neither forward nor backward. What the loss makes of the log-probs is not known here, so the backward makes
@@ -33,7 +33,7 @@ from jaxfb.losses.settings import check_positive
 
 
 class TokenLogProbs(NamedTuple):
-    """Both can be differentiated; both are 0 where the mask is 0.
+    """Log-probs and entropies; both can be differentiated, both are 0 where the mask is 0.
 
     log_probs: f32[rows, seq], or [rows, seq, K] for K targets a position, in nats.
     entropy:   f32[rows, seq], -sum over the vocabulary of p log p, in nats.
@@ -102,7 +102,7 @@ def check_temperature(temperature: float) -> None:
 
 
 class _Scoring(NamedTuple):
-    """How logits are made: the arguments that shape the program."""
+    """Settings of the logits: the arguments that shape the program."""
 
     chunk: int
     axis: str | None

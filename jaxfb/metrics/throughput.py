@@ -1,4 +1,4 @@
-"""How fast it goes: tokens a second over the last steps, and the time that is left."""
+"""Measures tokens per second over the last steps, and the time that is left."""
 
 from __future__ import annotations
 

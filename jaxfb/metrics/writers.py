@@ -1,4 +1,4 @@
-"""Where records go: a JSON-lines file always, TensorBoard and Weights & Biases as extras.
+"""Writes records: to a JSON-lines file always, to TensorBoard and Weights & Biases as extras.
 
 Beside the story. A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}. Lists of
 numbers go to the JSON-lines file alone.
@@ -28,7 +28,7 @@ class Writer(Protocol):
 
 
 class JsonlWriter:
-    """One JSON object a line, {"step": 12, "loss": 3.2}; what is not finite is written as null.
+    """Writes one JSON object a line, {"step": 12, "loss": 3.2}; what is not finite is written as null.
 
     path:   the file; made with its directory.
     resume: the step of the checkpoint a run continues from: records of later steps, which will be written

@@ -1,4 +1,4 @@
-"""What keeps experts evenly used, and shows it: losses, a bias in the choice, and counts. Part of the model.
+"""Keeps experts evenly used, and reports it: losses, a bias in the choice, and counts. Part of the model.
 
 All of it is made of sums over tokens of the whole update, so nothing about its split is in it:
 
@@ -32,7 +32,7 @@ LOAD, ENTROPY, DROPPED = "expert_load", "router_entropy", "dropped_choices"
 
 
 class Routing(NamedTuple):
-    """Where tokens go, in float32 (float64 for float64).
+    """The destinations of tokens, in float32 (float64 for float64).
 
     logits:  float[R, T, E].
     probs:   float[R, T, E], adding up to 1: the softmax, or the sigmoids over their sum.

@@ -29,7 +29,7 @@ Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a 
 
 
 class Generated(NamedTuple):
-    """What was sampled.
+    """The sampled tokens.
 
     tokens:    i32[R, N]; after a stop token, more of it.
     log_probs: f32[R, N], of each token among all, at `log_prob_temperature`; 0 after the stop.
@@ -85,7 +85,7 @@ def generate(
 
 
 class _Pick(NamedTuple):
-    """How a token is chosen from logits: the part that shapes the program."""
+    """Chooses a token from logits; its fields are the settings that shape the program."""
 
     greedy: bool
     top_k: int | None

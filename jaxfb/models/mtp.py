@@ -42,7 +42,7 @@ NAME = "mtp"
 
 
 class Depth(nnx.Module):
-    """One depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
+    """A depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
 
     def __init__(self, config: TransformerConfig, block: type[nnx.Module], *, rngs: nnx.Rngs):
         width, eps = config.hidden_size, config.norm_eps
@@ -64,7 +64,7 @@ class Depth(nnx.Module):
 
 @dataclass(frozen=True)
 class Read:
-    """What the layers of all depths read besides hidden states, for the rows that this device works on.
+    """The inputs of the layers of all depths besides hidden states, for the rows that this device works on.
 
     attend_to: segments i32[R, T] -> Attend.
     """
@@ -148,7 +148,7 @@ def is_mtp(outer: dict) -> dict:
 
 
 class _Whole:
-    """One device does all rows."""
+    """Computes all rows on one device."""
 
     def read(self, read):
         return read
@@ -164,7 +164,7 @@ class _Whole:
 
 @dataclass(frozen=True)
 class _Split:
-    """Every device of `axis` does its own rows, and all score all rows with their share of the vocabulary."""
+    """Computes each device's own rows of `axis`, and scores all rows with each device's share of the vocabulary."""
 
     axis: str
     num_rows: int

@@ -1,4 +1,6 @@
-"""How a model trained on short sequences reads longer ones. Plain Python: part of a config."""
+"""Scales rotary frequencies, so that a model trained on short sequences reads longer ones. Plain Python: part of a
+config.
+"""
 
 from __future__ import annotations
 

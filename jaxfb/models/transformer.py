@@ -45,7 +45,7 @@ HeadLoss = Callable[..., LossOutput]
 
 
 class Block(nnx.Module):
-    """One layer: attention, and an MLP or experts, each reading a normalised residual stream. [R, T, D] -> the same."""
+    """A layer: attention, and an MLP or experts, each reading a normalised residual stream. [R, T, D] -> the same."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)

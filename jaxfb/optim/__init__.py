@@ -1,4 +1,4 @@
-"""One update: learning-rate and weight-decay schedules, optimizers by name, loss scaling for float16.
+"""Provides learning-rate and weight-decay schedules, optimizers by name, and loss scaling for float16.
 
 Sixth step of the story: the gradients arrive reduced, divided and clipped (`jaxfb.gradients`) and leave as
 one optax update. Nothing here knows about microbatches.

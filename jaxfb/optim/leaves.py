@@ -1,4 +1,4 @@
-"""What the path of a parameter says about it: its names, and whether it holds all layers stacked."""
+"""Reads from a parameter's path its names, and whether it has all layers stacked."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along one mesh axis, in two steps where the TPU compiler has no such collective.
+"""Provides all-gather and reduce-scatter along a mesh axis, in two steps where the TPU compiler has no such collective.
 
 Among all the devices of a TPU slice XLA makes a reduce-scatter, and on a three-dimensional torus an all-gather too,
 an all-reduce of the whole array: twice the bytes on the wire. Among any fewer devices it does not. So where a group is

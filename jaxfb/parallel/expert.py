@@ -96,7 +96,7 @@ def dispatch(
 
 
 class Slots(NamedTuple):
-    """Who is where, from either side: a partial permutation of choices and slots.
+    """A partial permutation of choices and slots, from either side.
 
     source: i32[S], the choice in each slot; N where it is empty.
     target: i32[N], the slot of each choice; S where it has none.
@@ -201,7 +201,7 @@ _bring_back.defvjp(
 
 
 class _Plan(NamedTuple):
-    """What this device exchanges with each other, all i32[X]: rows of its own that go there, where they start;
+    """The exchange of this device with each other, all i32[X]: its own rows that go there, where they start;
     rows that come from there, and where they start there."""
 
     sent: jax.Array

@@ -23,7 +23,7 @@ SHIFT = {"next": 1, "prev": -1, "stay": 0}
 
 @dataclass(frozen=True)
 class Layout:
-    """Which layers each chunk of each device holds.
+    """The layers of each chunk of each device.
 
     placement:        placement[device][chunk] is the stage.
     layers_per_stage: number of layers of each stage, in the order of stages.

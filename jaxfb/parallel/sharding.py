@@ -1,4 +1,4 @@
-"""Where each parameter lives: which dim of which leaf is cut over fsdp, tensor, or (optimizer state) data.
+"""Decides where each parameter is placed: which dim of which leaf is cut over fsdp, tensor, or (optimizer state) data.
 
 The rule reads shapes alone, so the engine, the trainer and a checkpoint on another mesh agree without talking.
 """

@@ -1,4 +1,4 @@
-"""Every way to lay one job over so many devices."""
+"""Lists every way to lay one job over so many devices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a chip can do, with the source of each number: what a plan is judged against. Plain Python.
+"""Lists what each chip can do, with the source of each number. Plain Python.
 
 `memory` is what a program may use, so it is what the TPU compiler itself reports as available where there is such a
 compiler, and a little below the size on the box. Bandwidths and rates are the makers' peaks: no program reaches them.
@@ -17,7 +17,7 @@ _AVAILABLE = "available HBM as libtpu 0.0.42 reports it"
 
 @dataclass(frozen=True)
 class Chip:
-    """One kind of chip, its numbers per JAX device (a chip of TPU7x is two devices).
+    """A kind of chip, its numbers per JAX device (a chip of TPU7x is two devices).
 
     flops:     peak bfloat16 matmul rate, operations a second.
     memory:    bytes of HBM that a program may use.

@@ -29,7 +29,7 @@ _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 @dataclass(frozen=True)
 class Compiled:
-    """What the compiler said. Bytes, on one device.
+    """The compiler's answer. Bytes, on one device.
 
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.

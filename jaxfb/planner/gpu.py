@@ -23,7 +23,7 @@ CUDA, CUDNN = "13.0.0", (9, 10, 0)
 
 @dataclass(frozen=True)
 class Architecture:
-    """What the compiler asks beyond a chip's peaks.
+    """The facts that the compiler needs beyond a chip's peaks.
 
     capability: major of the compute capability. cores: streaming multiprocessors. float32_units: of each.
     shared_memory: KiB of each core; a block may take one less. l2: MiB. clock: GHz, boosted.

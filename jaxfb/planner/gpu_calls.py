@@ -1,4 +1,6 @@
-"""What XLA's compiler for GPUs leaves to a library: products by cuBLAS, attention by cuDNN, as the calls' text says."""
+"""Counts what XLA's compiler for GPUs leaves to libraries: products by cuBLAS, attention by cuDNN, from the calls'
+text.
+"""
 
 from __future__ import annotations
 

@@ -27,7 +27,7 @@ _UPDATE, _SCATTER = "dynamic-update-slice", "scatter"
 
 @dataclass(frozen=True)
 class _Use:
-    """What a fusion does with one operand. whole: reads all of it. read: bytes of its slices otherwise. written: bytes
+    """A fusion's use of one operand. whole: reads all of it. read: bytes of its slices otherwise. written: bytes
     moved by the updates that are put into it; updated: whether there are any."""
 
     whole: bool = False

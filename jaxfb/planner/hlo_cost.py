@@ -1,4 +1,4 @@
-"""What a compiled program costs on a chip, read from its scheduled text: a roofline, instruction by instruction.
+"""Computes what a compiled program costs on a chip, from its scheduled text: a roofline, instruction by instruction.
 
 An instruction takes the longer of its products at the peak rate and its bytes at the peak bandwidth; loops count their
 length, a conditional is the longest of its branches. A collective takes its bytes at the bandwidth of its mesh axis;
@@ -24,7 +24,7 @@ from jaxfb.planner.routing import Routed
 
 @dataclass
 class Cost:
-    """Of a whole run of the program on one device.
+    """The cost of a whole run of the program on one device.
 
     flops: of matrix products. bytes: read and written in HBM. work_seconds: sum of the instructions' roofs.
     product_seconds: the part of it that products take at the peak rate.
@@ -57,7 +57,7 @@ class Cost:
 
 @dataclass
 class Traffic:
-    """Of one kind of collective along one set of axes: how many, their bytes, and their time, hidden or not.
+    """The traffic of one kind of collective along one set of axes: how many, their bytes, their time, hidden or not.
 
     bytes: of the arrays, as `jaxfb.hlo.Collective` counts. asynchronous: bytes whose start and done stand apart.
     """
@@ -167,7 +167,7 @@ class _Transfer:
 
 
 class _Run:
-    """One run of a computation, instruction by instruction, with a clock.
+    """Runs a computation, instruction by instruction, with a clock.
 
     wires:   the last collective among the same devices.
     waiting: collectives that were started without operands, as on the SparseCore of a TPU, and get them by an update.

@@ -40,7 +40,7 @@ MANY_ROWS = 10**9  # of a text that nobody has read: only a length in epochs loo
 
 @dataclass(frozen=True)
 class Job:
-    """One config on one mesh (a `Mesh` or an `AbstractMesh`), abstract.
+    """A config on a mesh (a `Mesh` or an `AbstractMesh`), abstract.
 
     state: TrainState of ShapeDtypeStructs with shardings. batch: Microbatches likewise.
     """

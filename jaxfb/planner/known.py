@@ -1,4 +1,4 @@
-"""What a search has found so far, in a file that it adds to: a search that was stopped goes on from there."""
+"""Stores what a search has found so far in a file, so that a search that was stopped continues from there."""
 
 from __future__ import annotations
 

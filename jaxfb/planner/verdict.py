@@ -29,7 +29,7 @@ MARGIN = 0.2  # of the formula, see the tables in docs/planner.md
 
 @dataclass(frozen=True)
 class Verdict:
-    """One config on one topology. Bytes, operations and seconds of one device, in one step.
+    """The verdict on one config on one topology. Bytes, operations and seconds of one device, in one step.
 
     needed:  bytes, the compiler's where it answered, else the formula's.
     fits:    None where there is no chip to fit on.

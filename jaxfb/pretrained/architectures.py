@@ -18,7 +18,7 @@ Values = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Architecture:
-    """One kind of model.
+    """An architecture of Hugging Face's transformers.
 
     model_type, class_name: what its config.json calls it.
     sizes:   config.json -> the fields of `TransformerConfig` that differ from the Llama family's.

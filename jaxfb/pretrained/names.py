@@ -1,4 +1,4 @@
-"""Which tensors of a Hugging Face directory make up which array of our parameters."""
+"""Maps the tensors of a Hugging Face directory to the arrays of jaxfb's parameters."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ TURNED = re.compile(r"(\.kernel|experts\.\w+)$")  # stored there as [out, in], h
 
 
 class Part(NamedTuple):
-    """One tensor of a directory. index: its place in the leading dims of our array: (), (layer,) or (layer, expert)."""
+    """A tensor of a directory. index: its place in the leading dims of our array: (), (layer,) or (layer, expert)."""
 
     name: str
     index: tuple[int, ...]
 
 
 class Leaf(NamedTuple):
-    """One array of our parameters. shape: of all of it. turned: its tensors are transposed. parts: in order."""
+    """An array of our parameters. shape: of all of it. turned: its tensors are transposed. parts: in order."""
 
     path: str
     shape: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""What a resumed run may change: refused by key where rows that are already made, or saved arrays, would not fit.
+"""Checks what a resumed run may change: keys that would not fit existing rows or saved arrays are refused.
 
 Part of the loop, when a checkpoint is read. Which rows form an update is compared elsewhere (`explain_difference`).
 """

@@ -26,7 +26,7 @@ PyTree = Any
 
 
 class Responses(NamedTuple):
-    """What was sampled, on the host.
+    """The sampled responses, on the host.
 
     ids:       i32[n] of each row, its stop token included where it came.
     log_probs: f32[n] of each row.

@@ -1,4 +1,4 @@
-"""What every kind of post-training answers the training loop in the same way; see `jaxfb.training.work.Work`."""
+"""Implements what every kind of post-training has in common for the training loop; see `jaxfb.training.work.Work`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""All schedules side by side (forward_backward step): time, bubble and memory, Megatron's own beside ours."""
+"""Compares all schedules (forward_backward step), and Megatron's: time, bubble and memory."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -11,7 +11,7 @@ from jaxfb.schedules.sizes import checked_costs, checked_sizes
 
 
 class ComparisonRow(NamedTuple):
-    """One schedule's numbers; times in the unit of the costs.
+    """The numbers of one schedule; times in the unit of the costs.
 
     peak_live_activations is in chunks, by device; peak_microbatches is its largest in whole microbatches of a
     device (chunks / num_chunks), which compares across numbers of chunks.

@@ -20,7 +20,7 @@ LABELS = {"F": "forward", "B": "backward", "W": "weight gradient", "loss": "head
 
 
 class Bar(NamedTuple):
-    """One stretch of a device's time; `microbatch` is None where it executes the body on nothing."""
+    """A stretch of a device's time; `microbatch` is None in a bubble."""
 
     device: int
     kind: str

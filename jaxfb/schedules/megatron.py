@@ -14,7 +14,7 @@ from jaxfb.schedules.sizes import WHO, checked_costs, checked_sizes
 
 @dataclass(frozen=True)
 class MegatronRank:
-    """What one rank executes.
+    """The actions that one rank executes.
 
     Attributes:
       num_warmup: forwards before the first pair of F and B.

@@ -1,4 +1,4 @@
-"""What a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
+"""Simulates what a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
 
 from dataclasses import dataclass
 

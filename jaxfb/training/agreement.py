@@ -1,4 +1,4 @@
-"""Whether all processes of a job run the same: config, code, packages, text. Before the story, and before a collective.
+"""Checks that all processes of a job run the same config, code, packages and text, before the first collective.
 
 Processes that do not would wait for each other for ever, or worse: train on something else than anybody asked for.
 """

@@ -27,7 +27,7 @@ HostBatch = dict[str, np.ndarray]
 
 
 class WindowReader:
-    """This process's rows of each window of a run plan, read ahead; its position is a number of rows."""
+    """Reads this process's rows of each window of a run plan ahead; its position is a number of rows."""
 
     def __init__(self, rows: PackedRows, plan: RunPlan, seed: int, mesh: Mesh):
         last = plan.window(plan.total_updates - 1)

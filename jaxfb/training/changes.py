@@ -1,4 +1,4 @@
-"""What differs between the config of a saved run and the one that it is resumed with, and which of it may differ.
+"""Compares the config of a saved run with the one that it is resumed with, and decides which keys may differ.
 
 The checkpoint itself refuses parameters of other shapes, and the data those of other rows (`Loader.restore`). This
 file is about what no shape shows: a model that reads the same parameters in another way.

@@ -1,4 +1,4 @@
-"""Which processes make up the job, and which of them this one is: from the config, the environment, the launcher.
+"""Finds the processes that make up the job, and this one's number: from the config, the environment, the launcher.
 
 Before the story: nothing is joined here, and nothing is asked of a machine that runs one process.
 """
@@ -29,7 +29,7 @@ TASKS_PER_NODE = ("SLURM_STEP_TASKS_PER_NODE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 
 @dataclass(frozen=True)
 class Place:
-    """This process in its job. coordinator: HOST:PORT of process 0. local_devices: None is all it sees."""
+    """The place of this process in its job. coordinator: HOST:PORT of process 0. local_devices: None is all it sees."""
 
     coordinator: str
     processes: int

@@ -1,4 +1,4 @@
-"""What a guard leaves when it ends a run, so that the update can be computed again elsewhere: `jaxfb replay`.
+"""Writes a dump when a guard ends a run, so that the update can be computed again elsewhere: `jaxfb replay`.
 
 <run>/dumps/update-<n>/dump.json         reason, numbers, config, versions, where the state comes from
                        rows-<process>.npz   the rows of that update which a process had

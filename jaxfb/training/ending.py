@@ -1,4 +1,4 @@
-"""What a run that ends early tells of what is saved: the same sentences for pre-training and post-training."""
+"""Words what is saved when a run ends early: the same sentences for pre-training and post-training."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ class GuardAbort(RuntimeError):
 
 
 class NonFiniteAbort(GuardAbort):
-    """So many updates in a row were not finite that going on is pointless, or the state itself is not."""
+    """Ends a run after so many updates in a row that were not finite, or whose state is not."""
 
 
 class SpikeAbort(GuardAbort):

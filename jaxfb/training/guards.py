@@ -1,4 +1,4 @@
-"""All guards of a run behind one interface: what the training loop calls around each update.
+"""Puts all guards of a run behind one interface, which the training loop calls around each update.
 
 update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
 """
@@ -31,7 +31,7 @@ class Spike(Exception):
 
 
 class Guards:
-    """Every guard that the config of a run asks for.
+    """The guards that the config of a run asks for.
 
     run: what they watch.
     """

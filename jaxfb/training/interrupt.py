@@ -11,7 +11,7 @@ from jax.experimental import multihost_utils
 
 
 class Interrupt:
-    """While entered, the first SIGINT or SIGTERM only sets `.signal`; a second one acts as it always does.
+    """Catches the first SIGINT or SIGTERM and only sets `.signal`; a second one acts as it always does.
 
     Outside the main thread (a notebook's worker, a test) signals cannot be caught, and none is.
 

@@ -40,7 +40,7 @@ SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another h
 
 @dataclass(frozen=True)
 class Start:
-    """How a run begins. resume: from the newest checkpoint. fresh: after moving an older run aside.
+    """The way a run begins. resume: from the newest checkpoint. fresh: after moving an older run aside.
 
     allow_changes: a resumed run may have a config that gives the saved parameters or rows another meaning.
     """

@@ -28,7 +28,7 @@ Say = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Replay:
-    """What computing an update again showed.
+    """The result of computing an update again.
 
     is_same: all numbers of the update are the bits of the run; None where the dump does not have them.
     causes:  what was not finite -> paths of the leaves, as `StepMetrics.nonfinite_causes`.

@@ -1,4 +1,4 @@
-"""What a pretraining run prints at its start and at its end: what was decided, then what came of it."""
+"""Prints a pretraining run's decisions at its start, and its results at its end."""
 
 from __future__ import annotations
 

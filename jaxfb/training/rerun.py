@@ -24,7 +24,7 @@ HOST = "pinned_host"
 
 @dataclass(frozen=True)
 class Verdict:
-    """What repeating an update showed.
+    """The result of repeating an update.
 
     cause:   "none", "transient" (a third run agreed with one of two), "device" or "software".
     leaves:  paths of the arrays of the train state that differed between the first two runs.

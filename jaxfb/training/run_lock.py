@@ -1,4 +1,4 @@
-"""One writer for each run directory: a lock that ends with the process that has it, however that process ends.
+"""Allows one writer for each run directory, by a lock that ends with its process, however that ends.
 
 The lock is `flock` on the file `.lock` in the directory, so it follows the directory when that is moved. The kernel
 releases it when the process ends, kill -9 included; a file that a dead process left behind locks nothing.

@@ -24,7 +24,7 @@ from jaxfb.training.work import Work
 
 @dataclass(frozen=True)
 class Result:
-    """How a run ended.
+    """The end of a run: how it ended, and its numbers.
 
     status:  "finished", "interrupted" by a signal or a limit of time, or "stopped" by a callback.
     updates: of the run, consumed so far. metrics: of the last evaluation. summary: as in summary.json, if finished.
@@ -59,7 +59,7 @@ class Phases:
 
 
 class Run:
-    """What the loop works on, and what callbacks receive at the start.
+    """The state of a run in progress, which callbacks receive at the start.
 
     work:      what is trained. config, directory: its settings, and where it lives.
     done:      global batches consumed, applied or skipped; also the name of a checkpoint.

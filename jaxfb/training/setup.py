@@ -1,4 +1,4 @@
-"""From a config to everything a run is made of: text, model, mesh, plans, optimizer.
+"""Makes everything a run consists of from a config: text, model, mesh, plans, optimizer.
 
 Step one of the story. What can be refused is refused here, in the order in which it costs: sizes and mesh
 first, then the text, then what depends on both. Nothing is compiled.

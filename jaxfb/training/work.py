@@ -1,4 +1,4 @@
-"""What a run does, apart from running it: the interface between the one training loop and each kind of training.
+"""Defines the interface between the one training loop and each kind of training.
 
 Pretraining, fine-tuning, preferences and rollouts are each a `Work`. The loop (`loop.py`) owns what they share: several
 hosts, signals, checkpoints and resuming, the guard, logging, callbacks and evaluation at the right updates.
@@ -23,7 +23,7 @@ Table = tuple[str, Iterable[tuple[str, Any]]]
 
 
 class Work(Protocol):
-    """One kind of training.
+    """The interface of one kind of training.
 
     config:         with sections run, eval, checkpoint and log.
     command:        the subcommand that runs it, such as "train".
