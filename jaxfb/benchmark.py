@@ -1,4 +1,4 @@
-"""`jaxfb bench`: runs what lies in benchmarks/ by name, and writes the page of what was found. Beside the story."""
+"""`jaxfb bench`: runs the benchmarks in benchmarks/ by name, and writes a page of their results."""
 
 from __future__ import annotations
 

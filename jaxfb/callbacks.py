@@ -1,6 +1,6 @@
 """Defines hooks around the updates, for library users and for the trainer's own logging.
 
-Beside the story: the loop calls these on the host; nothing in here touches what is computed.
+The loop calls these on the host; nothing in here touches what is computed.
 """
 
 from __future__ import annotations

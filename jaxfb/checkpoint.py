@@ -1,6 +1,6 @@
 """Saves and restores a run: the train state, and beside it where the data stood and under which config.
 
-Last step of the story: data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
+The last of the steps data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
 Orbax writes the arrays (asynchronously, committed by one rename); this file adds what it leaves open: a
 manifest of every leaf, compared *before* loading because Orbax casts dtypes silently, a checksum of every leaf that
 does not depend on the mesh, compared after, errors that are never swallowed, and the way back to the newest step that

@@ -1,6 +1,6 @@
 """The terminal: tables at the start, a live line while it trains, plain lines where there is no terminal.
 
-Beside the story; reads numbers, changes none.
+Reads numbers, changes none.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ FIELDS = (
     ("grad_norm", "grad norm", "{:.3f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
 )
-WIDE = 110  # columns of a terminal that has room for a bar beside the numbers
+WIDE = 110  # columns of a terminal wide enough for a bar next to the numbers
 
 
 class Progress:

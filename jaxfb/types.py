@@ -1,6 +1,6 @@
 """The contracts: what a loss function returns, how a model is cut for a pipeline, what one call gives back.
 
-First step of the story: everything below speaks in these types. All of them are pytrees, so they pass
+Used by everything below. All of them are pytrees, so they pass
 through `jax.jit`, `lax.scan` and `jax.shard_map` unchanged.
 """
 

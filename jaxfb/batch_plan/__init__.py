@@ -1,6 +1,6 @@
 """Batch arithmetic: which rows one update consumes, and how they are cut. Plain Python, no jax.
 
-Second step of the story: data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
+The second of the steps data -> batch plan -> forward_backward -> gradients -> one update -> checkpoint.
 `BatchPlan` cuts one update into microbatches and replicas, `RampUp` lets the rows of an update change during
 a run, `RunPlan` counts the updates of a whole run, `RolloutPlan` those of reinforcement learning; `arrange` cuts rows
 of known lengths by a token budget. All are frozen, built once, passed explicitly and refused

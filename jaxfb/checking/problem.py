@@ -20,7 +20,7 @@ from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
 OwnModel = tuple[LossFn | Pipelined, PyTree, PyTree]
-"""(model, params, batch) that a user brings along."""
+"""(model, params, batch) that a user gives."""
 
 
 @dataclass(frozen=True)

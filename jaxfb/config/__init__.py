@@ -1,6 +1,6 @@
 """A training config: read a YAML file, apply overrides, refuse whatever is not legal. No jax is imported.
 
-Step zero of the story. `load_config("configs/quickstart.yaml", ["mesh.dp=2"])` gives one frozen tree of
+Comes before all other steps. `load_config("configs/quickstart.yaml", ["mesh.dp=2"])` gives one frozen tree of
 sections (`sections.py`); every refusal is a ValueError of one sentence that names the full key.
 """
 

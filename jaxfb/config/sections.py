@@ -1,6 +1,6 @@
 """The sections of a training config: frozen dataclasses, one a topic, each checked alone. Plain Python.
 
-Step zero of the story: everything after it receives these as arguments. Two sections live beside the code
+Comes before all other steps: everything after it receives these as arguments. Two sections live beside the code
 that reads them, `model` (`jaxfb.models.config`) and `data` (`jaxfb.data.config`).
 """
 

@@ -1,6 +1,6 @@
 """Computes the losses that counting alone reaches, on the very tokens that a model's loss counts.
 
-Step of the story: data (a yardstick printed beside the held-out loss).
+Part of the data (a yardstick printed beside the held-out loss).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Directories that are whole or absent: written beside their place, sealed with a fingerprint of each file, renamed.
 
-Step of the story: data (where prepared tokens are kept between runs).
+Part of the data (where prepared tokens are kept between runs).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def build_once(directory: Path, build: Callable[[Path], dict]) -> dict:
             shutil.rmtree(draft, ignore_errors=True)
     except OSError as error:
         raise Refused(
-            f"[data] the cache {directory} cannot be made: {error}; make room there, or set data.cache_dir"
+            f"[data] the cache {directory} cannot be made: {error}; free some space, or set data.cache_dir"
         ) from error
 
 

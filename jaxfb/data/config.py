@@ -1,6 +1,6 @@
 """Defines the settings of the data: what to read and how to cut it; plain and cheap to import.
 
-Step of the story: data (its settings). `prepare(DataConfig(...))` turns them into rows.
+Part of the data (its settings). `prepare(DataConfig(...))` turns them into rows.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Prepares rows from settings, in one call that reads, tokenises, splits, stores and packs.
 
-Step of the story: data (all of it, in order; read this file first).
+Part of the data (all of it, in order; read this file first).
 """
 
 from __future__ import annotations

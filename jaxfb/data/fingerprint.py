@@ -1,6 +1,6 @@
 """Names files by every byte of them: a changed byte gives another name, whatever size and times say.
 
-Step of the story: data (which text is this?). Reading a file once at each start is cheap beside training on it, and
+Part of the data (which text is this?). Reading a file once at each start is cheap beside training on it, and
 a name from size, time or samples would take an edited file for the old one.
 """
 

@@ -1,6 +1,6 @@
 """Batches of packed rows in a seeded order, from any position: the position is a number, not a state machine.
 
-Step of the story: data (what each update receives). grain gives the order (the row at position p of an
+Part of the data (what each update receives). grain gives the order (the row at position p of an
 endless stream, reshuffled each epoch, is a pure function of seed and p) and reads ahead with threads. The
 position counts the rows consumed by the whole job, so it means the same on any number of processes.
 """

@@ -1,6 +1,6 @@
 """Documents to rows of one length: which tokens stand where, decided once and then looked up.
 
-Step of the story: data (rows of the language-model microbatch). A document of n + 1 tokens has n slots: slot
+Part of the data (rows of the language-model microbatch). A document of n + 1 tokens has n slots: slot
 t holds token t as input and token t + 1 as target, so no target ever crosses into another document and each
 token but a document's first is predicted exactly once. Rows are filled with pieces of documents; row k is a
 pure function of k.
@@ -181,21 +181,21 @@ def _cut_long_documents(slots: np.ndarray, sequence_length: int) -> tuple[np.nda
 def _best_fit(length: np.ndarray, sequence_length: int) -> np.ndarray:
     """Returns the row of each piece: longest first, each into the fullest open row that still fits it."""
     row_of_piece = np.empty(len(length), np.int64)
-    open_rows: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # by the room they have left
-    rooms, num_rows = 0, 0  # bit r of `rooms` says that some row has room r
+    open_rows: list[list[int]] = [[] for _ in range(sequence_length + 1)]  # by the space they have left
+    lengths_left, num_rows = 0, 0  # bit r of `lengths_left` is set if some row has r slots left
     order = np.argsort(-length, kind="stable")
     for piece, size in zip(order.tolist(), length[order].tolist(), strict=True):
-        fitting = rooms >> size
+        fitting = lengths_left >> size
         if fitting:
-            room = size + (fitting & -fitting).bit_length() - 1
-            row = open_rows[room].pop()
-            rooms ^= 0 if open_rows[room] else 1 << room
+            left = size + (fitting & -fitting).bit_length() - 1
+            row = open_rows[left].pop()
+            lengths_left ^= 0 if open_rows[left] else 1 << left
         else:
-            room, row, num_rows = sequence_length, num_rows, num_rows + 1
+            left, row, num_rows = sequence_length, num_rows, num_rows + 1
         row_of_piece[piece] = row
-        if room > size:
-            open_rows[room - size].append(row)
-            rooms |= 1 << (room - size)
+        if left > size:
+            open_rows[left - size].append(row)
+            lengths_left |= 1 << (left - size)
     return row_of_piece
 
 

@@ -1,6 +1,6 @@
 """Tokenised documents, memory-mapped, with the boundaries between them.
 
-Step of the story: data (documents of token ids, ready to be packed into rows). What is on disk: tokens in one
+Part of the data (documents of token ids, ready to be packed into rows). What is on disk: tokens in one
 or several flat files, and for each split the start and length of every document.
 """
 

@@ -1,6 +1,6 @@
 """Reads the JSON file that describes a token file, and checks every value.
 
-Step of the story: data (for those who tokenised elsewhere).
+Part of the data (for those who tokenised elsewhere).
 """
 
 from __future__ import annotations

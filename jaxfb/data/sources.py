@@ -1,6 +1,6 @@
 """Documents of text, in a stable order: the standard library, text files, JSONL.
 
-Step of the story: data (the first thing read). Which side of the train / held-out split a document falls on
+Part of the data (the first thing read). Which side of the train / held-out split a document falls on
 is decided by its content alone, so neither order nor new neighbours move it.
 """
 

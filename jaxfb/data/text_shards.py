@@ -1,6 +1,6 @@
 """Text to shards: split by document, train the tokenizer on the train side, encode, store.
 
-Step of the story: data (documents of text become documents of token ids, once). The source is read again for
+Part of the data (documents of text become documents of token ids, once). The source is read again for
 each of these steps rather than held in memory.
 """
 

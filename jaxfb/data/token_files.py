@@ -1,6 +1,6 @@
 """Ready token files: .bin with a JSON sidecar, or .npy, mapped into memory as they are.
 
-Step of the story: data (for those who tokenised elsewhere). The .bin of nanoGPT, llm.c and Megatron fit.
+Part of the data (for those who tokenised elsewhere). The .bin of nanoGPT, llm.c and Megatron fit.
 """
 
 from __future__ import annotations

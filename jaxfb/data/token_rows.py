@@ -1,7 +1,7 @@
 """Token sequences to rows for post-training: which tokens stand where, and which of them count.
 
-Step of the story: data (rows of the language-model microbatch, one sequence a row). A token counts where it is a
-target: the mask of slot t speaks of targets[t].
+Part of the data (rows of the language-model microbatch, one sequence a row). A token counts where it is a
+target: the mask of slot t is that of targets[t].
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ready token files to shards: the boundaries of documents are stored, the tokens stay where they lie.
 
-Step of the story: data (for those who tokenised elsewhere).
+Part of the data (for those who tokenised elsewhere).
 """
 
 from __future__ import annotations

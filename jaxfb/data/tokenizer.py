@@ -1,6 +1,6 @@
 """Text to token ids and back: plain bytes, or byte-level BPE by the `tokenizers` library.
 
-Step of the story: data (documents become token ids). A token stands at either end of a document, so its first
+Part of the data (documents become token ids). A token stands at either end of a document, so its first
 token is predicted too, and its end; every byte of the text is then counted once in bits/byte.
 """
 

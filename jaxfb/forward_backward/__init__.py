@@ -1,4 +1,4 @@
-"""The step of the story between a planned batch and its gradients: all microbatches, forward and backward, one call."""
+"""Computes gradients from a planned batch: all microbatches, forward and backward, in one call."""
 
 from jaxfb.forward_backward.engine import ForwardBackward, get_forward_backward_func
 from jaxfb.forward_backward.microbatches import Microbatches, specs_of, split

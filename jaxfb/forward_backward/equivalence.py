@@ -1,4 +1,4 @@
-"""A model's gradients on any mesh under any schedule, against one device: a witness beside the story.
+"""Compares a model's gradients on any mesh under any schedule with those of one device.
 
 The comparison is plain `jax.value_and_grad` of all rows at once. It shares no code with the engine but the way a
 `Pipelined` is put together.

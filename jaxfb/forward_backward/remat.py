@@ -12,7 +12,7 @@ REMAT_POLICIES = ("none", "selective", "layer", "full")
 PIPELINE_KEEPS = {"none": "residuals", "selective": "residuals", "layer": "inputs", "full": "input"}
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 
-# flash attention: its output and softmax sums take no more room than a product with a weight. cuDNN's is a primitive;
+# flash attention: its output and softmax sums take no more memory than a product with a weight. cuDNN's is a primitive;
 # splash names the two, since what its kernel writes has the sums 128 times
 _FLASH = {"dot_product_attention_fwd_wrapper"}
 # shape-only primitives: saving one of these would keep a gathered weight under another name

@@ -1,6 +1,6 @@
 """Softmax cross entropy over a large vocabulary, a chunk of tokens at a time.
 
-The head of the story's forward_backward: [tokens, vocab] logits never exist whole, neither forward nor
+Part of the head in forward_backward: [tokens, vocab] logits never exist whole, neither forward nor
 backward. The loss is a sum, so its gradient is known as soon as a chunk's logits are: the differentiated
 forward pass makes the gradients in the same loop (6 instead of 8 multiplications per weight and token; Liger,
 arXiv:2410.10989) and the backward pass only scales them. With regularizers there are several sums, whose

@@ -1,6 +1,6 @@
 """Logits, a chunk of tokens at a time: the pieces that every loss over the vocabulary is made of.
 
-Part of the head in the story's forward_backward. The vocabulary may be cut over the automatic `tensor` axis and
+Part of the head in forward_backward. The vocabulary may be cut over the automatic `tensor` axis and
 over one manual axis besides (a pipeline's stages); sums over the manual axis are written here.
 
 Shapes: T = tokens in a chunk, D = width, V = vocabulary, or this device's share of it.

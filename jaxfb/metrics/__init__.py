@@ -1,6 +1,6 @@
 """The numbers of a run on their way out: to files and services, to the terminal, to a picture.
 
-Beside the story: numbers leave the device one step behind (`Pending`), become plain floats, and go to every
+Numbers leave the device one step behind (`Pending`), become plain floats, and go to every
 `Writer` and to the `Progress` display.
 """
 

@@ -1,6 +1,6 @@
 """Writes records: to a JSON-lines file always, to TensorBoard and Weights & Biases as extras.
 
-Beside the story. A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}. Lists of
+A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}. Lists of
 numbers go to the JSON-lines file alone.
 """
 

@@ -1,6 +1,6 @@
 """The sizes of the built-in transformer, checked once, and the arithmetic that follows from them.
 
-First step of the model's story: plain Python, so a config is read, refused and sized without a device.
+Plain Python, so a config is read, refused and sized without a device.
 """
 
 from __future__ import annotations

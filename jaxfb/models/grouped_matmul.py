@@ -2,7 +2,7 @@
 
 `jax.lax.ragged_dot`, and what stands for it where XLA multiplies every row by every matrix: on CPUs and GPUs, and on
 TPUs in the gradient of the matrices. There, each group's rows are cut in tiles and a loop multiplies a tile at a time,
-so that the work is that of the rows there are, and not of the groups, nor of the room for the worst case.
+so that the work is that of the rows there are, and not of the groups, nor of the space for the worst case.
 
 Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at most, B = rows of a tile.
 """

@@ -1,6 +1,6 @@
 """Provides learning-rate and weight-decay schedules, optimizers by name, and loss scaling for float16.
 
-Sixth step of the story: the gradients arrive reduced, divided and clipped (`jaxfb.gradients`) and leave as
+The step after `jaxfb.gradients`: the gradients arrive reduced, divided and clipped and leave as
 one optax update. Nothing here knows about microbatches.
 """
 

@@ -1,4 +1,4 @@
-"""The context axis: each device holds part of every sequence, and attention brings the parts together.
+"""The context axis: each device has part of every sequence, and attention combines the parts.
 
 Causal attention works hardest at the end of a sequence, so the cut is a zigzag: of 2C pieces device c holds
 pieces c and 2C-1-c, and all have the same work. Everything but `zigzag` runs inside `jax.shard_map`.
@@ -113,7 +113,7 @@ def context_attention(query, key, value, *, segments: jax.Array | None, method: 
       query: float[R, T/context, H, K].  key, value: float[R, T/context, G, K], in zigzag order.
       segments: i32[R, T/context] document ids, or None.
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
-        devices' share of them; "all_gather" brings them all together; "all_to_all" exchanges tokens for heads
+        devices' share of them; "all_gather" gathers them all; "all_to_all" exchanges tokens for heads
         (Ulysses; C must divide G) and so runs any attention kernel.
     Returns:
       float[R, T/context, H, K].

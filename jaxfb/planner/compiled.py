@@ -1,6 +1,6 @@
 """The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a process of its own.
 
-Of its own, since the environment that brings up libtpu or simulates devices is read once, when JAX starts, and what a
+This takes a separate process, since the environment that brings up libtpu or simulates devices is read once, when JAX starts, and what a
 compiler allocates it does not give back.
 """
 
@@ -65,7 +65,7 @@ class TooLarge:
 def compile_for(
     config: Config, topology: Topology, say: Callable[[str], None] = lambda text: None
 ) -> Compiled | TooLarge:
-    """Compiles the step of `config` for `topology`; minutes for a large model. `say` hears how long it has been.
+    """Compiles the step of `config` for `topology`; minutes for a large model. `say` gets the time so far.
 
     Raises:
       ValueError: the compiler is missing, or will not make that topology, or the mesh does not fit on it.

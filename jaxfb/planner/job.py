@@ -1,6 +1,6 @@
 """The training step of a config in shapes alone: what the trainer would run on a mesh, with nothing made.
 
-Step of the story: all of it up to the one update, before there is a device or a text.
+Covers everything up to the one update, before there is a device or a text.
 """
 
 from __future__ import annotations

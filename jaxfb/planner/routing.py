@@ -1,7 +1,7 @@
 """Estimates the work of a mixture of experts, which no program contains: it depends on where tokens are sent.
 
 Taken here is that experts are equally popular, as their training aims at: then a device's experts meet as many rows
-as its own tokens make choices, whatever room there is for the worst case.
+as its own tokens make choices, whatever space there is for the worst case.
 """
 
 from __future__ import annotations

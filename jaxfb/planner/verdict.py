@@ -78,7 +78,7 @@ class Verdict:
 
     @property
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """(axes, kind) -> what the compiled program moves between devices; empty without a compiler."""
+        """Maps (axes, kind) -> what the compiled program moves between devices; empty without a compiler."""
         if not isinstance(self.compiled, Compiled):
             return {}
         names = Traffic.__dataclass_fields__
@@ -94,7 +94,7 @@ class Verdict:
 
     @property
     def exposed_seconds(self) -> float:
-        """Communication that nothing hides; by the formula, all of it."""
+        """Returns communication that nothing hides; by the formula, all of it."""
         if not isinstance(self.compiled, Compiled):
             return self.estimate.wire_seconds
         return sum(row.exposed_seconds for row in self.traffic.values())
@@ -140,11 +140,11 @@ def plan(
     compiles: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Sizes the training step of `config` by formula on `topology` and, where it can, asks the compiler.
+    """Returns sizes the training step of `config` by formula on `topology` and, where it can, asks the compiler.
 
     Args:
       compiles: False leaves the compiler out.
-      say: hears of progress.
+      say: is called with progress messages.
     Raises:
       ValueError: config, mesh and topology do not fit together, or the TPU compiler is not installed.
     """

@@ -1,6 +1,6 @@
 """Rows of the run's windows, in order, cut into microbatches and placed where the step wants them.
 
-Step two of the story: data -> batch plan. Every process reads the rows of its own devices and no others, split
+The second step of a run: data -> batch plan. Every process reads the rows of its own devices and no others, split
 on the host as the global plan says, so that the step moves no row between devices.
 """
 

@@ -1,4 +1,4 @@
-"""`jaxfb check`: the model of a config, its widths made small, next to one device. Beside the story.
+"""`jaxfb check`: the model of a config, its widths made small, next to one device.
 
 What is kept is what can go wrong: the kind of layers and how many, tied weights, grouped heads, experts, dropout,
 packing, the mesh, the schedule and the engine's options. Widths are not, so that a large model is checked in seconds.

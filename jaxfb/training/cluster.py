@@ -1,6 +1,6 @@
 """Finds the processes that make up the job, and this one's number: from the config, the environment, the launcher.
 
-Before the story: nothing is joined here, and nothing is asked of a machine that runs one process.
+Nothing is joined here, and nothing is asked of a machine that runs one process.
 """
 
 from __future__ import annotations

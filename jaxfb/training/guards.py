@@ -1,6 +1,6 @@
 """Puts all guards of a run behind one interface, which the training loop calls around each update.
 
-update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
+Update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""The processes of a job, joined by `jax.distributed`: one that starts, many that agree, the first that speaks.
+"""Connects the processes of a job by `jax.distributed`: they agree on what they run, and process 0 prints and writes.
 
-Before the story: every process runs the same program on the same config; what they tell each other here goes
+Every process runs the same program on the same config; what they tell each other here goes
 through the coordinator's key-value store, so it works before the first collective and when there can be none.
 """
 
@@ -38,7 +38,7 @@ _rounds = itertools.count()  # the store outlives a `Hosts`, so each has keys of
 class Hosts:
     """The processes of this job while a command runs; used as a context. Alone, every method is immediate.
 
-    index, count: this process and how many there are. is_first: whether this one speaks and writes.
+    index, count: this process and how many there are. is_first: whether this one prints and writes.
     """
 
     def __init__(self, config: HostsConfig):

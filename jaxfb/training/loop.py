@@ -224,7 +224,9 @@ class _Loop:
     def _end(self) -> Result:
         hosts, run_, path = self._hosts, self._run, self._run.directory.path
         if failure := self._interrupt.failure:
-            raise CannotWrite(f"{failure}; {_saved(run_)}; make room, then go on with: {_again(run_)}")
+            raise CannotWrite(
+                f"{failure}; {_saved(run_)}; free some space, then continue with: {_again(run_)}"
+            )
         if not run_.finished:
             why = self._interrupt.signal or run_.stopped
             hosts.say(f"{why}: {_saved(run_)}; go on with: {_again(run_)}")

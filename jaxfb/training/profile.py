@@ -1,4 +1,4 @@
-"""`jaxfb train --profile`: a trace of a few updates, for TensorBoard or ui.perfetto.dev; beside the story.
+"""`jaxfb train --profile`: a trace of a few updates, for TensorBoard or ui.perfetto.dev.
 
 The phases carry names: forward, backward, accumulate, embed, layers (attention, mlp), head, optimizer; under a
 pipeline phase_F, F, B and W.

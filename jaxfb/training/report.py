@@ -128,7 +128,7 @@ def _text(setup: Setup) -> Iterator[tuple[str, Any]]:
     corpus = setup.corpus
     for name, stats in (("train", corpus.train_stats), ("held out", corpus.held_out_stats)):
         yield name, _split(stats)
-    yield "vocabulary", f"{corpus.vocab_size:,} ids (the model has room for {setup.sizes.vocab_size:,})"
+    yield "vocabulary", f"{corpus.vocab_size:,} ids (padded to {setup.sizes.vocab_size:,} in the model)"
 
 
 def _split(stats: SplitStats) -> str:

@@ -1,6 +1,6 @@
 """Makes everything a run consists of from a config: text, model, mesh, plans, optimizer.
 
-Step one of the story. What can be refused is refused here, in the order in which it costs: sizes and mesh
+The first step of a run. What can be refused is refused here, in the order in which it costs: sizes and mesh
 first, then the text, then what depends on both. Nothing is compiled.
 """
 

@@ -1,6 +1,6 @@
 """Notices that a process of the job is gone, has failed or hangs, and ends the others with a sentence.
 
-Beside the story. Without it they would wait in a collective: for minutes at best, at worst for ever.
+Without it they would wait in a collective: for minutes at best, at worst for ever.
 """
 
 from __future__ import annotations
