@@ -1,6 +1,6 @@
 """Starts the processes of a job on this machine and starts them again when they are lost. No jax is imported.
 
-Start -> all end -> done, refused, interrupted or given up: end likewise
+start -> all end -> done, refused, interrupted or given up: end likewise
                  -> lost or crashed: wait, start again with --resume
 """
 

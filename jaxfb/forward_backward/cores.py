@@ -1,6 +1,6 @@
 """The two ways from seeds to gradients, with one interface: accumulation on one stage, and the pipeline.
 
-Hold -> forward_backward (or forward) -> reduce. Everything here runs on one device inside `jax.shard_map`.
+hold -> forward_backward (or forward) -> reduce. Everything here runs on one device inside `jax.shard_map`.
 """
 
 from __future__ import annotations

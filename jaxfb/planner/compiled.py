@@ -1,7 +1,7 @@
 """The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a process of its own.
 
-This takes a separate process, since the environment that brings up libtpu or simulates devices is read once, when JAX starts, and what a
-compiler allocates it does not give back.
+This takes a separate process, since the environment that starts libtpu or simulates devices is read once, when JAX
+starts, and a compiler does not free what it allocates.
 """
 
 from __future__ import annotations

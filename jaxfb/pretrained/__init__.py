@@ -1,6 +1,6 @@
 """Models in the files of Hugging Face: read from a directory onto a mesh, and written to one.
 
-Config.json + *.safetensors -> sizes and parameters of the built-in transformer -> the same files again
+config.json + *.safetensors -> sizes and parameters of the built-in transformer -> the same files again
 """
 
 from jaxfb.pretrained.architectures import ARCHITECTURES, sizes_of

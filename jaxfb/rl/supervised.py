@@ -1,6 +1,6 @@
 """Supervised fine-tuning: learn the tokens that count. The work of `jaxfb sft`, and the warm start of a policy.
 
-Conversations -> rows -> [rows of one window -> forward_backward -> one optax update] -> held-out loss
+conversations -> rows -> [rows of one window -> forward_backward -> one optax update] -> held-out loss
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Puts all guards of a run behind one interface, which the training loop calls around each update.
 
-Update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
+update -> [repeated, copies compared] -> its numbers -> [finite?] -> [spike?]
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """The directory of a run: what lies where, and whether a run may start, go on or is over.
 
-Config.yaml plan.json tokenizer.json      what was asked for, resolved
+config.yaml plan.json tokenizer.json      what was asked for, resolved
 config.until-<update>.yaml                the config of before, where a run went on from that update with another
 metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
