@@ -105,7 +105,8 @@ def test_hints_point_at_keys_that_exist():
 
 
 def names(section, field):
-    return set(get_args(get_type_hints(section)[field]))
+    hint = get_type_hints(section, include_extras=True)[field]
+    return set(hint.__metadata__[0].names if hasattr(hint, "__metadata__") else get_args(hint))
 
 
 def refused_with(function, *args, **kwargs):

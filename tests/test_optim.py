@@ -307,9 +307,9 @@ def test_every_default_is_a_legal_hyperparameter():
     from inspect import signature
 
     from jaxfb.optim.hyperparameters import LEGAL
-    from jaxfb.optim.optimizers import _DIRECTIONS
+    from jaxfb.parts import OPTIMIZERS
 
-    for name, builder in _DIRECTIONS.items():
+    for name, builder in OPTIMIZERS.items():
         defaults = {k: p.default for k, p in signature(builder).parameters.items() if k in LEGAL}
         make_optimizer(name, learning_rate=0.1, **defaults)
         assert defaults

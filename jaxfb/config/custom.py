@@ -48,6 +48,7 @@ class CustomConfig:
     optimizer: as for the built-in model; null where a program hands an optax transformation to `jaxfb.Trainer`.
     schedule: of the pipeline, where mesh.pipe > 1; null is 1f1b, or interleaved with several chunks.
     chunks:   parts of the model on each stage.
+    plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
     model: str
@@ -68,6 +69,7 @@ class CustomConfig:
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)

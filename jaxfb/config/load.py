@@ -18,6 +18,7 @@ from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
 from jaxfb.config.starter import starter_names, starter_text
 from jaxfb.refusal import choice, instance, refuse, shown
+from jaxfb.registry import load_plugins
 
 MAX_BYTES = 1 << 20
 
@@ -54,7 +55,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
         raise ConfigError(f"[config] {path} is a config for `jaxfb {found}`, not for `jaxfb {command}`")
     for override in overrides:
         _apply(values, override, root)
-    return build(root, values)
+    return _built(root, values)
 
 
 def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -> Any:
@@ -69,6 +70,13 @@ def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -
         values = copy.deepcopy(dict(values))
     for override in overrides:
         _apply(values, override, root)
+    return _built(root, values)
+
+
+def _built(root: type, values: Mapping[str, Any]) -> Any:
+    """Imports the plugins first, for the names that they register are legal values."""
+    if isinstance(plugins := values.get("plugins"), list | tuple):
+        load_plugins(plugins)
     return build(root, values)
 
 

@@ -7,22 +7,12 @@ from __future__ import annotations
 
 import difflib
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxfb.config.sections import Number, at_least_zero, positive, seed_in_range
+from jaxfb.parts import ESTIMATORS, SURROGATES
 from jaxfb.refusal import Refused, shown
 
-EstimatorName = Literal[
-    "grpo",
-    "dr_grpo",
-    "rloo",
-    "opo",
-    "gpg",
-    "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline",
-    "remax",
-    "gae",
-]
 Aggregation = Literal[
     "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
 ]
@@ -119,12 +109,12 @@ class RolloutConfig:
 class AdvantageConfig:
     """Settings of how rewards become advantages, once a rollout, before rows are split.
 
-    name:    an estimator of `losses.advantages`; "gae" needs a critic.
+    name:    an estimator of `losses.estimators`; "gae" needs a critic.
     gamma:   discount (gae, reinforce_plus_plus). lam: of gae.
     whiten:  gae: mean 0, standard deviation 1 over all counted tokens.
     """
 
-    name: EstimatorName = "grpo"
+    name: Annotated[str, ESTIMATORS] = "grpo"
     gamma: float = 1.0
     lam: float = 0.95
     whiten: bool = True
@@ -139,12 +129,13 @@ class AdvantageConfig:
 class PolicyConfig:
     """The objective: a surrogate by name with its options, how tokens are averaged, and the two side terms.
 
+    surrogate:     the loss of one token, see `losses.surrogates`. options: its settings, such as clip_low.
     aggregation:   null is the surrogate's own. scale: of "seq-mean-token-sum-norm".
     kl_coef:       of the KL to the reference as a term of the loss; 0: none. kl_estimator: k1, k2, k3, abs, ...
     entropy_coef:  of the entropy bonus.
     """
 
-    surrogate: Literal["ppo", "gspo", "geo_mean", "cispo", "sapo", "reinforce", "gpg", "dppo", "dro"] = "ppo"
+    surrogate: Annotated[str, SURROGATES] = "ppo"
     options: dict[str, Number] = field(default_factory=dict)
     aggregation: Aggregation | None = None
     scale: float | None = None

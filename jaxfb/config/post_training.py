@@ -7,7 +7,7 @@ kind has: `conversations` (`jaxfb sft`), `preferences` (`jaxfb dpo`), `task` (`j
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Literal
 
 from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.policy import (
@@ -37,6 +37,8 @@ from jaxfb.config.sections import (
     positive,
     seed_in_range,
 )
+from jaxfb.losses.estimators import estimator_of
+from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused
 
 
@@ -140,7 +142,7 @@ class PreferencesConfig:
     truncate: bool = False
     beta: float = 0.1
     label_smoothing: float = 0.0
-    kind: Literal["sigmoid", "ipo", "hinge", "robust"] = "sigmoid"
+    kind: Annotated[str, PREFERENCES] = "sigmoid"
 
     def __post_init__(self):
         positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
@@ -198,7 +200,11 @@ class PostEvalConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class PostTrainingConfig:
-    """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given."""
+    """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
+
+    schedule: of the pipeline, where mesh.pipe > 1. chunks: parts of the model on each stage.
+    plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
+    """
 
     model: ModelConfig | None = None
     start: StartConfig = field(default_factory=StartConfig)
@@ -216,6 +222,7 @@ class PostTrainingConfig:
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
         if (self.model is None) == (self.start.run is None):
@@ -263,7 +270,7 @@ class RLConfig(PostTrainingConfig):
                 "rows and cannot pass over them, and no update with a critic is repeated; use guard.spikes=warn and "
                 "guard.verify_every=null"
             )
-        if (self.critic is None) == (self.advantage.name == "gae"):
+        if (self.critic is None) == estimator_of(self.advantage.name).needs_critic:
             fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
             raise Refused(
                 f"[advantage] name={self.advantage.name} {'needs' if self.critic is None else 'does not use'} "

@@ -31,6 +31,7 @@ class Config:
     schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
       null is 1f1b, or interleaved with several chunks.
     chunks:   parts of the model on each stage.
+    plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
     model: ModelConfig
@@ -49,6 +50,7 @@ class Config:
     log: LogConfig = field(default_factory=LogConfig)
     guard: GuardConfig = field(default_factory=GuardConfig)
     hosts: HostsConfig = field(default_factory=HostsConfig)
+    plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)

@@ -11,6 +11,7 @@ from functools import cache
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jaxfb.refusal import INT64, Refused, shown
+from jaxfb.registry import OWN, Registry
 
 # What people coming from other trainers type, and what it is called here.
 ALIASES = {
@@ -94,7 +95,7 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
 @cache
 def fields_of(cls: type) -> dict[str, Any]:
     """Returns name -> type of every field that `cls(...)` takes."""
-    hints = typing.get_type_hints(cls)
+    hints = typing.get_type_hints(cls, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
@@ -148,6 +149,7 @@ def _value(hint: Any, given: Any, key: str, root: type) -> Any:
 def _leaf(hint: Any, given: Any, key: str) -> Any:
     from pydantic import ValidationError
 
+    _check_registered(hint, given, key)
     try:
         value = _adapter(hint).validate_python(tuple(given) if isinstance(given, list) else given)
     except (ValidationError, RecursionError):
@@ -179,6 +181,8 @@ def describe(hint: Any) -> str:
     for option in _options(hint):
         if get_origin(option) is Literal:
             parts.append("one of " + ", ".join(map(str, get_args(option))))
+        elif registry := _registry(option):
+            parts.append(f"one of {', '.join(registry.names)}, or your own as {OWN}")
         elif get_origin(option) is tuple:
             parts.append(f"a list, each {describe(get_args(option)[0])}")
         elif get_origin(option) in (dict, Mapping):
@@ -196,8 +200,34 @@ def _words(hint: Any) -> Iterator[Any]:
     for option in _options(hint):
         if get_origin(option) is Literal:
             yield from get_args(option)
+        elif registry := _registry(option):
+            yield from registry.names
         elif get_origin(option) is tuple:
             yield from _words(get_args(option)[0])
+
+
+def _registry(option: Any) -> Registry | None:
+    """Returns the registry that names the values of `Annotated[str, registry]`."""
+    extras = getattr(option, "__metadata__", ())
+    return next((extra for extra in extras if isinstance(extra, Registry)), None)
+
+
+def _registries(hint: Any) -> Iterator[Registry]:
+    for option in _options(hint):
+        if registry := _registry(option):
+            yield registry
+        elif get_origin(option) is tuple:
+            yield from _registries(get_args(option)[0])
+
+
+def _check_registered(hint: Any, given: Any, key: str) -> None:
+    """Refuses a text that names no part; a wrong type is left to the type's own check."""
+    texts = [name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)]
+    for registry in _registries(hint):
+        if any(":" not in name and name not in registry for name in texts):
+            raise ConfigError(_wrong_type(hint, given, key))
+        for name in texts:
+            registry.check(name)
 
 
 def _required(cls: type) -> list[str]:

@@ -7,17 +7,15 @@ that reads them, `model` (`jaxfb.models.config`) and `data` (`jaxfb.data.config`
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.models.config import TransformerConfig
+from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
 from jaxfb.refusal import Refused
 from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
-LearningRateName = Literal[
-    "constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "wsd"
-]
 LENGTHS = ("updates", "samples", "tokens", "epochs")
 
 
@@ -132,7 +130,7 @@ class OptimizerConfig:
     """
 
     learning_rate: float
-    name: Literal["adamw", "lion", "adafactor", "muon", "sgd"] = "adamw"
+    name: Annotated[str, OPTIMIZERS] = "adamw"
     weight_decay: float = 0.1
     weight_decay_initial: float | None = None
     weight_decay_ramp: Literal["constant", "linear", "cosine"] = "constant"
@@ -161,7 +159,7 @@ class LearningRateConfig:
     options:       what is particular to one schedule, such as decay and tail of wsd.
     """
 
-    name: LearningRateName = "cosine"
+    name: Annotated[str, LEARNING_RATES] = "cosine"
     warmup: int = 0
     warmup_shape: Literal["linear", "cosine", "exponential", "minus_sqrt"] = "linear"
     initial: float = 0.0
@@ -225,7 +223,7 @@ class ParallelConfig:
 
     fsdp_gather: Literal["layer", "step"] = "layer"
     remat: Literal["none", "selective", "layer", "full"] = "none"
-    head_placement: Literal["vocabulary", "rows", "last"] | None = None
+    head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
 
@@ -248,10 +246,13 @@ class CheckpointConfig:
 
 @dataclass(frozen=True)
 class LogConfig:
-    """A record every `every` updates. metrics.jsonl is always written; `writers` says where else they go."""
+    """A record every `every` updates.
+
+    writers: where records go beside metrics.jsonl, which is always written; docs/trainer.md shows one of your own.
+    """
 
     every: int = 1
-    writers: tuple[Literal["tensorboard", "wandb"], ...] = ()
+    writers: tuple[Annotated[str, WRITERS], ...] = ()
 
     def __post_init__(self):
         positive("log", every=self.every)

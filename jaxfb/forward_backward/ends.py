@@ -20,7 +20,8 @@ from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import across
 from jaxfb.forward_backward.stage import Given
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
-from jaxfb.refusal import Refused
+from jaxfb.parts import HEADS
+from jaxfb.refusal import Refused, choice
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 PyTree = Any
@@ -219,7 +220,15 @@ class VocabularyEnds(Ends):
         return _psum(leaf)
 
 
-PLACEMENTS = {"vocabulary": VocabularyEnds, "rows": RowEnds, "last": LastEnds}
+PLACEMENTS = HEADS
+
+
+def check_placement(name: Any) -> None:
+    """Raises ValueError for a name that is no head placement; "module:class" may be a subclass of `Ends`."""
+    if not isinstance(name, str) or ":" not in name:
+        choice("head_placement", name, tuple(HEADS))
+    elif not (isinstance(found := HEADS[name], type) and issubclass(found, Ends)):
+        raise Refused(f"head_placement={name!r} must name a subclass of jaxfb.forward_backward.ends.Ends")
 
 
 def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: int, tensor: int) -> str:
@@ -229,8 +238,8 @@ def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: i
     Raises:
       ValueError: the name is unknown, or "vocabulary" is not possible.
     """
-    if asked not in (None, *PLACEMENTS):
-        raise Refused(f"head_placement must be one of {', '.join(map(repr, PLACEMENTS))}, got {asked!r}")
+    if asked is not None:
+        check_placement(asked)
     if asked not in (None, "vocabulary"):
         return asked
     obstacle = _obstacle_to_vocabulary(model, outer, pipe, tensor)

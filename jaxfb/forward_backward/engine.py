@@ -28,7 +28,7 @@ from jaxfb.forward_backward.arguments import (
     specs_like,
 )
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
-from jaxfb.forward_backward.ends import PLACEMENTS, check_rows, choose_placement
+from jaxfb.forward_backward.ends import check_placement, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
@@ -369,7 +369,7 @@ def _check_pipeline(
                 "make the mesh with pipe=2 or more, or leave them out"
             )
     if head_placement is not None:
-        choice("head_placement", head_placement, tuple(PLACEMENTS))
+        check_placement(head_placement)
     if isinstance(schedule, schedules.Schedule):
         _check_schedule(schedule.validate(), axis_size(mesh, "pipe"), schedule.num_microbatches)
     elif axis_size(mesh, "pipe") > 1:

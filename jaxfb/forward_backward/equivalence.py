@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
-from jaxfb.forward_backward.ends import PLACEMENTS
+from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
@@ -244,7 +244,7 @@ def _check_options(options: Mapping[str, Any]) -> None:
     for name in options:
         choice("an option of check_equivalence", name, legal)
     if options.get("head_placement") is not None:
-        choice("head_placement", options["head_placement"], tuple(PLACEMENTS))
+        check_placement(options["head_placement"])
     layer_counts(options.get("layers_per_stage"))
     get_forward_backward_func(**{name: v for name, v in options.items() if name not in _PIPELINE_OPTIONS})
 

@@ -10,7 +10,6 @@ mask is 0.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
@@ -182,17 +181,6 @@ def whiten(values: np.ndarray, mask: np.ndarray, *, shift_mean: bool = True) -> 
     out = np.zeros(counted.shape)
     out[counted] = scaled if shift_mean else scaled + mean
     return out
-
-
-# (rewards [R], groups [R], mask [R, S]) -> advantages [R, S]
-OUTCOME_ESTIMATORS: dict[str, Callable] = {
-    "grpo": grpo,
-    "dr_grpo": dr_grpo,
-    "rloo": rloo,
-    "opo": opo,
-    "gpg": gpg,
-    "reinforce_plus_plus_baseline": reinforce_plus_plus_baseline,
-}
 
 
 def group_members(groups: np.ndarray, rewards: np.ndarray) -> list[np.ndarray]:

@@ -27,10 +27,11 @@ from jaxfb.losses.settings import (
     check_positive,
     check_word,
 )
+from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused, boolean
 from jaxfb.types import LossOutput, Sum
 
-KINDS = ("sigmoid", "ipo", "hinge", "robust")
+KINDS = PREFERENCES
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ class PreferenceLoss:
         ipo      (h / beta - 1 / (2 beta))^2                                  arXiv:2310.12036
         hinge    max(0, 1 - h)                                                SLiC arXiv:2305.10425
 
+    kind:               one of these, one registered in `jaxfb.parts.PREFERENCES`, or "module:function": a function
+                        (h, settings) of the loss of each pair.
     beta:               how strongly the reference holds.
     label_smoothing:    e, the share of pairs thought to be labelled wrongly; in [0, 0.5).
     reference_free:     c_ref = r_ref = 0.
@@ -65,7 +68,9 @@ class PreferenceLoss:
     sft_coef: float = 0.0
 
     def __post_init__(self):
-        check_word("preference", "kind", self.kind, KINDS)
+        if not isinstance(self.kind, str) or ":" not in self.kind:
+            check_word("preference", "kind", self.kind, PREFERENCES)
+        PREFERENCES.check(self.kind)
         boolean("reference_free", self.reference_free, who="[preference]")
         boolean("length_normalized", self.length_normalized, who="[preference]")
         check_positive("preference", 0.1, beta=self.beta)
@@ -97,15 +102,29 @@ class PreferenceLoss:
         return LossOutput(terms, {name: pairs.mean(lax.stop_gradient(x)) for name, x in metrics.items()})
 
     def _loss(self, h: jax.Array) -> jax.Array:
-        e = self.label_smoothing
-        if self.kind == "ipo":
-            return (h / self.beta - 1 / (2 * self.beta)) ** 2
-        if self.kind == "hinge":
-            return jnp.maximum(0, 1 - h)
-        right, wrong = -jax.nn.log_sigmoid(h), -jax.nn.log_sigmoid(-h)
-        if self.kind == "robust":
-            return ((1 - e) * right - e * wrong) / (1 - 2 * e)
-        return (1 - e) * right + e * wrong
+        return PREFERENCES[self.kind](h, self)
+
+
+def sigmoid(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
+    """Returns the loss of DPO, or of cDPO with label smoothing, for each pair."""
+    e = settings.label_smoothing
+    return -(1 - e) * jax.nn.log_sigmoid(h) - e * jax.nn.log_sigmoid(-h)
+
+
+def robust(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
+    """Returns the loss of robust DPO for each pair."""
+    e = settings.label_smoothing
+    return (e * jax.nn.log_sigmoid(-h) - (1 - e) * jax.nn.log_sigmoid(h)) / (1 - 2 * e)
+
+
+def ipo(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
+    """Returns the loss of IPO for each pair."""
+    return (h / settings.beta - 1 / (2 * settings.beta)) ** 2
+
+
+def hinge(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
+    """Returns the loss of SLiC for each pair."""
+    return jnp.maximum(0, 1 - h)
 
 
 class _Pairs:

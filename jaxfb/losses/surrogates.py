@@ -12,7 +12,9 @@ look across rows, and may name in `aggregation` the one it was derived with.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, is_dataclass
+from functools import partial
+from inspect import signature
 from typing import Any, ClassVar
 
 import jax
@@ -21,7 +23,9 @@ from jax import lax
 
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_not_negative, check_number, check_positive, check_word
+from jaxfb.parts import SURROGATES
 from jaxfb.refusal import Refused, shown
+from jaxfb.registry import OWN
 from jaxfb.types import Sum
 
 
@@ -219,22 +223,13 @@ class DRO:
         return -tokens.advantages * tokens.log_probs + self.beta / 2 * log_ratio**2, {}
 
 
-SURROGATES: dict[str, Callable] = {
-    "ppo": PPOClip,
-    "gspo": GSPO,
-    "geo_mean": GeometricMean,
-    "cispo": CISPO,
-    "sapo": SAPO,
-    "reinforce": Reinforce,
-    "gpg": Reinforce,
-    "dppo": DPPO,
-    "dro": DRO,
-}
 _COUPLED = ("clip_cov", "kl_cov")
 
 
 def make_surrogate(name: str, **settings: Any) -> Callable:
-    """Makes a surrogate by its name in `SURROGATES`, for configs: make_surrogate("ppo", clip_high=0.28).
+    """Returns a surrogate by its name in `SURROGATES`, or "module:attribute": make_surrogate("ppo", clip_high=0.28).
+
+    One of a user's own is a function (tokens, sequences), further arguments being settings, or a frozen dataclass.
 
     Raises:
       ValueError: an unknown name or setting, or a value out of range.
@@ -244,13 +239,21 @@ def make_surrogate(name: str, **settings: Any) -> Callable:
             f"[loss] {name} picks its tokens by their covariance over a whole microbatch, so the update would change "
             'with the number of microbatches; use "ppo" with a higher clip_high, or an entropy bonus'
         )
-    if not isinstance(name, str) or name not in SURROGATES:
-        raise Refused(f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}")
-    known = [field.name for field in fields(SURROGATES[name])]
+    own = isinstance(name, str) and ":" in name
+    if not own and (not isinstance(name, str) or name not in SURROGATES):
+        raise Refused(
+            f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}, nor your own as {OWN}"
+        )
+    made = SURROGATES[name]
+    known = (
+        [field.name for field in fields(made)] if is_dataclass(made) else [*signature(made).parameters][2:]
+    )
     for setting in settings:
         if setting not in known:
             raise Refused(f"[loss] {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
-    return SURROGATES[name](**settings)
+    if isinstance(made, type):
+        return made(**settings)
+    return partial(made, **settings) if settings else made
 
 
 def clamped_log_ratio(tokens: Any) -> jax.Array:

@@ -1,7 +1,8 @@
 """Writes records: to a JSON-lines file always, to TensorBoard and Weights & Biases as extras.
 
-A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}. Lists of
-numbers go to the JSON-lines file alone.
+A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}; a value may also be a list of
+numbers, which TensorBoard and Weights & Biases are not given. A writer of one's own is any function of
+`(directory, config, resume)` that returns a `Writer`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,11 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from jaxfb.refusal import Refused
+from jaxfb.parts import WRITERS
+from jaxfb.refusal import Refused, shown
+from jaxfb.registry import OWN
 
-PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}
+PACKAGES = {"tensorboard": "tensorboardX", "wandb": "wandb"}  # of the writers that come as extras
 
 
 class Writer(Protocol):
@@ -121,20 +124,17 @@ def make_writers(
     resume: int | None = None,
     extra: Iterable[Writer] = (),
 ) -> Writer:
-    """Makes one writer to directory/metrics.jsonl, to each of `names` ("tensorboard", "wandb") and to `extra`.
+    """Returns one writer to directory/metrics.jsonl, to those of `names` and to `extra`.
 
+    names: of `jaxfb.parts.WRITERS`, such as "tensorboard" and "wandb", or "package.module:function".
     resume: the step that the run continues from, or None for a new run.
 
     Raises:
       ValueError: the package a name needs is not installed; the message says how to install it.
     """
-    directory = Path(directory)
-    makers = {
-        "tensorboard": lambda: TensorBoardWriter(directory / "tensorboard", resume),
-        "wandb": lambda: WandbWriter(directory, config, resume),
-    }
+    directory, names = Path(directory), tuple(names)
     check_writers(names)
-    others = [makers[name]() for name in names]
+    others = [_checked(name, WRITERS[name](directory, config, resume)) for name in names]
     return _Fan([JsonlWriter(directory / "metrics.jsonl", resume), *others, *extra])
 
 
@@ -145,9 +145,23 @@ def check_writers(names: Iterable[str]) -> None:
       ValueError: names the package and says how to install it.
     """
     for name in names:
-        if name not in PACKAGES:
-            raise Refused(f"[log] no writer {name!r}; use one of {', '.join(PACKAGES)} (jsonl is always on)")
-        _extra(PACKAGES[name], name)
+        if name not in WRITERS and ":" not in name:
+            raise Refused(
+                f"[log] no writer {name!r}; use one of {', '.join(WRITERS)} (jsonl is always on), or your own as {OWN}"
+            )
+        WRITERS.check(name)
+        if name in PACKAGES:
+            _extra(PACKAGES[name], name)
+
+
+def tensorboard(directory: Path, config: Mapping[str, Any], resume: int | None) -> Writer:
+    """Returns the writer into `tensorboard` in a run's directory."""
+    return TensorBoardWriter(directory / "tensorboard", resume)
+
+
+def wandb(directory: Path, config: Mapping[str, Any], resume: int | None) -> Writer:
+    """Returns the writer of a run for Weights & Biases."""
+    return WandbWriter(directory, config, resume)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -161,6 +175,16 @@ def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             records.append(record)
     return records
+
+
+def _checked(name: str, writer: Any) -> Writer:
+    for method in ("write", "close"):
+        if not callable(getattr(writer, method, None)):
+            raise Refused(
+                f"[log] the writer of {name!r} is {shown(writer)}, which has no {method}; return an object with "
+                "write(step, record) and close()"
+            )
+    return writer
 
 
 def _line(record: Mapping[str, Any]) -> str:

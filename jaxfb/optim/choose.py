@@ -12,11 +12,16 @@ import jax.numpy as jnp
 
 from jaxfb.compat import is_traced
 from jaxfb.refusal import INT32, Refused, number, shown
+from jaxfb.registry import Registry
 
 
-def choose(what: str, name: Any, table: Mapping[str, Any]) -> Any:
-    """Returns table[name], or raises a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`"""
-    if not isinstance(name, str) or name not in table:
+def choose(what: str, name: Any, table: Mapping[str, Any] | Registry) -> Any:
+    """Returns table[name], or raises a ValueError such as `unknown optimizer 'adamv'; did you mean 'adamw'?`
+
+    Of a `Registry`, name may be "package.module:attribute" too.
+    """
+    own = isinstance(table, Registry) and isinstance(name, str) and ":" in name
+    if not own and (not isinstance(name, str) or name not in table):
         raise Refused(f"unknown {what} {shown(name)}; {_nearest(name, table)}")
     return table[name]
 

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.optim.choose import build, check, choose, real
+from jaxfb.parts import LEARNING_RATES
 from jaxfb.refusal import boolean
 
 UNITS = {"updates": "applied updates", "samples": "consumed rows"}
@@ -72,7 +73,9 @@ def lr_schedule(
     """Makes a learning-rate schedule by name; `total`, `warmup` and `decay` are counted in `unit`.
 
     Args:
-      name: constant, linear, cosine, cosine_restarts, polynomial, inverse_sqrt or wsd (warmup-stable-decay).
+      name: constant, linear, cosine, cosine_restarts, polynomial, inverse_sqrt or wsd (warmup-stable-decay), one
+        registered in `jaxfb.parts.LEARNING_RATES`, or "module:function": a function of a `Span`, and of its own options,
+        that returns the rate after the warmup as a function of the count.
       peak: the rate at the end of the warmup.
       total: where the fall ends. Needed by all but constant, which ignores it, and inverse_sqrt (see there).
       warmup: length of the rise, less than `total`.
@@ -96,13 +99,13 @@ def lr_schedule(
     Raises:
       ValueError: unknown name or argument, or numbers that make no schedule.
     """
-    builder = choose("learning-rate schedule", name, _SCHEDULES)
+    builder = choose("learning-rate schedule", name, LEARNING_RATES)
     who = f"lr_schedule({name!r})"
     rise = choose("warmup shape", warmup_shape, RISES)
     choose("unit", unit, UNITS)
     peak, initial, final = _rates(who, peak=peak, initial=initial, final=final)
-    total, warmup = _lengths(who, total, warmup, open_ended=name in ("constant", "inverse_sqrt"))
-    fall = build(who, builder, _Span(who, peak, final, total, warmup), **shape)
+    total, warmup = _lengths(who, total, warmup, open_ended=getattr(builder, "open_ended", False))
+    fall = build(who, builder, Span(who, peak, final, total, warmup), **shape)
 
     def function(count):
         risen = initial + (peak - initial) * rise(jnp.minimum(count / max(warmup, 1), 1))
@@ -111,8 +114,11 @@ def lr_schedule(
     return Schedule(function, unit, total)
 
 
-class _Span(NamedTuple):
-    """The fall from (warmup, peak) to (total, final), and whose it is."""
+class Span(NamedTuple):
+    """What a fall is drawn on: from (warmup, peak) to (total, final). who: begins its refusals.
+
+    total is None only for a fall that is `open_ended`.
+    """
 
     who: str
     peak: float
@@ -129,21 +135,32 @@ class _Span(NamedTuple):
         return self.final + (self.peak - self.final) * height
 
 
-def _constant(span):
+def open_ended(builder: Callable) -> Callable:
+    """Marks the builder of a fall that needs no `total`."""
+    builder.open_ended = True
+    return builder
+
+
+@open_ended
+def constant(span):
+    """Draws the peak; see `lr_schedule`."""
     return lambda count: jnp.full_like(count, span.peak)
 
 
-def _linear(span):
-    return _polynomial(span)
+def linear(span):
+    """Draws a straight line from peak to final; see `lr_schedule`."""
+    return polynomial(span)
 
 
-def _polynomial(span, power=1.0):
+def polynomial(span, power=1.0):
+    """Draws a power of the straight line; see `lr_schedule`."""
     power = real(span.who, "power", power)
     check(power > 0, f"{span.who}: power={power} must be positive; use 1 for a straight line")
     return lambda count: span.at((1 - jnp.minimum(span.progress(count), 1)) ** power)
 
 
-def _cosine(span, cycles=0.5, clamp=True):
+def cosine(span, cycles=0.5, clamp=True):
+    """Draws waves of a cosine; see `lr_schedule`."""
     cycles = real(span.who, "cycles", cycles)
     boolean("clamp", clamp, who=f"{span.who}:")
     check(cycles > 0, f"{span.who}: cycles={cycles} must be positive; use 0.5 for one fall")
@@ -155,7 +172,8 @@ def _cosine(span, cycles=0.5, clamp=True):
     return fall
 
 
-def _cosine_restarts(span, cycles=1):
+def cosine_restarts(span, cycles=1):
+    """Draws several falls along half a cosine; see `lr_schedule`."""
     cycles = real(span.who, "cycles", cycles)
     whole = cycles >= 1 and cycles == int(cycles)
     check(whole, f"{span.who}: cycles={cycles} must be a whole number of falls; use {max(1, round(cycles))}")
@@ -167,7 +185,9 @@ def _cosine_restarts(span, cycles=1):
     return fall
 
 
-def _inverse_sqrt(span, timescale=None):
+@open_ended
+def inverse_sqrt(span, timescale=None):
+    """Draws 1 / sqrt(count); see `lr_schedule`."""
     if timescale is not None:
         timescale = real(span.who, "timescale", timescale)
     scale = max(span.warmup, 1) if timescale is None else timescale
@@ -184,7 +204,8 @@ def _inverse_sqrt(span, timescale=None):
     return fall
 
 
-def _wsd(span, decay=None, tail="linear"):
+def wsd(span, decay=None, tail="linear"):
+    """Draws the peak, and a tail of `decay` counts to final; see `lr_schedule`."""
     most = span.total - span.warmup
     if decay is not None:
         decay = real(span.who, "decay", decay)
@@ -194,17 +215,6 @@ def _wsd(span, decay=None, tail="linear"):
     )
     shape = choose("tail", tail, FALLS)
     return lambda count: span.at(shape(jnp.clip((count - (span.total - decay)) / decay, 0, 1)))
-
-
-_SCHEDULES = {
-    "constant": _constant,
-    "linear": _linear,
-    "cosine": _cosine,
-    "cosine_restarts": _cosine_restarts,
-    "polynomial": _polynomial,
-    "inverse_sqrt": _inverse_sqrt,
-    "wsd": _wsd,
-}
 
 
 def _rates(who: str, **rates: Any) -> list[float]:

@@ -23,7 +23,8 @@ from jaxfb.optim.hyperparameters import OF_PARAMS, checked, like_params
 from jaxfb.optim.learning_rate import Schedule
 from jaxfb.optim.leaves import has_word, is_stacked, layer_ndim, path_names
 from jaxfb.optim.weight_decay import decay_mask
-from jaxfb.refusal import Refused, function, shown
+from jaxfb.parts import OPTIMIZERS
+from jaxfb.refusal import Refused, function, instance, shown
 from jaxfb.types import PyTree
 
 Rate = float | Callable[[jax.Array], jax.Array]
@@ -66,7 +67,8 @@ def make_optimizer(
     """Makes an optimizer by name.
 
     Args:
-      name: adamw, lion, adafactor, muon or sgd.
+      name: adamw, lion, adafactor, muon or sgd, one registered in `jaxfb.parts.OPTIMIZERS`, or "module:function": a
+        function of hyperparameters that returns an optax transformation whose updates are the directions.
       learning_rate: a number, or a function of the count of applied updates such as `lr_schedule(...)`; with
         unit="samples" a function of the `samples` handed to `update`.
       weight_decay: the same; decoupled, and multiplied by the learning rate, for every name.
@@ -86,10 +88,14 @@ def make_optimizer(
     Raises:
       ValueError: unknown name or hyperparameter, naming the nearest, or a value that it cannot have.
     """
-    builder = choose("optimizer", name, _DIRECTIONS)
+    builder = choose("optimizer", name, OPTIMIZERS)
     who = f"make_optimizer({name!r})"
     function("mask", mask, OF_PARAMS, who=f"{who}:")
-    direction = optax.with_extra_args_support(build(who, builder, **checked(who, hyperparameters)))
+    direction = build(
+        who, function("name", builder, "of hyperparameters", who=who), **checked(who, hyperparameters)
+    )
+    instance("the result", direction, optax.GradientTransformation, "an optax transformation", who=f"{who}:")
+    direction = optax.with_extra_args_support(direction)
     rate = _as_schedule(who, "learning_rate", learning_rate)
     decay = _as_schedule(who, "weight_decay", weight_decay)
 
@@ -184,21 +190,25 @@ def _step(lr, wd, direction, param, decays):
     return -lr.astype(dtype) * decayed
 
 
-def _adamw(b1=0.9, b2=0.95, eps=1e-8, mu_dtype=None):
+def adamw(b1=0.9, b2=0.95, eps=1e-8, mu_dtype=None):
+    """Returns the direction of Adam; see `make_optimizer`."""
     return optax.scale_by_adam(b1=b1, b2=b2, eps=eps, mu_dtype=mu_dtype)
 
 
-def _lion(b1=0.9, b2=0.99, mu_dtype=None):
+def lion(b1=0.9, b2=0.99, mu_dtype=None):
+    """Returns the direction of Lion; see `make_optimizer`."""
     return optax.scale_by_lion(b1=b1, b2=b2, mu_dtype=mu_dtype)
 
 
-def _sgd(momentum=0.0, nesterov=False):
+def sgd(momentum=0.0, nesterov=False):
+    """Returns the direction of the gradient, or its momentum; see `make_optimizer`."""
     return optax.trace(momentum, nesterov) if momentum else optax.identity()
 
 
-def _adafactor(
+def adafactor(
     decay_rate=0.8, clipping_threshold=1.0, scale_by_parameter=True, min_dim_size_to_factor=128, eps=1e-30
 ):
+    """Returns the direction of Adafactor; see `make_optimizer`."""
     factored = optax.scale_by_factored_rms(
         decay_rate=decay_rate, min_dim_size_to_factor=min_dim_size_to_factor, epsilon=eps
     )
@@ -219,7 +229,7 @@ def _per_layer(transform: optax.GradientTransformation) -> optax.GradientTransfo
     return optax.stateless(lambda updates, params: jax.tree_util.tree_map_with_path(one, updates, params))
 
 
-def _muon(
+def muon(
     momentum=0.95,
     nesterov=True,
     ns_steps=5,
@@ -229,6 +239,8 @@ def _muon(
     eps=1e-8,
     matrices=muon_matrices,
 ):
+    """Returns the direction of Muon for matrices and Adam for the rest; see `make_optimizer`."""
+
     # The last two dims are the matrix; those before them (layers, experts) are a batch of matrices.
     def last_two(updates):
         return jax.tree.map(lambda _: optax.contrib.MuonDimensionNumbers(-2, -1), updates)
@@ -249,6 +261,3 @@ def _muon(
         {True: muon, False: optax.scale_by_adam(b1=b1, b2=b2, eps=eps)},
         lambda params: like_params("make_optimizer('muon'): matrices", matrices(params), params),
     )
-
-
-_DIRECTIONS = {"adamw": _adamw, "lion": _lion, "adafactor": _adafactor, "muon": _muon, "sgd": _sgd}

@@ -21,10 +21,10 @@ from jaxfb.batch_plan import BatchPlan, RolloutPlan, check_whole_groups
 from jaxfb.config.policy import FROM_SAMPLER
 from jaxfb.config.post_training import RLConfig
 from jaxfb.data.token_rows import prompt_and_response, token_rows
+from jaxfb.losses.estimators import estimator_of
 from jaxfb.losses.heads import log_prob_fn
 from jaxfb.losses.importance import rollout_weights
 from jaxfb.losses.kl import AdaptiveKL, kl_in_reward
-from jaxfb.rl.advantage import BY_GROUP, advantages_of
 from jaxfb.rl.sampler import Responses, Sampler
 from jaxfb.rl.start import Base
 from jaxfb.rl.tasks import Problem, Response, Task, checked_correct, checked_reward, messages_of
@@ -82,16 +82,17 @@ class Experience:
         responses = self.sampler(placed, prompts, key)
         sampled = time.monotonic()
         rewards, correct = self._rewards(problems, responses)
-        baseline = self._greedy_rewards(placed, problems) if self._config.advantage.name == "remax" else None
+        estimator = estimator_of(self._config.advantage.name)
+        baseline = self._greedy_rewards(placed, problems) if "baselines" in estimator.reads else None
         rows, from_sampler = self._rows(prompts, responses)
         record |= _numbers_of(rewards, correct, responses, sampled - began)
-        if self._config.advantage.name in BY_GROUP:
+        if estimator.by_group:
             record["groups_without_signal"] = _share_without_signal(rewards, groups)
         scores = self._scores(rows, models, from_sampler, record)
         token_rewards, kl = self._token_rewards(rewards, rows["loss_mask"], scores, kl, record)
-        scores |= advantages_of(
-            self._config.advantage, token_rewards, groups, rows["loss_mask"], scores.get("values"), baseline
-        )
+        inputs = {"token_rewards": token_rewards, "rewards": token_rewards.sum(1), "groups": groups}
+        inputs |= {"mask": rows["loss_mask"], "values": scores.get("values"), "baselines": baseline}
+        scores |= estimator(inputs, vars(self._config.advantage))
         record["forward_seconds"] = time.monotonic() - sampled
         kept = {name: scores[name] for name in self.leaves if name not in INPUTS}
         rows = {**rows, **{name: np.asarray(leaf, self._dtype) for name, leaf in kept.items()}}

@@ -22,13 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import RLConfig
+from jaxfb.losses.estimators import estimator_of
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.kl import AdaptiveKL
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
 from jaxfb.refusal import Refused
-from jaxfb.rl.advantage import BY_GROUP
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
 from jaxfb.rl.experience import Experience, Models
@@ -301,7 +301,7 @@ def _rollout_plan(base: Base, length: int) -> RolloutPlan:
         epochs=sizes.epochs,
         rollouts=sizes.rollouts,
         seed=config.run.seed if sizes.shuffle else None,
-        groups=config.advantage.name if config.advantage.name in BY_GROUP else "",
+        groups=config.advantage.name if estimator_of(config.advantage.name).by_group else "",
     )
 
 

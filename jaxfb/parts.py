@@ -1,0 +1,83 @@
+"""The registries of what a config picks by name, and where the built-in parts are defined. No jax is imported.
+
+A new built-in part is one file and its line here; the registry of schedules is `jaxfb.schedules.KINDS`. A part of one's
+own registers itself with a decorator, `@SURROGATES.register("mine")`, in a module that `plugins:` of a config names, or
+is written "package.module:attribute". docs/extending.md gives an example of each kind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxfb.registry import Registry
+
+_OPTIMIZERS, _RATES = "jaxfb.optim.optimizers", "jaxfb.optim.learning_rate"
+_SURROGATES, _ESTIMATORS = "jaxfb.losses.surrogates", "jaxfb.losses.estimators"
+_PREFERENCES, _HEADS = "jaxfb.losses.preference", "jaxfb.forward_backward.ends"
+_WRITERS = "jaxfb.metrics.writers"
+
+OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
+    "optimizer",
+    {name: f"{_OPTIMIZERS}:{name}" for name in ("adamw", "lion", "adafactor", "muon", "sgd")},
+)
+"""`(**hyperparameters) -> optax transformation` whose updates are the directions, as `optax.scale_by_adam` is.
+
+`jaxfb.make_optimizer` adds weight decay and the learning rate."""
+
+LEARNING_RATES: Registry[Callable[..., Any]] = Registry(
+    "learning-rate schedule",
+    {
+        name: f"{_RATES}:{name}"
+        for name in (
+            *("constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "wsd"),
+        )
+    },
+)
+"""`(span, **options) -> fall`, the rate after the warmup as a function of the count.
+
+span: see `jaxfb.optim.learning_rate.Span`."""
+
+SURROGATES: Registry[Callable[..., Any]] = Registry(
+    "policy loss",
+    {
+        "ppo": f"{_SURROGATES}:PPOClip",
+        "gspo": f"{_SURROGATES}:GSPO",
+        "geo_mean": f"{_SURROGATES}:GeometricMean",
+        "cispo": f"{_SURROGATES}:CISPO",
+        "sapo": f"{_SURROGATES}:SAPO",
+        "reinforce": f"{_SURROGATES}:Reinforce",
+        "gpg": f"{_SURROGATES}:Reinforce",
+        "dppo": f"{_SURROGATES}:DPPO",
+        "dro": f"{_SURROGATES}:DRO",
+    },
+)
+"""A function `(tokens, sequences) -> (loss per token, metrics)`, or a dataclass of settings whose instances are one."""
+
+ESTIMATORS: Registry[Any] = Registry(
+    "advantage estimator",
+    {
+        name: f"{_ESTIMATORS}:{name}"
+        for name in (
+            *("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus"),
+            *("reinforce_plus_plus_baseline", "remax", "gae"),
+        )
+    },
+)
+"""`(rewards [R], groups [R], mask [R, S]) -> advantages [R, S]` in numpy, or a `losses.estimators.Estimator`."""
+
+PREFERENCES: Registry[Callable[..., Any]] = Registry(
+    "preference loss", {name: f"{_PREFERENCES}:{name}" for name in ("sigmoid", "ipo", "hinge", "robust")}
+)
+"""`(h, settings) -> loss` of each pair, in jax.numpy; settings: the `losses.preference.PreferenceLoss`."""
+
+HEADS: Registry[Any] = Registry(
+    "head placement",
+    {"vocabulary": f"{_HEADS}:VocabularyEnds", "rows": f"{_HEADS}:RowEnds", "last": f"{_HEADS}:LastEnds"},
+)
+"""A subclass of `forward_backward.ends.Ends`: how the devices of a pipeline share embedding, head and loss."""
+
+WRITERS: Registry[Callable[..., Any]] = Registry(
+    "writer", {name: f"{_WRITERS}:{name}" for name in ("tensorboard", "wandb")}
+)
+"""`(directory, config, resume) -> metrics.Writer`: where records go beside metrics.jsonl."""
