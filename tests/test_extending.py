@@ -37,6 +37,7 @@ def own(tmp_path, monkeypatch):
     """The page's module in the directory where its author works; forgotten afterwards."""
     (tmp_path / "my_parts.py").write_text("\n\n".join(blocks("python")))
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     before = [dict(registry._parts) for registry in REGISTRIES]
     yield tmp_path
     sys.modules.pop("my_parts", None)
@@ -86,12 +87,15 @@ def test_a_preference_loss(own):
     assert float(out.terms["preference"].total) == (0.5 * 4 - 1) ** 2
 
 
+@pytest.mark.slow
 def test_a_head_placement(own):
     def gradients(placement):
         mesh = jaxfb.make_mesh(pipe=2, devices=jax.devices()[:2])
         fb = jaxfb.get_forward_backward_func(mesh, head_placement=placement)
         plan = jaxfb.BatchPlan(rows=4, rows_per_microbatch=2, data_parallel=1)
-        return jax.jit(fb, static_argnums=(0, 3))(toy.model, toy.params(layers=2), toy.batch(rows=4), plan).grads
+        return jax.jit(fb, static_argnums=(0, 3))(
+            toy.model, toy.params(layers=2), toy.batch(rows=4), plan
+        ).grads
 
     jax.tree.map(np.testing.assert_array_equal, gradients("my_parts:Noted"), gradients("last"))
     with pytest.raises(ValueError, match="must name a subclass of"):
@@ -103,9 +107,10 @@ def test_a_writer(own):
     writer.write(3, {"loss": 2.0})
     assert sys.modules["my_parts"].Memory.records == [(3, {"loss": 2.0})]
     with pytest.raises(ValueError, match="has no write; return an object with"):
-        make_writers(["builtins:max"], own, {"a": 1}, 1)
+        make_writers(["builtins:print"], own, {"a": 1}, 1)
 
 
+@pytest.mark.slow
 def test_a_block_with_its_rule_trains_from_the_config_of_the_page(own):
     """Loss, block, axis rule, optimizer, learning rate and writer together; the run knows them when it is resumed."""
     import my_parts

@@ -74,8 +74,8 @@ def lr_schedule(
 
     Args:
       name: constant, linear, cosine, cosine_restarts, polynomial, inverse_sqrt or wsd (warmup-stable-decay), one
-        registered in `jaxfb.parts.LEARNING_RATES`, or "module:function": a function of a `Span`, and of its own options,
-        that returns the rate after the warmup as a function of the count.
+        registered in `jaxfb.parts.LEARNING_RATES`, or "module:function": a function of a `Span` and
+        of its own options that returns the rate after the warmup as a function of the count.
       peak: the rate at the end of the warmup.
       total: where the fall ends. Needed by all but constant, which ignores it, and inverse_sqrt (see there).
       warmup: length of the rise, less than `total`.
