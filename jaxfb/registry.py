@@ -77,10 +77,17 @@ class Registry(Generic[Part]):
     def __contains__(self, name: object) -> bool:
         return name in self.names
 
-    def check(self, name: Any) -> str:
-        """Returns the name itself; refuses one that names nothing. No built-in part is imported."""
-        if name not in self.names:
+    def check(self, name: Any, argument: str = "") -> str:
+        """Returns the name itself; refuses one that names nothing. No built-in part is imported.
+
+        argument: what the caller calls it, to be named in the refusal.
+        """
+        if name in self.names:
+            return name
+        try:
             self[name]
+        except Refused as error:
+            raise Refused(f"{argument}: {error}" if argument else str(error), error.choices) from error.__cause__
         return name
 
     def _unknown(self, name: object) -> Refused:

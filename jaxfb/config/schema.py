@@ -227,7 +227,7 @@ def _check_registered(hint: Any, given: Any, key: str) -> None:
         if any(":" not in name and name not in registry for name in texts):
             raise ConfigError(_wrong_type(hint, given, key))
         for name in texts:
-            registry.check(name)
+            registry.check(name, key)
 
 
 def _required(cls: type) -> list[str]:

@@ -70,7 +70,7 @@ class PreferenceLoss:
     def __post_init__(self):
         if not isinstance(self.kind, str) or ":" not in self.kind:
             check_word("preference", "kind", self.kind, PREFERENCES)
-        PREFERENCES.check(self.kind)
+        PREFERENCES.check(self.kind, "kind")
         boolean("reference_free", self.reference_free, who="[preference]")
         boolean("length_normalized", self.length_normalized, who="[preference]")
         check_positive("preference", 0.1, beta=self.beta)
