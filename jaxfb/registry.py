@@ -87,7 +87,9 @@ class Registry(Generic[Part]):
         try:
             self[name]
         except Refused as error:
-            raise Refused(f"{argument}: {error}" if argument else str(error), error.choices) from error.__cause__
+            raise Refused(
+                f"{argument}: {error}" if argument else str(error), error.choices
+            ) from error.__cause__
         return name
 
     def _unknown(self, name: object) -> Refused:
