@@ -30,7 +30,7 @@ class RunInProgress(Protocol):
     state:     the train state (params, opt_state, step) after `done` updates; the next update deletes its arrays, so
                read what you need in the hook and copy what you keep.
     done:      updates consumed so far, applied or skipped. total: of the whole run.
-    metrics:   of the last evaluation, by name.
+    metrics:   numbers of the last evaluation, by name. outputs: its arrays, where it returned some.
     """
 
     config: Any
@@ -40,6 +40,7 @@ class RunInProgress(Protocol):
     done: int
     total: int
     metrics: Mapping[str, float]
+    outputs: Mapping[str, Any]
 
     def say(self, text: str) -> None:
         """Prints a line without disturbing the live progress line."""

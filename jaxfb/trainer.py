@@ -105,7 +105,8 @@ class Trainer:
         an iterable without get_state a resumed run reads the consumed rows again.
       optimizer: any optax transformation.
       loss: `loss(predictions, microbatch) -> Sum | LossOutput`; None where the model returns its terms itself.
-      evaluate: a function of the parameters that returns numbers by name, called on every process; None: none.
+      evaluate: a function of the parameters that returns numbers by name, called on every process; None: none. Arrays
+        that it returns go into no record: callbacks read them as `run.outputs`.
       callbacks: see `jaxfb.Callback`; called on every process.
       dir: the run directory.
       rows: of one update, over all replicas.

@@ -62,13 +62,15 @@ def saved(directory, update=UPDATES):
     return jax.device_get(store.restore(shapes, update, partial=True)[0]["params"])
 
 
-def by_hand(order):
+def by_hand(order, skipped=()):
     """The losses of a plain optax loop over whole batches on one device."""
     optimizer, data = optax.adam(1e-2), rows()
     params = init(jax.random.fold_in(jax.random.key(0), 0))
     state, found = optimizer.init(params), []
     for update in range(UPDATES):
         batch = jax.tree.map(lambda leaf: leaf[[order(update * 8 + k) for k in range(8)]], data)  # noqa: B023
+        if update + 1 in skipped:
+            continue
         loss, grads = jax.value_and_grad(lambda p: loss_fn(p, batch, None).value)(params)  # noqa: B023
         updates, state = optimizer.update(grads, state, params)
         params, found = optax.apply_updates(params, updates), [*found, float(loss)]
@@ -80,7 +82,25 @@ def test_it_trains_as_a_loop_by_hand_would(tmp_path):
     assert (result.status, result.updates) == ("finished", UPDATES)
     np.testing.assert_allclose(list(losses(tmp_path).values()), by_hand(row_order(ROWS, 0)), rtol=1e-12)
     record = read_jsonl(tmp_path / "run" / "metrics.jsonl")[-1]
-    assert {"data_wait_seconds", "update_seconds", "grad_norm", "rows"} <= record.keys()
+    phases = ("data_wait", "update", "evaluation", "saving", "logging")
+    assert {"grad_norm", "rows", *(f"{phase}_seconds" for phase in phases)} <= record.keys()
+
+
+def test_updates_that_are_left_out_consume_their_rows_and_limits_end_a_run_to_be_resumed(tmp_path):
+    whole, parts, left_out = tmp_path / "whole", tmp_path / "parts", [2, 5]
+    trainer(whole, run={"skip_updates": left_out}).train()
+    expected = by_hand(row_order(ROWS, 0), left_out)
+    assert list(losses(whole)) == [1, 3, 4, 6]
+    np.testing.assert_allclose(list(losses(whole).values()), expected, rtol=1e-12)
+    stopped = trainer(parts, run={"minutes": 1e-9, "skip_updates": left_out}).train()
+    assert (stopped.status, stopped.updates) == ("interrupted", 1)
+    stopped = trainer(parts, run={"stop_at": 5, "skip_updates": left_out}).train(resume=True)
+    assert (stopped.status, stopped.updates) == ("interrupted", 5)
+    with pytest.raises(ValueError, match=r"stop_at=5 is not after update 5, which is saved; use run.stop_at=6"):
+        trainer(parts, run={"stop_at": 5}).train(resume=True)
+    assert trainer(parts, run={"skip_updates": left_out}).train(resume=True).status == "finished"
+    assert losses(parts) == losses(whole)
+    chex.assert_trees_all_equal(saved(parts), saved(whole))
 
 
 class Stop(Callback):
@@ -133,14 +153,20 @@ def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
         return jaxfb.Sum(jnp.where(real, error, 0).sum(), real.sum())
 
     def size(params):
-        return {"size": optax.global_norm(params)}
+        return {"size": optax.global_norm(params), "w": np.asarray(params["w"])}
 
-    found = {}
-    keep = callback(on_eval=lambda step, metrics: found.update({step: metrics["eval/size"]}))
-    together = trainer(tmp_path / "a", evaluate=size, eval={"every": 3}, callbacks=[keep])
+    found, runs = {}, []
+
+    def keep(step, metrics):
+        found[step] = metrics["eval/size"], runs[0].outputs["eval/w"]
+
+    hooks = callback(on_eval=keep, on_train_start=runs.append)
+    together = trainer(tmp_path / "a", evaluate=size, eval={"every": 3}, callbacks=[hooks])
     together.train()
     trainer(tmp_path / "b", model=predict, loss=loss).train()
     assert losses(tmp_path / "a") == losses(tmp_path / "b") and list(found) == [3, 6]
+    np.testing.assert_array_equal(found[6][1], saved(tmp_path / "a")["w"])
+    assert not any("eval/w" in record for record in read_jsonl(tmp_path / "a" / "run" / "metrics.jsonl"))
 
 
 @pytest.mark.parametrize(

@@ -170,14 +170,16 @@ class UpdatesConfig:
 
 @dataclass(frozen=True)
 class PostRunConfig:
-    """Gives the run's directory, its seed, and when to stop skipping updates (as in a training config)."""
+    """Where a run lives, its seed, and what ends it early (as in a training config)."""
 
     dir: str
     seed: int = 0
     max_nonfinite: int | None = 10
+    minutes: float | None = None
+    stop_at: int | None = None
 
     def __post_init__(self):
-        positive("run", max_nonfinite=self.max_nonfinite)
+        positive("run", max_nonfinite=self.max_nonfinite, minutes=self.minutes, stop_at=self.stop_at)
         seed_in_range("run", self.seed)
         directory_is_named("run", self.dir)
 

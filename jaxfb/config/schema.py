@@ -43,6 +43,9 @@ SYNONYMS = {
     "dtype": "precision.compute_dtype",
     "warmup_steps": "lr.warmup",
     "num_chunks": "chunks",
+    "iterations_to_skip": "run.skip_updates",
+    "exit_duration_in_mins": "run.minutes",
+    "exit_interval": "run.stop_at",
     "seed": "run.seed",
     "stage": "mesh.pipe",
 }

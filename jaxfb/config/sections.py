@@ -93,6 +93,9 @@ class RunConfig:
 
     remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
+    minutes:       end after the update in progress when so many have passed, saved and to be resumed; null: never.
+    stop_at:       end after this update of the run, saved and to be resumed; schedules still end with the run.
+    skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
     """
 
     dir: str
@@ -103,8 +106,15 @@ class RunConfig:
     remainder: Literal["error", "pad", "drop"] = "pad"
     seed: int = 0
     max_nonfinite: int | None = 10
+    minutes: float | None = None
+    stop_at: int | None = None
+    skip_updates: tuple[int, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "skip_updates", tuple(self.skip_updates))
+        positive("run", minutes=self.minutes, stop_at=self.stop_at)
+        for number in self.skip_updates:
+            positive("run", skip_updates=number)
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
         positive("run", **given, max_nonfinite=self.max_nonfinite)
         seed_in_range("run", self.seed)

@@ -10,6 +10,7 @@ from importlib.util import find_spec
 from typing import Any
 
 import jax
+import numpy as np
 import optax
 from jax.sharding import Mesh
 
@@ -66,6 +67,7 @@ class Custom:
         self.train_state: TrainState = None  # type: ignore[assignment]
         self._model, self._params, self._optimizer = model, params, optimizer
         self._evaluation, self._max_grad_norm = evaluation, max_grad_norm
+        self.outputs: dict[str, Any] = {}
         self._steps: dict[BatchPlan, TrainStep] = {}
         self._compiled: set[BatchPlan] = set()
 
@@ -132,10 +134,10 @@ class Custom:
         found = self._evaluation(self.train_state.params)
         if not isinstance(found, Mapping):
             raise Refused(f"[eval] evaluate must return numbers by name, got {type(found).__name__}")
-        return {
-            name if name.startswith("eval/") else f"eval/{name}": float(value)
-            for name, value in found.items()
-        }
+        named = {name if name.startswith("eval/") else f"eval/{name}": value for name, value in found.items()}
+        numbers = {name: float(value) for name, value in named.items() if np.ndim(value) == 0}
+        self.outputs = {name: value for name, value in named.items() if name not in numbers}
+        return numbers
 
     def state(self) -> PyTree:
         return self.train_state

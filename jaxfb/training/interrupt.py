@@ -1,10 +1,11 @@
-"""SIGINT, SIGTERM or a failure that can wait end a run between two updates: the state is saved, nothing is lost."""
+"""A signal, a limit or a failure that can wait ends a run between two updates: the state is saved, nothing is lost."""
 
 from __future__ import annotations
 
 import os
 import signal
 import threading
+import time
 
 import jax
 from jax.experimental import multihost_utils
@@ -16,12 +17,18 @@ class Interrupt:
     Outside the main thread (a notebook's worker, a test) signals cannot be caught, and none is.
 
     Among several processes a signal to any ends all after the same update: SIGTERM is left to jax's preemption
-    service, which finds an update that all can still stop at, and SIGINT becomes one.
+    service, which finds an update that all can still stop at, and SIGINT becomes one. So does the limit of minutes, by
+    the clock of process 0.
+
+    minutes: end the run when so many have passed since now. stop_at: end it after this update.
+    signal:  what ended it, such as "SIGTERM" or "run.stop_at=40".
     """
 
     SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
-    def __init__(self):
+    def __init__(self, minutes: float | None = None, stop_at: int | None = None):
+        self._minutes, self._stop_at, self._began = minutes, stop_at, time.monotonic()
+        self._limit: str | None = None
         self.signal: str | None = None
         self.failure: str | None = None
         self._before = {}
@@ -41,7 +48,11 @@ class Interrupt:
     def is_due(self, update: int) -> bool:
         """Returns whether the run ends after this update; every process asks after each update."""
         if self._several and multihost_utils.reached_preemption_sync_point(update):
-            self.signal = signal.SIGTERM.name
+            self.signal = self._limit or signal.SIGTERM.name
+        if self._minutes is not None and time.monotonic() - self._began >= 60 * self._minutes:
+            self._reach(f"run.minutes={self._minutes:g}")
+        if update == self._stop_at:
+            self.signal = f"run.stop_at={update}"
         return self.signal is not None
 
     def fail(self, what: str) -> None:
@@ -51,6 +62,14 @@ class Interrupt:
             os.kill(os.getpid(), signal.SIGTERM)
         else:
             self.signal = self.signal or what
+
+    def _reach(self, limit: str) -> None:
+        """Ends the run for a reason that the processes do not see after the same update."""
+        if not self._several:
+            self.signal = self.signal or limit
+        elif jax.process_index() == 0 and self._limit is None:
+            self._limit = limit
+            os.kill(os.getpid(), signal.SIGTERM)
 
     def _note(self, number: int, frame) -> None:
         self.signal = signal.Signals(number).name

@@ -18,6 +18,7 @@ from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.metrics import Pending
+from jaxfb.refusal import Refused
 from jaxfb.refusal import boolean
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
@@ -83,7 +84,8 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
         hosts.agree("text, plan or devices", work.facts)
         if start.fresh:
             hosts.first(lambda: move_aside(directory, lock))
-        with Run(work, directory, hosts.say) as run_, Interrupt() as interrupt:
+        limits = Interrupt(config.run.minutes, config.run.stop_at)
+        with Run(work, directory, hosts.say) as run_, limits as interrupt:
             return _Loop(hosts, run_, callbacks, interrupt).start(start)
 
 
@@ -108,6 +110,7 @@ class _Loop:
         hosts.agree("what they resume from", lambda: {"update": run_.done})
         if run_.finished:
             return _already_finished(hosts, run_.directory, run_.done, None)
+        _check_stop(run_.config.run.stop_at, run_.done)
         plan, tokenizer = self._work.to_dict(), self._work.tokenizer
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
         hosts.first(lambda: self._work.write_start(run_.directory))
@@ -162,13 +165,12 @@ class _Loop:
         self._hooks.on_step_start(number + 1)
         with phases("data_wait", number + 1):
             batch = self._or_save_first(lambda: self._work.read(number))
-        self._hooks.before_update(number + 1, batch)
-        if self._on_cpu:
+        if number + 1 in getattr(run_.config.run, "skip_updates", ()):
             self._arrive(self._pending.flush())
-        with phases("update", number + 1):
-            metrics = self._guard.update(number, batch)
-        run_.done = number + 1
-        self._arrive(self._pending.push(run_.done, metrics))
+            run_.say(f"update {number + 1} is in run.skip_updates: its rows change nothing")
+            run_.done = number + 1
+        else:
+            self._update(number, batch)
         # asked on every process and after every update: it meets the others where there are several
         ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
         evaluates = run_.is_due("eval")
@@ -180,6 +182,16 @@ class _Loop:
         if self._saves and not self._guard.failed:
             self._save()
             self._saves = False
+
+    def _update(self, number: int, batch: Any) -> None:
+        """Dispatches an update, and takes the numbers of the one before."""
+        self._hooks.before_update(number + 1, batch)
+        if self._on_cpu:
+            self._arrive(self._pending.flush())
+        with self._run.phases("update", number + 1):
+            metrics = self._guard.update(number, batch)
+        self._run.done = number + 1
+        self._arrive(self._pending.push(self._run.done, metrics))
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
         """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal goes on.
@@ -247,6 +259,15 @@ class _Loop:
         summary = {**common, **self._work.finish(run_, prepared)}
         write_json(run_.directory.summary, summary)
         return summary
+
+
+def _check_stop(stop_at: int | None, done: int) -> None:
+    """Refuses a limit that was reached before the run goes on."""
+    if stop_at is not None and stop_at <= done:
+        raise Refused(
+            f"[run] stop_at={stop_at} is not after update {done}, which is saved; use run.stop_at={done + 1} or more, "
+            "or run.stop_at=null"
+        )
 
 
 def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:

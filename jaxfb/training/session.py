@@ -37,8 +37,11 @@ class Result:
     summary: dict[str, Any] | None = None
 
 
+PHASES = ("data_wait", "update", "evaluation", "saving", "logging")
+
+
 class Phases:
-    """Seconds by phase: data_wait and update of each step; evaluation, saving and logging between two records."""
+    """Seconds by phase: data_wait and update of each step; evaluation, saving and logging since the step before."""
 
     def __init__(self):
         self._seconds: dict[int | None, dict[str, float]] = defaultdict(lambda: defaultdict(float))
@@ -54,7 +57,7 @@ class Phases:
 
     def take(self, step: int) -> dict[str, float]:
         """Returns "<phase>_seconds" of a step, and of what was done beside the steps since the last call."""
-        taken = {**self._seconds.pop(None, {}), **self._seconds.pop(step, {})}
+        taken = dict.fromkeys(PHASES, 0.0) | self._seconds.pop(None, {}) | self._seconds.pop(step, {})
         return {f"{name}_seconds": seconds for name, seconds in taken.items()}
 
 
@@ -96,6 +99,11 @@ class Run:
     @property
     def mesh(self) -> Any:
         return self.work.mesh
+
+    @property
+    def outputs(self) -> Mapping[str, Any]:
+        """Arrays of the last evaluation by name, where it returned some; they go into no record."""
+        return getattr(self.work, "outputs", {})
 
     @property
     def state(self) -> Any:
