@@ -96,7 +96,9 @@ def test_updates_that_are_left_out_consume_their_rows_and_limits_end_a_run_to_be
     assert (stopped.status, stopped.updates) == ("interrupted", 1)
     stopped = trainer(parts, run={"stop_at": 5, "skip_updates": left_out}).train(resume=True)
     assert (stopped.status, stopped.updates) == ("interrupted", 5)
-    with pytest.raises(ValueError, match=r"stop_at=5 is not after update 5, which is saved; use run.stop_at=6"):
+    with pytest.raises(
+        ValueError, match=r"stop_at=5 is not after update 5, which is saved; use run.stop_at=6"
+    ):
         trainer(parts, run={"stop_at": 5}).train(resume=True)
     assert trainer(parts, run={"skip_updates": left_out}).train(resume=True).status == "finished"
     assert losses(parts) == losses(whole)
