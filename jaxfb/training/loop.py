@@ -18,8 +18,7 @@ from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.metrics import Pending
-from jaxfb.refusal import Refused
-from jaxfb.refusal import boolean
+from jaxfb.refusal import Refused, boolean
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
