@@ -39,7 +39,7 @@ def names() -> dict[str, str]:
 
 
 def run(name: str | None, arguments: list[str]) -> int:
-    """Runs one benchmark in a process of its own, "report" for the page; lists them all for None. Its exit code.
+    """Runs one benchmark in a separate process, "report" for the page; lists them all for None. Its exit code.
 
     Raises:
       ValueError: there is no such benchmark.

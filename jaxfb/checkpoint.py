@@ -37,7 +37,7 @@ DAMAGED_SUFFIX = ".damaged"
 
 
 class CannotWrite(StorageError):
-    """Something of a run could not be written (disk full, no permission); one sentence that says what is saved."""
+    """Something of a run could not be written (disk full, no permission); one sentence that names what is saved."""
 
 
 class CheckpointStore:

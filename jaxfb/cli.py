@@ -239,9 +239,7 @@ def _add_schedule(verbs) -> None:
     for name, size in SCHEDULE_SIZES.items():
         schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
     schedule.add_argument("--kind", default=None, help=f"{', '.join(NAMES)}, or package.module:function")
-    schedule.add_argument(
-        "--table", metavar="FILE", help="a schedule of one's own, in the form that this prints"
-    )
+    schedule.add_argument("--table", metavar="FILE", help="your own schedule, in the form that this prints")
     for name, what in SCHEDULE_COSTS.items():
         default = 0.0 if name == "head" else 1.0
         help_ = f"cost of {what}, one microbatch on a device (default: {default:g})"

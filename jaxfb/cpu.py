@@ -33,7 +33,7 @@ _TESTED = (0, 13)  # a flag that XLA does not know ends the process, so newer ja
 def prepare() -> None:
     """Sets XLA's flag and number of threads where several CPU devices are asked for and XLA has not started yet.
 
-    What the environment says of either already stays.
+    A value that the environment already sets is kept.
     """
     number = _num_devices()
     if number < 2 or _has_started():

@@ -1,6 +1,6 @@
 """Names for interchangeable parts: schedules, surrogates, estimators, optimizers and so on. Plain Python.
 
-Each kind of part has one `Registry`, which is the only list of its names. A part of one's own is registered by a
+Each kind of part has one `Registry`, which is the only list of its names. Your own part is registered by a
 decorator, or written as "package.module:attribute" wherever a name is expected, so that a config can use it too.
 docs/extending.md shows both for each kind.
 """

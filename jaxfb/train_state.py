@@ -108,7 +108,7 @@ class NonFinite:
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class StepMetrics:
-    """The record of one update; scalars on the device, float32 unless said otherwise.
+    """The record of one update; scalars on the device, float32 unless noted otherwise.
 
     step:              i32, index of this update (applied updates before it).
     loss:              of the whole global batch.

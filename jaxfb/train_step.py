@@ -131,7 +131,7 @@ class TrainStep:
     ) -> tuple[TrainState, StepMetrics]:
         """Applies one update. `state` is donated: use the one that comes back.
 
-        batch: as the plan says; with a token budget [rows, ...] leaves on the host, or them as `Packed`.
+        batch: as the plan specifies; with a token budget [rows, ...] leaves on the host, or them as `Packed`.
         rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
 
         Raises:

@@ -80,7 +80,7 @@ def train(
         that does not fit.
       LostProcess: another process of the job is gone; what was saved is whole.
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
-      CannotWrite: the disk is full or not writable; the message tells which update is saved.
+      CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
     kinds = (Config, CustomConfig)
     instance("config", config, kinds, "a config of `jaxfb train`, such as jaxfb.load_config('quickstart')")
@@ -232,7 +232,7 @@ def generate(
     """Returns the prompt and its continuation by a run's newest checkpoint; the training text is not needed.
 
     A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or imported with one) is given the prompt as a user's
-    message, and its answer follows on a line of its own; raw: the prompt is continued as it stands all the same.
+    message, and its answer follows on its own line; raw: the prompt is continued as it stands all the same.
 
     tokens: at most so many, at least 1. temperature: at least 0, which takes the likeliest token. seed: below 2**32.
 

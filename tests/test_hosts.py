@@ -87,7 +87,7 @@ def test_a_process_finds_its_place(config, environment, place, monkeypatch):
         ({"coordinator": "a"}, GIVEN, "coordinator='a' must be HOST:PORT; try a:8476"),
         ({"cluster": "slum"}, {}, "cluster='slum' is not known to jax; use auto, none or one of .*slurm"),
         ({"cluster": "slurm"}, {}, "this process was not started by it; use cluster=auto"),
-        ({}, {"PMI_SIZE": "8", "PMI_RANK": "3"}, "PMI says that this is process 3 of 8, but not where"),
+        ({}, {"PMI_SIZE": "8", "PMI_RANK": "3"}, "PMI numbers this process 3 of 8, but does not give"),
     ],
 )
 def test_half_a_place_is_refused(config, environment, sentence):

@@ -37,7 +37,7 @@ def bytes_table(result: Result) -> list[Table]:
 def bytes_picture(result: Result) -> list[Picture]:
     ratios = {name: row["ratio"] for name, row in result["rows"].items()}
     panel = Panel("bytes sent in a step", "compiled program / formula", bars=ratios, rule=1.0)
-    return [Picture("axis_bytes", "Bytes sent along each axis over what the formula says", (panel,))]
+    return [Picture("axis_bytes", "Bytes sent along each axis compared with the formula", (panel,))]
 
 
 def context_lines(result: Result) -> dict[str, list[tuple[float, float]]]:

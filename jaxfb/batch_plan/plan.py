@@ -72,7 +72,7 @@ class BatchPlan:
       sequence_length: with a budget, the longest row that may come.
       widths: with a budget, the widths that rows are padded to, rising to at least sequence_length; each
         compiles the program again. None: quarters of sequence_length.
-      packing: with a budget, put several rows into one array row, told apart by `segments`.
+      packing: with a budget, put several rows into one array row, distinguished by `segments`.
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
       remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
         end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A pass whose

@@ -53,7 +53,7 @@ def rng_of(case: Case) -> jax.Array | None:
 
 
 def batch_as_called(case: Case, batch: PyTree) -> PyTree:
-    """Returns the rows, in microbatches already if the case says so."""
+    """Returns the rows, in microbatches already if the case asks for it."""
     if case.call != "split":
         return batch
     shape = (case.num_microbatches, case.rows_per_global_microbatch)
@@ -61,7 +61,7 @@ def batch_as_called(case: Case, batch: PyTree) -> PyTree:
 
 
 def params_as_called(case: Case, params: PyTree) -> PyTree:
-    """Returns the parameters, on one device already if the case says so."""
+    """Returns the parameters, on one device already if the case asks for it."""
     return jax.device_put(params, jax.devices()[0]) if case.call == "placed" else params
 
 

@@ -38,7 +38,7 @@ def check_random(
 
     Loss, terms, weights, gradients, metrics, each microbatch's records, outputs and one optimizer update are compared
     with plain `jax.value_and_grad` of all rows at once, in float64, and optax. `jaxfb check --random N --model
-    module:function` is the same in processes of their own, which survives an abort of XLA and does not wait for ever.
+    module:function` is the same in separate processes, which survives an abort of XLA and does not wait for ever.
 
     Args:
       model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.

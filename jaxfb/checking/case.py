@@ -14,7 +14,7 @@ PIPELINED = ("stages", "transformer", "moe", "sums")
 
 @dataclass(frozen=True)
 class Case:
-    """Everything that one comparison depends on. The defaults are the simplest choice of each.
+    """The settings that one comparison depends on. The defaults are the simplest choice of each.
 
     mesh:        sizes of the axes above 1.
     model:       "stages", a toy `Pipelined`; "loss", the same as a plain loss function; "linen", "nnx" and "equinox",

@@ -50,7 +50,7 @@ def compare(
 
     floor: the smallest measure of a leaf, as a share of the largest of all leaves.
     slack: tree like `want` of arrays, differences that do not count.
-    measured_by: tree like `want`, whose numbers measure the differences in place of its own.
+    measured_by: tree like `want`, whose numbers measure the differences in place of those of `want`.
     """
     if problem := _structural(got, want):
         return Difference(quantity, problem=problem)

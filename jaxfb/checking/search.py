@@ -1,4 +1,4 @@
-"""The search: cases drawn and run in processes of their own, findings made small. No JAX in here."""
+"""The search: cases drawn and run in separate processes, findings made small. No JAX in here."""
 
 from __future__ import annotations
 

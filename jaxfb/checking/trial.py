@@ -25,7 +25,7 @@ PyTree = Any
 
 
 def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
-    """Runs a case and says how it went, whatever it raises."""
+    """Runs a case and returns how it went, whatever it raises."""
     begun = time.monotonic()
     try:
         with warnings.catch_warnings():

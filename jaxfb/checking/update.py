@@ -136,7 +136,7 @@ def _exactly(quantity: str, got: PyTree, want: PyTree) -> Difference:
 
 
 def _counters(state: TrainState, applied: int = 0, rows: int = 0, skipped: int = 0) -> dict[str, np.ndarray]:
-    """Updates and rows so far, and how many updates were skipped, so many more than the state says."""
+    """Updates and rows so far, and how many updates were skipped, so many more than the state counts."""
     skips = state.nonfinite_updates + state.zero_weight_updates
     counts = {"step": state.step + applied, "samples": state.samples + rows, "skipped": skips + skipped}
     return {name: np.asarray(count) for name, count in counts.items()}

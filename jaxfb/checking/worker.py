@@ -51,7 +51,7 @@ class Worker:
         self._done = 0
 
     def __call__(self, request: Request) -> tuple[Case, Outcome]:
-        """Runs a case. One that ends the process or hangs is tried once more, alone in a process of its own.
+        """Runs a case. One that ends the process or hangs is tried once more, alone in a separate process.
 
         Raises:
           ValueError: the user's model cannot be used.

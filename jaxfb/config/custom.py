@@ -1,4 +1,4 @@
-"""The config of a model of one's own in the trainer: `model: package.module:attribute` in place of sizes."""
+"""The config of your own model in the trainer: `model: package.module:attribute` in place of sizes."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class EveryConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class CustomConfig:
-    """A run that trains a model of one's own, on data of one's own.
+    """A run that trains your own model, on your own data.
 
     model:    "package.module:attribute": a loss function, a `Pipelined`, or a function without arguments that returns
       one; the working directory is searched too.

@@ -26,7 +26,7 @@ from jaxfb.refusal import Refused
 
 @dataclass(frozen=True)
 class Config:
-    """Everything a training run is made of.
+    """The settings of a training run.
 
     schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
       null is 1f1b, or interleaved with several chunks.

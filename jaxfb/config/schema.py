@@ -77,7 +77,7 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
 
     Raises:
       ConfigError: an unknown or missing key, or a value of a wrong type.
-      ValueError: what a section's own checks say.
+      ValueError: raised by a section's own checks.
     """
     root = root or cls
     if not isinstance(values, Mapping):

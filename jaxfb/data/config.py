@@ -15,7 +15,7 @@ SMALLEST_VOCAB = 257  # every byte, and the one token that stands between docume
 
 @dataclass(frozen=True)
 class DataConfig:
-    """Everything that decides which tokens stand in which row; only `seed` decides their order.
+    """The settings that decide which tokens are in which row; only `seed` decides their order.
 
     source: "python-stdlib" (the running interpreter's own source), "text", "jsonl" or "tokens".
     path: file, directory or glob, or several of them; unused by "python-stdlib".

@@ -1,4 +1,4 @@
-"""Names files by every byte of them: a changed byte gives another name, whatever size and times say.
+"""Names files by every byte of them: a changed byte gives another name, whatever its size and times are.
 
 Part of the data (which text is this?). Reading a file once at each start is cheap beside training on it, and
 a name from size, time or samples would take an edited file for the old one.

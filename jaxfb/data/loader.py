@@ -78,7 +78,7 @@ class Loader:
             self._iterator = self._read_from(self._consumed_rows)
         try:
             consumed, batch = next(self._iterator)
-        except ValueError as error:  # grain appends lines of its own to the message
+        except ValueError as error:  # grain appends its own lines to the message
             raise Refused(str(error).partition("\n")[0]) from None
         if batch is None:
             self.close()

@@ -33,7 +33,7 @@ class Sidecar:
 
 
 def read_sidecar(path: Path) -> Sidecar:
-    """Returns what `x.json`, or `meta.json` in the same directory, says of the token file `x.bin` or `x.npy`.
+    """Returns what `x.json`, or `meta.json` in the same directory, contains about the token file `x.bin` or `x.npy`.
 
     Keys that have nothing to do with these are left to their owners.
 

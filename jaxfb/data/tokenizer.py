@@ -128,7 +128,7 @@ class LibraryTokenizer:
         from tokenizers import Tokenizer as Implementation
 
         self._implementation = Implementation.from_str(serialized)
-        self._implementation.no_truncation()  # a file may say that texts are cut, or padded
+        self._implementation.no_truncation()  # a file may ask for texts to be cut, or padded
         self._implementation.no_padding()
         # Text that happens to contain the name of a special token must not become that token.
         self._implementation.encode_special_tokens = True

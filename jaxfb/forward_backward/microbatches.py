@@ -36,7 +36,7 @@ class Microbatches:
 
 
 def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatches:
-    """Cuts [rows, ...] leaves into contiguous microbatches, padding or dropping rows as the plan says.
+    """Cuts [rows, ...] leaves into contiguous microbatches, padding or dropping rows as the plan specifies.
 
     Padding rows are zeros, so that every mask in them is zero and they weigh nothing. On a mesh with a context
     axis, leaves [rows, length, ...] must have one length, which is put in its order.

@@ -1,7 +1,7 @@
 """Rows of many lengths to array rows of one width and back: an `Arrangement` applied to arrays, on the host.
 
 Before forward_backward where the plan has a token budget. Array rows hold one row each, or with packing several,
-told apart by `segments` (1.., 0 is padding), each with its own `positions`. A value per row becomes, with
+distinguished by `segments` (1.., 0 is padding), each with its own `positions`. A value per row becomes, with
 packing, that value at each of its tokens.
 """
 

@@ -125,7 +125,7 @@ def check_unembeds(model: Any) -> None:
     instance("model", model, Pipelined, "a jaxfb.Pipelined, such as transformer(config)", who="[loss]")
     if model.unembed is None:
         raise Refused(
-            "a loss on a model's last hidden states needs a model that says how they become logits: give the "
+            "a loss on a model's last hidden states needs a model that defines how they become logits: give the "
             "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
         )
 

@@ -45,7 +45,7 @@ def next_token_loss(
       logit_softcap: logits become softcap * tanh(logits / softcap); None leaves them.
     Returns:
       LossOutput with the term "cross_entropy" (nats) and the metric "accuracy", both weighted by the mask.
-      Smoothing and z-loss are terms of their own, "label_smoothing" (what it adds to the cross entropy) and
+      Smoothing and z-loss are separate terms, "label_smoothing" (what it adds to the cross entropy) and
       "z_loss", so that "cross_entropy" is that of the targets in any case. With either of them the backward
       computes the logits once more.
     Raises:

@@ -1,6 +1,6 @@
 """The critic: a value per token, its loss, and a model with a value head in place of logits.
 
-Used in forward_backward like a policy, with a plan and an optimizer of its own. Leaves of a microbatch, f32[rows, seq]:
+Used in forward_backward like a policy, with its own plan and optimizer. Leaves of a microbatch, f32[rows, seq]:
 loss_mask, returns; old_values where values are clipped.
 """
 

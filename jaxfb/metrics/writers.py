@@ -130,7 +130,7 @@ def make_writers(
     resume: the step that the run continues from, or None for a new run.
 
     Raises:
-      ValueError: the package a name needs is not installed; the message says how to install it.
+      ValueError: the package a name needs is not installed; the message gives the command to install it.
     """
     directory, names = Path(directory), tuple(names)
     check_writers(names)
@@ -142,7 +142,7 @@ def check_writers(names: Iterable[str]) -> None:
     """Refuses, before anything is written, a writer whose package is not installed.
 
     Raises:
-      ValueError: names the package and says how to install it.
+      ValueError: names the package and the command to install it.
     """
     for name in names:
         if name not in WRITERS and ":" not in name:

@@ -131,7 +131,7 @@ def _best(query: Any, key: Any, packed: bool) -> str:
 def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int, *, packed: bool) -> None:
     """Raises the ValueError of `choose_backend` that a layer of the engine would, before anything is traced.
 
-    A context axis has attention of its own, so there is nothing to refuse.
+    A context axis has its own attention, so there is nothing to refuse.
     """
     if axis_size(mesh, "context") > 1:
         return

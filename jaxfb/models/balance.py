@@ -5,7 +5,7 @@ All of it is made of sums over tokens of the whole update, so nothing about its 
   balance        a loss of each sequence by itself (DeepSeek-V3, arXiv:2412.19437, eq. 17-20).
   batch_balance  a loss of the whole update (Switch, arXiv:2101.03961, eq. 4, with every choice counted): a token
                  pays, for each expert, its probability times that expert's load. The load is counted over the
-                 update in a forward pass of its own; it carries no gradient, as everywhere.
+                 update in a separate forward pass; it carries no gradient, as everywhere.
   router_z       the router's squared log normalizer (ST-MoE, arXiv:2202.08906).
   bias           no loss: after each update the bias of an expert that had too few tokens goes up (arXiv:2408.15664).
 

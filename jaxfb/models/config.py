@@ -45,8 +45,8 @@ class TransformerConfig:
                      axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).
     loss_chunk:      tokens whose logits exist at one time, both forward and backward.
     logit_softcap:   logits become softcap * tanh(logits / softcap); None leaves them.
-    label_smoothing: share of each target that is spread over the vocabulary, a term of its own of the loss.
-    z_loss:          coefficient of the squared log normalizer, a term of its own of the loss.
+    label_smoothing: share of each target that is spread over the vocabulary, a separate term of the loss.
+    z_loss:          coefficient of the squared log normalizer, a separate term of the loss.
     mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.

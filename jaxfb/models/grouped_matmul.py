@@ -1,4 +1,4 @@
-"""Rows sorted by group, each group multiplied by a matrix of its own: what experts are made of.
+"""Rows sorted by group, each group multiplied by its own matrix: what experts are made of.
 
 `jax.lax.ragged_dot`, and what stands for it where XLA multiplies every row by every matrix: on CPUs and GPUs, and on
 TPUs in the gradient of the matrices. There, each group's rows are cut in tiles and a loop multiplies a tile at a time,

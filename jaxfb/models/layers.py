@@ -131,7 +131,7 @@ class Embed(nnx.Module):
 
 
 class Outer(nnx.Module):
-    """Everything beside the layers: the embedding, the last norm, the head's matrix (none if tied)."""
+    """The parts besides the layers: the embedding, the last norm, the head's matrix (none if tied)."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embed = Embed(config, rngs=rngs)

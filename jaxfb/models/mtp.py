@@ -7,7 +7,7 @@ output of the last layer and t the tokens,
     loss_d = cross entropy of head(norm_d(h_d[i])) against the target of place i + d
 
 with the model's own embedding and head. A place counts in loss_d where i + d is in the same document, with the
-weight of i + d in the loss; so the last d places of every document do not count. Each loss_d is a term of its own
+weight of i + d in the loss; so the last d places of every document do not count. Each loss_d is a separate term
 ("mtp_1", ...), times mtp_weight / mtp_depth, divided by its own weight.
 
 The layers of a model with experts have experts, balanced by their own sequence-wise loss ("mtp_1_balance"); the

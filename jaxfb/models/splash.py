@@ -1,7 +1,7 @@
 """Splash attention, the flash attention of a TPU: a Pallas kernel that comes with JAX.
 
-What `attention.py` runs where `choose_backend` says "splash". Scores exist a block at a time, in the chip's own memory,
-and blocks above the diagonal are skipped; of the forward it keeps the output and a softmax normalizer a query.
+`attention.py` runs it where `choose_backend` returns "splash". Scores exist a block at a time, in the chip's own
+memory, and blocks above the diagonal are skipped; of the forward it keeps the output and a softmax normalizer a query.
 
 Shapes: R = rows, T = tokens of a row, H = heads, G = kv heads, K = head_size.
 """

@@ -98,7 +98,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     Args:
       config: the sizes.
       loss: what the head computes; if None, `next_token_loss` in chunks of `config.loss_chunk`, with the
-        config's label smoothing, z-loss and soft cap, and multi-token prediction. A loss of one's own goes
+        config's label smoothing, z-loss and soft cap, and multi-token prediction. Your own loss goes
         without the latter.
     """
     multi_token = None

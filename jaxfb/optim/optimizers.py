@@ -2,7 +2,7 @@
 
 Part of "one update". All of them end in the same line,
 
-  params += -learning_rate * (direction + weight_decay * params where the mask says so)
+  params += -learning_rate * (direction + weight_decay * params where the mask is True)
 
 with both rates functions of the number of applied updates (or of consumed samples). There is no clipping and
 no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands over one gradient an update.
@@ -39,7 +39,7 @@ class OptimizerState(NamedTuple):
 
 
 class Optimizer(optax.GradientTransformationExtraArgs):
-    """An optax transformation that can say which learning rate it will use; made by `make_optimizer`.
+    """An optax transformation that knows the learning rate it will use; made by `make_optimizer`.
 
     init, update:  as in optax; `update(grads, state, params, samples=None)`.
     learning_rate: count (or samples, see `.learning_rate.unit`) -> float[].
@@ -140,7 +140,7 @@ def muon_matrices(params: PyTree) -> PyTree:
     """Returns the leaves that Muon orthogonalises, as a tree of bool: hidden matrices.
 
     Leaves of two dimensions in one layer, or of three under a name with "expert"; each layer and expert is a
-    matrix of its own. Embeddings and the head are left to AdamW, as Muon's author advises, and so are other
+    separate matrix. Embeddings and the head are left to AdamW, as Muon's author advises, and so are other
     shapes, whose rows and columns are unknown.
     """
 

@@ -73,7 +73,7 @@ def reduce_gradients(
     gather: str,
     scattered_over_data: bool = False,
 ) -> PyTree:
-    """Sums the local gradients over `axes`, each leaf once, leaving it cut the way `grad_specs` says.
+    """Sums the local gradients over `axes`, each leaf once, cut as in `grad_specs`.
 
     A dim cut over fsdp or data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
     gather="layer" the fsdp part was already scattered by the backward of `materialize`, and with
@@ -106,7 +106,7 @@ def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
 
 
 def scatter_over_data(grad_specs: PyTree):
-    """Returns a function from one microbatch's gradients to their sums over data, each leaf cut as `grad_specs` says
+    """Returns a function from one microbatch's gradients to their sums over data, each leaf cut as in `grad_specs`
     (ZeRO-2).
 
     Leaves that data does not cut stay as they are, and wait for `reduce_gradients`.

@@ -63,7 +63,7 @@ class Layout:
 
     @cached_property
     def real(self) -> list:
-        """Returns [device][chunk][longest]: whether that place holds a layer of its own."""
+        """Returns [device][chunk][longest]: whether that place holds its own layer."""
         return [
             [[j < self.layers_per_stage[s] for j in range(self.longest)] for s in row]
             for row in self.placement
@@ -97,7 +97,7 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
     """Cuts `num_layers` into the stages of a schedule's placement; a stage may have none and pass hidden on.
 
     Raises:
-      ValueError: they do not divide and no explicit `layers_per_stage` says how, or it does not add up.
+      ValueError: they do not divide and no explicit `layers_per_stage` is given, or it does not add up.
     """
     placement = tuple(map(tuple, placement))
     num_stages = sum(map(len, placement))

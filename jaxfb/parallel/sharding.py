@@ -23,7 +23,7 @@ PyTree = Any
 def param_specs(
     params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, pipe_dims: PyTree = None, stacked: bool = False
 ) -> PyTree:
-    """Returns PartitionSpec of every parameter: tensor dims as the model says, one further dim over fsdp.
+    """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim over fsdp.
 
     The fsdp dim is the largest that fsdp divides and tensor leaves free, of those whose shards fill a TPU's tiles
     if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.

@@ -1,7 +1,7 @@
 """The `tensor` axis: which dim of each weight is split, and annotations that keep activations split alike.
 
 `tensor` stays automatic (Shardy inserts its collectives) while the engine runs every other axis by hand, so
-a layer only has to say where its arrays are split. Column-parallel then row-parallel: one all-reduce after
+a layer only has to annotate where its arrays are split. Column-parallel then row-parallel: one all-reduce after
 attention and one after the MLP (Megatron-LM, arXiv:1909.08053), or with sequence parallelism its two halves.
 """
 
@@ -35,7 +35,7 @@ _VOCABULARY = (("embed", "embedding"), ("head", "kernel"))
 
 
 def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
-    """Annotates `x` as split over `tensor` where `spec` says "tensor", whole over it where it says None.
+    """Annotates `x` as split over `tensor` where `spec` has "tensor", whole over it where it has None.
 
     A `with_sharding_constraint` when the mesh in context has an automatic `tensor` axis of size > 1 that
     divides the dim; otherwise `x` itself, so model code runs unchanged outside any mesh. Other automatic

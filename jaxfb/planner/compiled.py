@@ -1,4 +1,4 @@
-"""The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a process of its own.
+"""The compiler's own answer: memory, work and traffic of the step, compiled ahead of time in a separate process.
 
 This takes a separate process, since the environment that starts libtpu or simulates devices is read once, when JAX
 starts, and a compiler does not free what it allocates.
@@ -83,7 +83,7 @@ def compile_for(
 
 
 def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
-    """Returns whether to ask the compiler; a plan for GPUs does without, and says what to install."""
+    """Returns whether to ask the compiler; a plan for GPUs does without, and names what to install."""
     missing = missing_compiler(topology) if topology.platform == "gpu" else None
     if missing:
         say(f"{missing}; without it a formula's estimate")

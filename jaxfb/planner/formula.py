@@ -1,7 +1,7 @@
 """Memory and time of a step by formula: microseconds for a layout, no trace and no compiler.
 
 It orders the layouts of a search, and answers where no compiler is asked. Constants are counts of what the steps of a
-1B and an 8B model do; `docs/planner.md` says how near the formula comes to the compiler.
+1B and an 8B model do; `docs/planner.md` shows how near the formula comes to the compiler.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""XLA's compiler for GPUs on a machine without one: is it installed, what is it told, which devices does it give.
+"""Uses XLA's compiler for GPUs on a machine without one: finds it, describes chips to it, gets devices from it.
 
 It comes with JAX's CUDA plugin. Instead of a device it takes a description (stream_executor.GpuTargetConfigProto), here
 made of `chips.py` and of what an architecture has; kernels that are chosen by trying them on the device are not tried.
@@ -56,7 +56,7 @@ def is_installed() -> bool:
 
 
 def target_config(chip: Chip) -> str:
-    """Returns the chip as XLA wants it told, in protobuf's text format."""
+    """Returns the description of the chip that XLA takes, in protobuf's text format."""
     made = _ARCHITECTURES[chip.name]
     dnn = "major: {} minor: {} patch: {}".format(*CUDNN)
     return f"""gpu_device_info {{

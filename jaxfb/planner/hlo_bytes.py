@@ -147,7 +147,7 @@ def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]
 
 
 def hbm_bytes(types: str) -> float:
-    """Returns bytes of the arrays that live in HBM; S(n) in a layout says another memory."""
+    """Returns bytes of the arrays that live in HBM; S(n) in a layout means another memory."""
     return sum(
         hlo.bytes_of(f"{dtype}[{shape}]")
         for dtype, shape, layout in _TYPED.findall(types)

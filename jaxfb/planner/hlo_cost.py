@@ -3,7 +3,7 @@
 An instruction takes the longer of its products at the peak rate and its bytes at the peak bandwidth; loops count their
 length, a conditional is the longest of its branches. A collective takes its bytes at the bandwidth of its mesh axis;
 those among the same devices follow one another; what runs between its start and its done hides it.
-Nothing is faster than its roof, so this is a lower bound of the time, and says where it goes.
+Nothing is faster than its roof, so this is a lower bound of the time, and shows where the time goes.
 """
 
 from __future__ import annotations

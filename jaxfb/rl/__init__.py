@@ -42,7 +42,7 @@ def post_train(
     Raises:
       ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
-      CannotWrite: the disk is full or not writable; the message says which update is saved.
+      CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
     from jaxfb.training import loop
 

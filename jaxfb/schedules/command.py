@@ -17,7 +17,7 @@ EXAMPLE = "--pipe 4 --microbatches 8"
 def chosen(
     table: str | None, kind: str | None, pipe: int | None, microbatches: int | None, chunks: int | None
 ) -> Schedule:
-    """Returns the schedule that is asked for: a built-in kind by its sizes, or a file with a table of one's own.
+    """Returns the schedule that is asked for: a built-in kind by its sizes, or a file with your own table.
 
     Raises:
       ValueError: sizes are missing or do not fit, or the table is not a schedule; then with its bad cell marked.
@@ -25,7 +25,8 @@ def chosen(
     if table is not None:
         if (kind, pipe, microbatches, chunks) != (None,) * 4:
             raise Refused(
-                f"[schedule] --table={table} says everything itself; leave out --kind, --pipe, --microbatches, --chunks"
+                f"[schedule] --table={table} already defines sizes and kind; "
+                "leave out --kind, --pipe, --microbatches, --chunks"
             )
         path = Path(table)
         if not path.is_file():

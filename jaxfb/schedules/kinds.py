@@ -21,7 +21,7 @@ class Kind:
       default.
     fill:            stages P -> microbatches of one chunk for which a device idles in all.
     in_flight:       (P, num_chunks) -> microbatches whose activations device 0 keeps at the peak.
-    splits_backward: weight gradients are actions of their own.
+    splits_backward: weight gradients are separate actions.
     baseline:        no user would choose it; the planner's search leaves it out.
     """
 

@@ -3,7 +3,7 @@
 THE FORMAT. `program.rows` maps a name to a nested list of ints. A name marked [t] has one int a tick, the
 same for all devices; a name marked [t][d] has one int a tick and device. A phase is the slice
 rows[name][phase.start:phase.stop]; its body runs just the kinds in `phase.kinds`. An entry that is not valid
-has microbatch 0 and chunk 0. There are four buffers (`slots.py` says what is in them): residual, activation,
+has microbatch 0 and chunk 0. There are four buffers (`slots.py` defines what is in them): residual, activation,
 gradient, cotangent. `program.num_<buffer>_slots` are needed of each; of activation and gradient one more, the
 spare slot with that number, at which entries that are not valid point. Those of residual and cotangent point at
 a slot that nothing occupies in that tick.

@@ -103,7 +103,7 @@ class Schedule:
 
     @cached_property
     def splits_backward(self) -> bool:
-        """Returns True if weight gradients are actions of their own, so that B is the input gradient alone."""
+        """Returns True if weight gradients are separate actions, so that B is the input gradient alone."""
         return any(kind == "W" for kind, _, _ in self.ticks)
 
     @cached_property

@@ -1,6 +1,6 @@
 """The last word where the runtime aborts this process because the coordinator, which process 0 runs, is gone.
 
-jax's distributed client then calls `abort` in a thread of its own, at once and past all Python:
+jax's distributed client then calls `abort` in its own thread, at once and past all Python:
 a stack trace of C++ and exit code 134 is all that a user would see.
 """
 

@@ -1,7 +1,7 @@
 """Rows of the run's windows, in order, cut into microbatches and placed where the step wants them.
 
 The second step of a run: data -> batch plan. Every process reads the rows of its own devices and no others, split
-on the host as the global plan says, so that the step moves no row between devices.
+on the host as the global plan specifies, so that the step moves no row between devices.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from jaxfb.refusal import Refused
 FLAG = "--allow-changes"
 ABSENT = "(absent)"
 
-# Keys of `model` that say how it is computed or what its loss adds, but not what its parameters mean.
+# Keys of `model` that set how it is computed or what its loss adds, but not what its parameters mean.
 FREE_OF_MODEL = (
     *("attention", "context_attention", "sequence_parallel", "loss_chunk", "vocab_size"),
     *("dropout", "label_smoothing", "z_loss", "mtp_weight"),

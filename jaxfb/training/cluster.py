@@ -19,7 +19,7 @@ GIVEN = {
     "processes": "JAX_NUM_PROCESSES",
     "process_id": "JAX_PROCESS_ID",
 }
-# Launchers that number their processes without saying where process 0 is.
+# Launchers that number their processes without giving the address of process 0.
 NUMBERED = {
     "Open MPI": ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK"),
     "PMI": ("PMI_SIZE", "PMI_RANK"),
@@ -110,8 +110,8 @@ def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
             processes, process_id = _number(size, environment), _number(rank, environment)
             if processes > 1 and given["coordinator"] is None:
                 raise Refused(
-                    f"[hosts] {launcher} says that this is process {process_id} of {processes}, but not where "
-                    "process 0 is; give hosts.coordinator=HOST:PORT, or hosts.processes=1 to run alone"
+                    f"[hosts] {launcher} numbers this process {process_id} of {processes}, but does not give "
+                    "the address of process 0; set hosts.coordinator=HOST:PORT, or hosts.processes=1 to run alone"
                 )
             return {**given, "processes": processes, "process_id": process_id}
     return given

@@ -1,4 +1,4 @@
-"""Any model as a `Work`: a loss function or a `Pipelined`, rows of one's own, any optax transformation."""
+"""Any model as a `Work`: a loss function or a `Pipelined`, your own rows, any optax transformation."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ Params = PyTree | Callable[[jax.Array], PyTree]
 
 
 class Custom:
-    """A model of one's own; see `work.Work`. Made by `jaxfb.Trainer`.
+    """Your own model; see `work.Work`. Made by `jaxfb.Trainer`.
 
     model:    a loss function or a `Pipelined`. params: a tree, or a function of a key.
     run_plan: rows of each update. rows: where they come from.
@@ -190,7 +190,7 @@ class Custom:
 
 
 def make_custom(config: CustomConfig, **own: Any) -> Custom:
-    """Returns the work of a config, with the parts of one's own in place of those that it names.
+    """Returns the work of a config, with your own parts in place of those that it names.
 
     own: model, params, data, evaluate, loss and optimizer, any of them.
 
@@ -223,7 +223,7 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
 
 
 def described(part: Any) -> str:
-    """Returns what a part of one's own is called in config.yaml, such as "mine:loss_fn" or "list"."""
+    """Returns what your own part is called in config.yaml, such as "mine:loss_fn" or "list"."""
     name = getattr(part, "__qualname__", None)
     return f"{part.__module__}:{name}" if name else type(part).__name__
 

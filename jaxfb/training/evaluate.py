@@ -16,7 +16,7 @@ TERM = "cross_entropy"
 
 
 class HeldOut:
-    """The held-out rows of a run, and what they say of its parameters."""
+    """The held-out rows of a run, and their use in evaluation."""
 
     def __init__(self, setup: Setup):
         self._setup = setup

@@ -32,7 +32,7 @@ __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 Value = TypeVar("Value")
 SLICE = 5.0  # seconds between two looks at whether there is still time
 RUNTIME_PATIENCE = 100  # seconds: jax's own heartbeat, which ends a process without a word, comes after ours
-_rounds = itertools.count()  # the store outlives a `Hosts`, so each has keys of its own
+_rounds = itertools.count()  # the store outlives a `Hosts`, so each has its own keys
 
 
 class Hosts:
@@ -123,8 +123,8 @@ class Hosts:
         """Refuses, on every process with the same sentence, where one of its `facts()` is not the same on all.
 
         Raises:
-          ValueError: says which processes have which value.
-          LostProcess: one did not say what it has in time.
+          ValueError: names which processes have which value.
+          LostProcess: one did not answer in time.
         """
         if self.count == 1:
             return
@@ -137,13 +137,13 @@ class Hosts:
         self.first(compare)
 
     def _hear_together(self, key: str) -> None:
-        """Process 0 runs the store: it stays until the others have read that all of them end, or for one slice."""
+        """Waits, on process 0, at most SLICE seconds until the others have read the refusal: its store ends with it."""
         self._client.key_value_set(f"{key}/{self.index}", "")
         if self.is_first:
             deadline = time.monotonic() + SLICE
             with contextlib.suppress(LostProcess):
                 for other in range(self.count):
-                    self._wait(f"{key}/{other}", f"process {other} to hear", deadline)
+                    self._wait(f"{key}/{other}", f"process {other} to read it", deadline)
 
     def _without_coordinator(self) -> str:
         here = f"process {self.index} of {self.count} ({socket.gethostname()})"
@@ -182,7 +182,7 @@ class Hosts:
                     raise
 
     def _fail(self, watch: Watch, error: BaseException) -> None:
-        """Tells the others; where a collective broke, says instead who broke it."""
+        """Notifies the others; where a collective broke, names the process that broke it."""
         atexit.register(leave, 1)  # before jax's own end, which would wait for the others
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)

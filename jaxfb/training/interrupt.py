@@ -56,7 +56,7 @@ class Interrupt:
         return self.signal is not None
 
     def fail(self, what: str) -> None:
-        """Ends the run after this update, saved; `failure` then says what went wrong. Asked by any process."""
+        """Ends the run after this update, saved; `failure` then describes what went wrong. Asked by any process."""
         self.failure = what
         if self._several:
             os.kill(os.getpid(), signal.SIGTERM)

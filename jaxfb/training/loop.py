@@ -67,7 +67,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
       LostProcess: another process of the job is gone; what was saved is whole.
       GuardAbort: a guard ends the run: too many updates in a row were not finite or the state is not (NonFiniteAbort),
         spikes come again and again (SpikeAbort), a device computes wrongly (DeviceFault); of that nothing is saved.
-      CannotWrite: the disk is full or not writable; the message tells which update is saved.
+      CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
     callbacks, directory = combine(callbacks), RunDirectory.of(config)
     with Hosts(getattr(config, "hosts", HostsConfig())) as hosts, RunLock(directory.path) as lock:

@@ -1,4 +1,4 @@
-"""Rows of one's own, in whatever form they come: a position in them is a value that a checkpoint holds.
+"""Your own rows, in whatever form they come: a position in them is a value that a checkpoint holds.
 
 A row is a tree of arrays without a row dim; a batch is such a tree with one. Every process reads the rows of its own
 devices where rows can be indexed, and passes over the others' where they only come one after the other.

@@ -87,7 +87,7 @@ class Setup:
 def make_setup(
     config: Config, say: Callable[[str], None] = print, read: Callable[[DataConfig], Corpus] = prepare
 ) -> Setup:
-    """Builds it all; `say` is told what takes a while, `read` makes rows of the text.
+    """Builds it all; `say` is called before what takes a while, `read` makes rows of the text.
 
     Raises:
       ValueError: the first impossible size or missing file, in one sentence with the nearest legal choice.
@@ -174,7 +174,7 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
 
 
 def optimizer(config: Config, plan: RunPlan) -> Optimizer:
-    """Returns the optimizer with its schedules, which end with the run unless the config says otherwise."""
+    """Returns the optimizer with its schedules, which end with the run unless the config sets something else."""
     settings, lr = config.optimizer, config.lr
     last = plan.window(plan.total_updates - 1)
     length = {"updates": plan.total_updates, "samples": last.start + last.rows}[lr.unit]

@@ -12,7 +12,7 @@ NUM_DEVICES = 8
 def simulate_devices(mesh: Mapping[str, int]) -> None:
     """Makes this process compute in float64 on enough simulated CPU devices for a mesh, and compile quickly.
 
-    What the environment already says about any of that stays: JAX_PLATFORMS=cuda checks on real devices.
+    What the environment already sets is kept: JAX_PLATFORMS=cuda checks on real devices.
     """
     needed = prod(size for size in mesh.values() if size > 0)
     flags = os.environ.get("XLA_FLAGS", "")

@@ -18,7 +18,7 @@ import jax
 from jaxfb.config.sections import HostsConfig
 
 LOST = 76  # exit code: a process of the job was lost, came not, or failed; started again, it goes on
-GRACE = 3.0  # seconds in which processes that fail together may each say so themselves
+GRACE = 3.0  # seconds in which processes that fail together may each report it themselves
 LAST_WORDS = 10.0  # seconds that process 0, which runs the coordinator, waits for the others to have left
 
 
@@ -57,7 +57,7 @@ class Watch:
         self._ended.set()
 
     def cause(self, seconds: float) -> str | None:
-        """Returns what has become of the others, where something has within so many seconds; it is then ours to say."""
+        """Returns what became of the others, if found within so many seconds; then this process reports it."""
         self._main_decides = True
         self._found.wait(seconds)
         return self._verdict

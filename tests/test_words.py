@@ -1,0 +1,80 @@
+"""Docstrings make sense alone, and prose keeps to words that a stranger knows."""
+
+import ast
+import io
+import re
+import tokenize
+from pathlib import Path
+
+import jaxfb
+
+ROOT = Path(jaxfb.__file__).parent
+PAGES = (ROOT.parent / "README.md", *sorted((ROOT.parent / "docs").glob("*.md")))
+FRAGMENTS = frozenset(
+    "Of What Those Its By As From In Where How That Which Who When If On At For With Without Whether Beside Under "
+    "Over To One None All Both Each Every And Or Else Only Also Not They Among Between Because Than Same Such Until "
+    "While Why Into Per Through Everything Nothing Whatever".split()
+)
+"""Words with which a docstring continues the name above it in place of being a sentence."""
+VERBS_IN_S = re.compile(r"[A-Z][a-z]+(-[a-z]+)?s[,;:]?")
+PRIVATE = re.compile(
+    r"\b(stor(y|ies)|rooms|witness(es)?|hears?|speaks?|brings|says|told|of one's own|beside the story)\b"
+)
+"""Words with a private meaning that came back again and again."""
+
+
+def definitions(kinds) -> list[tuple[str, str]]:
+    """Returns (where, docstring) of every definition of those kinds."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+                found.append((f"{path.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text))
+    return found
+
+
+def prose() -> list[tuple[str, str]]:
+    """Returns (where, line) of strings and comments of the package, and of the pages."""
+    found = []
+    for path in sorted(ROOT.rglob("*.py")):
+        with io.StringIO(path.read_text()) as file:
+            for token in tokenize.generate_tokens(file.readline):
+                if token.type in (
+                    tokenize.STRING,
+                    tokenize.COMMENT,
+                    getattr(tokenize, "FSTRING_MIDDLE", None),
+                ):
+                    found += [
+                        (f"{path.relative_to(ROOT)}:{token.start[0]}", line)
+                        for line in token.string.split("\n")
+                    ]
+    return found + [(page.name, line) for page in PAGES for line in page.read_text().split("\n")]
+
+
+def test_no_docstring_begins_as_a_fragment():
+    every = definitions((ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef))
+    assert len(every) > 1500
+    assert [(where, text[:60]) for where, text in every if text.split()[0].rstrip(",;:") in FRAGMENTS] == []
+
+
+def test_docstrings_of_functions_begin_with_a_verb():
+    every = definitions((ast.FunctionDef, ast.AsyncFunctionDef))
+    assert [(where, text[:60]) for where, text in every if not VERBS_IN_S.fullmatch(text.split()[0])] == []
+
+
+def test_the_first_sentence_of_a_public_docstring_ends():
+    every = definitions((ast.ClassDef, ast.FunctionDef))
+    public = [(where, text) for where, text in every if not re.search(r":_", where)]
+    assert [(where, text[:60]) for where, text in public if not re.search(r"[.:;]( |$|\n)", text)] == []
+
+
+def test_no_private_word_in_code_or_pages():
+    code = re.compile(r"`[^`]*`|\{[^}]*\}|\w+\(\)")
+    assert [(where, line) for where, line in prose() if PRIVATE.search(code.sub("", line))] == []
+
+
+def test_refusals_are_of_their_class():
+    """A bare ValueError would be shown with a traceback; those listed are mistakes of jaxfb itself, or caught nearby."""
+    allowed = {"batch_plan/ramp_up.py", "hlo/groups.py", "schedules/replay.py"}
+    found = {str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py") if "raise ValueError" in p.read_text()}
+    assert found <= allowed
