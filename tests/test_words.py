@@ -4,6 +4,7 @@ import ast
 import io
 import re
 import tokenize
+from functools import cache
 from pathlib import Path
 
 import jaxfb
@@ -23,21 +24,38 @@ PRIVATE = re.compile(
 """Words with a private meaning that came back again and again."""
 
 
+@cache
+def sources() -> dict[Path, str]:
+    """Returns path -> text of every module."""
+    return {path: path.read_text() for path in sorted(ROOT.rglob("*.py"))}
+
+
+@cache
+def nodes() -> list[tuple[Path, ast.AST]]:
+    """Returns (path, node) of everything that can have a docstring."""
+    kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+    return [
+        (path, n)
+        for path, text in sources().items()
+        for n in ast.walk(ast.parse(text))
+        if isinstance(n, kinds)
+    ]
+
+
 def definitions(kinds) -> list[tuple[str, str]]:
     """Returns (where, docstring) of every definition of those kinds."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, kinds) and (text := ast.get_docstring(node)):
-                found.append((f"{path.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text))
+    for path, node in nodes():
+        if isinstance(node, kinds) and (text := ast.get_docstring(node)):
+            found.append((f"{path.relative_to(ROOT)}:{getattr(node, 'name', 'module')}", text))
     return found
 
 
 def prose() -> list[tuple[str, str]]:
     """Returns (where, line) of strings and comments of the package, and of the pages."""
     found = []
-    for path in sorted(ROOT.rglob("*.py")):
-        with io.StringIO(path.read_text()) as file:
+    for path, text in sources().items():
+        with io.StringIO(text) as file:
             for token in tokenize.generate_tokens(file.readline):
                 if token.type in (
                     tokenize.STRING,
@@ -74,7 +92,7 @@ def test_no_private_word_in_code_or_pages():
 
 
 def test_refusals_are_of_their_class():
-    """A bare ValueError would be shown with a traceback; those listed are mistakes of jaxfb itself, or caught nearby."""
+    """A bare ValueError is shown with a traceback; those listed are mistakes of jaxfb itself, or caught nearby."""
     allowed = {"batch_plan/ramp_up.py", "hlo/groups.py", "schedules/replay.py"}
-    found = {str(p.relative_to(ROOT)) for p in ROOT.rglob("*.py") if "raise ValueError" in p.read_text()}
+    found = {str(path.relative_to(ROOT)) for path, text in sources().items() if "raise ValueError" in text}
     assert found <= allowed

@@ -42,6 +42,7 @@ class _Tries:
     """Tells whether a case fails, trying each case once and at most so many; a case that is not tried counts as
     passing.
     passing.
+    passing.
     """
 
     def __init__(self, case: Case, fails: Callable[[Case], bool], most: int):

@@ -170,7 +170,7 @@ class UpdatesConfig:
 
 @dataclass(frozen=True)
 class PostRunConfig:
-    """Where a run lives, its seed, and what ends it early (as in a training config)."""
+    """Gives the run's directory, its seed, and when to stop skipping updates (as in a training config)."""
 
     dir: str
     seed: int = 0

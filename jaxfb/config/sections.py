@@ -273,7 +273,7 @@ class HostsConfig:
     """Lists the processes of the job; it changes where the run computes, never what, and so is not saved with it.
 
     coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
-      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher says.
+      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher sets.
     cluster:       "auto" asks Slurm, Open MPI, Kubernetes and TPU pods; "none" asks nobody; or one of jax's names.
     local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
     timeout:       seconds to wait for the others: to come, to agree, to have read the text.

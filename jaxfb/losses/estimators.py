@@ -41,12 +41,12 @@ class Estimator:
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values of a critic are read."""
+        """Returns whether values of a critic are read."""
         return "values" in self.reads
 
     @property
     def by_group(self) -> bool:
-        """Whether the samples of one prompt are compared."""
+        """Returns whether the samples of one prompt are compared."""
         return "groups" in self.reads
 
     def __call__(self, inputs: Mapping[str, Any], options: Mapping[str, Any]) -> dict[str, np.ndarray]:

@@ -1,7 +1,7 @@
 """Writes records: to a JSON-lines file always, to TensorBoard and Weights & Biases as extras.
 
 A record is a step and plain numbers by name, such as {"loss": 3.2, "eval/loss": 3.4}; a value may also be a list of
-numbers, which TensorBoard and Weights & Biases are not given. A writer of one's own is any function of
+numbers, which TensorBoard and Weights & Biases are not given. A your own writer is any function of
 `(directory, config, resume)` that returns a `Writer`.
 """
 

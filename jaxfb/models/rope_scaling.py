@@ -1,6 +1,7 @@
 """Scales rotary frequencies, so that a model trained on short sequences reads longer ones. Plain Python: part of a
 config.
 config.
+config.
 """
 
 from __future__ import annotations

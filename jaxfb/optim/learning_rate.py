@@ -115,7 +115,7 @@ def lr_schedule(
 
 
 class Span(NamedTuple):
-    """What a fall is drawn on: from (warmup, peak) to (total, final). who: begins its refusals.
+    """The points between which a fall is drawn: from (warmup, peak) to (total, final). who: begins its refusals.
 
     total is None only for a fall that is `open_ended`.
     """

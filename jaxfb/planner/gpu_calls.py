@@ -1,6 +1,7 @@
 """Counts what XLA's compiler for GPUs leaves to libraries: products by cuBLAS, attention by cuDNN, from the calls'
 text.
 text.
+text.
 """
 
 from __future__ import annotations

@@ -102,7 +102,7 @@ class Run:
 
     @property
     def outputs(self) -> Mapping[str, Any]:
-        """Arrays of the last evaluation by name, where it returned some; they go into no record."""
+        """Returns arrays of the last evaluation by name, where it returned some; they go into no record."""
         return getattr(self.work, "outputs", {})
 
     @property
