@@ -10,7 +10,7 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check
 # the jax extra that fits this machine's accelerator, if it has one
 EXTRA := $(shell if command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; then echo ',cuda'; elif ls /dev/accel* /dev/vfio/[0-9]* >/dev/null 2>&1; then echo ',tpu'; fi)
 
-.PHONY: train test test-fast lint clean
+.PHONY: train test test-fast lint soak clean
 
 $(VENV)/installed: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "jaxfb needs Python 3.11 or newer, $(PYTHON) is " + sys.version.split()[0] + "; use make PYTHON=python3.11")'
@@ -37,3 +37,7 @@ lint: $(VENV)/installed-test
 
 clean:
 	rm -rf $(VENV) .cache runs
+
+# the long versions of the tests of docs/reliability.md; about half an hour
+soak: $(VENV)/installed-test
+	$(BIN)/jaxfb chaos --kills 100 --flips 500

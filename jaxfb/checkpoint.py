@@ -25,6 +25,7 @@ import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
+from jaxfb.fault_points import reach, watch_renames
 from jaxfb.parallel.totals import checksums
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse, shown
 
@@ -103,6 +104,7 @@ class CheckpointStore:
                 "into another run directory"
             )
         parts = {"state": leaves, RECORD: record}
+        reach("save")
         try:
             self._pending = writer.save_checkpointables_async(step, parts, metrics=self._score(host))
         except OSError as error:
@@ -113,6 +115,7 @@ class CheckpointStore:
                 f"[checkpoint] step {step} is not above the newest one that is saved, {self.latest()}; use a larger one"
             )
         self._pending_step = step
+        reach("save.writing")
         if not self.asynchronous:
             self.wait()
 
@@ -133,6 +136,7 @@ class CheckpointStore:
           ValueError: names, shapes or dtypes differ; the message lists them.
         """
         boolean("partial", partial, who=WHO)
+        reach("restore")
         _named_leaves(
             abstract_state
         )  # a state that is none is refused: the checkpoints are not what is damaged
@@ -205,6 +209,7 @@ class CheckpointStore:
             return
         try:
             pending.result()
+            reach("save.done")
         except BaseException as error:
             self._abandon_writer()
             # A lost process shows up as an error of the runtime; that is for whoever watches the processes.
@@ -236,6 +241,7 @@ class CheckpointStore:
 
     def _open_writer(self) -> ocp.training.Checkpointer:
         self._set_aside_damaged()
+        watch_renames(self.directory)
         logging.getLogger("absl").addFilter(_is_told_elsewhere)
         policies = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]

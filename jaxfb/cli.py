@@ -20,7 +20,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from jaxfb import __version__
-from jaxfb.refusal import Refused, StorageError
+from jaxfb.refusal import Refused, StorageError, integer
 from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
@@ -139,6 +139,7 @@ def _parser() -> argparse.ArgumentParser:
         _add_check,
         _add_schedule,
         _add_plan,
+        _add_chaos,
         _add_bench,
         _add_show,
     ):
@@ -231,6 +232,17 @@ def _add_check(verbs) -> None:
     group.add_argument("--random", type=int, metavar="N", help="how many cases")
     for name, (kind, default, metavar, text) in RANDOM.items():
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
+
+
+def _add_chaos(verbs) -> None:
+    text = "try small runs against faults: killed processes, flipped bits, devices that compute wrongly"
+    chaos = _verb(verbs, "chaos", _chaos, text)
+    chaos.add_argument("--kills", type=int, default=13, metavar="N", help="processes to kill (default: 13)")
+    chaos.add_argument(
+        "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
+    )
+    chaos.add_argument("--no-faults", action="store_true", help="leave out the faults inside a process")
+    chaos.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
 def _add_schedule(verbs) -> None:
@@ -411,6 +423,14 @@ def _generate(options) -> None:
     raw = {"raw": True} if options.raw else {}
     text = trainer.generate(run_dir, options.prompt, **given, **raw)
     print(text)
+
+
+def _chaos(options) -> int:
+    for name in ("kills", "flips"):
+        integer(f"--{name}", getattr(options, name), least=0)
+    from jaxfb.chaos import command
+
+    return command.main(options.kills, options.flips, not options.no_faults, tuple(options.overrides))
 
 
 def _replay(options) -> int:

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import RLConfig
+from jaxfb.fault_points import reach
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.kl import AdaptiveKL
@@ -183,7 +184,9 @@ class PolicyWork(PostTraining):
         critic = self.critic.state.params if self.critic else None
         models = Models(self.train_state.params, self._reference, critic)
         before = self._record.get(WITHOUT_SIGNAL, 0)
+        reach("rollout")
         self._rows, self._record, self._kl = self.experience.rollout(number, models, self._kl)
+        reach("rollout.done")
         if "groups_without_signal" in self._record:
             self._count_signal(number, before)
 

@@ -17,6 +17,7 @@ from jaxfb.callbacks import Callback, callback, combine
 from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
+from jaxfb.fault_points import reach
 from jaxfb.metrics import Pending
 from jaxfb.refusal import Refused, boolean
 from jaxfb.train_step import StepMetrics
@@ -70,6 +71,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
       CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
     callbacks, directory = combine(callbacks), RunDirectory.of(config)
+    reach("start")
     with Hosts(getattr(config, "hosts", HostsConfig())) as hosts, RunLock(directory.path) as lock:
         if hasattr(config, "hosts"):
             config = replace(config, hosts=HostsConfig())
@@ -129,6 +131,7 @@ class _Loop:
         if not run_.resumed:
             self._work.start(run_.say)
         self._hooks.on_train_start(run_)
+        reach("start.ready")
         try:
             if not run_.resumed and self._work.starts_with_evaluation:
                 self._evaluate()
@@ -185,11 +188,13 @@ class _Loop:
     def _update(self, number: int, batch: Any) -> None:
         """Dispatches an update, and takes the numbers of the one before."""
         self._hooks.before_update(number + 1, batch)
+        reach("read")
         if self._on_cpu:
             self._arrive(self._pending.flush())
         with self._run.phases("update", number + 1):
             metrics = self._guard.update(number, batch)
         self._run.done = number + 1
+        reach("update")
         self._arrive(self._pending.push(self._run.done, metrics))
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
@@ -223,6 +228,7 @@ class _Loop:
         }
         with self._run.phases("logging"):
             self._hooks.on_step_end(step, record)
+        reach("logged")
         self._guard.undo_spike(step, record)
 
     def _evaluate(self) -> None:

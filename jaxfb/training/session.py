@@ -14,6 +14,7 @@ import jax
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_to_dict
+from jaxfb.fault_points import reach
 from jaxfb.refusal import Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
@@ -151,6 +152,7 @@ class Run:
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
         self.work.restore(state, record, allow_changes)
+        reach("restore.done")
         self._take_up(record)
         self.done = record["update"]
         self.resumed = True
@@ -211,8 +213,10 @@ class Run:
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the present parameters and keeps the numbers."""
+        reach("eval")
         with self.phases("evaluation"):
             found = self.work.evaluate()
+        reach("eval.done")
         if found:
             self.metrics, self._evaluated_at = found, self.done
         return found

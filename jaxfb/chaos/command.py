@@ -1,0 +1,49 @@
+"""`jaxfb chaos`: runs the trials and prints what came of each."""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+
+from jaxfb.chaos import trials
+from jaxfb.chaos.runs import Laboratory
+from jaxfb.chaos.trials import Outcome, Trial
+
+
+def chosen(kills: int, flips: int, faults: bool, devices: int) -> Iterator[Trial]:
+    """Returns the trials of one call: so many kills and flipped bits, and every fault once."""
+    yield from trials.kills(kills)
+    yield from (trials.flipped_bit(seed) for seed in range(flips))
+    if faults:
+        yield from trials.faults()
+        if devices > 1:
+            yield from trials.faults_of_copies()
+
+
+def run_trials(
+    wanted: Iterable[Trial], laboratory: Laboratory, say: Callable[[str], None] = print
+) -> list[Outcome]:
+    """Runs trials one after another; prints a line for each."""
+    outcomes = []
+    for trial in wanted:
+        began = time.monotonic()
+        outcome = trial.run(laboratory)
+        verdict = "; ".join(outcome.problems) if outcome.problems else "ok"
+        say(f"{trial.name:32} {time.monotonic() - began:6.1f} s  {verdict}  ({outcome.told})")
+        outcomes.append(outcome)
+    return outcomes
+
+
+def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = ()) -> int:
+    """Runs all trials in a directory that is removed; returns 0 if nothing was wrong."""
+    import jax
+
+    with tempfile.TemporaryDirectory() as directory:
+        laboratory = Laboratory(Path(directory))
+        laboratory = Laboratory(Path(directory), overrides=(*laboratory.overrides, *overrides))
+        outcomes = run_trials(chosen(kills, flips, faults, jax.device_count()), laboratory)
+    bad = [outcome for outcome in outcomes if outcome.problems]
+    print(f"{len(outcomes)} trials, {len(bad)} with a problem")
+    return 1 if bad else 0

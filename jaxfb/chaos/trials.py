@@ -1,0 +1,143 @@
+"""The trials: each makes one fault happen to a run and says what came of it."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from jaxfb.chaos.runs import Laboratory, differences
+from jaxfb.fault_points import POINTS
+
+DIED = -9
+GAVE_UP, FAULTY = 78, 79
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of a trial. problems: what should not have happened; empty where all is well. told: one line."""
+
+    trial: str
+    problems: tuple[str, ...]
+    told: str = ""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """name: unique. run: laboratory -> outcome."""
+
+    name: str
+    run: Callable[[Laboratory], Outcome]
+
+
+def kill(point: str, count: int) -> Trial:
+    """The process dies at a point; started again, the run must end in the bits of one that never died."""
+
+    def run(laboratory: Laboratory) -> Outcome:
+        name, problems = f"kill-{point}-{count}", []
+        if point.startswith("restore"):
+            laboratory.run(name, kill="save.done:1")
+        died = laboratory.run(name, kill=f"{point}:{count}")
+        if died.code == 0:
+            return Outcome(name, (), "not reached: the run was over before")
+        if died.code != DIED:
+            return Outcome(name, (f"exit code {died.code}, not {DIED}: {_last_line(died.output)}",))
+        again = laboratory.run(name)
+        if again.code:
+            problems.append(
+                f"started again, it ended with exit code {again.code}: {_last_line(again.output)}"
+            )
+        else:
+            problems += differences(laboratory.reference, laboratory.path(name))
+        start = re.search(r"resuming .* after update (\d+)|nothing to resume", again.output)
+        return Outcome(name, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
+
+    return Trial(f"kill {point}:{count}", run)
+
+
+def flipped_bit(seed: int) -> Trial:
+    """One bit of the newest checkpoint flips: restoring must give the saved arrays, or those of the one before."""
+
+    def run(laboratory: Laboratory) -> Outcome:
+        from jaxfb.chaos.restoring import restored
+
+        source = laboratory.reference / "checkpoints"
+        target = laboratory.path("flipped") / "checkpoints"
+        shutil.rmtree(target, ignore_errors=True)
+        shutil.copytree(source, target)
+        where = flip_one_bit(_newest(target), np.random.default_rng(seed))
+        step, sums, saved = restored(laboratory, target)
+        problems = () if sums == saved[step] else (f"restored other arrays than were saved: {where}",)
+        return Outcome(f"flip {seed}", problems, f"{where}: update {step} restored")
+
+    return Trial(f"flip {seed}", run)
+
+
+def fault(name: str, overrides: tuple[str, ...], code: int, sentence: str, same_end: bool = False) -> Trial:
+    """A process makes a fault to itself; the run must end with that exit code and a sentence that matches."""
+
+    def run(laboratory: Laboratory) -> Outcome:
+        ended = laboratory.run(name, fault=name, more=overrides)
+        problems = (
+            [] if ended.code == code else [f"exit code {ended.code}, not {code}: {_last_line(ended.output)}"]
+        )
+        found = re.search(sentence, ended.output)
+        problems += [] if found else [f"no sentence like {sentence!r}"]
+        if same_end and not problems:
+            problems += differences(laboratory.reference, laboratory.path(name))
+        return Outcome(name, tuple(problems), found[0] if found else "")
+
+    return Trial(f"fault {name}", run)
+
+
+def kills(number: int, points: tuple[str, ...] = tuple(POINTS)) -> Iterator[Trial]:
+    """Kills at every point at its first, second, ... time, `number` in all; only `jaxfb rl` reaches "rollout"."""
+    wanted = [point for point in points if not point.startswith("rollout")]
+    for index in range(number):
+        yield kill(wanted[index % len(wanted)], index // len(wanted) + 1)
+
+
+def faults() -> Iterator[Trial]:
+    """One trial of every fault that a process makes to itself."""
+    yield fault(
+        "nan_in_parameters", ("run.max_nonfinite=2",), GAVE_UP, r"not finite in parameter .*jaxfb replay"
+    )
+    twice = ("guard.verify_every=1",)
+    yield fault("wrong_once", twice, 0, r"a third run agreed with one of them", same_end=True)
+    yield fault("wrong_again_and_again", twice, 0, r"the program is not deterministic")
+    sensitive = ("guard.spike_window=8", "guard.spike_threshold=4", "guard.spikes=rollback")
+    yield fault("spike", sensitive, 0, r"rolled back to the state of update \d+")
+
+
+def faults_of_copies() -> Iterator[Trial]:
+    """Those that need several devices that keep copies."""
+    yield fault(
+        "one_copy_differs", ("guard.compare_replicas_every=2",), FAULTY, r"copies that must be equal differ"
+    )
+
+
+def flip_one_bit(directory: Path, draw: np.random.Generator) -> str:
+    """Flips one bit of one file below a directory, bytes of all files being equally likely; returns where."""
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.stat().st_size)
+    sizes = np.array([path.stat().st_size for path in files])
+    place = int(draw.integers(sizes.sum()))
+    index = int(np.searchsorted(sizes.cumsum(), place, side="right"))
+    offset, bit = place - int(sizes[:index].sum()), int(draw.integers(8))
+    content = bytearray(files[index].read_bytes())
+    content[offset] ^= 1 << bit
+    files[index].write_bytes(content)
+    return f"bit {bit} of byte {offset} of {files[index].relative_to(directory)}"
+
+
+def _newest(checkpoints: Path) -> Path:
+    return max(
+        (path for path in checkpoints.iterdir() if path.name.isdecimal()), key=lambda path: int(path.name)
+    )
+
+
+def _last_line(text: str) -> str:
+    return (text.strip().splitlines() or [""])[-1]

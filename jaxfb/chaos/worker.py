@@ -1,0 +1,28 @@
+"""`python -m jaxfb.chaos.worker FAULT COMMAND CONFIG ...`: the command line, with a fault made inside; "-": none."""
+
+from __future__ import annotations
+
+import sys
+from functools import partial
+from typing import Any
+
+from jaxfb import cli
+
+
+def main(arguments: list[str]) -> int:
+    """Runs one training command; returns its exit code."""
+    name, *rest = arguments
+    if name != "-":
+        from jaxfb import trainer
+        from jaxfb.chaos.faults import FAULTS
+
+        trainer.train = partial(_with_callback, trainer.train, FAULTS[name]())
+    return cli.main(rest)
+
+
+def _with_callback(train: Any, fault: Any, config: Any, **options: Any) -> Any:
+    return train(config, **options, callbacks=[fault])
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,90 @@
+"""The trials of `jaxfb chaos`: what they compare, and a few of them."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxfb.chaos import command, trials
+from jaxfb.chaos.runs import Laboratory, differences
+from jaxfb.chaos.trials import Outcome, Trial, flip_one_bit
+from jaxfb.fault_points import POINTS
+
+ROOT = Path(__file__).parents[2]
+
+
+def ended(directory, sums=None, losses=(3.0, 2.0, 1.0), steps=None, last=3):
+    """A run's end: one checkpoint with those checksums, and a record for each loss."""
+    record = directory / "checkpoints" / str(last) / "jaxfb" / "data.json"
+    record.parent.mkdir(parents=True)
+    record.write_text(json.dumps({"sums": sums or {"w": "00", "b": "11"}}))
+    steps = steps or range(1, len(losses) + 1)
+    lines = [{"step": step, "loss": loss, "grad_norm": 1.0} for step, loss in zip(steps, losses, strict=True)]
+    text = "\n".join(map(json.dumps, [*lines, {"step": 3, "eval/loss": 1.0}]))
+    (directory / "metrics.jsonl").write_text(text)
+    return directory
+
+
+def test_equal_ends_have_no_differences(tmp_path):
+    assert differences(ended(tmp_path / "a"), ended(tmp_path / "b")) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "found"),
+    (
+        ({"sums": {"w": "01", "b": "11"}}, ["w of the last checkpoint"]),
+        ({"last": 2}, ["the last checkpoint is of update 2, not 3"]),
+        ({"losses": (3.0, 2.0, 1.5)}, ["numbers of update 3"]),
+        ({"losses": (3.0, 2.0, 2.0, 1.0), "steps": (1, 2, 2, 3)}, ["update 2 is recorded 2 times"]),
+        ({"losses": (3.0, 1.0), "steps": (1, 3)}, ["update 2 is not recorded", "numbers of update 2"]),
+    ),
+)
+def test_every_difference_is_named(tmp_path, change, found):
+    assert differences(ended(tmp_path / "a"), ended(tmp_path / "b", **change)) == found
+
+
+def test_one_bit_flips_and_no_other(tmp_path):
+    for name, size in (("a", 5), ("b", 3), ("empty", 0)):
+        (tmp_path / name).write_bytes(bytes(size))
+    places = {flip_one_bit(tmp_path, np.random.default_rng(seed)) for seed in range(20)}
+    flipped = b"".join((tmp_path / name).read_bytes() for name in "ab")
+    assert 10 < len(places) <= 20 and 0 < sum(byte.bit_count() for byte in flipped) <= 20
+
+
+def test_kills_cover_every_point_of_pretraining():
+    names = {trial.name for trial in trials.kills(2 * len(POINTS))}
+    assert {f"kill {point}:{time}" for point in POINTS if "rollout" not in point for time in (1, 2)} <= names
+
+
+def test_every_point_is_reached_somewhere_in_the_code():
+    code = "".join(
+        path.read_text() for path in (ROOT / "jaxfb").rglob("*.py") if path.name != "fault_points.py"
+    )
+    assert all(f'reach("{point}")' in code for point in POINTS if point != "save.renaming")
+    assert "watch_renames(" in code
+
+
+def test_a_problem_is_printed_and_counted(tmp_path):
+    lines = []
+    wanted = [
+        Trial("good", lambda _: Outcome("good", ())),
+        Trial("bad", lambda _: Outcome("bad", ("lost a row",))),
+    ]
+    outcomes = command.run_trials(wanted, Laboratory(tmp_path), lines.append)
+    assert [bool(outcome.problems) for outcome in outcomes] == [False, True]
+    assert "ok" in lines[0] and "lost a row" in lines[1]
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
+    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in this process
+    laboratory = Laboratory(tmp_path)
+    wanted = [trials.kill("save.renaming", 2), trials.kill("restore.done", 1)]
+    wanted += [trials.flipped_bit(seed) for seed in range(12)]
+    wanted += [trial for trial in trials.faults() if "wrong_once" in trial.name]
+    outcomes = command.run_trials(wanted, laboratory)
+    assert [outcome.problems for outcome in outcomes] == [()] * len(wanted)
+    assert not any("not reached" in outcome.told for outcome in outcomes)
