@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib import import_module
 from typing import Any
-
-from jaxfb import cli
 
 
 def main(arguments: list[str]) -> int:
@@ -17,7 +16,9 @@ def main(arguments: list[str]) -> int:
         from jaxfb.chaos.faults import FAULTS
 
         trainer.train = partial(_with_callback, trainer.train, FAULTS[name]())
-    return cli.main(rest)
+    return import_module("jaxfb.cli").main(
+        rest
+    )  # by name, since the command line offers this package as a command
 
 
 def _with_callback(train: Any, fault: Any, config: Any, **options: Any) -> Any:
