@@ -44,7 +44,7 @@ def reach(point: str) -> None:
 def watch_renames(directory: Any) -> None:
     """Makes every rename of a path into `directory` reach "save.renaming"; nothing unless a process is to die there.
 
-    The rename happens deep in the library that writes checkpoints, in a thread of its own.
+    The rename happens deep in the library that writes checkpoints, in its own thread.
     """
     if not os.environ.get(VARIABLE, "").startswith("save.renaming"):
         return

@@ -18,26 +18,26 @@ UPDATE = 6
 
 
 def nan_in_parameters() -> Callback:
-    """A parameter becomes nan, so that every later loss is."""
+    """Returns a parameter becomes nan, so that every later loss is."""
     return AfterUpdate(
         UPDATE, lambda state: _with_first(state, lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan))
     )
 
 
 def wrong_once() -> Callback:
-    """A device gives one wrong bit once: all copies of an array agree in it."""
+    """Returns a device gives one wrong bit once: all copies of an array agree in it."""
     return AfterUpdate(UPDATE, lambda state: _with_first(state, _flip_everywhere))
 
 
 def wrong_again_and_again() -> Callback:
-    """Every run of an update gives other bits."""
+    """Makes every run of an update return other bits."""
     bits = count(1)
     flip = lambda leaf: _flip_everywhere(leaf, next(bits))  # noqa: E731
     return AfterUpdate(UPDATE, lambda state: _with_first(state, flip), times=3)
 
 
 def one_copy_differs() -> Callback:
-    """One of several devices keeps another value than the others."""
+    """Returns one of several devices keeps another value than the others."""
     last = jax.devices()[-1].id
     return AfterUpdate(
         UPDATE, lambda state: _with_first(state, lambda leaf: with_flipped_bit(leaf, last, 0, 3))
@@ -45,7 +45,7 @@ def one_copy_differs() -> Callback:
 
 
 def spike() -> Callback:
-    """The parameters are thrown far away, so that the loss jumps."""
+    """Returns the parameters are thrown far away, so that the loss jumps."""
     return AfterUpdate(UPDATE + 3, lambda state: _with_first(state, lambda leaf: -30 * leaf))
 
 
@@ -56,7 +56,7 @@ FAULTS: dict[str, Callable[[], Callback]] = {
 
 
 def _with_first(state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
-    """The state with its largest parameter changed."""
+    """Returns the state with its largest parameter changed."""
     leaves, structure = jax.tree.flatten(state.params)
     largest = max(range(len(leaves)), key=lambda index: leaves[index].size)
     leaves[largest] = jax.device_put(change(leaves[largest]), leaves[largest].sharding)

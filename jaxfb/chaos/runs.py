@@ -1,4 +1,4 @@
-"""Starts runs in processes of their own, with a fault or without, and compares how they end."""
+"""Starts runs in separate processes, with a fault or without, and compares how they end."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ SMALL = (
 
 @dataclass(frozen=True)
 class Ended:
-    """How a process ended, and what it wrote."""
+    """The way a process ended, and what it wrote."""
 
     code: int
     output: str
@@ -38,7 +38,7 @@ class Ended:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Runs of one config, each in a directory of its own below `directory`.
+    """Runs of one config, each in its own directory below `directory`.
 
     config: a YAML file or the name of a starter. overrides: of all runs. limit: seconds for one run.
     """
@@ -67,12 +67,12 @@ class Laboratory:
         return Ended(done.returncode, done.stdout + done.stderr)
 
     def path(self, name: str) -> Path:
-        """The directory of that run."""
+        """Returns the directory of that run."""
         return self.directory / name
 
     @cached_property
     def reference(self) -> Path:
-        """The run that nothing happens to; made at the first use."""
+        """Returns the run that nothing happens to; made at the first use."""
         ended = self.run("reference")
         if ended.code:
             raise RuntimeError(f"the run without a fault ended with exit code {ended.code}: {ended.output}")

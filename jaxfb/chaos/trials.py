@@ -1,4 +1,4 @@
-"""The trials: each makes one fault happen to a run and says what came of it."""
+"""The trials: each makes one fault happen to a run and reports the result."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GAVE_UP, FAULTY = 78, 79
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a trial. problems: what should not have happened; empty where all is well. told: one line."""
+    """The result of a trial. problems: what should not have happened; empty if nothing. `told`: one line."""
 
     trial: str
     problems: tuple[str, ...]
@@ -35,7 +35,7 @@ class Trial:
 
 
 def kill(point: str, count: int) -> Trial:
-    """The process dies at a point; started again, the run must end in the bits of one that never died."""
+    """Returns the process dies at a point; started again, the run must end in the bits of one that never died."""
 
     def run(laboratory: Laboratory) -> Outcome:
         name, problems = f"kill-{point}-{count}", []
@@ -60,7 +60,9 @@ def kill(point: str, count: int) -> Trial:
 
 
 def flipped_bit(seed: int) -> Trial:
-    """One bit of the newest checkpoint flips: restoring must give the saved arrays, or those of the one before."""
+    """Returns one bit of the newest checkpoint flips: restoring must give the saved arrays, or those of the one
+    before.
+    """
 
     def run(laboratory: Laboratory) -> Outcome:
         from jaxfb.chaos.restoring import restored
@@ -78,7 +80,7 @@ def flipped_bit(seed: int) -> Trial:
 
 
 def fault(name: str, overrides: tuple[str, ...], code: int, sentence: str, same_end: bool = False) -> Trial:
-    """A process makes a fault to itself; the run must end with that exit code and a sentence that matches."""
+    """Returns a process makes a fault to itself; the run must end with that exit code and a sentence that matches."""
 
     def run(laboratory: Laboratory) -> Outcome:
         ended = laboratory.run(name, fault=name, more=overrides)
@@ -102,7 +104,7 @@ def kills(number: int, points: tuple[str, ...] = tuple(POINTS)) -> Iterator[Tria
 
 
 def faults() -> Iterator[Trial]:
-    """One trial of every fault that a process makes to itself."""
+    """Returns one trial of every fault that a process makes to itself."""
     yield fault(
         "nan_in_parameters", ("run.max_nonfinite=2",), GAVE_UP, r"not finite in parameter .*jaxfb replay"
     )
@@ -114,7 +116,7 @@ def faults() -> Iterator[Trial]:
 
 
 def faults_of_copies() -> Iterator[Trial]:
-    """Those that need several devices that keep copies."""
+    """Returns the faults that need several devices with copies."""
     yield fault(
         "one_copy_differs", ("guard.compare_replicas_every=2",), FAULTY, r"copies that must be equal differ"
     )
