@@ -11,7 +11,9 @@ from __future__ import annotations
 import argparse
 import errno
 import os
+import signal
 import sys
+import threading
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -357,8 +359,30 @@ def _configured(options, command: str) -> Iterator[Any]:
     print("the smoke run worked; its directory was removed")
 
 
+@contextmanager
+def _stoppable() -> Iterator[None]:
+    """SIGTERM and Ctrl-C before the run itself catches them: nothing was written, so the process may just end."""
+
+    def end(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        print(
+            f"jaxfb: {name} in start-up: nothing was trained, so nothing is lost", file=sys.stderr, flush=True
+        )
+        os._exit(RESUMABLE)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 def _train(options) -> int:
-    with _configured(options, "train") as config:
+    with _stoppable(), _configured(options, "train") as config:
         return _train_on(config, options)
 
 
@@ -374,7 +398,7 @@ def _train_on(config, options) -> int:
 
 
 def _post_train(options) -> int:
-    with _configured(options, options.command) as config:
+    with _stoppable(), _configured(options, options.command) as config:
         return _post_train_on(config, options)
 
 

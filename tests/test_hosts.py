@@ -15,6 +15,7 @@ import jaxfb
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
 from jaxfb.config.sections import HostsConfig
+from jaxfb.position import Position
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place
@@ -178,9 +179,9 @@ class Store:
         return [(key, text) for key, text in self.values.items() if key.startswith(prefix)]
 
 
-def watch(store, index, **config):
+def watch(store, index, position=None, **config):
     names = [f"process {k} of 3" for k in range(3)]
-    made = Watch(store, "job", index, names, HostsConfig(**config))
+    made = Watch(store, "job", index, names, HostsConfig(**config), position or Position())
     made.start()
     return made
 
@@ -239,17 +240,33 @@ def test_a_process_that_fails_says_why():
 
 
 def test_processes_that_live_but_do_not_move_end_with_the_one_behind():
-    store = Store()
-    watches = [watch(store, index, lost_after=2.0, stuck_after=1.0) for index in range(3)]
+    store, positions = Store(), [Position() for _ in range(3)]
+    for index, phases in enumerate([("data_wait", "update"), ("data_wait",), ("data_wait", "update")]):
+        for phase in phases:
+            positions[index].enter(phase, 7)
+    watches = [watch(store, k, one, lost_after=2.0, stuck_after=1.0) for k, one in enumerate(positions)]
     try:
-        assert watches[0].cause(2.0) is None  # nobody has begun: they may compile for long
-        for one, update in zip(watches, (7, 6, 7), strict=True):
-            one.update = update
         said = watches[0].cause(30.0)
-        assert "no process has begun another update for 1 s: process 1 of 3 is in update 6" in said
-        assert "the furthest in 7" in said
+        assert said == (
+            "[hosts] nothing has moved for 1 s: process 1 of 3 is behind, reading the rows of update 7; process 0 of 3 "
+            "starting the computation of update 7; process 2 of 3 starting the computation of update 7; process 0 of 3 "
+            "ends (hosts.stuck_after is how long one step may take)"
+        )
     finally:
         [one.stop() for one in watches]
+
+
+def test_a_coordinator_that_answers_nothing_counts_as_lost():
+    """A stopped process keeps its connections: calls to it neither succeed nor fail."""
+    store = Store()
+    zero, one, two = (watch(store, index, lost_after=1.0) for index in range(3))
+    try:
+        assert one.cause(2.0) is None
+        store.key_value_set = lambda *_, **__: time.sleep(60)
+        said = one.cause(30.0)
+        assert said.startswith("[hosts] process 0 of 3, which runs the coordinator, has not answered for 1 s")
+    finally:
+        [each.stop() for each in (zero, one, two)]
 
 
 @pytest.mark.processes

@@ -278,8 +278,8 @@ class HostsConfig:
     local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
     timeout:       seconds to wait for the others: to come, to agree, to have read the text.
     lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
-    stuck_after:   seconds without a new update on any process after which all end; longer than a compilation
-      or an evaluation takes. null: never.
+    stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
+      callback) after which the job ends with exit code 76, also where it is one process. null: never.
     """
 
     coordinator: str | None = None
@@ -289,7 +289,7 @@ class HostsConfig:
     local_devices: tuple[int, ...] | None = None
     timeout: float = 600.0
     lost_after: float = 60.0
-    stuck_after: float | None = None
+    stuck_after: float | None = 1800.0
 
     def __post_init__(self):
         positive("hosts", processes=self.processes, timeout=self.timeout)

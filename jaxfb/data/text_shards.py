@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Iterator
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -27,6 +28,7 @@ from jaxfb.data.shards import (
 )
 from jaxfb.data.sources import TRAIN, Document, content_hash, find_files, read_documents, split_documents
 from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, sampled, train_bpe, warn_of_unknown
+from jaxfb.position import here
 
 ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
 
@@ -58,8 +60,12 @@ def _stream(path: Path, facts: dict, tokenizer: Tokenizer) -> TokenStream:
 
 def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
     def documents() -> Iterator[Document]:
-        yield from read_documents(config.source, held_out_files, config.text_field)
-        yield from read_documents(config.source, files, config.text_field, config.max_bytes)
+        for document in chain(
+            read_documents(config.source, held_out_files, config.text_field),
+            read_documents(config.source, files, config.text_field, config.max_bytes),
+        ):
+            here.tick()
+            yield document
 
     def on_side(side: int) -> Iterator[Document]:
         return (document for document, s in zip(documents(), sides, strict=True) if s == side)
@@ -88,6 +94,7 @@ def _write_split(
     lengths, num_bytes, state = [], 0, hashlib.blake2b(digest_size=8)
     with (draft / f"{name}.bin").open("wb") as file:
         for batch in _batches(documents):
+            here.tick()
             num_bytes += sum(len(document.text.encode()) for document in batch)
             for document, ids in zip(batch, tokenizer.encode([d.text for d in batch]), strict=True):
                 tokens = _with_ends(document, ids, tokenizer).astype(dtype)

@@ -8,6 +8,7 @@ import jax
 
 from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
 from jaxfb.data.packing import PackedRows
+from jaxfb.position import here
 from jaxfb.training.batches import place, rows_here
 from jaxfb.training.setup import Setup
 
@@ -32,8 +33,9 @@ class HeldOut:
         if not len(self.rows):
             return {}
         loss, weight, correct = 0.0, 0.0, 0.0
-        here = rows_here(self._plan, self._setup.mesh)
-        for batch in evaluation_batches(self.rows, self._plan.rows, local_rows=lambda start, rows: here):
+        mine = rows_here(self._plan, self._setup.mesh)
+        for batch in evaluation_batches(self.rows, self._plan.rows, local_rows=lambda start, rows: mine):
+            here.enter("evaluation")
             term, accuracy = self._forward(params, batch)
             loss, weight = loss + float(term.total), weight + float(term.weight)
             correct += float(accuracy.total)

@@ -21,11 +21,13 @@ import jax
 
 from jaxfb.compat import backends_are_made, coordination
 from jaxfb.config.sections import HostsConfig
+from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.abort import is_listening, speak_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.watch import LOST, LostProcess, Watch, leave
+from jaxfb.training.interrupt import Stopped
+from jaxfb.training.watch import FAILED, LOST, RESUMABLE, STOPPED, LostProcess, Watch, leave
 
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
@@ -43,6 +45,7 @@ class Hosts:
 
     def __init__(self, config: HostsConfig):
         self.config = config
+        here.reset()
         _join(config)
         self._client, self.index, self.count, self._coordinator = coordination()
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
@@ -56,11 +59,10 @@ class Hosts:
     def __enter__(self) -> Hosts:
         if self.index:
             speak_before_abort(self._coordinator, self._without_coordinator, LOST)
-        if self.count > 1:
-            told = self._tell(socket.gethostname())
-            hosts = self.first(lambda: self._told(told))
-            names = [f"process {index} of {self.count} ({host})" for index, host in enumerate(hosts)]
-            self._watch = Watch(self._client, self._prefix, self.index, names, self.config)
+        if self.count > 1 or self.config.stuck_after is not None:
+            client = self._client if self.count > 1 else None
+            self._watch = Watch(client, self._prefix, self.index, self._names(), self.config)
+            self._watch.advice = lambda: self._advice()
             self._watch.start()
         return self
 
@@ -75,13 +77,6 @@ class Hosts:
     def advise(self, how_to_go_on: Callable[[], str]) -> None:
         """Sets the advice that is printed when a process is lost."""
         self._advice = how_to_go_on
-        if self._watch is not None:
-            self._watch.advice = how_to_go_on
-
-    def reach(self, update: int) -> None:
-        """Notes for the others which update this process is in."""
-        if self._watch is not None:
-            self._watch.update = update
 
     def first(self, function: Callable[[], Any]) -> Any:
         """Returns on every process what `function` returns on process 0, a JSON-able value.
@@ -93,7 +88,9 @@ class Hosts:
             return function()
         key = f"{self._prefix}/{next(self._calls)}"
         if self.is_first:
-            self._client.key_value_set(key, json.dumps(_outcome(function)))
+            with here.alone():
+                outcome = _outcome(function)
+            self._client.key_value_set(key, json.dumps(outcome))
         outcome = json.loads(self._wait(key, "process 0 to decide", None))
         if "refused" in outcome:
             self._hear_together(f"{key}/heard")
@@ -150,6 +147,12 @@ class Hosts:
         lost = f"process 0 of {self.count}, the coordinator at {self._coordinator}"
         return f"jaxfb: [hosts] {lost}, is gone; {here} ends; {self._advice()}"
 
+    def _names(self) -> list[str]:
+        """Returns how the processes are called in messages."""
+        told = self._tell(socket.gethostname()) if self.count > 1 else ""
+        hosts = self.first(lambda: self._told(told)) if self.count > 1 else [socket.gethostname()]
+        return [f"process {index} of {self.count} ({host})" for index, host in enumerate(hosts)]
+
     def _tell(self, text: str) -> str:
         """Writes a text for process 0; returns the key under which it finds those of all."""
         key = f"{self._prefix}/{next(self._calls)}"
@@ -176,20 +179,26 @@ class Hosts:
                     "look at its log, or raise hosts.timeout"
                 )
             try:
-                return self._client.blocking_key_value_get(key, int(rest * 1000))
+                with here.waiting():
+                    return self._client.blocking_key_value_get(key, int(rest * 1000))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 
     def _fail(self, watch: Watch, error: BaseException) -> None:
         """Notifies the others; where a collective broke, names the process that broke it."""
-        atexit.register(leave, 1)  # before jax's own end, which would wait for the others
+        if self.count == 1:
+            return
+        stopped = isinstance(error, Stopped)
+        # before jax's own end, which would wait for the others
+        atexit.register(leave, RESUMABLE if stopped else 1)
         if isinstance(error, jax.errors.JaxRuntimeError) and "RESOURCE_EXHAUSTED" not in str(error):
             cause = watch.cause(self.config.lost_after + 2 * SLICE)
             if cause:
                 watch.fail(cause)
                 raise LostProcess(f"{cause}; {self._advice()}") from error
-        watch.fail(f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"[:500])
+        kind = "" if stopped else f"{type(error).__name__}: "
+        watch.fail(f"{kind}{str(error).partition(chr(10))[0]}"[:500], STOPPED if stopped else FAILED)
 
 
 def _outcome(function: Callable[[], Any]) -> dict[str, Any]:

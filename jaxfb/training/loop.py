@@ -8,17 +8,18 @@ What an update is, what is saved and what is logged belong to a `Work`. On sever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxfb.callbacks import Callback, callback, combine
+from jaxfb.callbacks import Callback, combine
 from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.fault_points import reach
 from jaxfb.metrics import Pending
+from jaxfb.position import here
 from jaxfb.refusal import Refused, boolean
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
@@ -27,7 +28,7 @@ from jaxfb.training.ending import after_failures, after_fault, what_is_saved
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts
-from jaxfb.training.interrupt import Interrupt
+from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
 from jaxfb.training.log import Log
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
@@ -72,7 +73,24 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
     """
     callbacks, directory = combine(callbacks), RunDirectory.of(config)
     reach("start")
+    with Interrupt() as interrupt:
+        try:
+            return _run(make_work, config, start, callbacks, directory, interrupt)
+        except Stopped as stopped:
+            print(f"{stopped_early(str(stopped))}; {_after_a_loss(directory)}", flush=True)
+            return Result("interrupted", directory.path, directory.newest_update() or 0, {})
+
+
+def _run(
+    make_work: MakeWork,
+    config: Any,
+    start: Start,
+    callbacks: Callback,
+    directory: RunDirectory,
+    interrupt: Interrupt,
+) -> Result:
     with Hosts(getattr(config, "hosts", HostsConfig())) as hosts, RunLock(directory.path) as lock:
+        interrupt.join()
         if hasattr(config, "hosts"):
             config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
@@ -85,8 +103,8 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
         hosts.agree("text, plan or devices", work.facts)
         if start.fresh:
             hosts.first(lambda: move_aside(directory, lock))
-        limits = Interrupt(config.run.minutes, config.run.stop_at)
-        with Run(work, directory, hosts.say) as run_, limits as interrupt:
+        interrupt.limit(config.run.minutes, config.run.stop_at)
+        with Run(work, directory, hosts.say) as run_:
             return _Loop(hosts, run_, callbacks, interrupt).start(start)
 
 
@@ -103,6 +121,7 @@ class _Loop:
         self._on_cpu = self._work.mesh.devices.flat[0].platform == "cpu"
         self._began = time.monotonic()
         self._saves = False  # a save stays due while the latest updates failed
+        self._dispatched = False  # whether an update was, in this process
 
     def start(self, start: Start) -> Result:
         hosts, run_ = self._hosts, self._run
@@ -121,17 +140,20 @@ class _Loop:
                 print_table(title, rows)
         hosts.say(_where_from(run_, start.resume))
         with Log(run_, self._interrupt.fail) if hosts.is_first else nullcontext(Callback()) as log:
-            self._hooks = combine([callback(on_step_start=hosts.reach), log, self._callbacks])
+            self._hooks = combine([log, self._callbacks])
             self._guard = Guards(run_)
             self._train()
         return self._end()
 
     def _train(self) -> None:
         run_ = self._run
+        here.enter("initialization")
         if not run_.resumed:
             self._work.start(run_.say)
+        here.enter("callbacks")
         self._hooks.on_train_start(run_)
         reach("start.ready")
+        self._interrupt.begun = True
         try:
             if not run_.resumed and self._work.starts_with_evaluation:
                 self._evaluate()
@@ -164,11 +186,12 @@ class _Loop:
         save.
         """
         run_, number, phases = self._run, self._run.done, self._run.phases
-        self._hooks.on_step_start(number + 1)
+        with phases("callbacks", number + 1):
+            self._hooks.on_step_start(number + 1)
         with phases("data_wait", number + 1):
             batch = self._or_save_first(lambda: self._work.read(number))
         if number + 1 in getattr(run_.config.run, "skip_updates", ()):
-            self._arrive(self._pending.flush())
+            self._arrive()
             run_.say(f"update {number + 1} is in run.skip_updates: its rows change nothing")
             run_.done = number + 1
         else:
@@ -178,7 +201,7 @@ class _Loop:
         evaluates = run_.is_due("eval")
         self._saves = self._saves or ends or run_.is_due("checkpoint")
         if evaluates or self._saves:
-            self._arrive(self._pending.flush())
+            self._arrive()
         if evaluates:
             self._evaluate()
         if self._saves and not self._guard.failed:
@@ -187,15 +210,23 @@ class _Loop:
 
     def _update(self, number: int, batch: Any) -> None:
         """Dispatches an update, and takes the numbers of the one before."""
-        self._hooks.before_update(number + 1, batch)
+        with self._run.phases("callbacks", number + 1):
+            self._hooks.before_update(number + 1, batch)
         reach("read")
         if self._on_cpu:
-            self._arrive(self._pending.flush())
+            self._arrive()
         with self._run.phases("update", number + 1):
-            metrics = self._guard.update(number, batch)
+            metrics = self._dispatch(number, batch)
         self._run.done = number + 1
         reach("update")
-        self._arrive(self._pending.push(self._run.done, metrics))
+        self._arrive((self._run.done, metrics))
+
+    def _dispatch(self, number: int, batch: Any) -> tuple[StepMetrics, dict[str, Any]]:
+        """Starts an update. Before the first one has compiled there is nothing that a signal should save."""
+        self._interrupt.begun = self._dispatched
+        metrics = self._guard.update(number, batch)
+        self._interrupt.begun = self._dispatched = True
+        return metrics
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
         """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal goes on.
@@ -205,7 +236,7 @@ class _Loop:
         try:
             return read()
         except ValueError as error:
-            self._arrive(self._pending.flush())
+            self._arrive()
             if self._hosts.count > 1 or self._guard.failed or not self._run.done:
                 raise
             self._save()
@@ -216,8 +247,13 @@ class _Loop:
     def _ends(self) -> bool:
         return self._interrupt.signal is not None or self._run.stopped is not None
 
-    def _arrive(self, arrived: tuple[int, tuple[StepMetrics, Mapping]] | None) -> None:
-        """Takes the numbers of an update that is done: guard first, so that a record never hides a bad update."""
+    def _arrive(self, pushed: tuple[int, Any] | None = None) -> None:
+        """Takes the numbers of an update that is done: guard first, so that a record never hides a bad update.
+
+        pushed: an update that was just started; the numbers are those of the one before.
+        """
+        with self._run.phases("waiting"):
+            arrived = self._pending.push(*pushed) if pushed else self._pending.flush()
         if arrived is None:
             return
         step, (metrics, more) = arrived

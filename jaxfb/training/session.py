@@ -15,6 +15,7 @@ import jax
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.fault_points import reach
+from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
@@ -38,7 +39,7 @@ class Result:
     summary: dict[str, Any] | None = None
 
 
-PHASES = ("data_wait", "update", "evaluation", "saving", "logging")
+PHASES = ("data_wait", "update", "waiting", "callbacks", "evaluation", "saving", "logging")
 
 
 class Phases:
@@ -49,12 +50,14 @@ class Phases:
 
     @contextmanager
     def __call__(self, name: str, step: int | None = None) -> Iterator[None]:
-        """Adds the time inside to a phase, of one step if it is given."""
+        """Adds the time inside to a phase, of one step if it is given; `here` is in that phase meanwhile."""
         began = time.monotonic()
+        here.enter(name, step)
         try:
             yield
         finally:
             self._seconds[step][name] += time.monotonic() - began
+            here.enter("between two phases")
 
     def take(self, step: int) -> dict[str, float]:
         """Returns "<phase>_seconds" of a step, and of what was done beside the steps since the last call."""
@@ -124,6 +127,10 @@ class Run:
         """Ends the run after the update in progress, saved; for callbacks, on every process alike."""
         self.stopped = reason
 
+    def tick(self) -> None:
+        """Tells the watchdog that something moves; for callbacks that take longer than hosts.stuck_after."""
+        here.tick()
+
     def sync(self) -> None:
         """Waits for the devices; for a profile, and nothing in the loop."""
         jax.block_until_ready(self.state)
@@ -141,6 +148,7 @@ class Run:
         """
         if self.directory.newest_update() is None:
             return False
+        here.enter("restoring")
         newest = self._store.latest()
         abstract = self.work.abstract_state()
         if newest is not None:  # before arrays are read, which may take minutes
@@ -242,7 +250,8 @@ class Run:
 
     def wait_saved(self) -> None:
         """Returns when the last save is on the disk; CannotWrite if it failed."""
-        self._store.wait()
+        with self.phases("saving"):
+            self._store.wait()
 
     @property
     def newest_saved(self) -> int | None:

@@ -34,6 +34,7 @@ from jaxfb.optim import (
 )
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.types import Pipelined
@@ -96,6 +97,7 @@ def make_setup(
     mesh = make_mesh(**vars(config.mesh))
     plans = {"train": train_plan(config, mesh), "eval": eval_plan(config, mesh)}
     say("reading the text")
+    here.enter("reading the text")
     corpus = read(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))

@@ -1,25 +1,36 @@
 """Notices that a process of the job is gone, has failed or hangs, and ends the others with a sentence.
 
-Without it they would wait in a collective: for minutes at best, at worst for ever.
+Without it they would wait in a collective: for minutes at best, at worst for ever. One process alone watches itself.
 """
 
 from __future__ import annotations
 
 import contextlib
+import faulthandler
+import json
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
 
 from jaxfb.config.sections import HostsConfig
+from jaxfb.position import Position, here
+from jaxfb.training.signs import Sign, Signs
 
-LOST = 76  # exit code: a process of the job was lost, came not, or failed; started again, it goes on
+RESUMABLE = 75  # exit code: stopped by a signal
+LOST = 76  # exit code: a process of the job was lost, came not, hung or failed; started again, it goes on
 GRACE = 3.0  # seconds in which processes that fail together may each report it themselves
 LAST_WORDS = 10.0  # seconds that process 0, which runs the coordinator, waits for the others to have left
+BRIEFLY = (
+    5.0  # seconds for what needs the disk or the coordinator while the process ends; either may be what hangs
+)
+NATIVE_MARGIN = 60.0  # seconds after which a process ends whose Python does not run at all
+STDERR = 2
+FAILED, STUCK, STOPPED = "failed", "stuck", "stopped"  # how a process ends that tells the others
 
 
 class LostProcess(RuntimeError):
@@ -27,34 +38,48 @@ class LostProcess(RuntimeError):
 
 
 class Watch:
-    """A thread that writes a sign of life to the job's key-value store and reads those of the others.
+    """Threads that tell the others of this process and look at what they tell; alone, at this one only.
 
-    client: the coordination service's. name: of this process in messages, such as "process 1 of 2 (node7)".
+    client: the coordination service's, None where this process is alone. names: of the processes in messages, such as
+    "process 1 of 2 (node7)". position: of this process.
     """
 
-    def __init__(self, client: Any, prefix: str, index: int, names: list[str], config: HostsConfig):
+    def __init__(
+        self,
+        client: Any,
+        prefix: str,
+        index: int,
+        names: list[str],
+        config: HostsConfig,
+        position: Position = here,
+    ):
         self._client, self._prefix, self._index, self._names = client, prefix, index, names
-        self._lost_after, self._stuck_after = config.lost_after, config.stuck_after
-        self._every = min(config.lost_after / 5, 5.0)
-        self.update = 0  # that this process has reached
-        self._moved = ({}, time.monotonic())
-        self._seen: dict[int, tuple[str, float]] = {}
-        self._ended, self._verdict = threading.Event(), None
-        self._gone: set[int] = set()
-        self._found = threading.Event()
-        self._main_decides = False
+        self._position, self._stuck_after = position, config.stuck_after
+        self._every = min(config.lost_after / 5, (config.stuck_after or 25.0) / 5, 5.0)
+        self._lost_after = config.lost_after
+        self._signs = Signs(index, names, config.lost_after, config.stuck_after)
+        self._ended, self._found = threading.Event(), threading.Event()
+        self._arming = threading.Lock()
+        self._verdict: str | None = None
+        self._kind, self._main_decides = FAILED, False
+        self._heard: dict[int, Sign] = {}  # the newest of the others
+        self._told: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
+        self._answered = time.monotonic()  # when the coordinator last did
         self.advice: Callable[[], str] = lambda: "start all again"
-        self._thread = threading.Thread(target=self._run, name="jaxfb watch", daemon=True)
 
     def start(self) -> None:
         """Begins; every process counts as alive now."""
-        now = time.monotonic()
-        self._seen = {other: ("", now) for other in range(len(self._names)) if other != self._index}
-        self._thread.start()
+        self._answered = time.monotonic()
+        if self._client is not None:
+            threading.Thread(target=self._exchange, name="jaxfb signs", daemon=True).start()
+        threading.Thread(target=self._run, name="jaxfb watch", daemon=True).start()
 
     def stop(self) -> None:
-        """Ends the thread; what happens to the others is no longer looked at."""
-        self._ended.set()
+        """Ends the threads; what happens to the others is no longer looked at."""
+        with self._arming:
+            self._ended.set()
+            if self._stuck_after is not None:
+                faulthandler.cancel_dump_traceback_later()
 
     def cause(self, seconds: float) -> str | None:
         """Returns what became of the others, if found within so many seconds; then this process reports it."""
@@ -62,81 +87,100 @@ class Watch:
         self._found.wait(seconds)
         return self._verdict
 
-    def fail(self, reason: str) -> None:
+    def fail(self, reason: str, kind: str = FAILED) -> None:
         """Tells the others that this process has failed; process 0 stays until they have left, or for a while."""
         self._main_decides = True
-        with _ignored():
-            self._client.key_value_set(f"{self._prefix}/failed/{self._index}", reason, allow_overwrite=True)
+        if self._client is None:
+            return
+        key, text = f"{self._prefix}/failed/{self._index}", json.dumps([kind, reason])
+        briefly(lambda: self._client.key_value_set(key, text, allow_overwrite=True), None)
         deadline = time.monotonic() + LAST_WORDS
         while self._index == 0 and time.monotonic() < deadline:
-            with _ignored():
-                if len(self._gone | set(self._read("failed"))) == len(self._names):
-                    return
+            if len(self._signs.lost | set(briefly(lambda: self._read("failed"), {}))) == len(self._names):
+                return
             time.sleep(0.2)
 
-    def _run(self) -> None:
-        beats = 0
-        while not self._ended.wait(self._every if beats else 0):
-            beats += 1
+    def _exchange(self) -> None:
+        """Tells of this process and reads of the others; in a thread, since a stopped coordinator never answers."""
+        beat = 0
+        while not self._ended.wait(self._every if beat else 0):
+            beat += 1
             with _ignored():
-                self._client.key_value_set(
-                    f"{self._prefix}/beat/{self._index}", f"{beats} {self.update}", allow_overwrite=True
-                )
-                self._verdict = self._failed(self._read("failed")) or self._still(self._read("beat"))
+                text = Sign.of(beat, self._position).write()
+                self._client.key_value_set(f"{self._prefix}/beat/{self._index}", text, allow_overwrite=True)
+                self._told = {other: json.loads(text) for other, text in self._read("failed").items()}
+                signs = {other: Sign.read(text) for other, text in self._read("beat").items()}
+                self._heard = signs
+                self._answered = time.monotonic()
+
+    def _run(self) -> None:
+        looked = time.monotonic()
+        while not self._ended.wait(self._every):
+            now = time.monotonic()
+            if now - looked > 2 * self._every + GRACE:  # suspended, with the job or with the machine
+                self._slept(now - looked)
+            looked = now
+            self._arm()
+            self._verdict = self._look()
             if self._verdict:
                 self._found.set()
-                return self._end()
+                self._ended.wait(GRACE)
+                if self._kind != STUCK or self._look():  # a moment later it may have moved after all
+                    return self._end()
+                self._found.clear()
+
+    def _look(self) -> str | None:
+        """Returns why this process ends, None while it goes on; `_kind` says how."""
+        self._signs.hear({**self._heard, self._index: Sign.of(0, self._position)})
+        told = [other for other in self._told if other != self._index]
+        for other in sorted(told, key=lambda other: self._told[other][0] == STOPPED):
+            self._kind, reason = self._told[other]
+            ended = "was stopped" if self._kind == STOPPED else "failed"
+            return f"[hosts] {self._names[other]} {ended}: {reason}; {self._names[self._index]} ends"
+        if silent := self._who_is_silent():
+            self._kind = FAILED
+            return silent
+        if still := self._signs.who_is_stuck():
+            self._kind = STUCK
+            return still
+        return None
+
+    def _who_is_silent(self) -> str | None:
+        """Names the others that are; where the coordinator answers nothing, nothing is known of them."""
+        unanswered = time.monotonic() - self._answered
+        if self._client is None or not self._index or unanswered <= 2 * self._every:
+            return self._signs.who_is_lost()
+        if unanswered <= self._lost_after:
+            return None
+        return (
+            f"[hosts] {self._names[0]}, which runs the coordinator, has not answered for {self._lost_after:g} s and "
+            f"counts as lost; {self._names[self._index]} ends"
+        )
+
+    def _slept(self, seconds: float) -> None:
+        self._answered += seconds
+        self._signs.sleep(seconds)
+
+    def _arm(self) -> None:
+        """Lets the native watchdog end the process where a library keeps Python from running; this thread too."""
+        with self._arming:
+            if self._stuck_after is not None and not self._ended.is_set():
+                faulthandler.dump_traceback_later(self._stuck_after + NATIVE_MARGIN, exit=True, file=STDERR)
 
     def _end(self) -> None:
         """Ends this process, unless the main thread has noticed and does."""
-        self._ended.wait(GRACE)
         if self._main_decides or self._ended.is_set():
             return
-        print(f"jaxfb: {self._verdict}; {self.advice()}", file=sys.stderr, flush=True)
-        self.fail(str(self._verdict))
-        leave(LOST)
-
-    def _failed(self, said: Mapping[int, str]) -> str | None:
-        for other, reason in said.items():
-            if other != self._index:
-                return f"[hosts] {self._names[other]} failed: {reason}; {self._names[self._index]} ends"
-        return None
-
-    def _still(self, beats: Mapping[int, str]) -> str | None:
-        return self._silent(beats) or self._stuck(
-            {other: int(beat.split()[1]) for other, beat in beats.items()}
+        if self._kind == STUCK:
+            faulthandler.dump_traceback(file=STDERR)
+        print(
+            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start all again')}", file=sys.stderr, flush=True
         )
+        self.fail(str(self._verdict), self._kind)
+        leave(RESUMABLE if self._kind == STOPPED else LOST)
 
-    def _stuck(self, updates: Mapping[int, int]) -> str | None:
-        now, (last, since) = time.monotonic(), self._moved
-        if updates != last or not any(updates.values()):
-            self._moved = (dict(updates), now)
-        elif self._stuck_after is not None and now - since > self._stuck_after:
-            behind = min(updates, key=lambda other: (updates[other], other))
-            return (
-                f"[hosts] no process has begun another update for {self._stuck_after:g} s: {self._names[behind]} is in "
-                f"update {updates[behind]}, the furthest in {max(updates.values())}; {self._names[self._index]} ends"
-            )
-        return None
-
-    def _silent(self, beats: Mapping[int, str]) -> str | None:
-        now = time.monotonic()
-        for other, (last, since) in self._seen.items():
-            beat = beats.get(other, "")
-            if beat != last:
-                self._seen[other] = (beat, now)
-            elif now - since > self._lost_after:
-                self._gone.add(other)
-        if not self._gone:
-            return None
-        silent = [self._names[other] for other in sorted(self._gone)]
-        return (
-            f"[hosts] {', '.join(silent)} has given no sign of life for {self._lost_after:g} s and counts as lost; "
-            f"{self._names[self._index]} ends"
-        )
-
-    def _read(self, kind: str) -> dict[int, str]:
-        found = self._client.key_value_dir_get(f"{self._prefix}/{kind}/")
+    def _read(self, kind: str) -> Mapping[int, str]:
+        found: Iterable[tuple[str, str]] = self._client.key_value_dir_get(f"{self._prefix}/{kind}/")
         return {int(key.rpartition("/")[2]): text for key, text in found}
 
 
@@ -147,6 +191,23 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
+def briefly(function: Callable[[], Any], otherwise: Any, seconds: float = BRIEFLY) -> Any:
+    """Returns what `function` returns, or `otherwise` where that takes longer; it is then left to itself."""
+    found = [otherwise]
+
+    def call() -> None:
+        with _ignored():
+            found[0] = function()
+
+    thread = threading.Thread(target=call, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return found[0]
+
+
 def _ignored() -> contextlib.suppress:
-    """Returns what the coordination service raises; where it is gone for good, the runtime ends the process itself."""
-    return contextlib.suppress(jax.errors.JaxRuntimeError)
+    """Returns a context that ignores errors of the coordination service and the disk.
+
+    Where the service is gone for good, the runtime ends the process itself.
+    """
+    return contextlib.suppress(jax.errors.JaxRuntimeError, OSError)

@@ -1,0 +1,119 @@
+"""Signals in every phase: start-up, training, and while a process of the job is stopped."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from processes import ROOT, finish, logs, start, wait_for
+from tiny import write_tiny
+
+import jaxfb
+from jaxfb.callbacks import callback
+from jaxfb.config import load_config
+from jaxfb.training import interrupt
+from jaxfb.training.interrupt import Interrupt, Stopped
+
+FIRST_LINE = """
+import os, signal, sys
+from jaxfb import cli
+cli._train_on = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
+sys.exit(cli.main(["train", sys.argv[1]]))
+"""
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_before_there_is_anything_to_save_ends_the_run_there(tmp_path, number, capsys):
+    config = load_config(write_tiny(tmp_path))
+    before = [signal.getsignal(each) for each in Interrupt.SIGNALS]
+    result = jaxfb.train(config, callbacks=[callback(on_train_start=lambda run: send(number))])
+    assert (result.status, result.updates) == ("interrupted", 0)
+    assert f"{number.name} in start-up: nothing was trained" in capsys.readouterr().out
+    assert [signal.getsignal(each) for each in Interrupt.SIGNALS] == before
+
+
+def test_a_signal_before_jax_is_imported_ends_the_command(tmp_path):
+    command = [sys.executable, "-c", FIRST_LINE, str(write_tiny(tmp_path))]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 75 and "SIGTERM in start-up" in done.stderr, done.stderr
+
+
+def test_a_second_interrupt_is_a_keyboard_interrupt_and_a_repeated_one_is_not(monkeypatch):
+    monkeypatch.setattr(interrupt, "ONE_SIGNAL", 0.05)
+    with Interrupt() as caught:
+        caught.begun = True
+        send(signal.SIGINT), send(signal.SIGINT)
+        assert caught.is_due(1) and caught.signal == "SIGINT"
+        time.sleep(0.1)
+        with pytest.raises(KeyboardInterrupt):
+            send(signal.SIGINT)
+
+
+def test_a_signal_stops_a_start_up_in_python():
+    with Interrupt(), pytest.raises(Stopped, match="SIGTERM"):
+        send(signal.SIGTERM)
+
+
+def test_a_second_signal_ends_a_process_that_computes_for_ever_outside_of_python():
+    """The main thread never runs Python's own handler then."""
+    script = """
+import ctypes, os, signal, threading, time
+from jaxfb.training import interrupt
+interrupt.ONE_SIGNAL = 0.05
+def twice():
+    for _ in range(2):
+        time.sleep(0.2)
+        os.kill(os.getpid(), signal.SIGTERM)
+with interrupt.Interrupt() as caught:
+    caught.begun = True
+    threading.Thread(target=twice).start()
+    signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})  # another thread gets it, so that this is not woken
+    ctypes.CDLL(None).poll(None, 0, 60_000)
+"""
+    command = [sys.executable, "-c", script]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 128 + signal.SIGTERM and "SIGTERM again: ended at once" in done.stderr, done
+
+
+def job(tmp_path, *arguments):
+    """Two processes that train without end, once a checkpoint is there."""
+    write_tiny(tmp_path, mesh={"data": 2}, run={"updates": 100_000}, eval={"every": None, "prompt": ""})
+    jobs = start(tmp_path, 2, 1, *arguments)
+    wait_for(tmp_path / "run" / "checkpoints" / "4", jobs)
+    return jobs
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+@pytest.mark.parametrize("stopped", [0, 1])
+def test_a_stopped_process_ends_the_other_with_a_sentence(tmp_path, stopped):
+    jobs = job(tmp_path, "hosts.lost_after=5")
+    jobs[stopped].send_signal(signal.SIGSTOP)
+    code = finish([jobs[1 - stopped]])
+    jobs[stopped].kill()
+    said = logs(tmp_path, 2)[1 - stopped]
+    assert code == [76], said
+    assert re.search(rf"jaxfb: \[hosts\] process {stopped} of 2 .* for 5 s .*--resume\n$", said), said
+    assert "Fatal" not in said and "SIGABRT" not in said
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_second_signal_ends_a_process_whose_job_is_stuck(tmp_path):
+    jobs = job(tmp_path)
+    jobs[1].send_signal(signal.SIGSTOP)
+    time.sleep(2.0)
+    for _ in range(2):
+        jobs[0].send_signal(signal.SIGTERM)
+        time.sleep(interrupt.ONE_SIGNAL + 0.5)
+    code = finish([jobs[0]])
+    jobs[1].kill()
+    said = logs(tmp_path, 2)[0]
+    assert code == [128 + signal.SIGTERM] and "SIGTERM again: ended at once" in said, said
