@@ -361,7 +361,7 @@ def _configured(options, command: str) -> Iterator[Any]:
 
 @contextmanager
 def _stoppable() -> Iterator[None]:
-    """SIGTERM and Ctrl-C before the run itself catches them: nothing was written, so the process may just end."""
+    """Ends the process at SIGTERM or Ctrl-C until the run itself catches them; nothing was written yet."""
 
     def end(number: int, frame: object) -> None:
         name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""Where this process is: the phase and the update it is in, so that a watchdog can tell when nothing moves any more.
+"""The phase and the update that this process is in, so that a watchdog can tell when nothing moves any more.
 
 A process is in one place at a time, so there is one `here`. Code that takes long calls `here.tick()` as it goes.
 """

@@ -24,7 +24,7 @@ WORDS = {
 
 
 class Sign(NamedTuple):
-    """What a process tells of itself: how often it has told something, and its `Position` then."""
+    """A sign of life of a process: a number that grows, and its `Position` then."""
 
     beat: int
     phase: str
@@ -50,7 +50,7 @@ class Sign(NamedTuple):
 
 
 class Signs:
-    """When every process was last seen alive, and when it last moved.
+    """Remembers when every process was last seen alive, and when it last moved.
 
     names: of the processes, such as "process 1 of 2 (node7)". index: this one.
     lost_after:  seconds without a sign. stuck_after: seconds without a step; None: never.
@@ -123,7 +123,7 @@ class Signs:
         )
 
     def _who_is_where(self, stuck: Mapping[int, Sign]) -> str:
-        """`process 1 of 2 (b) is behind, reading the rows of update 7; process 0 of 2 (a) waiting for the ...`."""
+        """Returns `process 1 of 2 (b) is behind, reading the rows of update 7; process 0 of 2 (a) ...`."""
         candidates = {k: sign for k, sign in self._signs.items() if not sign.waits} or stuck
         least = min(sign.place for sign in candidates.values())
         behind = [k for k, sign in candidates.items() if sign.place == least]

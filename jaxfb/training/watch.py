@@ -130,7 +130,7 @@ class Watch:
                 self._found.clear()
 
     def _look(self) -> str | None:
-        """Returns why this process ends, None while it goes on; `_kind` says how."""
+        """Returns why this process ends, None while it goes on; `_kind` is how."""
         self._signs.hear({**self._heard, self._index: Sign.of(0, self._position)})
         told = [other for other in self._told if other != self._index]
         for other in sorted(told, key=lambda other: self._told[other][0] == STOPPED):
