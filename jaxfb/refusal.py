@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import operator
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
 from typing import Any, NoReturn
 
@@ -17,6 +17,9 @@ INT32 = 2**31 - 1
 """The largest count that a train state can hold, for its counters are 32-bit integers."""
 
 INT64 = 2**63 - 1
+
+FLOAT32 = 3.4028234663852886e38
+"""The largest finite float32."""
 
 Choice = Mapping[str, Any]
 
@@ -117,6 +120,18 @@ def choice(name: str, value: Any, legal: Collection[Any], *, who: str = "") -> A
     )
 
 
+def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> list[Choice]:
+    """Returns the choices that `accepts` takes without a refusal; all where it takes none, since more is wrong."""
+    legal = []
+    for choice in choices:
+        try:
+            accepts(choice)
+        except Refused:
+            continue
+        legal.append(choice)
+    return legal or list(choices)
+
+
 def function(name: str, value: Any, signature: str, *, who: str = "") -> Callable:
     """Returns `value` if it can be called; `signature` tells how, such as "(params, microbatch, rng)"."""
     if callable(value) and not isinstance(value, type):
@@ -131,9 +146,9 @@ def instance(name: str, value: Any, kind: type | tuple[type, ...], what: str, *,
     refuse(name, value, what, who=who)
 
 
-def refuse(name: str, value: Any, rule: str, *, who: str = "", choices: Iterable[Choice] = ()) -> NoReturn:
+def refuse(name: str, value: Any, rule: str, *, who: str = "") -> NoReturn:
     """Raises `name must be <rule>, got <value>`."""
-    raise Refused(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}", choices)
+    raise Refused(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}")
 
 
 def _prefix(who: str) -> str:

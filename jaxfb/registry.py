@@ -87,9 +87,8 @@ class Registry(Generic[Part]):
         try:
             self[name]
         except Refused as error:
-            raise Refused(
-                f"{argument}: {error}" if argument else str(error), error.choices
-            ) from error.__cause__
+            choices = [{argument or self.what: near} for choice in error.choices for near in choice.values()]
+            raise Refused(f"{argument}: {error}" if argument else str(error), choices) from error.__cause__
         return name
 
     def _unknown(self, name: object) -> Refused:

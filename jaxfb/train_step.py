@@ -81,7 +81,8 @@ def make_train_step(
     if plan.packing and dropout:
         raise Refused(
             "[train] dropout=True with packing=True would depend on how rows are packed; pass dropout=False to "
-            "make_train_step, or a plan with packing=False"
+            "make_train_step, or a plan with packing=False",
+            [{"dropout": False}],
         )
     return TrainStep(
         fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout, count_zeros

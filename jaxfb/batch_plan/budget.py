@@ -22,7 +22,8 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
         if set_:
             raise PlanError(
                 f"[{plan.purpose}] {', '.join(set_)} belong to a token budget; give max_tokens_per_microbatch, "
-                "or leave them out"
+                "or leave them out",
+                [{name: False if name == "packing" else None for name in set_}],
             )
         return None
     if plan.sequence_length is None:

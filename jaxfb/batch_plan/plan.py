@@ -23,12 +23,11 @@ from jaxfb.batch_plan.refusal import (
     not_negative,
     offer,
     one_of,
-    only_legal,
     positive_int,
     positive_ints,
     true_or_false,
 )
-from jaxfb.refusal import shown
+from jaxfb.refusal import only_legal, shown
 
 Purpose = Literal["train", "critic", "logprob_old", "logprob_ref", "value", "eval"]
 Remainder = Literal["error", "pad", "drop"]

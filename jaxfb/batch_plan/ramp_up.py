@@ -166,4 +166,4 @@ def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
     try:
         return RampUp.parse(value) if isinstance(value, str) else RampUp(value)
     except PlanError as error:
-        raise PlanError(f"[run] ramp_up: {error}", error.choices) from None
+        raise PlanError(f"[run] ramp_up: {error}") from None

@@ -70,18 +70,6 @@ def nearest(value: int, highest: int, is_legal: Callable[[int], bool]) -> tuple[
     return tuple(number for number in found if number is not None)
 
 
-def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> list[Choice]:
-    """Returns the choices that `accepts` takes without a refusal; all where it takes none, since more is wrong."""
-    legal = []
-    for choice in choices:
-        try:
-            accepts(choice)
-        except Refused:
-            continue
-        legal.append(choice)
-    return legal or list(choices)
-
-
 def offer(choices: Sequence[Choice], subject: str = "") -> str:
     """Returns the choices in words, such as '; use 96 or 128, or remainder="pad"'."""
     values: dict[str, list[str]] = {}

@@ -18,11 +18,10 @@ from jaxfb.batch_plan.refusal import (
     not_negative,
     offer,
     one_of,
-    only_legal,
     positive_int,
     true_or_false,
 )
-from jaxfb.refusal import INT32, integer, shown
+from jaxfb.refusal import INT32, integer, only_legal, shown
 
 FORWARD_PURPOSES = ("logprob_old", "logprob_ref", "value")
 _COUNTS = ("prompts", "samples_per_prompt", "rows_per_update", "epochs", "rollouts")

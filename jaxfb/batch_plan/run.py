@@ -26,10 +26,9 @@ from jaxfb.batch_plan.refusal import (
     not_negative,
     offer,
     one_of,
-    only_legal,
     positive_int,
 )
-from jaxfb.refusal import INT32, shown
+from jaxfb.refusal import INT32, only_legal, shown
 
 _LENGTHS = ("updates", "samples", "tokens", "epochs")
 _ENDLESS = MOST_ROWS
@@ -299,9 +298,11 @@ def _check_number_of_epochs(run: RunPlan) -> None:
     whole = all(run.dataset_rows % plan.real_rows == 0 for plan in run._plan_of.values())
     if (epochs > _MOST_EPOCHS and not whole) or run.dataset_rows * epochs > MOST_ROWS:
         length = next(f"{name}={getattr(run, name)}" for name in _LENGTHS if getattr(run, name))
+        most = MOST_ROWS // run.dataset_rows if whole else min(_MOST_EPOCHS, MOST_ROWS // run.dataset_rows)
         raise PlanError(
             f"[run] {length} with dataset_rows={run.dataset_rows} goes {epochs} times through the data; a run has at "
-            f"most {_MOST_EPOCHS} epochs and {MOST_ROWS} rows; use at most {_MOST_EPOCHS} epochs",
+            f"most {_MOST_EPOCHS} epochs and {MOST_ROWS} rows; use at most {most} epochs",
+            [dict.fromkeys(_LENGTHS) | {"epochs": most}],
         )
 
 

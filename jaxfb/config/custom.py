@@ -76,5 +76,6 @@ class CustomConfig:
         check_rollback(self.guard, self.checkpoint.every)
         if self.run.tokens is not None:
             raise Refused(
-                "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs"
+                "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs",
+                [{"run.tokens": None, f"run.{name}": 1} for name in ("updates", "samples", "epochs")],
             )

@@ -39,7 +39,8 @@ class GuardConfig:
         positive("guard", verify_every=self.verify_every, compare_replicas_every=self.compare_replicas_every)
         if self.spike_window < SMALLEST_WINDOW:
             raise Refused(
-                f"[guard] spike_window={self.spike_window} is too short for a median; use {SMALLEST_WINDOW} or more"
+                f"[guard] spike_window={self.spike_window} is too short for a median; use {SMALLEST_WINDOW} or more",
+                [{"spike_window": SMALLEST_WINDOW}],
             )
 
 
@@ -48,5 +49,6 @@ def check_rollback(guard: GuardConfig, saves_every: int | None) -> None:
     if guard.spikes == "rollback" and saves_every is None:
         raise Refused(
             "[guard] spikes=rollback needs checkpoints to return to, but checkpoint.every=null; use "
-            "checkpoint.every=100, or guard.spikes=warn"
+            "checkpoint.every=100, or guard.spikes=warn",
+            [{"checkpoint.every": 100}, {"guard.spikes": "warn"}],
         )

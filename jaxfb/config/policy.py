@@ -47,7 +47,10 @@ class TaskConfig:
         positive("task", digits=self.digits, held_out=self.held_out)
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
-            raise Refused(f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"')
+            raise Refused(
+                f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"',
+                [{"operations": "+"}],
+            )
 
 
 @dataclass(frozen=True)
@@ -99,10 +102,14 @@ class RolloutConfig:
         if self.importance_cap is not None and self.log_probs == FROM_SAMPLER:
             raise Refused(
                 f"[rollout] importance_cap={self.importance_cap} compares the sampler with recomputed log-probs; "
-                "use log_probs=recompute, or no cap"
+                "use log_probs=recompute, or no cap",
+                [{"log_probs": "recompute"}, {"importance_cap": None}],
             )
         if self.importance_cap is not None and self.importance_cap <= 1:
-            raise Refused(f"[rollout] importance_cap={self.importance_cap} must be above 1, such as 2")
+            raise Refused(
+                f"[rollout] importance_cap={self.importance_cap} must be above 1; use 2",
+                [{"importance_cap": 2.0}],
+            )
 
 
 @dataclass(frozen=True)
@@ -122,7 +129,9 @@ class AdvantageConfig:
     def __post_init__(self):
         for name in ("gamma", "lam"):
             if not 0 <= getattr(self, name) <= 1:
-                raise Refused(f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0")
+                raise Refused(
+                    f"[advantage] {name}={getattr(self, name)} must be in [0, 1]; use 1.0", [{name: 1.0}]
+                )
 
 
 @dataclass(frozen=True)
@@ -165,7 +174,8 @@ class RewardConfig:
         if self.target is not None and self.kl_coef == 0:
             raise Refused(
                 f"[reward] target={self.target} steers kl_coef, which is 0 and stays 0; use reward.kl_coef=0.001 to "
-                "start from, or reward.target=null"
+                "start from, or reward.target=null",
+                [{"kl_coef": 0.001}, {"target": None}],
             )
 
 
@@ -194,9 +204,11 @@ def known_template(section: str, template: str | None) -> None:
         return
     near = difflib.get_close_matches(template, TEMPLATES, n=1)
     hint = f"did you mean {near[0]}?" if near else f"use {section}.template=null for the tokenizer's own"
+    use = near[0] if near else None
     raise Refused(
         f"[{section}] template={shown(template)} must be one of {', '.join(TEMPLATES)}, the path of a .jinja file, "
-        f"or null; {hint}"
+        f"or null; {hint}",
+        [{"template": use}],
     )
 
 

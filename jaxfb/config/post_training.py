@@ -94,7 +94,9 @@ class StartConfig:
     def __post_init__(self):
         if self.stop_tokens is not None and not self.stop_tokens:
             raise Refused(
-                "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the template"
+                "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the "
+                "template",
+                [{"stop_tokens": None}],
             )
 
 
@@ -149,7 +151,10 @@ class PreferencesConfig:
         share(self, "preferences")
         known_template("preferences", self.template)
         if not 0 <= self.label_smoothing < 0.5:
-            raise Refused(f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0")
+            raise Refused(
+                f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0",
+                [{"label_smoothing": 0.0}],
+            )
 
 
 @dataclass(frozen=True)
@@ -164,7 +169,8 @@ class UpdatesConfig:
         positive("batch", rows=self.rows, updates=self.updates, epochs=self.epochs)
         if (self.updates is None) == (self.epochs is None):
             raise Refused(
-                f"[batch] give exactly one of updates={self.updates} and epochs={self.epochs}; use epochs=1"
+                f"[batch] give exactly one of updates={self.updates} and epochs={self.epochs}; use epochs=1",
+                [{"updates": None, "epochs": 1.0}],
             )
 
 
@@ -230,7 +236,8 @@ class PostTrainingConfig:
         if (self.model is None) == (self.start.run is None):
             given = "both" if self.model else "neither"
             raise Refused(
-                f"[model] give model, for random parameters, or start.run, for those of a run; got {given}"
+                f"[model] give model, for random parameters, or start.run, for those of a run; got {given}",
+                [{"model": None}, {"start.run": None}] if self.model else (),
             )
         check_pipeline(self.mesh, self.schedule, self.chunks)
         check_rollback(self.guard, self.checkpoint.every)
@@ -270,7 +277,8 @@ class RLConfig(PostTrainingConfig):
             raise Refused(
                 f"[guard] spikes={self.guard.spikes} verify_every={self.guard.verify_every}: a policy samples its own "
                 "rows and cannot pass over them, and no update with a critic is repeated; use guard.spikes=warn and "
-                "guard.verify_every=null"
+                "guard.verify_every=null",
+                [{"guard.spikes": "warn", "guard.verify_every": None}],
             )
         if (self.critic is None) == estimator_of(self.advantage.name).needs_critic:
             fix = "add a section critic" if self.critic is None else "use advantage.name=gae, or no critic"
@@ -288,7 +296,10 @@ class RLConfig(PostTrainingConfig):
 def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
     """Refuses a held-out share that is not one."""
     if not 0 <= section.held_out_fraction < 1:
-        raise Refused(f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05")
+        raise Refused(
+            f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05",
+            [{"held_out_fraction": 0.05}],
+        )
 
 
 KINDS = {"conversations": SFTConfig, "preferences": DPOConfig, "task": RLConfig}

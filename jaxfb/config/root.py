@@ -64,11 +64,13 @@ def _check_learning_rate(config: Config) -> None:
         if getattr(config.lr, name) > peak:
             raise Refused(
                 f"[lr] {name}={getattr(config.lr, name)} is above optimizer.learning_rate={peak}, the peak; "
-                f"use at most {peak}"
+                f"use at most {peak}",
+                [{f"lr.{name}": peak}],
             )
     end = config.lr.total or (config.run.updates if config.lr.unit == "updates" else None)
     if end is not None and config.lr.warmup >= end:
         raise Refused(
             f"[lr] warmup={config.lr.warmup} must be below the {end} {config.lr.unit} it is part of; "
-            f"use at most {end - 1}"
+            f"use at most {end - 1}",
+            [{"lr.warmup": end - 1}],
         )

@@ -60,7 +60,10 @@ class BatchConfig:
             "batch", rows_per_microbatch=self.rows_per_microbatch, num_microbatches=self.num_microbatches
         )
         if self.rows_per_microbatch is None and self.num_microbatches is None:
-            raise Refused("[batch] needs rows_per_microbatch or num_microbatches; use rows_per_microbatch=1")
+            raise Refused(
+                "[batch] needs rows_per_microbatch or num_microbatches; use rows_per_microbatch=1",
+                [{"rows_per_microbatch": 1}],
+            )
 
 
 @dataclass(frozen=True)
@@ -121,9 +124,16 @@ class RunConfig:
         directory_is_named("run", self.dir)
         if len(given) != 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
+            choices = [{other: None for other in given if other != name} for name in reversed(given)]
+            choices = choices or [{"updates": 1000}]
+            words = (
+                " and ".join(f"run.{name}={value or 'null'}" for name, value in one.items())
+                for one in choices
+            )
             raise Refused(
                 f"[run] the length is given by exactly one of {', '.join(LENGTHS)}; got {values}; "
-                f"set {' or '.join(f'run.{name}=null' for name in given) or 'run.updates=1000'}"
+                f"set {' or '.join(words)}",
+                choices,
             )
 
 
@@ -156,7 +166,8 @@ class OptimizerConfig:
         if ramps and self.weight_decay_ramp == "constant":
             raise Refused(
                 f"[optimizer] weight_decay from {self.weight_decay_initial} to {self.weight_decay} is not "
-                "constant; use weight_decay_ramp=linear or cosine"
+                "constant; use weight_decay_ramp=linear or cosine",
+                [{"weight_decay_ramp": "linear"}, {"weight_decay_ramp": "cosine"}],
             )
 
 
@@ -200,7 +211,8 @@ class MeshConfig:
         if len(filled) > 1:
             raise Refused(
                 f"[mesh] only one size may be -1 (the devices left), got {' and '.join(filled)}; "
-                f"give mesh.{filled[0]} a number"
+                f"give {' and '.join(f'mesh.{name}' for name in filled[:-1])} a number",
+                [dict.fromkeys(filled[:-1], 1)],
             )
 
 
@@ -305,20 +317,25 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
     if mesh.pipe == 1 and (schedule is not None or chunks != 1):
         raise Refused(
             f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "
-            "mesh.pipe=2, or leave both out"
+            "mesh.pipe=2, or leave both out",
+            [{"mesh.pipe": 2}, {"schedule": None, "chunks": 1}],
         )
 
 
 def seed_in_range(section: str, seed: int) -> None:
     """Refuses a seed that JAX would take modulo 2**32, and so for another one."""
     if not 0 <= seed < 2**32:
-        raise Refused(f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}")
+        raise Refused(
+            f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}", [{"seed": seed % 2**32}]
+        )
 
 
 def directory_is_named(section: str, directory: str) -> None:
     """Refuses an empty name, which would be the working directory."""
     if not directory.strip():
-        raise Refused(f"[{section}] dir={directory!r} must not be empty; use runs/NAME")
+        raise Refused(
+            f"[{section}] dir={directory!r} must not be empty; use runs/NAME", [{"dir": "runs/NAME"}]
+        )
 
 
 def positive(section: str, **values: Any) -> None:
@@ -326,11 +343,13 @@ def positive(section: str, **values: Any) -> None:
     for name, value in values.items():
         if value is not None and not 0 < value < float("inf"):
             least = "1" if isinstance(value, int) else "a number above 0"
-            raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}")
+            raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}", [{name: 1}])
 
 
 def at_least_zero(section: str, **values: Any) -> None:
     """Refuses negative and infinite numbers; None is not given and passes."""
     for name, value in values.items():
         if value is not None and not 0 <= value < float("inf"):
-            raise Refused(f"[{section}] {name}={value} must not be negative or infinite; use 0 or more")
+            raise Refused(
+                f"[{section}] {name}={value} must not be negative or infinite; use 0 or more", [{name: 0}]
+            )

@@ -38,7 +38,8 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     text = starter_text(name)
     if text is None:
         raise ConfigError(
-            f"[init] there is no starter config {name!r}; choose one of {', '.join(starter_names())}"
+            f"[init] there is no starter config {name!r}; choose one of {', '.join(starter_names())}",
+            [{"name": one} for one in starter_names()],
         )
     target = directory / f"{name}.yaml"
     if target.exists():

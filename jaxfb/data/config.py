@@ -5,10 +5,10 @@ Part of the data (its settings). `prepare(DataConfig(...))` turns them into rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, get_args, get_type_hints
 
-from jaxfb.refusal import Refused, shown
+from jaxfb.refusal import Refused, only_legal, shown
 
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
 
@@ -50,16 +50,17 @@ class DataConfig:
         for name in ("path", "held_out_path"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
-        _check_choice("source", self.source)
-        _check_choice("packing", self.packing)
+        _check_choice(self, "source")
+        _check_choice(self, "packing")
         _check_paths(self)
         _check_sizes(self)
 
 
-def _check_choice(name: str, value: str) -> None:
-    choices = get_args(get_type_hints(DataConfig)[name])
-    if value not in choices:
-        raise Refused(f"[data] {name}={value!r} is not known; use one of {', '.join(choices)}")
+def _check_choice(config: DataConfig, name: str) -> None:
+    known, value = get_args(get_type_hints(DataConfig)[name]), getattr(config, name)
+    if value not in known:
+        choices = only_legal([{name: one} for one in known], lambda choice: replace(config, **choice))
+        raise Refused(f"[data] {name}={value!r} is not known; use one of {', '.join(known)}", choices)
 
 
 def _check_paths(config: DataConfig) -> None:
@@ -68,24 +69,35 @@ def _check_paths(config: DataConfig) -> None:
     if config.source == "python-stdlib" and (config.path or config.held_out_path):
         raise Refused(
             f"[data] source='python-stdlib' reads the interpreter's own source and takes no path, "
-            f"got path={shown(config.path)} held_out_path={shown(config.held_out_path)}; use source='text'"
+            f"got path={shown(config.path)} held_out_path={shown(config.held_out_path)}; "
+            + ("use source='text'" if config.path else "leave it out"),
+            [{"source": "text"}] if config.path else [{"held_out_path": None}],
         )
 
 
 def _check_sizes(config: DataConfig) -> None:
     if config.sequence_length < 2:
-        raise Refused(f"[data] sequence_length={config.sequence_length} must be at least 2; use 2 or more")
+        raise Refused(
+            f"[data] sequence_length={config.sequence_length} must be at least 2; use 2 or more",
+            [{"sequence_length": 2}],
+        )
     if config.tokenizer == "bpe" and config.vocab_size < SMALLEST_VOCAB:
         raise Refused(
             f"[data] vocab_size={config.vocab_size} cannot hold the 256 bytes and the end token; "
-            f"use {SMALLEST_VOCAB} or more"
+            f"use {SMALLEST_VOCAB} or more",
+            [{"vocab_size": SMALLEST_VOCAB}],
         )
     if not 0 <= config.held_out_fraction < 1:
-        raise Refused(f"[data] held_out_fraction={config.held_out_fraction} must lie in [0, 1); try 0.05")
+        raise Refused(
+            f"[data] held_out_fraction={config.held_out_fraction} must lie in [0, 1); try 0.05",
+            [{"held_out_fraction": 0.05}],
+        )
     if not 0 <= config.seed < 2**63:
-        raise Refused(f"[data] seed={config.seed} must lie in [0, 2**63); use {abs(config.seed) % 2**63}")
+        use = abs(config.seed) % 2**63
+        raise Refused(f"[data] seed={config.seed} must lie in [0, 2**63); use {use}", [{"seed": use}])
     if config.max_bytes is not None and (config.max_bytes < 1 or config.source == "tokens"):
         raise Refused(
             f"[data] max_bytes={config.max_bytes} must be a positive number of bytes of text "
-            f"(source={config.source!r}); leave it out to read everything"
+            f"(source={config.source!r}); leave it out to read everything",
+            [{"max_bytes": None}],
         )

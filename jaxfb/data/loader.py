@@ -146,7 +146,11 @@ class Loader:
             whole = f"{last} or {consumed}" if last else f"{consumed}"
             raise Refused(
                 f"[data] total_rows={self._total_rows} leaves {self._total_rows - last} rows to the last "
-                f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'"
+                f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'",
+                [
+                    *({"total_rows": rows} for rows in (last, consumed) if rows),
+                    *({"remainder": one} for one in ("pad", "drop")),
+                ],
             )
 
 
@@ -209,10 +213,19 @@ def _check(
     if len(rows) == 0:
         raise Refused("[data] num_rows=0 must be positive; give more text, or hold some of it out")
     if rows_per_update < 1:
-        raise Refused(f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more")
+        raise Refused(
+            f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more",
+            [{"rows_per_update": 1}],
+        )
     if total_rows is not None and total_rows < 1:
-        raise Refused(f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end")
+        choices = [{"total_rows": 1}, {"total_rows": None}]
+        raise Refused(
+            f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end", choices
+        )
     if remainder not in REMAINDERS:
-        raise Refused(f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}")
+        choices = [{"remainder": one} for one in REMAINDERS]
+        raise Refused(
+            f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}", choices
+        )
     if seed is not None and seed < 0:
-        raise Refused(f"[data] seed={seed} must not be negative; use {-seed}")
+        raise Refused(f"[data] seed={seed} must not be negative; use {-seed}", [{"seed": -seed}])

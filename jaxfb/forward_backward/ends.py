@@ -244,16 +244,21 @@ def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: i
         return asked
     obstacle = _obstacle_to_vocabulary(model, outer, pipe, tensor)
     if asked and obstacle:
-        raise Refused(f'head_placement="vocabulary" {obstacle}; use "last" or "rows"')
+        raise Refused(
+            f'head_placement="vocabulary" {obstacle}; use "last" or "rows"',
+            [{"head_placement": one} for one in ("last", "rows")],
+        )
     return "last" if obstacle else "vocabulary"
 
 
 def check_rows(placement: str, rows: int, pipe: int) -> None:
     """Raises ValueError if "rows" cannot share out a microbatch of so many rows."""
     if placement == "rows" and rows % pipe:
+        legal = max(pipe, rows - rows % pipe)
         raise Refused(
             f'head_placement="rows" cuts a microbatch of {rows} rows over pipe={pipe}, which does not divide; '
-            f'use rows_per_microbatch={max(pipe, rows - rows % pipe)} or head_placement="last"'
+            f'use rows_per_microbatch={legal} or head_placement="last"',
+            [{"rows_per_microbatch": legal}, {"head_placement": "last"}],
         )
 
 

@@ -362,11 +362,13 @@ def _check_pipeline(
         "layers_per_stage": layers_per_stage,
     }
     if axis_size(mesh, "pipe") == 1:
-        set_ = [f"{name}={shown(value)}" for name, value in given.items() if value is not None]
+        set_ = {name: value for name, value in given.items() if value is not None}
         if set_:
+            names = " and ".join(f"{name}={shown(value)}" for name, value in set_.items())
             raise Refused(
-                f"{' and '.join(set_)} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
-                "make the mesh with pipe=2 or more, or leave them out"
+                f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
+                "make the mesh with pipe=2 or more, or leave them out",
+                [{name: 1 if name == "num_chunks" else None for name in set_}],
             )
     if head_placement is not None:
         check_placement(head_placement)

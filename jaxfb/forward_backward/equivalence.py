@@ -226,7 +226,10 @@ class _Comparison:
 def _check_dtype(dtype: str, widest: str) -> str:
     choice("dtype", dtype, tuple(TOLERANCES))
     if dtype == "float64" and widest != dtype:
-        raise Refused('dtype="float64" needs 64-bit numbers; set JAX_ENABLE_X64=1 or use "float32"')
+        raise Refused(
+            'dtype="float64" needs 64-bit numbers; set JAX_ENABLE_X64=1 or use "float32"',
+            [{"dtype": "float32"}],
+        )
     return dtype
 
 

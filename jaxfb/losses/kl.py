@@ -78,7 +78,10 @@ def kl_in_reward(
     check_kl_estimator(estimator)
     check_not_negative("reward", 0.0, coefficient=coefficient)
     if estimator.endswith("+"):
-        raise Refused(f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}")
+        raise Refused(
+            f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}",
+            [{"estimator": estimator[:-1]}],
+        )
     counted = np.asarray(mask) != 0
     difference = np.where(counted, log_probs, 0.0) - np.where(counted, ref_log_probs, 0.0)
     kl = np.where(counted, kl_values(np, difference, estimator), 0.0)

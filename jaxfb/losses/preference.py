@@ -79,7 +79,10 @@ class PreferenceLoss:
         smoothing = self.label_smoothing
         check_number("preference", "label_smoothing", smoothing, lambda x: 0 <= x < 0.5, "in [0, 0.5)", 0.0)
         if self.label_smoothing and self.kind in ("ipo", "hinge"):
-            raise Refused(f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'")
+            raise Refused(
+                f"[preference] {self.kind} has no label_smoothing; use 'sigmoid' or 'robust'",
+                [{"kind": "sigmoid"}, {"kind": "robust"}],
+            )
 
     def __call__(
         self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]

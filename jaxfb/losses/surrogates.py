@@ -237,12 +237,14 @@ def make_surrogate(name: str, **settings: Any) -> Callable:
     if isinstance(name, str) and name in _COUPLED:
         raise Refused(
             f"[loss] {name} picks its tokens by their covariance over a whole microbatch, so the update would change "
-            'with the number of microbatches; use "ppo" with a higher clip_high, or an entropy bonus'
+            'with the number of microbatches; use "ppo" with a higher clip_high, or an entropy bonus',
+            [{"name": "ppo"}],
         )
     own = isinstance(name, str) and ":" in name
     if not own and (not isinstance(name, str) or name not in SURROGATES):
         raise Refused(
-            f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}, nor your own as {OWN}"
+            f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}, nor your own as {OWN}",
+            [{"name": one} for one in SURROGATES],
         )
     made = SURROGATES[name]
     known = (

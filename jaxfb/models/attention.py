@@ -115,7 +115,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
         return _best(query, key, packed)
     refused = {"cudnn": lambda: _cudnn_refusal(query, packed), "splash": lambda: splash.refusal(query, key)}
     if backend in refused and (refusal := refused[backend]()):
-        raise Refused(f"[model] attention={backend!r} {refusal}, or attention='auto'")
+        raise Refused(f"[model] attention={backend!r} {refusal}, or attention='auto'", [{"backend": "auto"}])
     return backend
 
 

@@ -5,13 +5,15 @@ Plain Python, so a config is read, refused and sized without a device.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, fields
 from math import isqrt
 
 from jaxfb.models.rope_scaling import RopeScaling
-from jaxfb.refusal import INT32, Refused, boolean, instance, integer, number, shown
+from jaxfb.refusal import FLOAT32, INT32, Refused, boolean, instance, integer, number, shown
 
-_MOST = {"num_layers": 10_000, "mtp_depth": 100}  # each is traced or initialised by itself
+# the first two are each traced or initialised by itself
+_MOST = {"num_layers": 10_000, "mtp_depth": 100, "dropout": math.inf, "label_smoothing": math.inf}
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
@@ -178,11 +180,15 @@ def _check_types(config: TransformerConfig) -> None:
         if kind.startswith("int"):
             integer(name, value, who="[model]", least=0, most=_MOST.get(name, INT32))
         elif kind.startswith("float"):
-            number(name, value, who="[model]")
+            number(name, value, who="[model]", most=_MOST.get(name, FLOAT32))
         elif kind.startswith("bool"):
             boolean(name, value, who="[model]")
         elif kind.startswith("str"):
             instance(name, value, str, "a text", who="[model]")
+        elif name == "rope_scaling":
+            instance(
+                name, value, RopeScaling, "a jaxfb.models.rope_scaling.RopeScaling, or None", who="[model]"
+            )
 
 
 def _fill(config: TransformerConfig, **defaults) -> None:
@@ -194,7 +200,16 @@ def _fill(config: TransformerConfig, **defaults) -> None:
 def _check_positive(config: TransformerConfig, names: tuple[str, ...]) -> None:
     for name in names:
         if not getattr(config, name) > 0:
-            raise Refused(f"[model] {name}={getattr(config, name)} must be positive")
+            least = {
+                "hidden_size": 2 * (config.num_heads or 1),
+                "head_size": 2,
+                "rope_theta": 10_000.0,
+                "norm_eps": 1e-5,
+            }
+            use = least.get(name, 1)
+            raise Refused(
+                f"[model] {name}={getattr(config, name)} must be positive; use {use}", [{name: use}]
+            )
 
 
 def _check_head_size_derives(config: TransformerConfig) -> None:
@@ -216,32 +231,51 @@ def _check_heads(config: TransformerConfig) -> None:
         nearest = min({*small, *(heads // n for n in small)}, key=lambda n: (abs(n - kv_heads), n))
         raise Refused(
             f"[model] num_heads={heads} must be a multiple of num_kv_heads={kv_heads}; "
-            f"use num_kv_heads {nearest}"
+            f"use num_kv_heads {nearest}",
+            [{"num_kv_heads": nearest}],
         )
     if size % 2:
-        raise Refused(f"[model] head_size={size} must be even for rotary positions; use {size + 1}")
+        raise Refused(
+            f"[model] head_size={size} must be even for rotary positions; use {size + 1}",
+            [{"head_size": size + 1}],
+        )
 
 
 def _check_choices(config: TransformerConfig) -> None:
     if not 0 <= config.dropout < 1:
-        raise Refused(f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none")
+        raise Refused(
+            f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none",
+            [{"dropout": 0.0}],
+        )
     for name, legal in (("attention", ATTENTION_BACKENDS), ("context_attention", CONTEXT_ATTENTION)):
-        if getattr(config, name) not in legal:
-            raise Refused(f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}")
+        _check_word(config, name, legal)
+
+
+def _check_word(config: TransformerConfig, name: str, legal: tuple[str, ...]) -> None:
+    if getattr(config, name) not in legal:
+        raise Refused(
+            f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}",
+            [{name: one} for one in legal],
+        )
 
 
 def _check_loss(config: TransformerConfig) -> None:
     if not 0 <= config.label_smoothing < 1:
         raise Refused(
-            f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none"
+            f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none",
+            [{"label_smoothing": 0.0}],
         )
     balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate", "router_z_coefficient")
     for name in ("z_loss", "mtp_depth", "mtp_weight", *balance, "num_experts", "shared_expert_size"):
         if getattr(config, name) < 0:
-            raise Refused(f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none")
+            raise Refused(
+                f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none", [{name: 0}]
+            )
     for name in ("logit_softcap", "expert_capacity"):
         if getattr(config, name) is not None and not getattr(config, name) > 0:
-            raise Refused(f"[model] {name}={getattr(config, name)} must be positive; use null for none")
+            raise Refused(
+                f"[model] {name}={getattr(config, name)} must be positive; use null for none", [{name: None}]
+            )
 
 
 def _check_experts(config: TransformerConfig) -> None:
@@ -249,8 +283,8 @@ def _check_experts(config: TransformerConfig) -> None:
     if config.experts_per_token > config.num_experts:
         raise Refused(
             f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
-            f"{config.num_experts}; use experts_per_token {config.num_experts}"
+            f"{config.num_experts}; use experts_per_token {config.num_experts}",
+            [{"experts_per_token": config.num_experts}],
         )
     for name, legal in (("router_scores", ROUTER_SCORES), ("batch_balance_layers", BALANCED_LAYERS)):
-        if getattr(config, name) not in legal:
-            raise Refused(f"[model] {name}={shown(getattr(config, name))} must be one of {', '.join(legal)}")
+        _check_word(config, name, legal)

@@ -6,11 +6,13 @@ config.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, choice, integer, number
+
+KINDS = ("linear", "llama3", "yarn")
+_WHO = "[model.rope_scaling]"
 
 
 @dataclass(frozen=True)
@@ -38,18 +40,17 @@ class RopeScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        if self.kind not in ("linear", "llama3", "yarn"):
-            raise Refused(f"[model] rope_scaling.kind={self.kind!r} must be one of linear, llama3, yarn")
-        if not 1 <= self.factor < math.inf:
-            raise Refused(f"[model] rope_scaling.factor={self.factor} must be a number from 1 up; use 1")
-        if self.kind != "linear" and not (self.original_length or 0) > 0:
+        choice("kind", self.kind, KINDS, who=_WHO)
+        number("factor", self.factor, who=_WHO, least=1)
+        if self.original_length is not None:
+            integer("original_length", self.original_length, who=_WHO)
+        elif self.kind != "linear":
             raise Refused(
-                f"[model] rope_scaling.kind={self.kind} needs original_length, the tokens of a sequence in training; "
-                "use 8192"
+                f"{_WHO} kind={self.kind} needs original_length, the tokens of a sequence in training; use 8192",
+                [{"original_length": 8192}],
             )
+        if self.attention_factor is not None:
+            number("attention_factor", self.attention_factor, who=_WHO, above=0)
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
-            if not 0 < getattr(self, low) < getattr(self, high):
-                raise Refused(
-                    f"[model] rope_scaling.{low}={getattr(self, low)} must be above 0 and below "
-                    f"{high}={getattr(self, high)}"
-                )
+            most = number(high, getattr(self, high), who=_WHO, above=0)
+            number(low, getattr(self, low), who=_WHO, above=0, below=most)

@@ -34,9 +34,11 @@ def zigzag(length: int, size: int) -> np.ndarray:
     """
     if length % (2 * size):
         below = length - length % (2 * size)
+        legal = [n for n in (below, below + 2 * size) if n]
         raise Refused(
             f"sequences of {length} tokens cannot be cut into 2 x context {size} = {2 * size} equal pieces; "
-            f"use a length of {' or '.join(str(n) for n in (below, below + 2 * size) if n)}"
+            f"use a length of {' or '.join(map(str, legal))}",
+            [{"length": n} for n in legal],
         )
     pieces = np.arange(length, dtype=np.int32).reshape(2 * size, -1)
     return np.concatenate([pieces[[c, 2 * size - 1 - c]].reshape(-1) for c in range(size)])

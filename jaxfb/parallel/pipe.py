@@ -111,9 +111,11 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
         or sum(layers_per_stage) != num_layers
         or min(layers_per_stage) < 0
     ):
+        balanced = _balanced(num_layers, num_stages)
         raise Refused(
             f"layers_per_stage={list(layers_per_stage)} must give each of {num_stages} stages its number of the "
-            f"{num_layers} layers, 0 for a stage that passes hidden on; try {_balanced(num_layers, num_stages)}"
+            f"{num_layers} layers, 0 for a stage that passes hidden on; try {balanced}",
+            [{"layers_per_stage": balanced}],
         )
     return Layout(placement, layers_per_stage)
 

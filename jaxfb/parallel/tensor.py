@@ -8,6 +8,7 @@ attention and one after the MLP (Megatron-LM, arXiv:1909.08053), or with sequenc
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from math import gcd
 from typing import Any
 
 import jax
@@ -171,14 +172,23 @@ def check_tensor_divides(config: Any, tensor: int) -> None:
       ValueError: names the field, both numbers and the nearest legal choice.
     """
     mlp = ("expert_mlp_size", "shared_expert_size") if getattr(config, "num_experts", 0) else ("mlp_size",)
-    for name in ("num_heads", "num_kv_heads", *mlp, "vocab_size"):
-        value = getattr(config, name)
+    sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", *mlp, "vocab_size")}
+    for name, value in sizes.items():
         if value % tensor:
+            common = gcd(*sizes.values())
+            divisor = max(size for size in range(1, tensor + 1) if common % size == 0)
+            choices = [{"tensor": divisor}]
+            alone = all(other == name or not size % tensor for other, size in sizes.items())
+            if alone and _accepts(config, name, larger := value + tensor - value % tensor):
+                choices.insert(0, {name: larger})
+            use = " or ".join(f"{key} {size}" for choice in choices for key, size in choice.items())
             raise Refused(
-                f"[tensor] {name}={value} must be a multiple of tensor={tensor}; "
-                f"use {name} {value + tensor - value % tensor} or tensor {_largest_divisor(value, tensor)}"
+                f"[tensor] {name}={value} must be a multiple of tensor={tensor}; use {use}", choices
             )
 
 
-def _largest_divisor(value: int, at_most: int) -> int:
-    return max(size for size in range(1, at_most + 1) if value % size == 0)
+def _accepts(config: Any, name: str, size: int) -> bool:
+    """Returns whether the transformer's other sizes go with this one."""
+    if name == "num_kv_heads":
+        return config.num_heads % size == 0
+    return name != "num_heads" or (size % config.num_kv_heads == 0 and config.hidden_size % (2 * size) == 0)

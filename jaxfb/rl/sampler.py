@@ -67,9 +67,11 @@ class Sampler:
     def __post_init__(self):
         tokens = self.sizes.vocab_size - sum(end - first for first, end in self.absent_ids)
         if self.top_k is not None and not 1 <= self.top_k <= tokens:
+            use = min(50, tokens)
             raise Refused(
                 f"[rollout] top_k={self.top_k} must be from 1 to the {tokens} tokens there are; use "
-                f"rollout.top_k={min(50, tokens)}, or null to draw among all"
+                f"rollout.top_k={use}, or null to draw among all",
+                [{"top_k": use}, {"top_k": None}],
             )
 
     def place(self, params: PyTree) -> PyTree:

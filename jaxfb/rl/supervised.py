@@ -177,12 +177,15 @@ def row_length(base: Base, name: str, tokens: int, sequences: int = 1) -> int:
         each = f", {length // sequences} for each of {sequences}" * (sequences > 1)
         raise Refused(
             f"[{name}] sequence_length={length} has slots for {length} tokens{each}, the longest item needs "
-            f"{tokens - 1}; use {name}.sequence_length={enough}, or {name}.truncate=true to cut it"
+            f"{tokens - 1}; use {name}.sequence_length={enough}, or {name}.truncate=true to cut it",
+            [{f"{name}.sequence_length": enough}, {f"{name}.truncate": True}],
         )
     if length % multiple:
+        use = -(-length // multiple) * multiple
         raise Refused(
             f"[{name}] sequence_length={length} is not a multiple of 2 * mesh.context = {multiple}; use "
-            f"{name}.sequence_length={-(-length // multiple) * multiple}"
+            f"{name}.sequence_length={use}",
+            [{f"{name}.sequence_length": use}],
         )
     return length
 

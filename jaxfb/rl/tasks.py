@@ -173,7 +173,8 @@ class Arithmetic:
         if total <= self.num_held_out:
             raise Refused(
                 f"[task] held_out={self.num_held_out} leaves none of the {total} problems to train on; use at most "
-                f"{total // 2}"
+                f"{total // 2}",
+                [{"held_out": total // 2}],
             )
         rng = np.random.default_rng(self.seed)
         codes = rng.permutation(total) if total <= LISTED else np.unique(rng.integers(0, total, LISTED))

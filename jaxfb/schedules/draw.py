@@ -69,9 +69,10 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png", ".pdf"):
+        use = str(path.with_suffix(".svg"))
         raise Refused(
-            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; "
-            f"use {str(path.with_suffix('.svg'))!r}"
+            f"a timeline is written as .svg, .png or .pdf; got path={str(path)!r}; use {use!r}",
+            [{"path": use}],
         )
     try:
         from matplotlib.figure import Figure  # heavy, and only needed here

@@ -93,13 +93,17 @@ def _detected(given: dict, config: HostsConfig, environment: Mapping[str, str]) 
 def _cluster(name: str, environment: Mapping[str, str]):
     if name != "auto" and name not in cluster_names():
         raise Refused(
-            f"[hosts] cluster={name!r} is not known to jax; use auto, none or one of {', '.join(cluster_names())}"
+            f"[hosts] cluster={name!r} is not known to jax; use auto, none or one of {', '.join(cluster_names())}",
+            [{"cluster": one} for one in ("auto", "none")],
         )
     # a pod that is no numbered member of a job, such as a notebook's, is alone; to ask would fail
     skipped = () if "JOB_COMPLETION_INDEX" in environment else ("k8s",)
     found = find_cluster(None if name == "auto" else name, skipped)
     if found is None and name != "auto":
-        raise Refused(f"[hosts] cluster={name!r}, but this process was not started by it; use cluster=auto")
+        raise Refused(
+            f"[hosts] cluster={name!r}, but this process was not started by it; use cluster=auto",
+            [{"cluster": "auto"}],
+        )
     return found
 
 
@@ -137,11 +141,15 @@ def _is_told(given: dict) -> bool:
 def _checked(given: dict) -> tuple[str, int, int]:
     coordinator, processes, process_id = given.values()
     if not re.fullmatch(r".+:\d+", coordinator):
-        raise Refused(f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {coordinator}:8476")
+        use = f"{coordinator or 'localhost'}:8476"
+        raise Refused(
+            f"[hosts] coordinator={coordinator!r} must be HOST:PORT; try {use}", [{"coordinator": use}]
+        )
     if process_id >= processes:
         raise Refused(
             f"[hosts] process_id={process_id} must be below processes={processes}, they count from 0; "
-            f"use 0 to {processes - 1}"
+            f"use 0 to {processes - 1}",
+            [{"process_id": processes - 1}],
         )
     return coordinator, processes, process_id
 

@@ -170,7 +170,8 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
         raise Refused(
             f"[model] vocab_size={config.model.vocab_size} is below the {vocab_size} ids of the tokenizer; "
-            f"use {rounded}, or leave it out"
+            f"use {rounded}, or leave it out",
+            [{"model.vocab_size": rounded}, {"model.vocab_size": None}],
         )
     return config.model.sized(rounded)
 

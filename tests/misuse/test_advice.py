@@ -1,10 +1,15 @@
 """Whoever follows the advice of a refusal is not refused again: every choice that it offers is legal, and is data."""
 
+import functools
+import pathlib
 import random
 import re
+import sys
 
 import pytest
 import yaml
+from refused import REFUSED
+from test_inventory import PACKAGE, sites
 from wrong import outcome
 
 import jaxfb
@@ -12,10 +17,11 @@ from jaxfb import BatchPlan, RolloutPlan, RunPlan, get_forward_backward_func, ma
 from jaxfb.batch_plan import RampUp, data_parallel_size
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import TransformerConfig
+from jaxfb.refusal import Refused
 from jaxfb.schedules import make, megatron_order
 from jaxfb.schedules.sizes import checked_sizes
 
-STEPS = 8
+STEPS = 14  # as many as there are arguments
 ADVICE = re.compile(r"[;,?] (?:use|try|choose|make it|did you mean|set) ")
 
 
@@ -46,6 +52,30 @@ def read(sentence: str, arguments: dict) -> tuple[dict, ...] | None:
     return tuple({subject: value} for value in found if value != "more")
 
 
+FOLLOWED = set()
+"""Where the refusals were made whose choices were all accepted, as file::function."""
+
+
+@pytest.fixture(autouse=True, scope="module")
+def places():
+    """Lets each refusal know where it was made."""
+    plain = Refused.__init__
+
+    def init(self, *args, **kwargs):
+        code = sys._getframe(1).f_code
+        file = pathlib.Path(code.co_filename)
+        self.place = f"{file.relative_to(PACKAGE).as_posix()}::{code.co_qualname.replace('.<locals>', '')}"
+        plain(self, *args, **kwargs)
+
+    Refused.__init__ = init
+    yield
+    Refused.__init__ = plain
+
+
+TRIED_BY_JAXFB = {"rl/start.py::Base.plans"}
+"""Whose choices `jaxfb.rl.advice.planned` tries before it passes them on."""
+
+
 def problem_of(function, arguments: dict, error: Exception) -> str | None:
     """What is wrong with the advice of a refusal of one wrong argument; None if all of it is accepted."""
     if not isinstance(error, ValueError):
@@ -56,7 +86,9 @@ def problem_of(function, arguments: dict, error: Exception) -> str | None:
     for choice in choices:
         again = outcome(lambda choice=choice: function(**{**arguments, **choice}))
         if again is not None:
-            return f"{error}\n    offers {choice}\n    which is refused: {again}"
+            return f"{error}\n    offers {choice}\n    which is refused: {again!r}"
+    if choices:
+        FOLLOWED.add(error.place)
     return None
 
 
@@ -281,8 +313,10 @@ CALLS = [
 NAMES = [name for name, *_ in CALLS]
 
 
-@pytest.mark.parametrize("name, function, legal, draw, count", CALLS, ids=NAMES)
-def test_with_one_wrong_argument_every_choice_is_accepted(name, function, legal, draw, count):
+@functools.cache
+def with_one_wrong_argument(name):
+    """(how many calls, how many were refused, what is wrong with the advice of these)."""
+    function, legal, draw, count = next(call[1:] for call in CALLS if call[0] == name)
     rng, refused, problems = random.Random(12), 0, []
     for _ in range(count):
         others = draw(rng)
@@ -293,6 +327,12 @@ def test_with_one_wrong_argument_every_choice_is_accepted(name, function, legal,
             refused += 1
             problem = problem_of(function, arguments, error)
             problems += [f"{name}({arguments}): {problem}"] if problem else []
+    return count, refused, problems
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_with_one_wrong_argument_every_choice_is_accepted(name):
+    count, refused, problems = with_one_wrong_argument(name)
     assert refused >= count / 40
     assert not problems, "\n".join(problems[:5])
 
@@ -307,3 +347,20 @@ def test_with_many_wrong_arguments_one_choice_after_the_other_leads_to_what_is_a
         problem = followed(function, arguments, rng)
         problems += [f"{name}({arguments}): {problem}"] if problem else []
     assert not problems, "\n".join(problems[:5])
+
+
+@pytest.mark.parametrize("number", range(len(REFUSED)))
+def test_every_choice_of_a_refused_call_is_accepted(number):
+    function, arguments = REFUSED[number]
+    error = outcome(lambda: function(**arguments))
+    assert getattr(error, "choices", ()), error
+    assert problem_of(function, arguments, error) is None
+
+
+def test_all_advice_that_is_data_was_followed():
+    for name in NAMES:
+        with_one_wrong_argument(name)
+    for function, arguments in REFUSED:
+        problem_of(function, arguments, outcome(lambda f=function, given=arguments: f(**given)))
+    missing = {site.place for site in sites() if site.has_choices} - FOLLOWED - TRIED_BY_JAXFB
+    assert not missing

@@ -1,0 +1,256 @@
+"""Calls that are refused with advice: a function, and arguments of which one or two are wrong."""
+
+import pathlib
+import tempfile
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import optax
+
+import jaxfb
+from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
+from jaxfb.config import config_from_dict
+from jaxfb.config.sections import HostsConfig
+from jaxfb.config.starter import write_starter
+from jaxfb.data.config import DataConfig
+from jaxfb.data.loader import Loader
+from jaxfb.forward_backward.ends import check_rows, choose_placement
+from jaxfb.forward_backward.equivalence import _check_dtype
+from jaxfb.losses.kl import kl_in_reward
+from jaxfb.losses.surrogates import make_surrogate
+from jaxfb.models.attention import choose_backend
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.parallel.context import zigzag
+from jaxfb.parallel.expert import check_expert_divides
+from jaxfb.parallel.pipe import layout_of
+from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.rl.advice import changed
+from jaxfb.rl.sampler import Sampler
+from jaxfb.rl.supervised import row_length
+from jaxfb.rl.tasks import Arithmetic
+from jaxfb.schedules import KINDS, make
+from jaxfb.schedules.draw import timeline_figure
+from jaxfb.training.cluster import find_place
+from jaxfb.training.setup import model_sizes
+from tests.data.test_loader import numbered_rows
+from tests.rl.test_checks import plan_of, with_
+
+FILES = tempfile.TemporaryDirectory()  # removed at the end of the process
+SIZES = dict(vocab_size=32, num_layers=2, hidden_size=16, num_heads=4)
+PLAN = BatchPlan(rows=8, rows_per_microbatch=2)
+MODEL = Pipelined(*[lambda *_: None] * 3)  # never run
+OWN = {
+    "model": "math:sqrt",
+    "params": "math:sqrt",
+    "data": "math:sqrt",
+    "batch": {"rows": 8, "rows_per_microbatch": 2},
+    "run": {"dir": "runs/own", "updates": 3},
+}
+
+
+def run_plan(**given):
+    return RunPlan(**{"plans": PLAN, **given})
+
+
+def section(config, name, **wrong):
+    """A section of a starter config: its class, and its values with some of them changed."""
+    plain = getattr(jaxfb.load_config(config), name)
+    return type(plain), {**vars(plain), **wrong}
+
+
+def config(name, *path, **wrong):
+    """A starter config with dotted keys changed; a double underscore stands for the dot."""
+    plain = jaxfb.load_config(name)
+    return lambda **keys: changed(plain, keys), {key.replace("__", "."): v for key, v in wrong.items()}
+
+
+def own_config(**keys):
+    return changed(config_from_dict(OWN), keys)
+
+
+def policy_plans(**keys):
+    return plan_of(changed(with_(), keys))
+
+
+def width(context=1):
+    """The width of the rows of fine-tuning, for a longest conversation of 50 tokens."""
+    plain, mesh = jaxfb.load_config("sft"), make_mesh(context=context)
+    return lambda **keys: row_length(
+        SimpleNamespace(config=changed(plain, keys), mesh=mesh), "conversations", 50
+    )
+
+
+def vocabulary(**keys):
+    return model_sizes(changed(jaxfb.load_config("quickstart"), keys), 257)
+
+
+def clip(max_grad_norm=None, clip_convention="exact"):
+    gradients.check_clipping(max_grad_norm, clip_convention)
+
+
+def compared(dtype):
+    return _check_dtype(dtype, "float32")
+
+
+def rows_of_head(head_placement="rows", rows_per_microbatch=2):
+    check_rows(head_placement, rows_per_microbatch, 2)
+
+
+def placement(head_placement):
+    return choose_placement(head_placement, MODEL, {}, 2, 1)
+
+
+def tensor(tensor=1, **sizes):
+    check_tensor_divides(TransformerConfig(**SIZES | {"num_kv_heads": 2, "mlp_size": 12} | sizes), tensor)
+
+
+def experts(num_experts=4, expert=1):
+    check_expert_divides(TransformerConfig(**SIZES, num_experts=num_experts), expert)
+
+
+def sampler(**given):
+    return Sampler(TransformerConfig(**SIZES), make_mesh(), 4, 4, (0,), **given)
+
+
+def arithmetic(held_out):
+    return Arithmetic(digits=1, num_held_out=held_out).train
+
+
+def attention(backend):
+    shape = jax.ShapeDtypeStruct((1, 8, 4, 4), "float32")
+    return choose_backend(backend, shape, shape, packed=False)
+
+
+def reward(estimator):
+    return kl_in_reward(*[np.zeros((1, 2))] * 3, np.ones((1, 2)), 0.1, estimator)
+
+
+def drawn(path):
+    return timeline_figure(make("1f1b", 1, 1), pathlib.Path(FILES.name) / path)
+
+
+def started(name):
+    return write_starter(name, pathlib.Path(tempfile.mkdtemp(dir=FILES.name)))
+
+
+def place(**given):
+    return find_place(
+        HostsConfig(**{"coordinator": "localhost:1", "processes": 2, "process_id": 0, **given}), {}
+    )
+
+
+def packed_step(dropout=True):
+    plan = BatchPlan(rows=8, max_tokens_per_microbatch=64, sequence_length=8, packing=True)
+    return jaxfb.make_train_step(
+        lambda params, microbatch, rng: None, optax.sgd(0.1), None, plan, dropout=dropout
+    )
+
+
+def loader(**given):
+    return Loader(numbered_rows(11), **{"rows_per_update": 3, **given})
+
+
+REFUSED = [
+    # plans
+    (BatchPlan, dict(purpose="logprob_ref", rows=10, rows_per_microbatch=4, remainder="drop")),
+    (run_plan, dict(tokens=1000, sequence_length=300, remainder="error")),
+    (run_plan, dict(epochs=1, dataset_rows=1001, remainder="error")),
+    (run_plan, dict(samples=9, remainder="error")),
+    (run_plan, dict(updates=3, dataset_rows=5, remainder="drop")),
+    (run_plan, dict(samples=5, remainder="drop")),
+    (run_plan, dict(epochs=10**6, dataset_rows=9)),
+    (run_plan, dict(epochs=2.0**40, dataset_rows=2**40)),
+    (policy_plans, {"rollout.rows_per_update": 12}),
+    (policy_plans, {"plans.train.rows_per_microbatch": 5}),
+    (policy_plans, {"plans.logprob_old": None}),
+    # configs
+    section("quickstart", "batch", rows=-1),
+    section("quickstart", "batch", rows_per_microbatch=None, num_microbatches=None),
+    section("quickstart", "run", tokens=5),
+    section("quickstart", "run", tokens=5, updates=3, epochs=1.0),
+    section("quickstart", "run", **dict.fromkeys(("updates", "samples", "tokens", "epochs"))),
+    section("quickstart", "run", dir=" "),
+    section("quickstart", "run", seed=2**32 + 5),
+    section("quickstart", "mesh", data=-1, fsdp=-1, tensor=-1),
+    section("quickstart", "optimizer", weight_decay_initial=0.5, weight_decay_ramp="constant"),
+    section("quickstart", "optimizer", weight_decay=-1.0),
+    section("grpo_arithmetic", "task", operations="+/"),
+    section("grpo_arithmetic", "task", template="chatmll"),
+    section("grpo_arithmetic", "task", template="no such"),
+    section("grpo_arithmetic", "rollout", importance_cap=2.0, log_probs="sampler"),
+    section("grpo_arithmetic", "rollout", importance_cap=1.0),
+    section("grpo_arithmetic", "advantage", gamma=2.0),
+    section("grpo_arithmetic", "reward", kl_coef=0.0, target=1.0),
+    section("sft", "start", stop_tokens=()),
+    section("sft", "conversations", held_out_fraction=1.0),
+    section("sft", "batch", updates=None, epochs=None),
+    section("sft", "batch", updates=3, epochs=1.0),
+    section("dpo", "preferences", label_smoothing=0.5),
+    config("sft", start__run="runs/other"),
+    config("quickstart", schedule="1f1b"),
+    section("quickstart", "guard", spike_window=1),
+    config("quickstart", guard__spikes="rollback", checkpoint__every=None),
+    config("grpo_arithmetic", guard__spikes="rollback"),
+    config("quickstart", lr__final=100.0),
+    config("quickstart", lr__warmup=10**6),
+    (own_config, {"run.updates": None, "run.tokens": 10}),
+    (started, dict(name="quickstrt")),
+    # data
+    (DataConfig, dict(source="txt", path="a.txt")),
+    (DataConfig, dict(source="txt")),
+    (DataConfig, dict(source="text", path="a.txt", packing="concatt")),
+    (DataConfig, dict(source="python-stdlib", path="a.txt")),
+    (DataConfig, dict(source="python-stdlib", held_out_path="a.txt")),
+    (DataConfig, dict(source="text", path="a.txt", sequence_length=1)),
+    (DataConfig, dict(source="text", path="a.txt", tokenizer="bpe", vocab_size=100)),
+    (DataConfig, dict(source="text", path="a.txt", held_out_fraction=1.0)),
+    (DataConfig, dict(source="text", path="a.txt", seed=-(2**63) - 1)),
+    (DataConfig, dict(source="text", path="a.txt", max_bytes=0)),
+    (DataConfig, dict(source="tokens", path="a.bin", max_bytes=5)),
+    *((loader, wrong) for wrong in (dict(rows_per_update=0), dict(total_rows=0), dict(seed=-3))),
+    *((loader, dict(remainder=remainder, total_rows=total)) for remainder, total in (("pat", 9), ("error", 10))),
+    (loader, dict(remainder="error", total_rows=2)),
+    (vocabulary, {"model.vocab_size": 100}),
+    (width(), {"conversations.sequence_length": 10}),
+    (width(context=2), {"conversations.sequence_length": 66}),
+    # models and meshes
+    (make_mesh, dict(data=-1, fsdp=-1)),
+    *((TransformerConfig, {**SIZES, "num_experts": 2, "experts_per_token": number}) for number in (0, 3)),
+    *((RopeScaling, {"factor": 2.0, "original_length": 8, **wrong}) for wrong in (
+        dict(kind="yarm"), dict(kind="yarn", factor=0.5), dict(kind="llama3", original_length=None),
+    )),
+    *((tensor, wrong) for wrong in (dict(tensor=3), dict(tensor=4), dict(tensor=2, vocab_size=33))),
+    (tensor, dict(tensor=2, num_heads=1, num_kv_heads=1)),
+    (experts, dict(num_experts=6, expert=4)),
+    *((zigzag, dict(length=length, size=2)) for length in (3, 10)),
+    (lambda layers_per_stage: layout_of(4, [[0], [1]], layers_per_stage), dict(layers_per_stage=[1, 2])),
+    (attention, dict(backend="cudnn")),
+    (sampler, dict(top_k=0)),
+    (sampler, dict(top_k=33)),
+    # forward and backward, and the step
+    (placement, dict(head_placement="vocabulary")),
+    (rows_of_head, dict(rows_per_microbatch=1)),
+    (rows_of_head, dict(rows_per_microbatch=5)),
+    (jaxfb.get_forward_backward_func, dict(schedule="1f1b", num_chunks=2)),
+    (jaxfb.get_forward_backward_func, dict(layers_per_stage=[2], head_placement="last")),
+    (compared, dict(dtype="float64")),
+    (lambda schedule: KINDS[schedule], dict(schedule="1f1c")),
+    (clip, dict(max_grad_norm=-1.0)),
+    (clip, dict(clip_convention="torhc")),
+    (packed_step, dict(dropout=True)),
+    # losses and tasks
+    (jaxfb.PreferenceLoss, dict(kind="sigmoidd")),
+    (jaxfb.PreferenceLoss, dict(kind="hinge", label_smoothing=0.1)),
+    (jaxfb.PreferenceLoss, dict(beta=-1.0)),
+    (make_surrogate, dict(name="kl_cov")),
+    (make_surrogate, dict(name="ppoo")),
+    (reward, dict(estimator="k3+")),
+    (arithmetic, dict(held_out=100)),
+    # drawing and processes
+    (drawn, dict(path="picture.gif")),
+    *((place, wrong) for wrong in (dict(coordinator="host"), dict(coordinator=""), dict(process_id=2))),
+    *((find_place_of, wrong) for find_place_of in (lambda cluster: find_place(HostsConfig(cluster=cluster), {}),)
+      for wrong in (dict(cluster="slurmm"), dict(cluster="slurm"))),
+]  # fmt: skip
