@@ -102,15 +102,6 @@ def _lasting(effects) -> set:
 _OBSERVERS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
 
 
-def primitives(program) -> set[str]:
-    """Returns names of all operations of a traced function, of those inside its loops, branches and calls too."""
-    if type(program) in (tuple, list):
-        return set().union(*map(primitives, program))
-    eqns = getattr(getattr(program, "jaxpr", program), "eqns", ())
-    inner = (primitives(value) for eqn in eqns for value in eqn.params.values())
-    return {eqn.primitive.name for eqn in eqns}.union(*inner)
-
-
 def is_tracing() -> bool:
     """Returns whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
     return not core.trace_state_clean()

@@ -215,9 +215,11 @@ SECTIONS = (
         rows, at **{least:.2f} to {most:.2f}** times MaxText's time. Its temporary memory is no larger in
         {smaller} of {count} rows, at {temp_least:.2f} to {temp_most:.2f} times MaxText's; `zero_bubble` needs
         more because it keeps activations until the weight gradients are computed. MaxText has one pipeline
-        schedule per mesh, which is compared with each of jaxfb's. On a CPU the simulated devices share cores,
-        so an idle jaxfb device leaves its core to the others, while MaxText's computes during a bubble. In
-        one update ({replicas}) jaxfb reduces gradients {ours} time and MaxText {theirs} times. Compiling
+        schedule per mesh, which is compared with each of jaxfb's. The pipelines were measured when, on a CPU
+        alone, an idle jaxfb device left its core to the others; it now computes during a bubble as MaxText's
+        does and as jaxfb's does on GPUs and TPUs, and takes up to a third more CPU time where
+        bubbles are long. In one update ({replicas}) jaxfb reduces gradients {ours} time and MaxText
+        {theirs} times. Compiling
         takes {compile_least:.2f} to {compile_most:.2f} times MaxText's CPU time.""",
         maxtext_facts, maxtext_table, maxtext_claims, maxtext_picture,
     ),

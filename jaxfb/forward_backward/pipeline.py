@@ -16,7 +16,6 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import added
-from jaxfb.forward_backward.bubbles import Bubbles
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -119,16 +118,14 @@ class _Tick:
         self._index, self._real = (
             jnp.asarray(table)[me] for table in (self._layout.index, self._layout.real)
         )
-        self._shapes, stage = self._traced()
-        self._bubbles = Bubbles.around(stage, executor.poison)
+        self._poison, self._shapes = executor.poison, self._traced()
 
-    def _traced(self) -> tuple[Shapes, Any]:
-        """Returns what a stage reads and writes, in shapes, and the jaxpr of its forward."""
+    def _traced(self) -> Shapes:
+        """Returns what a stage reads and writes, in shapes."""
         given, layers = jax.eval_shape(lambda: (self._given(jnp.int32(0)), self._layers(jnp.int32(0))))
         hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
-        trace = jax.make_jaxpr(self._stage.forward, return_shape=True)
-        stage, (_, out, _) = trace(layers, hidden, given)
-        return Shapes(given, layers, hidden, out), stage
+        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, given)
+        return Shapes(given, layers, hidden, out)
 
     def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
         gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}
@@ -149,15 +146,11 @@ class _Tick:
 
     def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
         given = self._given(row["f_microbatch"])
-        before = self._bubbles.fill(row["f_valid"], self._input(b, row, when_embed))
+        before = self._filled(row["f_valid"], self._input(b, row, when_embed))
         with jax.named_scope("F"):
             layers = self._layers(row["f_chunk"])
             slot = self._slot(b.residual, row, "f_residual")
-            hidden, out, slot = self._bubbles.unless_idle(
-                row["f_valid"],
-                lambda: self._stage.forward(layers, before, given, slot),
-                lambda: (before, _zeros(self._shapes.out), slot),
-            )
+            hidden, out, slot = self._stage.forward(layers, before, given, slot)
         out = _where(row["f_valid"] == 1, self._among_all(layers, out))
         records = _add(b.layer_records, row["f_microbatch"], out)
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
@@ -198,24 +191,16 @@ class _Tick:
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
         chunk, given = row["b_chunk"], self._given(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
-        cotangent = self._bubbles.fill(row["b_valid"], _get(b.gradient, row["b_gradient"]))
+        cotangent = self._filled(row["b_valid"], _get(b.gradient, row["b_gradient"]))
         arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
         with jax.named_scope("B"):
             if self._splits:
                 saved = Slot(b.cotangent, row["b_cotangent"])
-                saved, before = self._bubbles.unless_idle(
-                    row["b_valid"],
-                    lambda: self._stage.backward_input(*arguments, saved),
-                    lambda: (saved, cotangent),
-                )
+                saved, before = self._stage.backward_input(*arguments, saved)
                 b = b._replace(cotangent=saved.buffers)
             else:
                 target = Target(b.grads.layers, chunk, row["b_valid"] == 1)
-                sums, before = self._bubbles.unless_idle(
-                    row["b_valid"],
-                    lambda: self._stage.backward(*arguments, target),
-                    lambda: (target.sums, cotangent),
-                )
+                sums, before = self._stage.backward(*arguments, target)
                 b = b._replace(grads=b.grads._replace(layers=sums))
         return self._embed_backward(b._replace(leaving=before), row, before, when)
 
@@ -236,10 +221,18 @@ class _Tick:
         target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
         arguments = (self._layers(chunk), *slots, seeds, given, target)
         with jax.named_scope("W"):
-            sums = self._bubbles.unless_idle(
-                row["w_valid"], lambda: self._stage.backward_weight(*arguments), lambda: target.sums
-            )
+            sums = self._stage.backward_weight(*arguments)
         return b._replace(grads=b.grads._replace(layers=sums))
+
+    def _filled(self, valid: jax.Array, tree: PyTree) -> PyTree:
+        """Returns the input of a stage; with `poison`, in a bubble, NaN in its place.
+
+        A device with nothing to do computes what nobody reads: it would wait for the others whatever it did, and a
+        branch would keep the compiler from hiding transfers behind the stage.
+        """
+        if not self._poison:
+            return tree
+        return jax.tree.map(lambda leaf: jnp.where(valid == 1, leaf, jnp.full_like(leaf, jnp.nan)), tree)
 
     def _slot(self, buffers: PyTree, row: dict, name: str) -> Slot | None:
         """Returns the slot's shapes; None where the program keeps nothing for a backward."""

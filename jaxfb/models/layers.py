@@ -19,52 +19,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain, residual_stream
 
-
-@jax.custom_vjp
-def product_of_tokens(x: jax.Array, kernel: jax.Array) -> jax.Array:
-    """Computes x [..., D] @ kernel [D, F], with a gradient of the kernel that suits the platform.
-
-    Over rows and tokens in two dims, XLA on CPU transposes the output's gradient in memory, fused into the elementwise
-    work before it, which can cost more than the product; so there both become one dim first, and it is x that is
-    transposed, by itself: a product that reads it transposed runs a fifth slower.
-    """
-    return x @ kernel
-
-
-def _product_forward(x, kernel):
-    return x @ kernel, (x, kernel)
-
-
-def _product_backward(kept, cotangent):
-    x, kernel = kept
-    to_kernel = jax.lax.platform_dependent(x, cotangent, cpu=_outer_of_matrices, default=_outer)
-    return cotangent @ kernel.T, to_kernel
-
-
-def _outer(x, cotangent):
-    """Computes what autodiff of the product gives: sum over all tokens of x [..., D] times cotangent [..., F], [D,
-    F].
-    """
-    tokens = tuple(range(x.ndim - 1))
-    return jax.lax.dot_general(cotangent, x, ((tokens, tokens), ((), ()))).T
-
-
-def _outer_of_matrices(x, cotangent):
-    transposed = jax.lax.optimization_barrier(x.reshape(-1, x.shape[-1]).T)
-    return transposed @ cotangent.reshape(-1, cotangent.shape[-1])
-
-
-product_of_tokens.defvjp(_product_forward, _product_backward)
-
-
-def _as_dot_general(x, kernel, *_, **__):
-    """Computes `product_of_tokens` with the signature that `nnx.Linear` calls; dimensions and precision are its
-    defaults.
-    """
-    return product_of_tokens(x, kernel)
-
-
-Linear = partial(nnx.Linear, use_bias=False, dot_general=_as_dot_general)
+Linear = partial(nnx.Linear, use_bias=False)
 fan_in_init = nnx.initializers.lecun_normal()
 table_init = nnx.initializers.normal(0.02)
 

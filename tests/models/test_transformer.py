@@ -9,7 +9,6 @@ from jax.sharding import AxisType, NamedSharding
 from jaxfb.models import attention as attention_module
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.layers import _outer, _outer_of_matrices, product_of_tokens
 from jaxfb.models.transformer import apply, hidden_states, init_params, logits, transformer
 from jaxfb.parallel.tensor import transformer_param_specs
 
@@ -137,16 +136,3 @@ def test_params_born_sharded_are_the_same_bits(params):
     jax.tree.map(np.testing.assert_array_equal, sharded, params)
     first, second = params["layers"]["mlp"]["up"]["kernel"]
     assert (first != second).any()
-
-
-def test_a_product_of_tokens_has_the_gradient_of_a_product():
-    """In the form for this platform, and both forms of the kernel's gradient by themselves."""
-    draw = np.random.default_rng(0).normal
-    x, kernel, cotangent = draw(size=(3, 5, 4)), draw(size=(4, 6)), draw(size=(3, 5, 6))
-    ours, theirs = (
-        jax.vjp(product, x, kernel)[1](cotangent) for product in (product_of_tokens, lambda a, b: a @ b)
-    )
-    for mine, plain in zip(ours, theirs, strict=True):
-        np.testing.assert_allclose(mine, plain, rtol=1e-13)
-    for form in (_outer, _outer_of_matrices):
-        np.testing.assert_allclose(form(x, cotangent), theirs[1], rtol=1e-13)
