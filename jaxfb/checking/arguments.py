@@ -10,10 +10,12 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.checking.case import Case
+from jaxfb.checking.tables import random_schedule
 from jaxfb.checking.toys import tensor_specs
 from jaxfb.forward_backward import ForwardBackward, Microbatches, get_forward_backward_func
 from jaxfb.mesh import make_mesh
 from jaxfb.optim import DynamicLossScale, StaticLossScale
+from jaxfb.schedules import Schedule
 
 PyTree = Any
 LOSS_SCALES = {None: None, "static": StaticLossScale(8.0), "dynamic": DynamicLossScale(initial=16.0)}
@@ -31,9 +33,19 @@ def plan_of(case: Case) -> BatchPlan:
 
 
 def engine_options(case: Case) -> dict[str, Any]:
-    """Returns keyword arguments of `get_forward_backward_func` beside the mesh."""
-    specs = {"param_specs": tensor_specs} if case.tensor_specs and case.model == "loss" else {}
-    return case.engine_options() | specs
+    """Keyword arguments of `get_forward_backward_func` beside the mesh."""
+    options = case.engine_options()
+    if case.schedule == "random":
+        options["schedule"] = schedule_of(case)
+    if case.tensor_specs and case.model == "loss":
+        options["param_specs"] = tensor_specs
+    return options
+
+
+def schedule_of(case: Case) -> Schedule:
+    """The random table of a case."""
+    sizes = (case.pipe, case.num_microbatches, case.num_chunks)
+    return random_schedule(case.table_seed, *sizes, case.splits_backward)
 
 
 def forward_backward_of(case: Case) -> ForwardBackward:

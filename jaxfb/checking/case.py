@@ -28,6 +28,8 @@ class Case:
     masks:       full, ragged, empty_microbatch (one of them counts nothing) or empty (none counts anything).
     length:      tokens of a row.
     surplus:     rows of padding under remainder="pad", rows too many under remainder="drop".
+    schedule:    a name that the engine knows, or random, a table drawn from table_seed (`tables.py`), whose weight
+                 gradients are actions of their own if splits_backward.
     rng:         none, key, rows (one a row) or legacy (an old-style uint32 key).
     call:        direct, jit (inside the caller's own, and parameters made by a function), split (rows already in
                  microbatches) or placed (parameters already on one device).
@@ -62,6 +64,8 @@ class Case:
     rng: str = "none"
     call: str = "direct"
     schedule: str | None = None
+    table_seed: int = 0
+    splits_backward: bool = False
     num_chunks: int = 1
     layers_per_stage: tuple[int, ...] | None = None
     head_placement: str | None = None

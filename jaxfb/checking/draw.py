@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
 
 from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
+from jaxfb.checking.dice import Dice
 
 NUM_DEVICES = 8
 MOST_ROWS = 48
@@ -28,12 +27,14 @@ METRICS = (
 )
 OUTPUTS = ("row", "token", "vector", "int", "bool", "id")
 LEAVES = ("empty", "unused", "stopped", "scalar")
+RANDOM = "random"
 SCHEDULES = {
     "1f1b": (1, 2),
     "interleaved": (1, 2, 3),
     "zero_bubble": (1, 2),
     "v_shape": (2,),
     "gpipe": (1, 2),
+    RANDOM: (1, 2),
 }
 OPTIMIZERS = (
     *("adamw", "lion", "adafactor", "muon", "sgd", "momentum"),
@@ -65,36 +66,6 @@ class Own:
     num_layers: int | None
     axes: tuple[str, ...] = OWN_AXES
     num_devices: int = NUM_DEVICES
-
-
-class Dice:
-    """A random generator with the draws that cases are made of."""
-
-    def __init__(self, *seed: Any):
-        self._random = random.Random(" ".join(map(str, seed)))
-
-    def one(self, *choices: Any) -> Any:
-        """Draws one of the choices, all equally likely."""
-        return self._random.choice(choices)
-
-    def weighted(self, choices: Mapping[Any, float]) -> Any:
-        """Draws one of the keys with the probability of its value."""
-        return self._random.choices(list(choices), list(choices.values()))[0]
-
-    def chance(self, probability: float) -> bool:
-        """Returns True with this probability."""
-        return self._random.random() < probability
-
-    def some(self, choices: Iterable[Any], probability: float) -> tuple:
-        """Draws a subset: each choice with this probability, in their order."""
-        return tuple(choice for choice in choices if self.chance(probability))
-
-    def cuts(self, total: int, parts: int, smallest: int = 1) -> tuple[int, ...]:
-        """Splits `total` into a sum of so many ints, none below `smallest`."""
-        counts = [smallest] * parts
-        for _ in range(total - smallest * parts):
-            counts[self._random.randrange(parts)] += 1
-        return tuple(counts)
 
 
 def draw(seed: int, index: int, own: Own | None = None) -> Case:
@@ -173,6 +144,8 @@ def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> 
         "num_layers": layers,
         "layers_per_stage": per_stage,
         "head_placement": dice.one(*placements),
+        "table_seed": dice.one(*range(1000)) if schedule == RANDOM else 0,
+        "splits_backward": schedule == RANDOM and dice.chance(0.5),
     }
 
 

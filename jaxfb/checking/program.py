@@ -40,7 +40,8 @@ def program(case: Case, outcome: Outcome, flags: str, model: str | None = None) 
 
     flags: of XLA, as the search's own processes had them. model: where the user's comes from, "module:function".
     """
-    options = "".join(f", {name}={value!r}" for name, value in case.engine_options().items())
+    table = {"schedule": _Code("arguments.schedule_of(case)")} if case.schedule == "random" else {}
+    options = "".join(f", {name}={value!r}" for name, value in (case.engine_options() | table).items())
     sizes = {"rows": case.rows, "rows_per_microbatch": case.rows_per_microbatch}
     sizes |= {"data_parallel": case.data_parallel, "remainder": case.remainder}
     return TEMPLATE.format(

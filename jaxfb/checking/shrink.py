@@ -10,7 +10,15 @@ from jaxfb.checking.case import REPLICA_AXES, SIMPLEST, Case
 
 MOST_TRIES = 60
 LISTS = ("terms", "metrics", "outputs", "leaves")
-OF_A_PIPELINE = ("schedule", "num_chunks", "layers_per_stage", "head_placement", "poison_bubbles")
+OF_A_TABLE = ("table_seed", "splits_backward")
+OF_A_PIPELINE = (
+    *OF_A_TABLE,
+    "schedule",
+    "num_chunks",
+    "layers_per_stage",
+    "head_placement",
+    "poison_bubbles",
+)
 OF_AN_UPDATE = ("second", "optimizer", "max_grad_norm", "clip_convention", "loss_scale")
 OF_OWN_MODEL = ("model", "num_layers", "rows_per_microbatch")
 Feature = tuple[str, Any]
@@ -87,6 +95,8 @@ def legal(after: Case, before: Case) -> Case:
     """Makes a case that was put together from parts of another legal again."""
     if after.pipe == 1:
         after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_A_PIPELINE})
+    if after.schedule != "random":
+        after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_A_TABLE})
     if not after.update:
         after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_AN_UPDATE})
     context = after.mesh.get("context", 1)

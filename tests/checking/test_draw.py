@@ -11,6 +11,7 @@ from jaxfb.checking import draw as drawing
 from jaxfb.checking.case import Case
 from jaxfb.checking.draw import METRICS, OPTIMIZERS, OUTPUTS, TERMS, Own, draw
 from jaxfb.checking.shrink import build, features_of, shrink
+from jaxfb.checking.tables import random_schedule
 
 CASES = [draw(seed, index) for seed in (0, 1) for index in range(400)]
 
@@ -112,3 +113,14 @@ def test_a_case_prints_what_is_not_simplest():
     case = Case(mesh={"pipe": 2}, terms=("tokens", "sum"), num_microbatches=3)
     assert str(case) == "pipe=2 | stages | terms=tokens+sum num_microbatches=3"
     assert str(Case()) == "one device | stages | "
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_random_tables_are_schedules_of_all_kinds(seed):
+    """`Schedule.from_table` validates them: each action once, in order, stages a hop apart."""
+    pipe, microbatches, chunks, splits = 2 + seed % 3, 1 + seed % 5, 1 + seed % 2, seed % 4 > 1
+    schedule = random_schedule(seed, pipe, microbatches, chunks, splits)
+    assert schedule == random_schedule(seed, pipe, microbatches, chunks, splits)
+    sizes = (schedule.num_stages, schedule.num_microbatches, schedule.num_chunks, schedule.splits_backward)
+    assert sizes == (pipe, microbatches, chunks, splits)
+    assert schedule.table != random_schedule(seed + 100, pipe, microbatches, chunks, splits).table
