@@ -1,4 +1,4 @@
-"""A case as the arguments that jaxfb's public functions get."""
+"""Turns a case into the arguments of jaxfb's public functions."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ LOSS_SCALES = {None: None, "static": StaticLossScale(8.0), "dynamic": DynamicLos
 
 
 def mesh_of(case: Case) -> Mesh:
-    """Returns the mesh, on the first devices there are."""
+    """Makes the case's mesh of the first devices there are."""
     return make_mesh(**case.mesh, devices=jax.devices()[: case.num_devices])
 
 
 def plan_of(case: Case) -> BatchPlan:
-    """Returns the plan of one update."""
+    """Makes the plan of one update."""
     sizes = {"rows": case.rows, "rows_per_microbatch": case.rows_per_microbatch}
     return BatchPlan(**sizes, data_parallel=case.data_parallel, remainder=case.remainder)
 
 
 def engine_options(case: Case) -> dict[str, Any]:
-    """Keyword arguments of `get_forward_backward_func` beside the mesh."""
+    """Returns the keyword arguments of `get_forward_backward_func` beside the mesh."""
     options = case.engine_options()
     if case.schedule == "random":
         options["schedule"] = schedule_of(case)
@@ -43,18 +43,18 @@ def engine_options(case: Case) -> dict[str, Any]:
 
 
 def schedule_of(case: Case) -> Schedule:
-    """The random table of a case."""
+    """Draws the schedule of a case whose schedule is random."""
     sizes = (case.pipe, case.num_microbatches, case.num_chunks)
     return random_schedule(case.table_seed, *sizes, case.splits_backward)
 
 
 def forward_backward_of(case: Case) -> ForwardBackward:
-    """Returns the engine's function."""
+    """Makes the engine's function for the case."""
     return get_forward_backward_func(mesh_of(case), **engine_options(case))
 
 
 def rng_of(case: Case) -> jax.Array | None:
-    """Returns the PRNG key, or keys, that the engine's function gets."""
+    """Makes the PRNG key, or keys, that the engine's function gets."""
     seed = case.data_seed + 3
     if case.rng == "none":
         return None
@@ -65,7 +65,7 @@ def rng_of(case: Case) -> jax.Array | None:
 
 
 def batch_as_called(case: Case, batch: PyTree) -> PyTree:
-    """Returns the rows, in microbatches already if the case asks for it."""
+    """Returns the rows, already cut into microbatches if the case asks for that."""
     if case.call != "split":
         return batch
     shape = (case.num_microbatches, case.rows_per_global_microbatch)
@@ -73,12 +73,12 @@ def batch_as_called(case: Case, batch: PyTree) -> PyTree:
 
 
 def params_as_called(case: Case, params: PyTree) -> PyTree:
-    """Returns the parameters, on one device already if the case asks for it."""
+    """Returns the parameters, already on one device if the case asks for that."""
     return jax.device_put(params, jax.devices()[0]) if case.call == "placed" else params
 
 
 def second_batch(case: Case, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
-    """Returns rows for a second update: as before, none that counts, or one that makes the loss infinite."""
+    """Returns the rows of a second update: the same, or rows that count nothing, or that make the loss infinite."""
     changes = {}
     if case.second == "empty":
         names = ("mask", "weight", "loss_mask")

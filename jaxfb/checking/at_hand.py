@@ -1,4 +1,4 @@
-"""The random search around a model at hand, in this process: meshes, schedules and options are drawn."""
+"""Searches around a model at hand, in this process: meshes, schedules and options are drawn."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def check_random(
 
     Loss, terms, weights, gradients, metrics, each microbatch's records, outputs and one optimizer update are compared
     with plain `jax.value_and_grad` of all rows at once, in float64, and optax. `jaxfb check --random N --model
-    module:function` is the same in separate processes, which survives an abort of XLA and does not wait for ever.
+    module:function` does the same in separate processes, so it survives an abort of XLA and does not wait for ever.
 
     Args:
       model: `loss_fn(params, microbatch, rng) -> LossOutput | Sum`, or a `Pipelined`.

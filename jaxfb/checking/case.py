@@ -1,4 +1,4 @@
-"""Describes one case of the random search in plain values, so that it can be drawn without JAX, printed and shrunk."""
+"""Describes one case in plain values, so that it can be drawn without JAX, printed, sent and made smaller."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ PIPELINED = ("stages", "transformer", "moe", "sums")
 
 @dataclass(frozen=True)
 class Case:
-    """The settings that one comparison depends on. The defaults are the simplest choice of each.
+    """Lists everything that one comparison depends on. The defaults are the simplest choice of each.
 
     mesh:        sizes of the axes above 1.
     model:       "stages", a toy `Pipelined`; "loss", the same as a plain loss function; "linen", "nnx" and "equinox",
                  a module of that library; "transformer" and "moe", the built-in one; "sums", integers whose sum
                  a 16-bit float cannot represent; or "own", the user's.
     tied, dropout, tensor_specs: of the toy and the transformer; tensor_specs cuts parameters over tensor.
-    container:   what kind of pytree holds the toy's parameters: dict, ordered, namedtuple or list.
+    container:   what kind of pytree the toy's parameters are: dict, ordered, namedtuple or list.
     leaves:      unusual leaves beside them: empty (of size zero), unused, stopped (read without a gradient), scalar.
     mixed:       vectors stay float32 where matrices are 16-bit.
     terms, layer_terms, metrics, layer_metrics, outputs: what the toy's loss function returns, by name (`answers.py`).
@@ -29,7 +29,7 @@ class Case:
     length:      tokens of a row.
     surplus:     rows of padding under remainder="pad", rows too many under remainder="drop".
     schedule:    a name that the engine knows, or random, a table drawn from table_seed (`tables.py`), whose weight
-                 gradients are actions of their own if splits_backward.
+                 gradients are separate actions if splits_backward.
     rng:         none, key, rows (one a row) or legacy (an old-style uint32 key).
     call:        direct, jit (inside the caller's own, and parameters made by a function), split (rows already in
                  microbatches) or placed (parameters already on one device).
@@ -90,37 +90,37 @@ class Case:
 
     @property
     def num_devices(self) -> int:
-        """Returns devices that the mesh takes."""
+        """Counts the devices that the mesh takes."""
         return prod(self.mesh.values())
 
     @property
     def data_parallel(self) -> int:
-        """Replicas: data * fsdp * expert."""
+        """Counts the replicas: data * fsdp * expert."""
         return prod(self.mesh.get(axis, 1) for axis in REPLICA_AXES)
 
     @property
     def pipe(self) -> int:
-        """Returns devices along the pipe axis."""
+        """Counts the devices along the pipe axis."""
         return self.mesh.get("pipe", 1)
 
     @property
     def rows_per_global_microbatch(self) -> int:
-        """Returns rows of one microbatch over all replicas."""
+        """Counts the rows of one microbatch over all replicas."""
         return self.data_parallel * self.rows_per_microbatch
 
     @property
     def padded_rows(self) -> int:
-        """Returns rows that are computed, padding included."""
+        """Counts the rows that are computed, padding included."""
         return self.rows_per_global_microbatch * self.num_microbatches
 
     @property
     def rows(self) -> int:
-        """Returns rows of the batch that is handed over."""
+        """Counts the rows of the batch that the engine is given."""
         return self.padded_rows + {"pad": -self.surplus, "drop": self.surplus}.get(self.remainder, 0)
 
     @property
     def real_rows(self) -> int:
-        """Returns rows that count: the batch's, without those that are dropped."""
+        """Counts the rows of the batch without those that are dropped."""
         return min(self.rows, self.padded_rows)
 
     @property
@@ -129,15 +129,15 @@ class Case:
         return narrower(self.param_dtype, self.compute_dtype or self.param_dtype)
 
     def engine_options(self) -> dict[str, Any]:
-        """Returns keyword arguments of `get_forward_backward_func` that are not its defaults."""
+        """Returns the keyword arguments of `get_forward_backward_func` that are not its defaults."""
         return {name: value for name, value in self.not_default().items() if name in ENGINE_OPTIONS}
 
     def step_options(self) -> dict[str, Any]:
-        """Returns the keyword arguments of `make_train_step` besides those of the engine."""
+        """Returns the keyword arguments that `make_train_step` gets besides."""
         return {name: value for name, value in self.not_default().items() if name in CLIPPING}
 
     def not_default(self) -> dict[str, Any]:
-        """Returns name -> value of the fields that differ from the simplest case."""
+        """Returns the fields that are not as in the simplest case: name -> value."""
         pairs = ((f.name, getattr(self, f.name)) for f in dataclasses.fields(self))
         return {name: value for name, value in pairs if value != getattr(SIMPLEST, name)}
 
@@ -146,7 +146,7 @@ class Case:
         return dataclasses.replace(self, **changes)
 
     def __str__(self) -> str:
-        """Returns one line: the mesh, the model, then what differs from the simplest case."""
+        """Writes one line: the mesh, the model, then what is not as in the simplest case."""
         sizes = " ".join(f"{axis}={size}" for axis, size in self.mesh.items()) or "one device"
         others = {name: v for name, v in self.not_default().items() if name not in ("mesh", "model")}
         return f"{sizes} | {self.model} | {' '.join(f'{name}={_short(v)}' for name, v in others.items())}"

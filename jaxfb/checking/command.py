@@ -1,4 +1,4 @@
-"""`jaxfb check --random`: a search with its progress on stderr and its summary on stdout. No JAX in here."""
+"""Runs `jaxfb check --random`: progress goes to stderr, the summary to stdout. No JAX in here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def random_check(
     model: str | None = None,
     axes: Sequence[str] | None = None,
 ) -> Found:
-    """Runs so many random cases in separate processes, prints what came of them and returns it.
+    """Runs so many random cases in separate processes, prints the results and returns them.
 
     Args:
       number, seed, first: cases first ... first + number - 1 of this seed; each is the same whenever it is drawn.
@@ -48,7 +48,7 @@ def random_check(
     refusal.number("--limit", limit, above=0)
     if axes is not None and model is None:
         raise refusal.Refused(
-            "--axes limits the meshes of your own model; give it by --model, or leave it out"
+            "--axes limits the meshes of a user's model; name the model by --model, or leave --axes out"
         )
     for axis in axes or ():
         refusal.choice("each of --axes", axis, tuple(AXES))

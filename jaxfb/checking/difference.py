@@ -14,7 +14,7 @@ SMALL = 1e-3  # of the largest leaf: what is smaller is judged by this, not by i
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference: a quantity ("grads", "metrics", ...), its leaf, and by how much or how it differs.
+    """Describes what differs: a quantity ("grads", "metrics", ...), the leaf of it, and by how much or how.
 
     size: relative difference, infinite where one alone is finite.  allowed: what rounding may make of it.
     problem: in words, where it is no number: another structure, shape or dtype.
@@ -28,7 +28,7 @@ class Difference:
 
     @property
     def found(self) -> bool:
-        """Returns whether the difference is more than rounding; NaN always is."""
+        """Returns whether it is more than rounding; NaN is."""
         return bool(self.problem) or not self.size <= self.allowed
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def compare(
     slack: PyTree = None,
     measured_by: PyTree = None,
 ) -> Difference:
-    """Compares two trees: their largest difference, each leaf measured by the largest number in it.
+    """Returns the largest difference of two trees, each leaf measured by the largest number in it.
 
     floor: the smallest measure of a leaf, as a share of the largest of all leaves.
     slack: tree like `want` of arrays, differences that do not count.
@@ -69,15 +69,13 @@ def compare(
 
 
 def measures_of(leaves: list, floor: float = SMALL) -> list[float]:
-    """Returns the largest finite magnitude of each leaf, at least `floor` of the largest of all; 1 where that is
-    zero.
-    """
+    """Returns each leaf's largest finite magnitude, at least `floor` of the largest of all; 1 where that is zero."""
     sizes = [_largest(leaf) for leaf in leaves]
     return [max(size, floor * max(sizes)) or 1.0 for size in sizes]
 
 
 def apart(got: Any, want: Any, slack: Any = 0.0) -> float:
-    """Returns largest |got - want| beyond the slack; infinite where one alone is not finite."""
+    """Returns the largest |got - want| beyond the slack; infinite where one alone is not finite."""
     got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
     same = (got == want) | (np.isnan(got) & np.isnan(want))
     with np.errstate(invalid="ignore"):
@@ -91,7 +89,7 @@ def _structural(got: PyTree, want: PyTree) -> str:
 
 
 def _of_kind(got: Any, want: Any) -> str:
-    """Compares shape and kind (float, int, bool), and widths where they are promised."""
+    """Describes another shape or kind (float, int, bool); widths are compared where they are promised."""
     got, want = np.asarray(got), np.asarray(want)
     if got.shape != want.shape:
         return f"shape {list(got.shape)}, not {list(want.shape)}"

@@ -54,7 +54,7 @@ FOR_FEW_BITS = ("sgd", "momentum", "lion", "optax.masked")
 
 @dataclass(frozen=True)
 class Own:
-    """The facts about a user's own model that the draw needs.
+    """Describes a user's own model to the draw.
 
     rows:        of its batch.
     num_layers:  of a `Pipelined`, None for a loss function.
@@ -154,7 +154,7 @@ def _layers(dice: Dice, own: Own | None) -> dict[str, Any]:
 
 
 def _rows(dice: Dice, values: dict[str, Any], own: Own | None) -> dict[str, Any]:
-    """Draws the number of microbatches, their rows, and a shortage or surplus of rows."""
+    """Draws the number of microbatches, their rows, and how many rows are missing or left over."""
     replicas = prod(values["mesh"].get(axis, 1) for axis in REPLICA_AXES)
     parts = values["mesh"]["pipe"] if values.get("head_placement") == "rows" else 1
     if own:
@@ -173,7 +173,7 @@ def _rows(dice: Dice, values: dict[str, Any], own: Own | None) -> dict[str, Any]
 
 
 def _own_rows(dice: Dice, replicas: int, parts: int, rows: int) -> dict[str, Any]:
-    """Returns microbatches that the rows at hand divide into, else as many whole ones as there are rows for."""
+    """Draws microbatches that the rows at hand divide into, else as many whole ones as there are rows for."""
     most = rows // (replicas * parts)
     exact = [b * parts for b in range(1, most + 1) if rows % (replicas * parts * b) == 0]
     each = dice.one(*exact) if exact else parts
@@ -214,7 +214,7 @@ def _model(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
 
 
 def _answers(dice: Dice, context: bool, padded: bool) -> dict[str, Any]:
-    """Draws what the loss function returns, leaving out what padding or a part of the tokens would change."""
+    """Draws what the loss function returns: nothing that a row of padding or a part of the tokens would change."""
     terms = dice.some([term for term in TERMS if not (padded and term == "shape")], 0.3)
     metrics = [name for name in METRICS if not (padded and name.startswith("last"))]
     outputs = [name for name in OUTPUTS if not context or name in ("row", "token", "vector")]
@@ -238,7 +238,7 @@ def _engine(dice: Dice, mesh: dict[str, int]) -> dict[str, Any]:
 
 
 def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
-    """Draws the optimizer, and how the function is called."""
+    """Draws the optimizer and its options, and how the function is called."""
     plain = values["remainder"] == "error" and "context" not in values["mesh"]
     calls = {"direct": 5, "jit": 2, "placed": 2} | ({"split": 2} if plain else {})
     drawn: dict[str, Any] = {"call": dice.weighted(calls), "grad_scale": dice.weighted({1.0: 9, 4.0: 1})}

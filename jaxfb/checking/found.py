@@ -1,4 +1,4 @@
-"""Collects what a search found: results, counts, and findings as text. No JAX in here."""
+"""Collects the results of a search and writes counts, refusals and findings. No JAX in here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STATUSES = (SAME, REFUSED, *FINDINGS)
 
 @dataclass(frozen=True)
 class Result:
-    """index: of the case in its seed.  smallest: for a finding, the simplest case that shows it."""
+    """Pairs a case with its outcome. index: of the case in its seed. smallest: the simplest that shows a finding."""
 
     index: int
     case: Case
@@ -24,14 +24,14 @@ class Result:
     smallest: Case | None = None
 
     def __str__(self) -> str:
-        """Returns two lines: the case, and how it went."""
+        """Writes two lines: the case and its outcome."""
         first = str(self.outcome).partition("\n")[0]
         return f"{self.index:5d}  {self.outcome.seconds:5.1f} s  {self.case}\n{'':16}{first}"
 
 
 @dataclass(frozen=True)
 class Found:
-    """The results of a search, in the order of their cases; prints as a table, refusals and findings.
+    """Collects all results of a search, in the order of their cases; prints as a table, refusals and findings.
 
     model: where the user's came from, "module:function"; None without one, or where it was handed over itself.
     """
@@ -43,7 +43,7 @@ class Found:
 
     @property
     def findings(self) -> tuple[Result, ...]:
-        """Returns the results in which something is wrong with jaxfb."""
+        """Returns those in which something is wrong with jaxfb."""
         return tuple(one for one in self.results if one.outcome.is_finding)
 
     def raise_if_found(self) -> None:
@@ -60,7 +60,7 @@ class Found:
 
 
 def _table(results: Iterable[Result]) -> str:
-    """Returns a table: how many cases of each kind, how many refused, how many findings, and the worst."""
+    """Counts the cases of each kind, those that were refused or found something, and names the worst difference."""
     kinds: dict[str, list[Result]] = {}
     for result in results:
         for kind in _kinds(result.case):

@@ -1,4 +1,4 @@
-"""The toy as a module of Flax (Linen, NNX) or Equinox, and the built-in transformer: what users bring along."""
+"""Builds the toy as a module of Flax (Linen, NNX) or Equinox, the built-in transformer, and a model of exact sums."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ HEADS = 2
 
 
 def linen(case: Case) -> tuple[LossFn, PyTree]:
-    """Returns (loss function, parameters) of a Linen module."""
+    """Returns the loss function and the parameters of a Linen module."""
     from flax import linen as nn
 
     class Toy(nn.Module):
@@ -38,7 +38,7 @@ def linen(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def nnx(case: Case) -> tuple[LossFn, PyTree]:
-    """Returns (loss function, parameters) of an NNX module: an `nnx.State`."""
+    """Returns the loss function and the parameters of an NNX module, an `nnx.State`."""
     from flax import nnx
 
     class Toy(nnx.Module):
@@ -61,9 +61,7 @@ def nnx(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def equinox(case: Case) -> tuple[LossFn, PyTree]:
-    """Returns (loss function, parameters) of an Equinox module: its float arrays, and None where it has something
-    else.
-    """
+    """Returns the loss function and the parameters of an Equinox module: its float arrays, None for anything else."""
     try:
         import equinox as eqx
     except ModuleNotFoundError:
@@ -94,7 +92,7 @@ def equinox(case: Case) -> tuple[LossFn, PyTree]:
 
 
 def built_in(case: Case) -> tuple[Pipelined, PyTree]:
-    """Returns the built-in transformer, with experts in "moe"."""
+    """Returns the built-in transformer, with experts in "moe", and its parameters."""
     experts = {"num_experts": 4, "expert_mlp_size": 8, "router_z_coefficient": 0.1}
     config = TransformerConfig(
         vocab_size=toys.VOCAB, num_layers=case.num_layers, hidden_size=8, mlp_size=8, num_heads=HEADS, head_size=4,
@@ -118,7 +116,7 @@ def built_in_batch(case: Case) -> dict[str, np.ndarray]:
 
 
 def sums(case: Case) -> tuple[Pipelined, PyTree]:
-    """Builds a model whose gradients are sums of the rows' integers: exact in float32, not in 16 bits."""
+    """Returns a model whose gradients are sums of the rows' integers: exact in float32, not in 16 bits."""
 
     def embed(outer, microbatch, rng):
         return outer["w"] * microbatch["x"].astype(outer["w"].dtype)
@@ -134,13 +132,13 @@ def sums(case: Case) -> tuple[Pipelined, PyTree]:
 
 
 def sums_batch(case: Case) -> dict[str, np.ndarray]:
-    """Integers whose sum over a microbatch has 8 bits, and whose sum over all has more."""
+    """Returns rows of integers whose sum over a microbatch has 8 bits, and whose sum over all has more."""
     rng = np.random.default_rng(case.data_seed)
     return {"x": rng.integers(0, 256 // case.rows_per_microbatch, (case.rows, toys.WIDTH)).astype(np.float32)}
 
 
 def _loss(case: Case, apply) -> LossFn:
-    """Returns the loss function of a module; apply: (params, tokens) -> (logits, hidden)."""
+    """Makes a loss function of `apply`, (params, tokens) -> (logits, hidden)."""
 
     def loss(params, microbatch, rng):
         logits, hidden = apply(params, microbatch["tokens"])
@@ -150,5 +148,5 @@ def _loss(case: Case, apply) -> LossFn:
 
 
 def _cast(case: Case, params: PyTree) -> PyTree:
-    """Casts numpy arrays to the dtype of the case's parameters."""
+    """Returns numpy arrays in the dtype of the case's parameters."""
     return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(case.param_dtype)), params)

@@ -1,4 +1,4 @@
-"""The optimizers of the random search by name, and what one device makes of an update."""
+"""Names the optimizers of the random search, and computes an update on one device."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ EPS = 1e-3  # so large that a gradient of rounding errors is no step of full len
 
 
 def optimizer_of(name: str) -> optax.GradientTransformation:
-    """Returns the optimizer that a case names."""
+    """Makes the optimizer that a case names."""
     return OPTIMIZERS[name]()
 
 
@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """The update that one device makes: numpy trees.
+    """Collects the results of an update on one device, as numpy trees.
 
     params, opt_state: after it.  slack: what rounding of the gradients may change in each of their numbers.
     grad_norm, clipped_grad_norm, update_norm: global norms.
@@ -75,7 +75,7 @@ class Update:
 
 
 class OneUpdate:
-    """Clip and update on one device, compiled once."""
+    """Clips and updates on one device, compiled once."""
 
     def __init__(self, case: Case, tolerance: float):
         self._case, self._tolerance = case, tolerance

@@ -1,4 +1,4 @@
-"""A case as something to run: the model, its parameters and the rows of one update."""
+"""Builds what a case runs: the model, its parameters and the rows of one update."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
 OwnModel = tuple[LossFn | Pipelined, PyTree, PyTree]
-"""(model, params, batch) that a user gives."""
+"""The (model, params, batch) of a user."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """model: a loss function or a `Pipelined`. params, batch: pytrees of numpy arrays; batch leaves are [rows, ...]."""
+    """Groups a model (a loss function or a `Pipelined`), its params, and a batch of numpy arrays [rows, ...]."""
 
     model: LossFn | Pipelined
     params: PyTree
@@ -33,7 +33,7 @@ class Problem:
 
 
 def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
-    """Returns the problem of a case; `own` for a case whose model is "own"."""
+    """Builds the problem of a case; `own` for a case whose model is "own"."""
     if case.model == "own":
         return _own(case, *own)
     if case.model in ("stages", "loss"):
@@ -69,7 +69,7 @@ def load(name: str) -> OwnModel:
 
 
 def check_own(own: Any, name: str) -> OwnModel:
-    """Returns the triple if it is (model, params, batch), and refuses anything else.
+    """Returns the triple, if it is one.
 
     Raises:
       ValueError: it is something else, or the batch has no rows.
@@ -93,7 +93,7 @@ def check_own(own: Any, name: str) -> OwnModel:
 
 
 def facts(own: OwnModel, axes: Sequence[str] | None = None, num_devices: int = NUM_DEVICES) -> Own:
-    """Returns what the draw has to know about a user's model."""
+    """Describes a user's model to the draw."""
     model, params, batch = own
     layers = num_layers(params) if isinstance(model, Pipelined) else None
     axes = OWN_AXES if axes is None else tuple(axes)

@@ -1,4 +1,4 @@
-"""A finding as a short program that shows it by itself. No JAX in here."""
+"""Writes a short program that shows a finding by itself. No JAX in here."""
 
 from __future__ import annotations
 

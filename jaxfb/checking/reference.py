@@ -1,4 +1,4 @@
-"""Computes all rows at once on one device, in float64, by plain `jax.value_and_grad`, without the engine.
+"""Computes all rows at once on one device, in float64, by plain `jax.value_and_grad`: no engine in it.
 
 A `Pipelined` is embed, a Python loop over layers, head. Row r's key is `fold_in(key, r)`, layer i's that folded with i.
 """
@@ -21,7 +21,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Answer:
-    """Numbers of a whole global batch; numpy arrays.
+    """Collects the numbers of a whole global batch; numpy arrays.
 
     loss, grads, terms, metrics, outputs: as in `ForwardBackwardOutput`; a term under normalize="microbatch" is
       Sum(mean of means, 1).
@@ -41,7 +41,7 @@ class Answer:
 
 
 class OneDevice:
-    """The functions of one case, compiled once; called with other parameters or rows it compiles nothing again."""
+    """Computes a case on one device; called again with other parameters or rows, it compiles nothing."""
 
     def __init__(self, case: Case, model: LossFn | Pipelined):
         self._case = case
@@ -80,7 +80,7 @@ class OneDevice:
         return loss, grads, {name: Sum(value, np.ones(())) for name, value in values.items()}
 
     def _objective(self, model: LossFn | Pipelined) -> Callable:
-        """Returns what some rows add to the loss, and what each term adds."""
+        """Makes a function of some rows: what they add to the loss, and what each term adds."""
         number = self._case.num_microbatches * self._case.data_parallel
 
         def objective(params, rows, keys):
@@ -94,7 +94,7 @@ class OneDevice:
         return objective
 
     def _parts(self, batch: PyTree, keys: Any, rows: int, number: int) -> Iterator[tuple]:
-        """Yields the real rows in parts of so many; a part that is all padding is left out."""
+        """Yields the real rows in parts of so many; a part that is all padding adds nothing and is left out."""
         for start in range(0, min(rows * number, self._case.real_rows), rows):
             yield _rows(batch, keys, start, min(start + rows, self._case.real_rows))
 
@@ -104,7 +104,7 @@ class OneDevice:
 
 
 def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Array | None) -> LossOutput:
-    """Returns the model's answer for all rows; terms of a `Pipelined`'s layers are added, their metrics stacked."""
+    """Returns the model's answer for all rows; the terms of a `Pipelined`'s layers are added, their metrics stacked."""
     if not isinstance(model, Pipelined):
         return _as_output(model(params, rows, keys))
     outer = {name: value for name, value in params.items() if name != "layers"}
@@ -134,11 +134,11 @@ def _as_output(out: Any) -> LossOutput:
 
 
 def _of_layer(out: Any) -> tuple[PyTree, LossOutput]:
-    said = out[1] if isinstance(out, tuple) and len(out) == 2 else None
-    if isinstance(said, LossOutput):
+    answer = out[1] if isinstance(out, tuple) and len(out) == 2 else None
+    if isinstance(answer, LossOutput):
         return out
-    if isinstance(said, dict) and all(isinstance(term, Sum) for term in said.values()):
-        return out[0], LossOutput(said)
+    if isinstance(answer, dict) and all(isinstance(term, Sum) for term in answer.values()):
+        return out[0], LossOutput(answer)
     return out, LossOutput({})
 
 
@@ -150,7 +150,7 @@ def _divided(term: Sum) -> jax.Array:
 
 
 def _stacked(sums: list[Sum]) -> Sum:
-    """Returns sums of equal shapes as one with a further first dim."""
+    """Stacks sums of equal shapes along a further first dim."""
     totals = jnp.stack([jnp.asarray(one.total) for one in sums])
     if sums[0].weight is None:
         return Sum(totals, None)

@@ -1,4 +1,4 @@
-"""The search: cases drawn and run in separate processes, findings made small. No JAX in here."""
+"""Searches: draws cases, runs them in separate processes, makes findings small. No JAX in here."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def search(
 
 
 def result_of(index: int, run: Run, tries: int, report: Report) -> Result:
-    """Runs case `index`, and shrinks it if it finds something."""
+    """Runs case `index`, and makes it small if it finds something."""
     case, outcome = run(index)
     smallest = None
     if outcome.is_finding and tries:
@@ -58,7 +58,7 @@ def result_of(index: int, run: Run, tries: int, report: Report) -> Result:
 
 
 def _side_by_side(indices: range, setup: Setup, jobs: int, tries: int, report: Report) -> list[Result]:
-    """Runs the cases with one worker for each thread."""
+    """Runs the cases with a worker for every thread."""
     own, workers = local(), []
 
     def run(index):

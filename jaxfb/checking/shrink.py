@@ -1,4 +1,4 @@
-"""A smaller case that still fails: as few features beside the simplest case as show the finding. No JAX in here."""
+"""Finds a smaller case that still fails: the simplest one, with as few features as show the finding. No JAX in here."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Feature = tuple[str, Any]
 
 
 def shrink(case: Case, fails: Callable[[Case], bool], most: int = MOST_TRIES) -> Case:
-    """Searches for the simplest case that `fails`, in at most so many tries.
+    """Returns the simplest case found that `fails`, after at most so many tries.
 
     Features are left out by halves, then by smaller parts, as long as the rest fails (Zeller's ddmin); then sizes
     are made small.
@@ -47,11 +47,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], most: int = MOST_TRIES) ->
 
 
 class _Tries:
-    """Tells whether a case fails, trying each case once and at most so many; a case that is not tried counts as
-    passing.
-    passing.
-    passing.
-    """
+    """Answers whether a case fails, each tried once and no more than so many; what is not tried does not fail."""
 
     def __init__(self, case: Case, fails: Callable[[Case], bool], most: int):
         self._known, self._fails, self._most = {str(case): True}, fails, most
@@ -64,7 +60,7 @@ class _Tries:
 
 
 def features_of(case: Case) -> list[Feature]:
-    """Returns the features in which a case differs from the simplest."""
+    """Lists what makes a case other than the simplest."""
     features: list[Feature] = []
     for name, value in case.not_default().items():
         if name == "mesh":
@@ -77,7 +73,7 @@ def features_of(case: Case) -> list[Feature]:
 
 
 def build(case: Case, features: Sequence[Feature]) -> Case:
-    """Builds the simplest case with these features of `case`, and with what follows from them."""
+    """Builds the simplest case with these features of `case`, and what has to follow from them."""
     changes: dict[str, Any] = {name: getattr(SIMPLEST, name) for name in LISTS} | {"mesh": {}}
     for name, value in features:
         if name == "mesh":
@@ -92,7 +88,7 @@ def build(case: Case, features: Sequence[Feature]) -> Case:
 
 
 def legal(after: Case, before: Case) -> Case:
-    """Makes a case that was put together from parts of another legal again."""
+    """Makes a case legal again that was put together of parts of another."""
     if after.pipe == 1:
         after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_A_PIPELINE})
     if after.schedule != "random":
@@ -108,7 +104,7 @@ def legal(after: Case, before: Case) -> Case:
 
 
 def _leaving_out(features: list[Feature], parts: int):
-    """Yields the features without one of so many parts, for each part."""
+    """Yields the features without one of so many parts, for each of them."""
     bounds = [len(features) * part // parts for part in range(parts + 1)]
     for start, stop in zip(bounds, bounds[1:], strict=False):
         yield features[:start] + features[stop:]
@@ -122,7 +118,7 @@ def _smaller_sizes(case: Case) -> list[dict[str, Any]]:
 
 
 def _with_layers(case: Case, before: Case) -> Case:
-    """Sets as many layers as the stages need."""
+    """Gives the case as many layers as its stages ask for."""
     stages = case.pipe * case.num_chunks
     if case.layers_per_stage is not None:
         fits = (len(case.layers_per_stage), sum(case.layers_per_stage)) == (stages, case.num_layers)
@@ -133,7 +129,7 @@ def _with_layers(case: Case, before: Case) -> Case:
 
 
 def _with_rows(case: Case, before: Case) -> Case:
-    """Sets rows so that the microbatches come out even; a user's own batch keeps its rows."""
+    """Gives the case rows that divide into its microbatches; those of a user stay as many as before."""
     if case.head_placement == "rows" and case.rows_per_microbatch % case.pipe:
         case = case.but(rows_per_microbatch=case.pipe)
     if case.model != "own":

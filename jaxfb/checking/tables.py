@@ -1,4 +1,4 @@
-"""Random schedules: any legal order of forwards and backwards on any legal placement of the stages. No JAX in here."""
+"""Draws schedules: any legal order of forwards and backwards on any legal placement of the stages. No JAX in here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Item = tuple[str, int, int]
 
 
 def random_schedule(seed: int, pipe: int, microbatches: int, chunks: int, splits: bool) -> Schedule:
-    """A schedule drawn from a seed; `splits` makes weight gradients actions of their own.
+    """Draws a schedule from a seed; `splits` makes weight gradients separate actions.
 
     In each tick a device takes up to one action of each kind of those that could run, or idles.
     """
@@ -38,7 +38,7 @@ def random_schedule(seed: int, pipe: int, microbatches: int, chunks: int, splits
 
 
 def _chosen(dice: Dice, waiting: list[Item], homes: dict, done: dict[Item, int], tick: int) -> Iterator[Item]:
-    """What runs in this tick, noted in `done`."""
+    """Yields what runs in this tick, and notes it in `done`."""
     last = len(homes) - 1
     for kind in "FBW":
         for device in sorted({device for device, _ in homes.values()}):
@@ -51,7 +51,7 @@ def _chosen(dice: Dice, waiting: list[Item], homes: dict, done: dict[Item, int],
 
 
 def _is_ready(item: Item, done: dict[Item, int], tick: int, last: int) -> bool:
-    """Whether its inputs are there: those of its own device at once, those of another stage a tick later."""
+    """Returns whether its inputs are there: those of the same stage at once, those of another a tick later."""
     kind, m, stage = item
     here = {"B": [("F", m, stage)], "W": [("B", m, stage)]}.get(kind, [])
     before = {"F": [("F", m, stage - 1)] if stage else [], "B": [("B", m, stage + 1)] if stage < last else []}
@@ -61,15 +61,15 @@ def _is_ready(item: Item, done: dict[Item, int], tick: int, last: int) -> bool:
 
 
 def _placement(dice: Dice, pipe: int, chunks: int) -> tuple[tuple[int, ...], ...]:
-    """A walk over the ring of devices, each visited as often as it holds stages: a step to a neighbour or none."""
+    """Walks over the ring of devices until each was visited once for every chunk: a step to a neighbour or none."""
     while True:
-        held: list[list[int]] = [[] for _ in range(pipe)]
+        devices: list[list[int]] = [[] for _ in range(pipe)]
         device = dice.one(*range(pipe))
         for stage in range(pipe * chunks):
-            held[device].append(stage)
-            free = [d for d in {(device + step) % pipe for step in (-1, 0, 1)} if len(held[d]) < chunks]
+            devices[device].append(stage)
+            free = [d for d in {(device + step) % pipe for step in (-1, 0, 1)} if len(devices[d]) < chunks]
             if not free:
                 break
             device = dice.one(*sorted(free))
-        if all(len(stages) == chunks for stages in held):
-            return tuple(map(tuple, held))
+        if all(len(stages) == chunks for stages in devices):
+            return tuple(map(tuple, devices))

@@ -1,4 +1,4 @@
-"""The toy of the random search, as a `Pipelined` and as a plain loss function over any kind of pytree.
+"""Builds the toy of the random search, as a `Pipelined` and as a plain loss function over any kind of pytree.
 
 A row of tokens is embedded, goes through layers of one matrix each, token by token, and is scored against the
 vocabulary: everything that can go wrong under a split, and nothing that takes long to compile.
@@ -26,7 +26,7 @@ RATE = 0.25
 
 
 class Named(NamedTuple):
-    """The leaves of a tree by name; None where there is none."""
+    """Contains the leaves of a tree by name; None where there is none."""
 
     embed: Any = None
     head: Any = None
@@ -109,7 +109,7 @@ def loss_fn(case: Case) -> LossFn:
 
 
 def run_layer(case: Case, weights: PyTree, hidden: jax.Array, keys: jax.Array | None) -> jax.Array:
-    """Runs one layer: [R, T, W] -> [R, T, W]."""
+    """Runs one layer: [R, T, W] -> the same."""
     weights = named(weights)
     mixed = jnp.tanh(hidden @ weights["w"] + weights["b"])
     if "stopped" in case.leaves:
@@ -120,7 +120,7 @@ def run_layer(case: Case, weights: PyTree, hidden: jax.Array, keys: jax.Array | 
 
 
 def score(case: Case, outer: PyTree, hidden: jax.Array, microbatch: dict) -> LossOutput:
-    """Returns logits of hidden [R, T, W], and what the loss function makes of them."""
+    """Computes the logits of hidden [R, T, W], and what the loss function returns of them."""
     outer = named(outer)
     kernel = outer["embed"].T if case.tied else outer["head"]
     gain = outer["gain"]
@@ -182,7 +182,7 @@ def _of_layer(case: Case, hidden: jax.Array, microbatch: dict) -> dict[str, Sum]
 
 
 def tensor_specs(params: PyTree) -> PyTree:
-    """Returns specs that cut layers' matrices and vectors by columns, and the two tables by vocabulary."""
+    """Cuts layers' matrices by columns and their vectors with them, the two tables by vocabulary."""
 
     def of(path, leaf):
         dims = {"w": 2, "b": 1, "embed": 0, "head": 1}

@@ -1,4 +1,4 @@
-"""Runs one case by the engine and by one device, and compares everything that came out."""
+"""Runs one case by the engine and by one device, and compares all results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ PyTree = Any
 
 
 def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
-    """Runs a case and returns how it went, whatever it raises."""
+    """Runs a case and returns its outcome, whatever it raises."""
     begun = time.monotonic()
     try:
         with warnings.catch_warnings():
@@ -104,7 +104,7 @@ def _of_terms(case: Case, terms: dict[str, Sum]) -> dict[str, Any]:
 
 
 def _value(metric: Any) -> np.ndarray:
-    """Returns the reported value of a Sum, Max, Min or Last."""
+    """Returns what is reported of a Sum, Max, Min or Last."""
     if not isinstance(metric, Sum):
         return np.asarray(metric.array)
     if metric.weight is None:
@@ -127,7 +127,7 @@ def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dic
 
 
 def _parts(terms: dict[str, Sum], part: str, like: dict[str, Sum]) -> dict[str, Any]:
-    """Totals, or weights of the terms that have one."""
+    """Returns the totals, or the weights of the terms that have one."""
     names = [name for name in like if part == "total" or like[name].weight is not None]
     return {name: getattr(terms[name], part) for name in names if name in terms}
 
@@ -158,7 +158,7 @@ def _raised_in_jaxfb(trace: TracebackType | None) -> bool:
 
 
 def _place(trace: TracebackType | None) -> str:
-    """Returns the last line of jaxfb that an exception passed through."""
+    """Returns the last line of jaxfb that an exception came through."""
     ours = [frame for frame in traceback.extract_tb(trace) if "jaxfb" in frame.filename]
     last = (ours or traceback.extract_tb(trace))[-1]
     return f"{last.filename.rpartition('jaxfb/')[2]}:{last.lineno} {last.name}"

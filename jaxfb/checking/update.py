@@ -1,4 +1,4 @@
-"""Optimizer updates compared: one, and a second that may have to leave everything alone."""
+"""Compares optimizer updates: one, and a second that may have to leave everything alone."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ PyTree = Any
 
 
 def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) -> list[Difference]:
-    """Compares parameters, optimizer state and `StepMetrics` after one or two updates."""
+    """Compares parameters, optimizer state and `StepMetrics` after one update or two."""
     updates = _Updates(case, problem, one_device)
     with jax.enable_x64(case.x64):
         step, params = _step(case, problem), arguments.params_as_called(case, problem.params)
@@ -42,7 +42,7 @@ class _Updates:
     def compare(
         self, step: TrainStep, state: TrainState, batch: PyTree
     ) -> tuple[TrainState, list[Difference]]:
-        """Makes one more update and compares the state with what one device makes of the same state."""
+        """Returns the state after one more update, and how it differs from what one device makes of the same state."""
         case, before = self._case, jax.device_get(_plain(state))
         with jax.enable_x64(case.x64):
             keys = self._keys(state) if case.rng != "none" else None
@@ -91,14 +91,14 @@ def _step(case: Case, problem: Problem) -> TrainStep:
 
 
 def _plain(state: TrainState) -> TrainState:
-    """Returns the state without its key, which numpy cannot hold."""
+    """Returns the state without its key, of which numpy has no kind."""
     return replace(state, rng=None)
 
 
 def _near(
     quantity: str, got: PyTree, want: PyTree, slack: PyTree, allowed: float, old: PyTree = None
 ) -> Difference:
-    """Compares number by number; the tolerance is relative to how far a leaf moved from `old`, if that is given.
+    """Compares number by number; what is allowed is measured by how far a leaf moved from `old`, if that is given.
 
     Beyond it, each number may be off by its own rounding and by `slack`.
     """
@@ -123,7 +123,7 @@ def _skips(metrics: StepMetrics, expected: bool) -> Difference:
 
 
 def _unchanged(before: TrainState, after: TrainState) -> list[Difference]:
-    """Checks that a skipped update left parameters and optimizer state alone, bit for bit, and is counted."""
+    """Checks that a skipped update leaves parameters and optimizer state alone, bit for bit, and is counted."""
     return [
         _exactly("parameters after a skipped update", after.params, before.params),
         _exactly("optimizer state after a skipped update", after.opt_state, before.opt_state),
@@ -136,7 +136,7 @@ def _exactly(quantity: str, got: PyTree, want: PyTree) -> Difference:
 
 
 def _counters(state: TrainState, applied: int = 0, rows: int = 0, skipped: int = 0) -> dict[str, np.ndarray]:
-    """Updates and rows so far, and how many updates were skipped, so many more than the state counts."""
+    """Returns the counts of updates, rows and skipped updates, so many more than in the state."""
     skips = state.nonfinite_updates + state.zero_weight_updates
     counts = {"step": state.step + applied, "samples": state.samples + rows, "skipped": skips + skipped}
     return {name: np.asarray(count) for name, count in counts.items()}

@@ -1,4 +1,4 @@
-"""Processes that run cases: an abort of XLA ends one of them and not the search, and a hang is waited for no longer.
+"""Runs cases in other processes: an abort of XLA ends one of them and not the search, and a hang ends too.
 
 Nothing in here imports JAX but the process that runs cases.
 """
@@ -22,14 +22,14 @@ from jaxfb.training.simulated import simulate_devices
 
 CASES_OF_ONE_PROCESS = 25  # compiled programs stay in memory
 START = 300.0  # seconds until a process has imported everything
-TOLD = re.compile(r"Check failed|Fatal|Termination timeout|Invalid|Unexpected|error", re.IGNORECASE)
+CAUSES = re.compile(r"Check failed|Fatal|Termination timeout|Invalid|Unexpected|error", re.IGNORECASE)
 Request = int | Case
 """The index of a case to draw, or a case."""
 
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that a process is started with.
+    """Collects what a process is started with.
 
     model: "module:function" that gives the user's (model, params, batch), or None for the toys.
     axes: those that the mesh of a user's model may have; None for all but expert and context.
@@ -43,7 +43,7 @@ class Setup:
 
 
 class Worker:
-    """A process that runs one case after another, and another in its place when it ends."""
+    """Runs one case after another in a process, which is replaced when it ends."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
@@ -51,7 +51,7 @@ class Worker:
         self._done = 0
 
     def __call__(self, request: Request) -> tuple[Case, Outcome]:
-        """Runs a case. One that ends the process or hangs is tried once more, alone in a separate process.
+        """Runs a case. One that ends the process or hangs is tried once more, alone in a new process.
 
         Raises:
           ValueError: the user's model cannot be used.
@@ -87,7 +87,7 @@ class Worker:
             outcome = Outcome(HUNG, f"nothing came back within {self._setup.limit:g} seconds", HUNG)
         except (EOFError, OSError):
             self._process.join()
-            outcome = Outcome(ABORTED, self._last_words(), ABORTED)
+            outcome = Outcome(ABORTED, self._how_it_ended(), ABORTED)
         if case is None:
             raise RuntimeError(f"a process of the search could not start: {outcome.detail}")
         self._done += 1
@@ -113,17 +113,17 @@ class Worker:
             raise TimeoutError
         return self._pipe.recv()
 
-    def _last_words(self) -> str:
-        """Returns how the process ended, and what it wrote about that."""
+    def _how_it_ended(self) -> str:
+        """Describes how the process ended, and what it wrote about that."""
         code = self._process.exitcode
         how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
         lines = Path(self._errors).read_text(errors="replace").splitlines()
-        telling = [line for line in lines if TOLD.search(line)] or lines[-3:]
-        return f"{how}: {' / '.join(line[:300] for line in telling[:3])}"
+        causes = [line for line in lines if CAUSES.search(line)] or lines[-3:]
+        return f"{how}: {' / '.join(line[:300] for line in causes[:3])}"
 
 
 def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
-    """Runs in the process: draws and runs what it is asked for, until the pipe closes."""
+    """Runs in the new process: draws and runs what it is asked for, until the pipe closes."""
     with open(errors, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)

@@ -1,4 +1,4 @@
-"""What ends or stops a process of the search is found, told apart and does not end the search."""
+"""What ends or stops a process of the search is found, is not mistaken for something else, and ends no search."""
 
 import os
 from pathlib import Path
