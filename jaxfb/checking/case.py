@@ -34,7 +34,7 @@ class Case:
     call:        direct, jit (inside the caller's own, and parameters made by a function), split (rows already in
                  microbatches) or placed (parameters already on one device).
     x64:         whether 64-bit numbers are enabled.
-    update:      whether an optimizer update is compared too.
+    update:      whether a train step with its optimizer is compared, or the function of forward and backward alone.
     second:      what a second update is given: none, same (the same rows again), nonfinite (rows that make the loss
                  infinite) or empty (rows that count nothing); the last two must leave parameters and state alone.
     data_seed:   of parameters and rows.

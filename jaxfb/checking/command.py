@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 
 from jaxfb import refusal
-from jaxfb.checking.draw import AXES
+from jaxfb.checking.draw import AXES, NUM_DEVICES
 from jaxfb.checking.found import Found
 from jaxfb.checking.search import search
 from jaxfb.checking.shrink import MOST_TRIES
@@ -52,7 +52,7 @@ def random_check(
         )
     for axis in axes or ():
         refusal.choice("each of --axes", axis, tuple(AXES))
-    simulate_devices({})
+    simulate_devices({"any": NUM_DEVICES})
     where = os.environ["JAX_PLATFORMS"]
     print(f"{number} random cases of seed {seed}, each next to one device, on {where}", file=sys.stderr)
     setup = Setup(seed, model, axes, limit)

@@ -9,7 +9,8 @@ from typing import Any
 from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
 from jaxfb.checking.dice import Dice
 
-NUM_DEVICES = 8
+NUM_DEVICES = 16
+FEW_DEVICES = 8  # unless the mesh has four axes
 MOST_ROWS = 48
 AXES = {"pipe": 6, "data": 3, "fsdp": 4, "expert": 1, "context": 2, "tensor": 3}
 OWN_AXES = ("pipe", "data", "fsdp", "tensor")
@@ -85,10 +86,12 @@ def draw(seed: int, index: int, own: Own | None = None) -> Case:
 
 def _mesh(dice: Dice, model: str, own: Own | None) -> dict[str, int]:
     axes = {axis: weight for axis, weight in AXES.items() if _may_have(model, axis, own)}
-    large = (2, 2, 3, 4) if model in (*TOYS, "sums", "own") else (2,)
+    number = dice.weighted({0: 1, 1: 6, 2: 8, 3: 6, 4: 2})
+    large = (2, 2, 3, 4) if model in (*TOYS, "sums", "own") and number < 4 else (2,)
     mesh: dict[str, int] = {}
-    for _ in range(dice.weighted({0: 1, 1: 6, 2: 8, 3: 6})):
-        left = (own.num_devices if own else NUM_DEVICES) // prod(mesh.values())
+    most = min(NUM_DEVICES if number == 4 else FEW_DEVICES, own.num_devices if own else NUM_DEVICES)
+    for _ in range(number):
+        left = most // prod(mesh.values())
         sizes = [size for size in large if size <= left]
         if not sizes or not axes:
             break
@@ -127,7 +130,7 @@ def _dtypes(dice: Dice, model: str) -> dict[str, Any]:
 def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> dict[str, Any]:
     pipe = mesh["pipe"]
     heavy = model in ("transformer", "moe")  # whose layers take long to compile
-    most = min(4 if heavy else NUM_DEVICES, own.num_layers if own else NUM_DEVICES)
+    most = min(4 if heavy else FEW_DEVICES, own.num_layers if own else FEW_DEVICES)
     fitting = {name: [c for c in chunks if c * pipe <= most] for name, chunks in SCHEDULES.items()}
     schedule = dice.one(*(name for name, chunks in fitting.items() if chunks))
     chunks = dice.one(*fitting[schedule])
@@ -242,7 +245,7 @@ def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
     plain = values["remainder"] == "error" and "context" not in values["mesh"]
     calls = {"direct": 5, "jit": 2, "placed": 2} | ({"split": 2} if plain else {})
     drawn: dict[str, Any] = {"call": dice.weighted(calls), "grad_scale": dice.weighted({1.0: 9, 4.0: 1})}
-    if values["forward_only"] or dice.chance(0.3):
+    if values["forward_only"] or dice.chance(0.5):
         return drawn
     few_bits = values["param_dtype"] in ("bfloat16", "float16")
     seconds = {"none": 3, "same": 2} | ({"nonfinite": 3} if values["model"] in WITH_ANSWERS else {})

@@ -5,26 +5,32 @@ A `Pipelined` is embed, a Python loop over layers, head. Row r's key is `fold_in
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
 
 from jaxfb.checking.case import Case
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
 
 PyTree = Any
+Rows = tuple[PyTree, jax.Array | None]
+"""A batch, and one key a row or None."""
+Keys = Callable[[jax.Array], jax.Array | None]
+"""Makes the keys of the rows for an attempt, one a row; None where the case draws nothing."""
 
 
+@jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answer:
     """Collects the numbers of a whole global batch; numpy arrays.
 
     loss, grads, terms, metrics, outputs: as in `ForwardBackwardOutput`; a term under normalize="microbatch" is
-      Sum(mean of means, 1).
+      Sum(mean of means, 1). grads is None with forward_only.
     per_microbatch: name -> Sum of [num_microbatches], every term.
     metrics_of_microbatches: for each of them, name -> metric.
     counts: whether any row counts anything; if not, an update is skipped.
@@ -41,66 +47,99 @@ class Answer:
 
 
 class OneDevice:
-    """Computes a case on one device; called again with other parameters or rows, it compiles nothing."""
+    """Computes a case on one device; all of it is one program, compiled once for any parameters, rows and attempt."""
 
-    def __init__(self, case: Case, model: LossFn | Pipelined):
-        self._case = case
-        self._forward = jax.jit(lambda params, rows, keys: whole(model, params, rows, keys))
-        self._gradient = jax.jit(jax.value_and_grad(self._objective(model), has_aux=True))
+    def __init__(self, case: Case, model: LossFn | Pipelined, keys: Keys):
+        self._case, self._model, self._keys = case, model, keys
+        self._program = jax.jit(self._computed)
 
-    def __call__(self, params: PyTree, batch: PyTree, keys: jax.Array | None) -> Answer:
-        """Returns the answer for parameters and rows as the engine gets them; keys: one a row, or None."""
-        case = self._case
+    def __call__(self, params: PyTree, batch: PyTree, attempt: int = 0) -> Answer:
+        """Returns the answer for parameters and rows as the engine gets them; attempt: the one that keys are of."""
+        rows = jax.tree.map(lambda leaf: np.asarray(leaf)[: self._case.real_rows], batch)
         with jax.enable_x64(True):
-            params = jax.tree.map(self._as_computed, params)
-            batch = jax.tree.map(_wide, batch)
-            out = self._forward(params, *_rows(batch, keys, 0, case.real_rows))
-            loss, grads, terms = self._differentiated(params, batch, keys)
-            rows = self._parts(batch, keys, case.rows_per_global_microbatch, case.num_microbatches)
-            parts = [self._forward(params, *part) for part in rows]
-            per_microbatch = {name: _stacked([part.terms[name] for part in parts]) for name in out.terms}
-            metrics = [part.metrics for part in parts]
-            out, per_microbatch, metrics = jax.device_get((out, per_microbatch, metrics))
-        counts = any(term.weight is None or bool(term.weight != 0) for term in out.terms.values())
-        return Answer(
-            loss, terms or out.terms, grads, out.metrics, per_microbatch, metrics, out.outputs, counts
+            answer, weights, metrics = jax.device_get(self._program(params, rows, np.int32(attempt)))
+        counts = any(weight is None or bool(weight != 0) for weight in weights.values())
+        number = len(jax.tree.leaves(answer.per_microbatch)[0])
+        parts = [jax.tree.map(lambda leaf, part=part: leaf[part], metrics) for part in range(number)]
+        return replace(answer, counts=counts, metrics_of_microbatches=parts)
+
+    def _computed(self, params: PyTree, batch: PyTree, attempt: jax.Array) -> tuple[Answer, dict, dict]:
+        """Traces the program: an answer without what the host fills in, terms' weights, metrics of microbatches."""
+        case = self._case
+        params = jax.tree.map(self._as_computed, params)
+        rows = jax.tree.map(_wide, batch), self._keys(attempt)
+        if case.normalize == "microbatch":
+            out = whole(self._model, params, *rows)
+            loss, terms, grads = self._mean_of_means(params, rows)
+        else:
+            out, loss, grads = self._differentiated(params, rows)
+            terms = out.terms
+        per_microbatch, metrics = self._microbatches(params, rows, out)
+        weights = {name: term.weight for name, term in out.terms.items()}
+        return (
+            Answer(loss, terms, grads, out.metrics, per_microbatch, [], out.outputs, False),
+            weights,
+            metrics,
         )
 
-    def _differentiated(self, params: PyTree, batch: PyTree, keys: Any) -> tuple[Any, PyTree, dict]:
-        """Returns (loss, gradient, terms if they are means of means)."""
-        case = self._case
-        if case.normalize != "microbatch":
-            (loss, _), grads = self._gradient(params, *_rows(batch, keys, 0, case.real_rows))
-            return *jax.device_get((loss, grads)), {}
-        number = case.num_microbatches * case.data_parallel
-        parts = self._parts(batch, keys, case.rows_per_microbatch, number)
-        found = [jax.device_get(self._gradient(params, *part)) for part in parts]
-        added = jax.tree.map(lambda *leaves: sum(leaves), *found)
-        (loss, values), grads = added
-        return loss, grads, {name: Sum(value, np.ones(())) for name, value in values.items()}
+    def _differentiated(self, params: PyTree, rows: Rows) -> tuple[LossOutput, jax.Array, PyTree]:
+        """Returns (what the model answers, loss, gradient) of some rows."""
+        if self._case.forward_only:
+            loss, out = self._objective(params, *rows)
+            return out, loss, None
+        (loss, out), grads = jax.value_and_grad(self._objective, has_aux=True)(params, *rows)
+        return out, loss, grads
 
-    def _objective(self, model: LossFn | Pipelined) -> Callable:
-        """Makes a function of some rows: what they add to the loss, and what each term adds."""
-        number = self._case.num_microbatches * self._case.data_parallel
+    def _mean_of_means(self, params: PyTree, rows: Rows) -> tuple[jax.Array, dict[str, Sum], PyTree]:
+        """Returns (loss, terms, gradient), each replica's microbatch divided by its own weights."""
 
-        def objective(params, rows, keys):
-            values = {}
-            for name, term in whole(model, params, rows, keys).terms.items():
-                value = term.total if self._case.normalize == "none" else _divided(term)
-                averaged = self._case.normalize == "microbatch" and term.weight is not None
-                values[name] = value / number if averaged else value
-            return sum(values.values()), values
+        def of_part(part):
+            out, loss, grads = self._differentiated(params, part)
+            return loss, {name: self._value(term) for name, term in out.terms.items()}, grads
 
-        return objective
+        parts = _over_parts(of_part, rows, self._case.rows_per_microbatch)
+        loss, values, grads = jax.tree.map(lambda leaf: leaf.sum(0), parts)
+        return loss, {name: Sum(value, jnp.ones(())) for name, value in values.items()}, grads
 
-    def _parts(self, batch: PyTree, keys: Any, rows: int, number: int) -> Iterator[tuple]:
-        """Yields the real rows in parts of so many; a part that is all padding adds nothing and is left out."""
-        for start in range(0, min(rows * number, self._case.real_rows), rows):
-            yield _rows(batch, keys, start, min(start + rows, self._case.real_rows))
+    def _microbatches(self, params: PyTree, rows: Rows, out: LossOutput) -> tuple[dict, dict]:
+        """Returns the terms and metrics of the microbatches, [microbatches, ...] each."""
+
+        def of_part(part):
+            out = whole(self._model, params, *part)
+            return out.terms, out.metrics
+
+        if self._case.num_microbatches == 1:
+            return jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], (out.terms, out.metrics))
+        return _over_parts(of_part, rows, self._case.rows_per_global_microbatch)
+
+    def _objective(self, params: PyTree, rows: PyTree, keys: Any) -> tuple[jax.Array, LossOutput]:
+        """Returns what some rows add to the loss, and the model's answer."""
+        out = whole(self._model, params, rows, keys)
+        return sum(self._value(term) for term in out.terms.values()), out
+
+    def _value(self, term: Sum) -> jax.Array:
+        """Returns what a term adds to the loss."""
+        if self._case.normalize == "none":
+            return term.total
+        averaged = self._case.normalize == "microbatch" and term.weight is not None
+        return _divided(term) / (self._case.num_microbatches * self._case.data_parallel if averaged else 1)
 
     def _as_computed(self, leaf: Any) -> jax.Array:
         """Rounds a parameter to the dtype that the case computes in."""
         return _wide(jnp.asarray(leaf).astype(self._case.compute_dtype or leaf.dtype))
+
+
+def _over_parts(function: Callable, rows: Rows, size: int) -> PyTree:
+    """Returns `function` of each part of so many rows, stacked; the last may be shorter, and none is empty."""
+    number, rest = divmod(len(jax.tree.leaves(rows)[0]), size)
+    parts = []
+    if number:
+        cut = jax.tree.map(lambda x: x[: number * size].reshape(number, size, *x.shape[1:]), rows)
+        parts.append(lax.map(function, cut))
+    if rest:
+        last = function(jax.tree.map(lambda x: x[number * size :], rows))
+        parts.append(jax.tree.map(lambda leaf: jnp.asarray(leaf)[None], last))
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
 
 
 def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Array | None) -> LossOutput:
@@ -127,6 +166,16 @@ def keys_of_rows(rng: jax.Array | None, rows: int) -> jax.Array | None:
     if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         rng = jax.random.wrap_key_data(rng)
     return rng if rng.ndim else jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(rows))
+
+
+def value_of(metric: Any) -> np.ndarray:
+    """Returns what is reported of a Sum, Max, Min or Last."""
+    if not isinstance(metric, Sum):
+        return np.asarray(metric.array)
+    if metric.weight is None:
+        return np.asarray(metric.total)
+    total, weight = np.broadcast_arrays(np.asarray(metric.total), np.asarray(metric.weight))
+    return np.where(weight != 0, total / np.where(weight != 0, weight, 1), 0.0)
 
 
 def _as_output(out: Any) -> LossOutput:
@@ -157,10 +206,6 @@ def _stacked(sums: list[Sum]) -> Sum:
     return Sum(
         totals, jnp.stack([jnp.broadcast_to(jnp.asarray(one.weight), totals.shape[1:]) for one in sums])
     )
-
-
-def _rows(batch: PyTree, keys: Any, start: int, stop: int) -> tuple:
-    return jax.tree.map(lambda leaf: leaf[start:stop], batch), None if keys is None else keys[start:stop]
 
 
 def _wide(leaf: Any) -> jax.Array:

@@ -17,7 +17,7 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
-from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows
+from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.checking.update import differences_of_updates
 from jaxfb.types import ForwardBackwardOutput, Sum
 
@@ -39,12 +39,13 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
 
 def differences(case: Case, problem: Problem) -> list[Difference]:
     """Returns everything that was compared, whether it differs or not."""
-    one_device = OneDevice(case, problem.model)
-    want = one_device(problem.params, problem.batch, keys_of_rows(arguments.rng_of(case), case.real_rows))
-    found = differences_of_outputs(case, problem, _engine(case, problem), want)
     if case.update:
-        found += differences_of_updates(case, problem, one_device)
-    return found
+        return differences_of_updates(case, problem)
+    one_device = OneDevice(
+        case, problem.model, lambda attempt: keys_of_rows(arguments.rng_of(case), case.real_rows)
+    )
+    want = one_device(problem.params, problem.batch)
+    return differences_of_outputs(case, problem, _engine(case, problem), want)
 
 
 def differences_of_outputs(
@@ -100,21 +101,11 @@ def _leaves(problem: Problem) -> list:
 
 def _of_terms(case: Case, terms: dict[str, Sum]) -> dict[str, Any]:
     """Returns what the objective adds up: values, or totals under normalize="none"."""
-    return {name: term.total if case.normalize == "none" else _value(term) for name, term in terms.items()}
-
-
-def _value(metric: Any) -> np.ndarray:
-    """Returns what is reported of a Sum, Max, Min or Last."""
-    if not isinstance(metric, Sum):
-        return np.asarray(metric.array)
-    if metric.weight is None:
-        return np.asarray(metric.total)
-    total, weight = np.broadcast_arrays(np.asarray(metric.total), np.asarray(metric.weight))
-    return np.where(weight != 0, total / np.where(weight != 0, weight, 1), 0.0)
+    return {name: term.total if case.normalize == "none" else value_of(term) for name, term in terms.items()}
 
 
 def _values(metrics: dict[str, Any]) -> dict[str, np.ndarray]:
-    return {name: _value(metric) for name, metric in metrics.items()}
+    return {name: value_of(metric) for name, metric in metrics.items()}
 
 
 def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dict], list[dict]]:

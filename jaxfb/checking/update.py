@@ -6,7 +6,6 @@ from dataclasses import replace
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.checking import arguments, tolerance
@@ -14,15 +13,15 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.difference import Difference, compare
 from jaxfb.checking.optimizers import OneUpdate, Update, optimizer_of
 from jaxfb.checking.problem import Problem
-from jaxfb.checking.reference import Answer, OneDevice
+from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 
 PyTree = Any
 
 
-def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) -> list[Difference]:
+def differences_of_updates(case: Case, problem: Problem) -> list[Difference]:
     """Compares parameters, optimizer state and `StepMetrics` after one update or two."""
-    updates = _Updates(case, problem, one_device)
+    updates = _Updates(case, problem)
     with jax.enable_x64(case.x64):
         step, params = _step(case, problem), arguments.params_as_called(case, problem.params)
         state = step.init((lambda key: params) if case.call == "jit" else params, rng=case.data_seed)
@@ -35,8 +34,9 @@ def differences_of_updates(case: Case, problem: Problem, one_device: OneDevice) 
 
 
 class _Updates:
-    def __init__(self, case: Case, problem: Problem, one_device: OneDevice):
-        self._case, self._problem, self._one_device = case, problem, one_device
+    def __init__(self, case: Case, problem: Problem):
+        self._case = case
+        self._one_device = OneDevice(case, problem.model, self._keys)
         self._update = OneUpdate(case, tolerance.of_gradients(case))
 
     def compare(
@@ -45,28 +45,27 @@ class _Updates:
         """Returns the state after one more update, and how it differs from what one device makes of the same state."""
         case, before = self._case, jax.device_get(_plain(state))
         with jax.enable_x64(case.x64):
-            keys = self._keys(state) if case.rng != "none" else None
             state, metrics = step(state, arguments.batch_as_called(case, batch))
             after, metrics = jax.device_get((_plain(state), metrics))
-        want = self._one_device(before.params, batch, keys)
+        want = self._one_device(before.params, batch, before.attempts)
         if not want.counts or not _finite(want.grads):
             return state, [_skips(metrics, True), *_unchanged(before, after)]
         update = self._update(want.grads, before.opt_state, before.params)
         return state, [_skips(metrics, False), *self._applied(before, after, metrics, want, update)]
 
-    def _keys(self, state: TrainState) -> jax.Array:
+    def _keys(self, attempt: jax.Array) -> jax.Array | None:
         """Returns the keys of the rows, as documented: the run's key folded with the attempt, then with the row."""
-        key = jax.random.fold_in(state.rng, state.attempts)
-        return jax.device_put(
-            jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(self._case.real_rows)), jax.devices()[0]
-        )
+        if self._case.rng == "none":
+            return None
+        key = jax.random.fold_in(jax.random.key(self._case.data_seed), attempt)
+        return keys_of_rows(key, self._case.real_rows)
 
     def _applied(
         self, before: TrainState, after: TrainState, metrics: StepMetrics, want: Answer, update: Update
     ) -> list[Difference]:
         case, allowed = self._case, tolerance.of_gradients(self._case)
         found = [
-            compare("loss of the step", metrics.loss, want.loss, tolerance.of_values(case)),
+            *self._reported(metrics, want),
             _near("parameters", after.params, update.params, update.slack[0], allowed, old=before.params),
             _near("optimizer state", after.opt_state, update.opt_state, update.slack[1], allowed),
             _exactly("counters", _counters(after), _counters(before, applied=1, rows=case.real_rows)),
@@ -74,6 +73,17 @@ class _Updates:
         norms = ("grad_norm", "clipped_grad_norm")
         return found + [
             compare(name, getattr(metrics, name), getattr(update, name), 4 * allowed) for name in norms
+        ]
+
+    def _reported(self, metrics: StepMetrics, want: Answer) -> list[Difference]:
+        """Compares what the step says of the loss: its value, the terms', and the metrics'."""
+        values = tolerance.of_values(self._case)
+        ours = {"loss": metrics.loss, **metrics.terms}
+        theirs = {"loss": want.loss, **{name: value_of(term) for name, term in want.terms.items()}}
+        measured = {name: value_of(metric) for name, metric in want.metrics.items()}
+        return [
+            compare("loss of the step", ours, theirs, values, floor=0.1),
+            compare("metrics of the step", metrics.metrics, measured, values, floor=1e-6),
         ]
 
 

@@ -16,6 +16,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from jaxfb.checking.case import Case
+from jaxfb.checking.draw import NUM_DEVICES, draw
 from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
 from jaxfb.refusal import Refused
 from jaxfb.training.simulated import simulate_devices
@@ -127,9 +128,8 @@ def _serve(pipe: Connection, setup: Setup, errors: str) -> None:
     with open(errors, "a") as file:
         os.dup2(file.fileno(), 1)
         os.dup2(file.fileno(), 2)
-    simulate_devices({})
+    simulate_devices({"any": NUM_DEVICES})
     from jaxfb.checking import problem
-    from jaxfb.checking.draw import draw
     from jaxfb.checking.trial import try_case
 
     try:

@@ -16,10 +16,8 @@ def simulate_devices(mesh: Mapping[str, int]) -> None:
     """
     needed = prod(size for size in mesh.values() if size > 0)
     flags = os.environ.get("XLA_FLAGS", "")
-    for name, value in {
-        "--xla_force_host_platform_device_count": needed * -(-NUM_DEVICES // needed),
-        "--xla_backend_optimization_level": 0,
-    }.items():
+    asked = {"--xla_force_host_platform_device_count": needed * -(-NUM_DEVICES // needed)}
+    for name, value in (asked | cpu.quickly_compiled()).items():
         flags += "" if name in flags else f" {name}={value}"
     os.environ["XLA_FLAGS"] = flags
     cpu.prepare()

@@ -45,7 +45,7 @@ def _drawn(index):
         (["--random", "0"], "--random must be a positive int, got 0"),
         (["--random", "1", "--limit", "0"], "--limit must be a finite number above 0, got 0.0"),
         (["configs/quickstart.yaml", "--random", "1"], "leave out the config and --tolerance"),
-        (["--random", "1", "--axes", "data"], "give it by --model, or leave it out"),
+        (["--random", "1", "--axes", "data"], "name the model by --model, or leave --axes out"),
         (["--random", "1", "--model", "a:b", "--axes", "dataa"], "got 'dataa'; did you mean 'data'?"),
         (
             ["--random", "1", "--model", "users"],

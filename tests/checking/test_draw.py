@@ -31,24 +31,68 @@ def test_drawing_imports_no_jax():
     subprocess.run([sys.executable, "-c", text], check=True)
 
 
-def test_every_choice_is_drawn():
-    seen = Counter()
-    for case in CASES:
-        seen.update(
-            f"{name}={value}" for name, value in vars(case).items() if not isinstance(value, (tuple, dict))
-        )
-        seen.update([*case.mesh, *case.metrics, *case.outputs, *case.terms, *case.leaves])
-    wanted = [*drawing.AXES, *METRICS, *OUTPUTS, *TERMS, *drawing.LEAVES]
-    wanted += [f"optimizer={name}" for name in OPTIMIZERS] + [f"model={name}" for name in drawing.MODELS]
-    wanted += [f"schedule={name}" for name in drawing.SCHEDULES]
-    wanted += [f"{name}_dtype={dtype}" for name in ("param", "compute") for dtype in ("bfloat16", "float16")]
-    assert [name for name in wanted if not seen[name]] == []
-    assert max(len(case.mesh) for case in CASES) == 3
+CHOICES = {
+    "axis": drawing.AXES,
+    "axes": range(5),
+    "model": drawing.MODELS,
+    "container": ("dict", "ordered", "namedtuple", "list"),
+    "leaves": drawing.LEAVES,
+    "terms": ("tokens", *TERMS),
+    "metrics": METRICS,
+    "outputs": OUTPUTS,
+    "masks": ("full", "ragged", "empty_microbatch", "empty"),
+    "num_microbatches": (1, 2, 3, 4, 5, 8),
+    "remainder": ("error", "pad", "drop"),
+    "rng": ("none", "key", "rows", "legacy"),
+    "call": ("direct", "jit", "split", "placed"),
+    "schedule": (None, *drawing.SCHEDULES),
+    "num_chunks": (1, 2, 3),
+    "stages": ("even", "uneven", "empty"),
+    "head_placement": (None, "last", "rows", "vocabulary"),
+    "normalize": ("global", "microbatch", "none"),
+    "remat": ("none", "selective", "layer", "full"),
+    "fsdp_gather": ("layer", "step"),
+    "optimizer_sharding": ("none", "data", "gradients"),
+    "param_dtype": ("float64", "float32", "bfloat16", "float16"),
+    "compute_dtype": (None, "float32", "bfloat16", "float16"),
+    "accum_dtype": (None, "float32", "float64"),
+    "grad_scale": (1.0, 4.0),
+    "optimizer": OPTIMIZERS,
+    "max_grad_norm": (None, 0.3, 100.0),
+    "clip_convention": ("exact", "torch"),
+    "loss_scale": (None, "static", "dynamic"),
+    "second": ("none", "same", "nonfinite", "empty"),
+    **dict.fromkeys(
+        ("tied", "dropout", "tensor_specs", "mixed", "layer_terms", "layer_metrics", "poison_bubbles")
+        + ("splits_backward", "forward_only", "update", "x64"),
+        (False, True),
+    ),
+}
+
+
+def values_of(case, name):
+    """What a case has of a dimension of `CHOICES`."""
+    if name in ("axis", "axes"):
+        return case.mesh if name == "axis" else [len(case.mesh)]
+    if name == "stages":
+        sizes = case.layers_per_stage or ()
+        return ["even" if len(set(sizes)) <= 1 else "empty" if 0 in sizes else "uneven"]
+    value = getattr(case, name)
+    return value if isinstance(value, tuple) else [value]
+
+
+@pytest.mark.parametrize("name", CHOICES)
+def test_every_value_is_drawn_in_500_cases(name):
+    seen = Counter(value for index in range(500) for value in values_of(draw(0, index), name))
+    assert set(seen) >= set(CHOICES[name]), seen
 
 
 @pytest.mark.parametrize("case", CASES[:200], ids=str)
 def test_a_case_fits_together(case):
-    assert case.num_devices <= 8 and 0 < case.real_rows <= case.padded_rows <= 48
+    assert (
+        case.num_devices <= (16 if len(case.mesh) == 4 else 8)
+        and 0 < case.real_rows <= case.padded_rows <= 48
+    )
     assert 0 <= case.surplus < case.rows_per_global_microbatch or case.surplus == 0
     stages = case.pipe * case.num_chunks
     if case.layers_per_stage:
