@@ -67,7 +67,8 @@ class OneDevice:
         """Traces the program: an answer without what the host fills in, terms' weights, metrics of microbatches."""
         case = self._case
         params = jax.tree.map(self._as_computed, params)
-        rows = jax.tree.map(_wide, batch), self._keys(attempt)
+        keys = self._keys(attempt)
+        rows = jax.tree.map(_wide, batch), None if keys is None else keys[: case.real_rows]
         if case.normalize == "microbatch":
             out = whole(self._model, params, *rows)
             loss, terms, grads = self._mean_of_means(params, rows)

@@ -19,6 +19,7 @@ from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
 from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.checking.update import differences_of_updates
+from jaxfb.refusal import Refused
 from jaxfb.types import ForwardBackwardOutput, Sum
 
 PyTree = Any
@@ -137,15 +138,10 @@ def _share(one: Difference) -> float:
 
 def _refused_or_failed(error: Exception) -> Outcome:
     text = str(error).strip() or repr(error)
-    if isinstance(error, ValueError) and _raised_in_jaxfb(error.__traceback__):
+    if isinstance(error, Refused):
         return Outcome(REFUSED, text.partition("\n")[0], "ValueError")
     place = _place(error.__traceback__)
     return Outcome(FAILED, f"{type(error).__name__}: {text[:600]}\n  in {place}", type(error).__name__)
-
-
-def _raised_in_jaxfb(trace: TracebackType | None) -> bool:
-    frames = list(traceback.walk_tb(trace))
-    return frames[-1][0].f_globals.get("__name__", "").startswith("jaxfb.")
 
 
 def _place(trace: TracebackType | None) -> str:

@@ -21,7 +21,7 @@ from jaxfb.checking.outcome import ABORTED, HUNG, SAME, Outcome
 from jaxfb.refusal import Refused
 from jaxfb.training.simulated import simulate_devices
 
-CASES_OF_ONE_PROCESS = 25  # compiled programs stay in memory
+CASES_OF_ONE_PROCESS = 50  # compiled programs stay in memory
 START = 300.0  # seconds until a process has imported everything
 CAUSES = re.compile(r"Check failed|Fatal|Termination timeout|Invalid|Unexpected|error", re.IGNORECASE)
 Request = int | Case

@@ -36,6 +36,7 @@ CASES = {
     ),
     "16 bits": SMALL.but(param_dtype="bfloat16", x64=False),
     "sums": SMALL.but(model="sums", mesh={"fsdp": 2}, param_dtype="float16", metrics=(), outputs=()),
+    "a key a row": SMALL.but(remainder="drop", surplus=1, rng="rows", dropout=True),
     "a mean of means": SMALL.but(normalize="microbatch", remainder="pad", surplus=1, rng="key", dropout=True),
 }
 
@@ -129,10 +130,12 @@ def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
 def test_a_refusal_is_no_finding_and_any_other_error_is(monkeypatch):
     refused = try_case(SMALL.but(accum_dtype="int32"))
     assert refused.status == REFUSED and not refused.is_finding and "accum_dtype must be" in refused.detail
-    monkeypatch.setattr(engine, "_one_pass", lambda *_: {}["nothing"])
-    jax.clear_caches()
-    failed = try_case(SMALL)
-    assert (failed.status, failed.kind) == (FAILED, "KeyError") and failed.is_finding
+    errors = {"KeyError": lambda: {}["nothing"], "ValueError": lambda: jax.vmap(jnp.add)(jnp.ones(2), jnp.ones(3))}
+    for kind, error in errors.items():
+        monkeypatch.setattr(engine, "_one_pass", lambda *_, error=error: error())
+        jax.clear_caches()
+        failed = try_case(SMALL)
+        assert (failed.status, failed.kind) == (FAILED, kind) and failed.is_finding
 
 
 def test_a_model_at_hand():
