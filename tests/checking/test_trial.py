@@ -130,7 +130,10 @@ def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
 def test_a_refusal_is_no_finding_and_any_other_error_is(monkeypatch):
     refused = try_case(SMALL.but(accum_dtype="int32"))
     assert refused.status == REFUSED and not refused.is_finding and "accum_dtype must be" in refused.detail
-    errors = {"KeyError": lambda: {}["nothing"], "ValueError": lambda: jax.vmap(jnp.add)(jnp.ones(2), jnp.ones(3))}
+    errors = {
+        "KeyError": lambda: {}["nothing"],
+        "ValueError": lambda: jax.vmap(jnp.add)(jnp.ones(2), jnp.ones(3)),
+    }
     for kind, error in errors.items():
         monkeypatch.setattr(engine, "_one_pass", lambda *_, error=error: error())
         jax.clear_caches()
