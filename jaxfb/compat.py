@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -19,15 +19,20 @@ from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
 
 
-def prune(closed: ClosedJaxpr, used_outputs: list[bool]):
+def cut_down(closed: ClosedJaxpr, used_outputs: list[bool]) -> tuple[ClosedJaxpr, list[bool]]:
     """Cuts a traced function down to some of its outputs.
 
-    Returns (function over the inputs that remain, list of bool: which inputs those are). The dead part is
+    Returns (the program over the inputs that remain, list of bool: which inputs those are). The dead part is
     gone from the program, collectives and all, and not just left for the compiler to find.
     """
     with _rule_for_while_loops():
         jaxpr, used_inputs = dce_jaxpr(closed.jaxpr, used_outputs)
-    return jaxpr_as_fun(ClosedJaxpr(jaxpr, closed.consts)), used_inputs
+    return ClosedJaxpr(jaxpr, closed.consts), used_inputs
+
+
+def runnable(closed: ClosedJaxpr) -> Callable[..., list]:
+    """Returns a program as a function: leaves -> list of results."""
+    return jaxpr_as_fun(closed)
 
 
 @contextlib.contextmanager
@@ -76,7 +81,7 @@ def _cut_while_loop(used_outputs: list[bool], eqn) -> tuple[list[bool], Any]:
 
 
 def silent(program):
-    """Returns the same program without prints, callbacks' effects and the like, so that `prune` may cut them too.
+    """Returns the same program without prints, callbacks' effects and the like, so that `cut_down` may cut them.
 
     An equation whose results are used stays; writes to refs stay always.
     """
@@ -100,6 +105,17 @@ def _lasting(effects) -> set:
 
 
 _OBSERVERS = {"DebugEffect", "OrderedDebugEffect", "IOEffect", "OrderedIOEffect"}
+
+
+def equations(program) -> Iterator:
+    """Yields every operation of a traced function, those inside its loops, branches and calls too."""
+    if type(program) in (tuple, list):
+        for part in program:
+            yield from equations(part)
+    for eqn in getattr(getattr(program, "jaxpr", program), "eqns", ()):
+        yield eqn
+        for value in eqn.params.values():
+            yield from equations(value)
 
 
 def is_tracing() -> bool:
@@ -137,9 +153,7 @@ def inlined(closed: ClosedJaxpr) -> ClosedJaxpr:
 
 
 def opened(closed: ClosedJaxpr) -> ClosedJaxpr:
-    """Returns the same program with calls written out in its loops and branches too, so that `prune` can cut inside
-    of them.
-    """
+    """Returns the same program with calls written out, in loops too, so that `cut_down` can cut inside of them."""
     program = inlined(closed)
     eqns = [
         eqn.replace(params={name: _opened(value) for name, value in eqn.params.items()})

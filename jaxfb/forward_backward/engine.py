@@ -33,9 +33,10 @@ from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
 from jaxfb.forward_backward.packed import Packed, is_arranged
+from jaxfb.forward_backward.padding import check_padding
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
-from jaxfb.forward_backward.weights import NORMALIZATIONS, check_padding
+from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.parallel import annotations, data, pipe, sharding
 from jaxfb.refusal import Refused, boolean, choice, function, shown
@@ -293,8 +294,8 @@ def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_sc
     grad_specs = None if forward_only else fb.grad_specs(model, params)
     core = _core(fb, model, plan, specs, params, forward_only)
     program = Frame(fb.mesh, core, model, fb.normalize, specs, grad_specs)
-    *results, outputs, of_tokens = program.run(params, microbatches, keys, grad_scale)
-    grads, loss, terms, metrics, per_microbatch = results
+    results = program.run(params, microbatches, keys, grad_scale)
+    grads, loss, terms, metrics, per_microbatch, outputs, of_tokens = results
     outputs = merge(outputs, of_tokens, plan, fb.mesh)
     return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs)
 

@@ -53,12 +53,20 @@ def split(batch: PyTree, plan: BatchPlan, mesh: Mesh | None = None) -> Microbatc
     return Microbatches(jax.tree.map(lambda leaf: _cut(leaf, plan), batch))
 
 
-def specs_of(microbatches: PyTree, mesh: Mesh) -> PyTree:
-    """Returns PartitionSpecs of [num_microbatches, rows, (length,) ...] leaves: rows over replicas, length over
-    context.
-    """
-    cut = axis_size(mesh, "context") > 1
+def specs_of(microbatches: PyTree, mesh: Mesh, over_context: bool = True) -> PyTree:
+    """Returns specs of [num_microbatches, rows, (length,) ...] leaves: rows over replicas, length over context."""
+    cut = over_context and axis_size(mesh, "context") > 1
     return jax.tree.map(lambda leaf: rows_spec(mesh, cut and len(leaf.shape) > 2), microbatches)
+
+
+def in_order_of_tokens(microbatches: PyTree, mesh: Mesh) -> PyTree:
+    """Undoes the order of a context axis: [num_microbatches, rows, length, ...] leaves with their tokens in order."""
+    size = axis_size(mesh, "context")
+
+    def one(leaf):
+        return jnp.take(leaf, np.argsort(zigzag(leaf.shape[2], size)), axis=2) if leaf.ndim > 2 else leaf
+
+    return microbatches if size == 1 else jax.tree.map(one, microbatches)
 
 
 def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:

@@ -30,6 +30,7 @@ class Packed:
     def __init__(self, batch: dict, plan: BatchPlan):
         self.arrangement = arrange(plan, row_lengths(batch, plan))
         self.plan = self.arrangement.plan
+        _check_lengths(batch, plan)
         self._packing = plan.packing
         self._row, self._column, self._segment = _index(self.arrangement)
         self._shape = (plan.rows, batch[SEGMENTS].shape[1])
@@ -103,6 +104,18 @@ class Packed:
 def is_arranged(batch: PyTree) -> bool:
     """Returns whether a batch has the leaf that every batch under a token budget has."""
     return isinstance(batch, dict) and SEGMENTS in batch
+
+
+def _check_lengths(batch: dict, plan: BatchPlan) -> None:
+    """Raises PlanError for a leaf with a second dim that is not the tokens', which would be rearranged with them."""
+    length = batch[SEGMENTS].shape[1]
+    for path, leaf in jax.tree_util.tree_leaves_with_path(batch):
+        if len(leaf.shape) > 1 and leaf.shape[1] != length:
+            raise PlanError(
+                f"[{plan.purpose}] a token budget rearranges leaves [rows, length, ...] token by token, and "
+                f'batch["segments"] has length {length}, but batch{jax.tree_util.keystr(path)} has shape {leaf.shape}; '
+                "put values that belong to rows into leaves [rows]"
+            )
 
 
 def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:

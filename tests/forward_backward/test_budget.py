@@ -120,6 +120,8 @@ def test_what_a_budget_cannot_do_is_refused(params, batch):
         jax.jit(lambda b: fb(MODEL, params, b, plan).loss)(batch)
     with pytest.raises(PlanError, match=r'asks for batch\["segments"\]'):
         fb(MODEL, params, {"tokens": batch["tokens"]}, plan)
+    with pytest.raises(PlanError, match=r"segments.* length 12, but batch\['features'\] has shape \(13, 3\)"):
+        fb(MODEL, params, batch | {"features": np.ones((ROWS, 3))}, plan)
     with pytest.raises(PlanError, match="dropout would depend on the packing"):
         fb(MODEL, params, batch, plan, jax.random.key(0))
     with pytest.raises(ValueError, match="pass dropout=False"):

@@ -1,0 +1,154 @@
+"""Decides which results of a loss function are partial on a context axis, and which are the same on all its devices.
+
+A loss function that communicates along the axis is run on each device's tokens. What it computes from them is partial:
+totals, weights and outputs of rows are summed over the axis, outputs of tokens are put together. What reads no token is
+the same on all devices and counts once. A loss function that does not communicate cannot know that its sequences are
+cut, so it is run on whole ones.
+"""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import Mesh
+
+from jaxfb.forward_backward.reduce import across
+from jaxfb.forward_backward.traced import Traced
+from jaxfb.mesh import axis_size, data_parallel
+from jaxfb.refusal import Refused
+from jaxfb.types import LossFn, LossOutput, Sum
+
+PyTree = Any
+AXIS = "context"
+
+
+def traced_on_mesh(
+    loss_fn: LossFn, mesh: Mesh, params: PyTree, whole_params: PyTree, microbatches: PyTree, keys: Any
+) -> tuple[Traced, OverContext | None]:
+    """Traces the loss function of one microbatch as each device of the mesh runs it.
+
+    Args:
+      params, whole_params: abstract parameters as a device of this mesh and as a device without one sees them.
+      microbatches, keys: of all replicas; no value is read.
+    Returns:
+      The loss function of this device's tokens and how its results are combined; or the loss function of whole
+      sequences and None, where there is no context axis or the function does not communicate along it.
+    """
+    one = partial(_one_microbatch, (microbatches, keys), data_parallel(mesh))
+    size = axis_size(mesh, AXIS)
+    if size == 1:
+        return Traced.inside(mesh, loss_fn, params, *one(1)), None
+    try:
+        complete = Traced.inside(mesh, loss_fn, params, *one(1))
+    except Exception:  # it may need cut sequences; a function that is broken fails again below
+        complete = None
+    if complete is not None and not complete.names(AXIS):
+        warnings.warn(
+            f"the loss function does not communicate along the context axis, so all {size} devices of it compute whole "
+            "sequences; use jaxfb.parallel.context for attention and other functions that read several tokens",
+            stacklevel=2,
+        )
+        return complete, None
+    local = Traced.inside(mesh, loss_fn, params, *one(size))
+    try:
+        complete = Traced(loss_fn, whole_params, *one(1))
+    except NameError:  # raised for an axis name outside of a mesh
+        if complete is None:
+            raise
+    return local, OverContext.of(local, complete, microbatches)
+
+
+def _one_microbatch(given: PyTree, replicas: int, parts_of_sequences: int) -> PyTree:
+    """Returns the shapes of one microbatch and its keys on one replica."""
+
+    def one(leaf):
+        rows, length, rest = leaf.shape[1] // replicas, leaf.shape[2:3], leaf.shape[3:]
+        return jax.ShapeDtypeStruct((rows, *(n // parts_of_sequences for n in length), *rest), leaf.dtype)
+
+    return jax.tree.map(one, given)
+
+
+@dataclass(frozen=True)
+class OverContext:
+    """Combines the results of the devices of the axis.
+
+    whole:  the loss function of whole sequences.
+    shared: a LossOutput of bool: results that are the same on all devices, and count once.
+    tokens: tree of bool like the outputs: those of tokens, [rows, length / devices, ...].
+    """
+
+    whole: Traced
+    shared: LossOutput
+    tokens: PyTree
+
+    @classmethod
+    def of(cls, local: Traced, whole: Traced, microbatches: PyTree) -> OverContext:
+        """Compares the loss function traced for this device's tokens with that for whole sequences.
+
+        microbatches: leaves [num_microbatches, rows, length, ...], which are cut, and [num_microbatches, rows].
+
+        Raises:
+          ValueError: random numbers are drawn for this device's tokens, or tokens are not an output's second dim.
+        """
+        leaves = jax.tree.leaves(microbatches)
+        cuts = [leaf.ndim > 2 for leaf in leaves]
+        _check_draws(local, whole, length=next(leaf.shape[2] for leaf in leaves if leaf.ndim > 2))
+
+        def is_shared(place):
+            reads = any(used for used, is_cut in zip(local.reads(place)[1], cuts, strict=False) if is_cut)
+            return not reads and not local.names(AXIS, place)
+
+        outputs = local.shape.outputs, whole.shape.outputs
+        tokens = jax.tree.map(lambda a, b: _is_of_tokens(a.shape, b.shape), *outputs)
+        return cls(whole, jax.tree.map(is_shared, local.places), tokens)
+
+    def seeds(self, seeds: dict) -> dict:
+        """Returns the cotangents of totals; that of a total that is the same on all devices is 0 on all but one."""
+        return {name: _once(seed, self.shared.terms[name].total) for name, seed in seeds.items()}
+
+    def answer(self, out: LossOutput) -> LossOutput:
+        """Returns the results for sums over the axis: what is the same on all devices is 0 on all but one."""
+        sums = {name: metric for name, metric in out.metrics.items() if isinstance(metric, Sum)}
+        shared = {name: self.shared.metrics[name] for name in sums}
+        metrics = out.metrics | jax.tree.map(_once, sums, shared)
+        terms = jax.tree.map(_once, out.terms, self.shared.terms)
+        outputs = jax.tree.map(
+            lambda leaf, shared, tokens: leaf if tokens else across(lax.psum, _once(leaf, shared), (AXIS,)),
+            out.outputs,
+            self.shared.outputs,
+            self.tokens,
+        )
+        return LossOutput(terms, metrics, outputs)
+
+
+def _once(leaf: jax.Array, shared: bool) -> jax.Array:
+    return jnp.where(lax.axis_index(AXIS) == 0, leaf, jnp.zeros_like(leaf)) if shared else leaf
+
+
+def _is_of_tokens(local: tuple[int, ...], whole: tuple[int, ...]) -> bool:
+    """Returns whether an output grows with the sequence, which its size alone does not show."""
+    grown = [dim for dim, (a, b) in enumerate(zip(local, whole, strict=True)) if a != b]
+    if grown in ([], [1]):
+        return bool(grown)
+    raise Refused(
+        "on a context axis an output may have tokens in its second dim alone, [rows, length, ...], got one of shape "
+        f"{local} for a part of the sequence and {whole} for the whole; move that dim or sum over it"
+    )
+
+
+def _check_draws(local: Traced, whole: Traced, length: int) -> None:
+    """Raises ValueError for random numbers that differ from those of the whole sequence."""
+    here, there = local.draws(), whole.draws()
+    for drawn, wanted in zip(here, there, strict=True) if len(here) == len(there) else ():
+        if any(a != b and a % length for a, b in zip(drawn, wanted, strict=False)):
+            raise Refused(
+                f"on a context axis random numbers of shape {drawn} are drawn for a part of each sequence, so they are "
+                f"not those of one device; draw them for the whole length {length} and take this device's part, "
+                "jaxfb.parallel.context.own_part(drawn, dim), as jaxfb.models.layers.dropout does"
+            )

@@ -1,0 +1,90 @@
+"""A traced loss function: which inputs each result reads, and the program cut down to some of its results."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxfb.compat import cut_down, equations, opened, runnable, silent
+from jaxfb.mesh import manual_axes
+from jaxfb.types import LossFn, LossOutput
+
+PyTree = Any
+
+
+class Traced:
+    """Traces a loss function for one microbatch.
+
+    shape:  the shapes of its LossOutput.
+    places: a LossOutput of ints with the same structure: the position of each leaf among the program's results.
+    """
+
+    def __init__(self, loss_fn: LossFn, params: PyTree, microbatch: PyTree, rng: Any):
+        program, self.shape = jax.make_jaxpr(loss_fn, return_shape=True)(params, microbatch, rng)
+        leaves, structure = jax.tree.flatten(self.shape)
+        self.places: LossOutput = jax.tree.unflatten(structure, range(len(leaves)))
+        self._program, self._num_results = silent(program), len(leaves)
+        self._num_params = len(jax.tree.leaves(params))
+
+    @classmethod
+    def inside(cls, mesh: Mesh, loss_fn: LossFn, params: PyTree, microbatch: PyTree, rng: Any) -> Traced:
+        """Traces it inside `jax.shard_map`, where it may name the mesh's axes."""
+        found = []
+
+        def body() -> tuple:
+            found.append(cls(loss_fn, params, microbatch, rng))
+            return ()
+
+        axes = set(manual_axes(mesh))
+        inside = jax.shard_map(body, mesh=mesh, in_specs=(), out_specs=(), axis_names=axes, check_vma=False)
+        jax.eval_shape(inside)
+        return found[0]
+
+    def open(self) -> None:
+        """Inlines calls, in loops and branches too, so that results computed by one call are separated."""
+        self._program = opened(self._program)
+
+    def reads(self, *places: int) -> tuple[list[bool], list[bool]]:
+        """Returns which parameters those results depend on, and which leaves of (microbatch, rng)."""
+        used = self._cut(places)[1]
+        return used[: self._num_params], used[self._num_params :]
+
+    def names(self, axis: str, *places: int) -> bool:
+        """Returns whether those results (none given: any) depend on a collective or an index along a mesh axis."""
+        return names_axis(self._cut(places or range(self._num_results))[0], axis)
+
+    def draws(self) -> list[tuple[int, ...]]:
+        """Returns the shapes of the random numbers that are drawn, in order."""
+        return [
+            eqn.params["shape"] for eqn in equations(self._program) if eqn.primitive.name == "random_bits"
+        ]
+
+    def function(self, *places: int) -> Callable:
+        """Returns a function (params, microbatch, rng) -> those results, in ascending order, without other computation.
+
+        params: may be None where no result depends on them.
+        """
+        program, used = self._cut(places)
+        run = runnable(program)
+
+        def call(params, microbatch, rng):
+            leaves = jax.tree.leaves(params) or [None] * self._num_params
+            leaves += jax.tree.leaves((microbatch, rng))
+            return run(*(leaf for leaf, needed in zip(leaves, used, strict=True) if needed))
+
+        return call
+
+    def _cut(self, places: Sequence[int]) -> tuple[Any, list[bool]]:
+        return cut_down(self._program, [place in places for place in range(self._num_results)])
+
+
+def names_axis(program: Any, axis: str) -> bool:
+    """Returns whether a traced function communicates along a mesh axis, or reads its index on it."""
+    return any(
+        axis == name or (isinstance(name, tuple) and axis in name)
+        for eqn in equations(program)
+        for name in (eqn.params.get("axis_name"), eqn.params.get("axes"))
+    )
