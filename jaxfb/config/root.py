@@ -56,6 +56,15 @@ class Config:
         check_pipeline(self.mesh, self.schedule, self.chunks)
         check_rollback(self.guard, self.checkpoint.every)
         _check_learning_rate(self)
+        _check_mixture(self)
+
+
+def _check_mixture(config: Config) -> None:
+    if config.data.mixture and config.run.epochs is not None:
+        raise Refused(
+            f"[run] epochs={config.run.epochs}: the sources of a mixture are not read through at the same time; use "
+            "run.updates or run.tokens"
+        )
 
 
 def _check_learning_rate(config: Config) -> None:

@@ -108,6 +108,21 @@ def section_of(hint: Any) -> type | None:
     return found[0] if found else None
 
 
+def named_sections(hint: Any) -> type | None:
+    """The dataclass of `dict[str, dataclass]`, sections whose names are the user's; None for anything else."""
+    if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
+        return get_args(hint)[1]
+    return None
+
+
+def _named_section(cls: type, given: Any, key: str) -> Any:
+    for name in given if isinstance(given, Mapping) else ():
+        if name not in fields_of(cls):
+            near = difflib.get_close_matches(str(name), fields_of(cls), n=1, cutoff=0.0)[0]
+            raise ConfigError(f"[config] unknown key {key}.{name}; did you mean {key}.{near}?")
+    return build(cls, given, f"{key}.")
+
+
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:
     """Yields every dotted key below `cls`, leaves and sections."""
     for name, hint in fields_of(cls).items():
@@ -144,6 +159,10 @@ def _nearest(key: str, keys: list[str]) -> str | None:
 
 def _value(hint: Any, given: Any, key: str, root: type) -> Any:
     section = section_of(hint)
+    if named := named_sections(hint):
+        if not isinstance(given, Mapping):
+            raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")
+        return {str(name): _named_section(named, each, f"{key}.{name}") for name, each in given.items()}
     if section is None:
         return _leaf(hint, given, key)
     return None if given is None and type(None) in _options(hint) else build(section, given, f"{key}.", root)
@@ -188,6 +207,8 @@ def describe(hint: Any) -> str:
             parts.append(f"one of {', '.join(registry.names)}, or your own as {OWN}")
         elif get_origin(option) is tuple:
             parts.append(f"a list, each {describe(get_args(option)[0])}")
+        elif named := named_sections(option):
+            parts.append(f"a mapping of names to sections with {', '.join(fields_of(named))}")
         elif get_origin(option) in (dict, Mapping):
             parts.append("a mapping of names to values")
         else:

@@ -5,7 +5,7 @@ Part of the data (its settings). `prepare(DataConfig(...))` turns them into rows
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Literal, get_args, get_type_hints
 
 from jaxfb.refusal import Refused, only_legal, shown
@@ -13,15 +13,46 @@ from jaxfb.refusal import Refused, only_legal, shown
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
 
 
+Source = Literal["python-stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
+OF_A_SOURCE = ("source", "path", "held_out_path", "held_out_fraction", "text_field", "max_bytes")
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One source of a mixture; tokenizer, packing, row length and seed are those of all.
+
+    weight: its share of the rows of training; the weights may have any sum. 0 leaves the source out.
+    source, path, held_out_path, held_out_fraction, text_field, max_bytes: as for a single source.
+    """
+
+    weight: float
+    source: Source = "text"
+    path: str | tuple[str, ...] = ()
+    held_out_path: str | tuple[str, ...] = ()
+    held_out_fraction: float = 0.05
+    text_field: str = "text"
+    max_bytes: int | None = None
+
+    def __post_init__(self):
+        if not 0 <= self.weight < float("inf"):
+            raise Refused(f"[data] weight={self.weight} of a source must be finite and not negative; use 1.0")
+        DataConfig(**{name: getattr(self, name) for name in OF_A_SOURCE})
+        for name in ("path", "held_out_path"):
+            value = getattr(self, name)
+            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+
+
 @dataclass(frozen=True)
 class DataConfig:
     """The settings that decide which tokens are in which row; only `seed` decides their order.
 
-    source: "python-stdlib" (the running interpreter's own source), "text", "jsonl" or "tokens".
+    source: "python-stdlib" (the running interpreter's own source), "text", "jsonl", "parquet", "arrow" (IPC files or
+      streams, such as those of Hugging Face's datasets) or "tokens".
+    mixture: several sources by name, each with its weight, in place of one; see docs/data.md.
     path: file, directory or glob, or several of them; unused by "python-stdlib".
     held_out_path: like `path`; all of it is held out, and nothing of `path` is. Empty: split by document.
     held_out_fraction: share of the documents held out, in [0, 1); 0 holds out none.
-    text_field: the key of the text in each JSONL record.
+    text_field: the key of the text in each JSONL record, or the column of a Parquet or Arrow file.
     tokenizer: "bpe" (trained on the train documents), "bytes", or the path of a tokenizer.json.
     vocab_size: of "bpe"; a small text may yield fewer.
     sequence_length: tokens in a row.
@@ -33,7 +64,7 @@ class DataConfig:
       .cache/jaxfb-data.
     """
 
-    source: Literal["python-stdlib", "text", "jsonl", "tokens"] = "python-stdlib"
+    source: Source = "python-stdlib"
     path: str | tuple[str, ...] = ()
     held_out_path: str | tuple[str, ...] = ()
     held_out_fraction: float = 0.05
@@ -45,6 +76,7 @@ class DataConfig:
     seed: int = 0
     max_bytes: int | None = None
     cache_dir: str | None = None
+    mixture: dict[str, SourceConfig] = field(default_factory=dict)
 
     def __post_init__(self):
         for name in ("path", "held_out_path"):
@@ -54,6 +86,30 @@ class DataConfig:
         _check_choice(self, "packing")
         _check_paths(self)
         _check_sizes(self)
+        _check_mixture(self)
+
+    def of(self, name: str, tokenizer: str) -> DataConfig:
+        """Returns the settings of one source of the mixture, with the tokenizer that all share."""
+        own = {key: getattr(self.mixture[name], key) for key in OF_A_SOURCE}
+        return replace(self, mixture={}, tokenizer=tokenizer, **own)
+
+
+def _check_mixture(config: DataConfig) -> None:
+    if not config.mixture:
+        return
+    defaults = {"source": "python-stdlib", "path": (), "held_out_path": (), "max_bytes": None}
+    given = [name for name, default in defaults.items() if getattr(config, name) != default]
+    if given:
+        raise Refused(
+            f"[data] {', '.join(given)} and mixture are both given; move {given[0]} into a source of the mixture"
+        )
+    if not any(source.weight for source in config.mixture.values()):
+        raise Refused(
+            f"[data] every weight of the mixture is 0; use data.mixture.{next(iter(config.mixture))}.weight=1.0"
+        )
+    for name in config.mixture:
+        if not name.isidentifier():
+            raise Refused(f"[data] mixture: {shown(name)} is no name of letters, digits and _; use source_1")
 
 
 def _check_choice(config: DataConfig, name: str) -> None:

@@ -12,11 +12,13 @@ import numpy as np
 
 from jaxfb.data.cache import cache_directory
 from jaxfb.data.config import DataConfig
+from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import PackedRows, pack
 from jaxfb.data.shards import TokenDocuments
-from jaxfb.data.text_shards import open_text_shards
+from jaxfb.data.text_shards import common_tokenizer, open_text_shards
 from jaxfb.data.token_shards import open_token_shards
 from jaxfb.data.tokenizer import Tokenizer
+from jaxfb.refusal import Refused
 
 COUNTED_ROWS = 4096
 
@@ -39,14 +41,14 @@ class Corpus:
     tokenizer: None for token files that came without one. vocab_size: all ids lie below it.
     """
 
-    train: PackedRows
-    held_out: PackedRows
+    train: PackedRows | MixedRows
+    held_out: PackedRows | MixedRows
     tokenizer: Tokenizer | None
     vocab_size: int
     train_stats: SplitStats
     held_out_stats: SplitStats
 
-    def bytes_per_token(self, rows: PackedRows | None = None) -> float | None:
+    def bytes_per_token(self, rows: PackedRows | MixedRows | None = None) -> float | None:
         """Returns bytes of text for each predicted token of `rows` (default: held out); None without a tokenizer.
 
         Exact for "bytes" and byte-level BPE. The end of a document is a token of 0 bytes.
@@ -72,6 +74,8 @@ def prepare(config: DataConfig) -> Corpus:
     Every process of a job may call it: they write the same and the first to finish is kept.
     Raises ValueError when a path is missing, a file cannot be used, or there is nothing to train on.
     """
+    if config.mixture:
+        return _mixed(config)
     open_shards = open_token_shards if config.source == "tokens" else open_text_shards
     shards = open_shards(config, cache_directory(config.cache_dir))
     rows = {
@@ -84,6 +88,53 @@ def prepare(config: DataConfig) -> Corpus:
         vocab_size=shards.vocab_size,
         train_stats=_stats(shards.train, rows["train"]),
         held_out_stats=_stats(shards.held_out, rows["held_out"]),
+    )
+
+
+def _mixed(config: DataConfig) -> Corpus:
+    """Prepares each source of a mixture with one tokenizer, and joins their rows."""
+    tokenizer = _common_tokenizer(config)
+    corpora = {name: prepare(config.of(name, tokenizer)) for name in config.mixture}
+    weights = {name: source.weight for name, source in config.mixture.items()}
+    if empty := [name for name, corpus in corpora.items() if weights[name] and not len(corpus.train)]:
+        raise Refused(
+            f"[data] the source {empty[0]!r} of the mixture has no row to train on; give it more text, or "
+            f"data.mixture.{empty[0]}.weight=0"
+        )
+    first = next(iter(corpora.values()))
+    return Corpus(
+        train=MixedRows({name: corpus.train for name, corpus in corpora.items()}, weights),
+        held_out=MixedRows({name: corpus.held_out for name, corpus in corpora.items()}, weights),
+        tokenizer=first.tokenizer,
+        vocab_size=max(corpus.vocab_size for corpus in corpora.values()),
+        train_stats=_sum([corpus.train_stats for corpus in corpora.values()]),
+        held_out_stats=_sum([corpus.held_out_stats for corpus in corpora.values()]),
+    )
+
+
+def _common_tokenizer(config: DataConfig) -> str:
+    """Returns what `tokenizer` is for each source: the one given, or the path of one trained on all of them."""
+    of_tokens = [name for name, source in config.mixture.items() if source.source == "tokens"]
+    if config.tokenizer != "bpe" or len(of_tokens) == len(config.mixture):
+        return config.tokenizer
+    if of_tokens:
+        raise Refused(
+            f"[data] the tokens of {of_tokens[0]!r} in the mixture were made by a tokenizer that is not tokenizer=bpe; "
+            "use data.tokenizer=path/to/tokenizer.json"
+        )
+    cache = cache_directory(config.cache_dir)
+    return str(common_tokenizer([config.of(name, "bpe") for name in config.mixture], cache))
+
+
+def _sum(stats: list[SplitStats]) -> SplitStats:
+    rows = sum(each.rows for each in stats)
+    known = all(each.bytes is not None for each in stats)
+    return SplitStats(
+        documents=sum(each.documents for each in stats),
+        tokens=sum(each.tokens for each in stats),
+        bytes=sum(each.bytes for each in stats) if known else None,
+        rows=rows,
+        fill=sum(each.fill * each.rows for each in stats) / max(rows, 1),
     )
 
 

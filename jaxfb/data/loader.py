@@ -13,6 +13,8 @@ from collections.abc import Callable
 
 import numpy as np
 
+from jaxfb.data.mixture import MixedOrder, MixedRows
+from jaxfb.data.order import row_order
 from jaxfb.data.packing import PackedRows
 from jaxfb.refusal import Refused
 
@@ -37,7 +39,7 @@ class Loader:
 
     def __init__(
         self,
-        rows: PackedRows,
+        rows: PackedRows | MixedRows,
         rows_per_update: int | Callable[[int], int],
         *,
         seed: int | None = 0,
@@ -56,7 +58,7 @@ class Loader:
         self._consumed_rows = 0
         self._iterator = None
         _check(rows, self._rows_at(0), seed, total_rows, remainder)
-        self._order = row_order(len(rows), seed)
+        self._order = _order(rows, seed)
         if remainder == "error" and total_rows is not None:
             self._refuse_short_window()
 
@@ -88,20 +90,24 @@ class Loader:
 
     def state(self) -> dict:
         """Returns what `restore` needs: a few numbers, to be saved as JSON with the checkpoint."""
-        return {
+        state = {
             "consumed_rows": self._consumed_rows,
             "seed": self._seed,
             "num_rows": len(self._rows),
             "fingerprint": self._rows.fingerprint,
         }
+        return state | ({"mixture": self._order.to_dict()} if isinstance(self._order, MixedOrder) else {})
 
     def restore(self, state: dict) -> None:
         """Continues where `state` was taken, without reading what came before.
 
+        A mixture may have other weights from here on, and sources may come and go.
+
         Raises ValueError when the rows or the seed are not those of `state`.
         """
         mine = self.state()
-        for name in ("fingerprint", "num_rows", "seed"):
+        mixed = "mixture" in mine and "mixture" in state
+        for name in ("seed",) if mixed else ("fingerprint", "num_rows", "seed"):
             if state[name] != mine[name]:
                 raise Refused(
                     f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
@@ -109,7 +115,13 @@ class Loader:
                     f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to go "
                     f"on at row {state['consumed_rows']} of these"
                 )
+        if mixed:
+            self._order = self._order.continued(state["mixture"], int(state["consumed_rows"]))
         self.seek(int(state["consumed_rows"]))
+
+    def passes(self, consumed_rows: int) -> dict[str, float]:
+        """Returns how often each source of a mixture was read through before a position; empty for a single source."""
+        return self._order.passes(consumed_rows) if isinstance(self._order, MixedOrder) else {}
 
     def seek(self, consumed_rows: int) -> None:
         """Continues as if so many rows of the global batches had been handed out."""
@@ -184,7 +196,7 @@ class _Windows:
 
 
 def evaluation_batches(
-    rows: PackedRows,
+    rows: PackedRows | MixedRows,
     rows_per_batch: int,
     *,
     local_rows: LocalRows | None = None,
@@ -196,19 +208,18 @@ def evaluation_batches(
     )
 
 
-def row_order(num_rows: int, seed: int | None) -> Callable[[int], int]:
-    """Returns position in the endless stream -> row; each epoch is another permutation of all rows."""
-    if seed is None:
-        return lambda position: position % num_rows
-    import grain
-
-    # Mixed first: grain adds the epoch to the seed, so neighbouring seeds would repeat each other's epochs.
-    mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return grain.MapDataset.range(num_rows).shuffle(seed=mixed).repeat().__getitem__
+def _order(rows: PackedRows | MixedRows, seed: int | None) -> Callable[[int], int]:
+    if isinstance(rows, MixedRows) and seed is not None:
+        return MixedOrder(rows, seed)
+    return row_order(len(rows), seed)
 
 
 def _check(
-    rows: PackedRows, rows_per_update: int, seed: int | None, total_rows: int | None, remainder: str
+    rows: PackedRows | MixedRows,
+    rows_per_update: int,
+    seed: int | None,
+    total_rows: int | None,
+    remainder: str,
 ) -> None:
     if len(rows) == 0:
         raise Refused("[data] num_rows=0 must be positive; give more text, or hold some of it out")

@@ -1,4 +1,4 @@
-"""Documents of text, in a stable order: the standard library, text files, JSONL.
+"""Documents of text, in a stable order: the standard library, text files, JSONL, Parquet and Arrow.
 
 Part of the data (the first thing read). Which side of the train / held-out split a document falls on
 is decided by its content alone, so neither order nor new neighbours move it.
@@ -20,6 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxfb.data.tables import check_installed, texts_of
 from jaxfb.refusal import Refused, shown
 
 log = logging.getLogger(__name__)
@@ -32,7 +33,14 @@ MACHINE_SPECIFIC = ("_sysconfigdata", "config-")
 SINGLE_FILE_PIECES = 100
 BOM, GZIP = "\ufeff", b"\x1f\x8b"
 SHOWN = 3
-SUFFIXES = {"jsonl": (".jsonl", ".json", ".jsonl.gz"), "tokens": (".bin", ".npy")}
+SUFFIXES = {
+    "jsonl": (".jsonl", ".json", ".jsonl.gz"),
+    "parquet": (".parquet",),
+    "arrow": (".arrow", ".feather", ".ipc"),
+    "tokens": (".bin", ".npy"),
+}
+TABLES = ("parquet", "arrow")
+OF_RECORDS = ("jsonl", *TABLES)  # many documents a file
 
 TRAIN, HELD_OUT, DROPPED = 0, 1, -1
 
@@ -59,12 +67,14 @@ def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None
 
     Raises ValueError when a path is missing or nothing is found.
     """
+    if source in TABLES:
+        check_installed(source)
     if source == "python-stdlib":
         files = _stdlib_files()
     else:
         found = [file for path in paths for file in _files_at(path, source)]
         files = sorted({file.path: file for file in found}.values(), key=lambda file: file.name)
-    if max_bytes is not None and len(files) > 1 and source != "jsonl":
+    if max_bytes is not None and len(files) > 1 and source not in OF_RECORDS:
         files = _within(files, max_bytes)
     if not files:
         raise Refused(f"[data] source={source!r} path={paths} has no file below {max_bytes=}; raise it")
@@ -77,6 +87,8 @@ def read_documents(
     """Returns non-empty documents in file order, at most `max_bytes` of text in all."""
     if source == "jsonl":
         documents = (document for file in files for document in _read_jsonl(file, text_field))
+    elif source in TABLES:
+        documents = (document for file in files for document in _read_table(file, text_field))
     elif len(files) == 1:
         documents = _cut_in_pieces(_read_text(files[0]))
     else:
@@ -251,6 +263,12 @@ def _read_jsonl(file: SourceFile, text_field: str) -> Iterator[Document]:
         text, offset = text.removeprefix(BOM) if number == 1 else text, offset + len(line)
         if text.strip():
             yield Document(f"{file.name}:{number}", _text_of(text, text_field, f"{file.path}:{number}"))
+
+
+def _read_table(file: SourceFile, text_field: str) -> Iterator[Document]:
+    for number, text in enumerate(texts_of(file.path, text_field), 1):
+        if text:
+            yield Document(f"{file.name}:{number}", text)
 
 
 def _lines(path: Path) -> Iterator[bytes]:

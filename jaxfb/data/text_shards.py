@@ -7,13 +7,13 @@ each of these steps rather than held in memory.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
 from pathlib import Path
 
 import numpy as np
 
-from jaxfb.data.cache import build_once
+from jaxfb.data.cache import build_once, digest
 from jaxfb.data.config import DataConfig
 from jaxfb.data.shards import (
     FORMAT,
@@ -26,7 +26,15 @@ from jaxfb.data.shards import (
     shards_key,
     write_documents,
 )
-from jaxfb.data.sources import TRAIN, Document, content_hash, find_files, read_documents, split_documents
+from jaxfb.data.sources import (
+    TRAIN,
+    Document,
+    SourceFile,
+    content_hash,
+    find_files,
+    read_documents,
+    split_documents,
+)
 from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, sampled, train_bpe, warn_of_unknown
 from jaxfb.position import here
 
@@ -35,8 +43,7 @@ ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
 
 def open_text_shards(config: DataConfig, cache: Path) -> Shards:
     """Finds the shards of a source of text in `cache`, or writes them there."""
-    files = find_files(config.source, config.path, config.max_bytes)
-    held_out_files = find_files(config.source, config.held_out_path) if config.held_out_path else []
+    files, held_out_files = _files_of(config)
     tokenizer = given_tokenizer(config)
     identity = tokenizer.fingerprint if tokenizer else f"bpe-{config.vocab_size}"
     directory = cache / f"text-{shards_key(config, files, held_out_files, identity)}"
@@ -58,7 +65,34 @@ def _stream(path: Path, facts: dict, tokenizer: Tokenizer) -> TokenStream:
     return TokenStream([tokens], [str(path)], tokenizer.vocab_size)
 
 
-def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
+def common_tokenizer(configs: Sequence[DataConfig], cache: Path) -> Path:
+    """Returns the file of a tokenizer trained on the train sides of several sources, from `cache` or written there."""
+    found = [_files_of(config) for config in configs]
+    keys = [
+        shards_key(config, *files, f"bpe-{config.vocab_size}")
+        for config, files in zip(configs, found, strict=True)
+    ]
+    directory = cache / f"tokenizer-{digest(keys)}"
+
+    def build(draft: Path) -> dict:
+        sides = [_sides_of(config, *files) for config, files in zip(configs, found, strict=True)]
+        texts = (document.text for on_side in sides for document in on_side(TRAIN))
+        train_bpe(texts, configs[0].vocab_size).save(draft / "tokenizer.json")
+        return {"format": FORMAT}
+
+    build_once(directory, build)
+    return directory / "tokenizer.json"
+
+
+def _files_of(config: DataConfig) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Returns the files of the text, and those of which everything is held out."""
+    files = find_files(config.source, config.path, config.max_bytes)
+    return files, find_files(config.source, config.held_out_path) if config.held_out_path else []
+
+
+def _sides_of(config: DataConfig, files, held_out_files) -> Callable[[int], Iterator[Document]]:
+    """Returns a function from TRAIN or HELD_OUT to the documents of that side, read anew at each call."""
+
     def documents() -> Iterator[Document]:
         for document in chain(
             read_documents(config.source, held_out_files, config.text_field),
@@ -67,13 +101,15 @@ def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_file
             here.tick()
             yield document
 
-    def on_side(side: int) -> Iterator[Document]:
-        return (document for document, s in zip(documents(), sides, strict=True) if s == side)
-
     num_forced = sum(1 for _ in read_documents(config.source, held_out_files, config.text_field))
     hashes = np.fromiter((content_hash(document) for document in documents()), np.uint64)
     sides = split_documents(hashes, config.held_out_fraction, num_forced)
     check_sides(config, sides)
+    return lambda side: (document for document, s in zip(documents(), sides, strict=True) if s == side)
+
+
+def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
+    on_side = _sides_of(config, files, held_out_files)
     if tokenizer is None:
         tokenizer = train_bpe((document.text for document in on_side(TRAIN)), config.vocab_size)
     tokenizer.save(draft / "tokenizer.json")

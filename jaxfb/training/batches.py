@@ -62,6 +62,10 @@ class WindowReader:
         """Continues after the window whose `position` it is; ValueError if that was another text or order."""
         self._loader.restore(position)
 
+    def passes(self, consumed_rows: int) -> dict[str, float]:
+        """Returns how often each source of a mixture was read through before a position; empty for a single source."""
+        return self._loader.passes(consumed_rows)
+
     def seek(self, consumed_rows: int) -> None:
         """Continues at that row, whatever text and order a saved position was of."""
         self._loader.seek(consumed_rows)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 
 from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
+from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import PackedRows
 from jaxfb.position import here
 from jaxfb.training.batches import place, rows_here
@@ -22,24 +23,36 @@ class HeldOut:
     def __init__(self, setup: Setup):
         self._setup = setup
         self._plan = setup.plan.plans["eval"]
-        self.rows: PackedRows = _choose_rows(setup)
+        self.rows: PackedRows | MixedRows = _choose_rows(setup)
         self._bytes_per_token = setup.corpus.bytes_per_token(self.rows) if len(self.rows) else None
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
         """Returns eval/loss (nats a token), eval/accuracy, eval/tokens; eval/bits_per_byte where bytes are known.
 
+        Of a mixture also eval/loss/<source>.
+
         Sums and weights of all batches are added before the one division. Empty without held-out rows.
         """
         if not len(self.rows):
             return {}
-        loss, weight, correct = 0.0, 0.0, 0.0
+        if not isinstance(self.rows, MixedRows):
+            loss, correct, weight = self._sums(params, self.rows)
+            return self._named(loss / weight, correct / weight, weight)
+        sums = {name: self._sums(params, rows) for name, rows in self.rows.parts.items() if len(rows)}
+        loss, correct, weight = (sum(column) for column in zip(*sums.values(), strict=True))
+        of_sources = {f"eval/loss/{name}": loss / weight for name, (loss, _, weight) in sums.items()}
+        return self._named(loss / weight, correct / weight, weight) | of_sources
+
+    def _sums(self, params: PyTree, held_out: PackedRows) -> tuple[float, float, float]:
+        """Returns the summed loss, the correct tokens and the counted tokens of some rows."""
+        loss, correct, weight = 0.0, 0.0, 0.0
         mine = rows_here(self._plan, self._setup.mesh)
-        for batch in evaluation_batches(self.rows, self._plan.rows, local_rows=lambda start, rows: mine):
+        for batch in evaluation_batches(held_out, self._plan.rows, local_rows=lambda start, rows: mine):
             here.enter("evaluation")
             term, accuracy = self._forward(params, batch)
             loss, weight = loss + float(term.total), weight + float(term.weight)
             correct += float(accuracy.total)
-        return self._named(loss / weight, correct / weight, weight)
+        return loss, correct, weight
 
     def baselines(self) -> Baselines | None:
         """Returns what a unigram and a bigram of the training text reach on the very same tokens."""
@@ -64,6 +77,6 @@ class HeldOut:
         return named if bits is None else {**named, "eval/bits_per_byte": bits}
 
 
-def _choose_rows(setup: Setup) -> PackedRows:
+def _choose_rows(setup: Setup) -> PackedRows | MixedRows:
     rows, batches = setup.corpus.held_out, setup.config.eval.batches
     return rows if batches is None else rows.spread(batches * setup.plan.plans["eval"].rows)

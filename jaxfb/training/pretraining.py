@@ -106,7 +106,9 @@ class Pretraining:
         window, record = self.setup.plan.window(number), named_numbers(metrics)
         tokens = record.pop(f"weights/{TERM}")
         epoch = (window.start + window.rows) / self.rows_an_epoch
-        return {**record, "tokens": tokens, "rows": window.rows, "epoch": epoch}
+        passes = self._reader.passes(window.start + window.rows)
+        of_sources = {f"epoch/{name}": value for name, value in passes.items()}
+        return {**record, "tokens": tokens, "rows": window.rows, "epoch": epoch, **of_sources}
 
     def evaluate(self) -> dict[str, float]:
         return self.held_out.evaluate(self.train_state.params)

@@ -14,6 +14,7 @@ import jax
 
 from jaxfb.config import changed_keys
 from jaxfb.data import SplitStats
+from jaxfb.data.mixture import MixedRows
 from jaxfb.display import duration
 from jaxfb.metrics import plot_losses
 from jaxfb.models.config import flops_per_token, num_params
@@ -128,6 +129,14 @@ def _text(setup: Setup) -> Iterator[tuple[str, Any]]:
     corpus = setup.corpus
     for name, stats in (("train", corpus.train_stats), ("held out", corpus.held_out_stats)):
         yield name, _split(stats)
+    if isinstance(corpus.train, MixedRows):
+        total = sum(corpus.train.weights.values())
+        for name, rows in corpus.train.parts.items():
+            share = corpus.train.weights[name] / total
+            yield (
+                f"source {name}",
+                f"{share:.1%} of the rows of training; {len(rows):,} rows, {rows.num_tokens:,} tokens",
+            )
     yield "vocabulary", f"{corpus.vocab_size:,} ids (padded to {setup.sizes.vocab_size:,} in the model)"
 
 
