@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, Window
-from jaxfb.data.loader import row_order
+from jaxfb.data.order import row_order
 from jaxfb.forward_backward import ForwardBackward, Packed
 
 PyTree = Any

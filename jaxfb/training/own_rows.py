@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxfb.batch_plan import Window
-from jaxfb.data.loader import row_order
+from jaxfb.data.order import row_order
 from jaxfb.refusal import Refused
 
 PyTree = Any

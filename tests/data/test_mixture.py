@@ -39,7 +39,9 @@ def mixed(texts, **weights):
 
 def corpus(texts, **weights):
     settings = {"tokenizer": "bytes", "sequence_length": 32, "cache_dir": str(texts / "cache")}
-    return prepare(config_from_dict({**SECTIONS, "data": {**settings, "mixture": mixed(texts, **weights)}}).data)
+    return prepare(
+        config_from_dict({**SECTIONS, "data": {**settings, "mixture": mixed(texts, **weights)}}).data
+    )
 
 
 SECTIONS = {
@@ -101,7 +103,8 @@ def test_processes_read_the_rows_of_one(texts):
     rows = corpus(texts, code=5, web=3, few=2).train
     whole = Loader(rows, 8, seed=1, prefetch=0)
     halves = [
-        Loader(rows, 8, seed=1, prefetch=0, local_rows=lambda start, n, k=k: np.arange(k, n, 2)) for k in (0, 1)
+        Loader(rows, 8, seed=1, prefetch=0, local_rows=lambda start, n, k=k: np.arange(k, n, 2))
+        for k in (0, 1)
     ]
     for _ in range(5):
         batch, parts = next(whole), [next(half) for half in halves]
@@ -137,8 +140,15 @@ def losses(directory):
 def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(texts, tmp_path):
     def config(name, *overrides, **weights):
         (tmp_path / name).mkdir(exist_ok=True)
-        data = {"source": "python-stdlib", "tokenizer": "bpe", "vocab_size": 300, "mixture": mixed(texts, **weights)}
-        path = write_tiny(tmp_path / name, data={**data, "max_bytes": None}, run={"updates": 8}, eval={"every": 8})
+        data = {
+            "source": "python-stdlib",
+            "tokenizer": "bpe",
+            "vocab_size": 300,
+            "mixture": mixed(texts, **weights),
+        }
+        path = write_tiny(
+            tmp_path / name, data={**data, "max_bytes": None}, run={"updates": 8}, eval={"every": 8}
+        )
         return load_config(path, ["data.cache_dir=" + str(tmp_path / "cache"), *overrides])
 
     whole = trainer.train(config("whole", code=2, web=1))
@@ -161,10 +171,19 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
     "data, sentence",
     [
         ({"mixture": {"a": {"path": "x", "weight": -1}}}, r"weight=-1.0 of a source must be finite"),
-        ({"mixture": {"a": {"path": "x", "weight": 0}}}, r"every weight of the mixture is 0; use data.mixture.a.weight"),
-        ({"mixture": {"a": {"path": "x", "weight": 1}}, "source": "text", "path": "y"}, "source, path and mixture"),
+        (
+            {"mixture": {"a": {"path": "x", "weight": 0}}},
+            r"every weight of the mixture is 0; use data.mixture.a.weight",
+        ),
+        (
+            {"mixture": {"a": {"path": "x", "weight": 1}}, "source": "text", "path": "y"},
+            "source, path and mixture",
+        ),
         ({"mixture": {"a": {"weight": 1}}}, "needs path"),
-        ({"mixture": {"a": {"path": "x", "wieght": 1}}}, r"key data.mixture.a.wieght; did you mean data.mixture.a.weight"),
+        (
+            {"mixture": {"a": {"path": "x", "wieght": 1}}},
+            r"key data.mixture.a.wieght; did you mean data.mixture.a.weight",
+        ),
         ({"mixture": {"a b": {"path": "x", "weight": 1}}}, "'a b' is no name"),
         ({"mixture": ["a"]}, "data.mixture=.*must be a mapping of names to sections with weight, source"),
     ],
@@ -184,14 +203,12 @@ def test_a_mixture_survives_the_config_file_and_has_no_epochs(texts):
 
 @pytest.mark.parametrize("kind", ["parquet", "arrow", "stream"])
 def test_columns_of_tables_are_documents(texts, tmp_path, kind):
-    pyarrow = pytest.importorskip("pyarrow")
-    import pyarrow.parquet
-
+    pyarrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
     texts_ = [path.read_text() for path in sorted((texts / "code").iterdir())]
     table = pyarrow.table({"id": list(range(len(texts_) + 1)), "body": [*texts_, None]})
     path = tmp_path / f"t.{'parquet' if kind == 'parquet' else 'arrow'}"
     if kind == "parquet":
-        pyarrow.parquet.write_table(table, path, row_group_size=7)
+        parquet.write_table(table, path, row_group_size=7)
     else:
         opener = pyarrow.ipc.new_file if kind == "arrow" else pyarrow.ipc.new_stream
         with pyarrow.OSFile(str(path), "wb") as sink, opener(sink, table.schema) as writer:
@@ -201,7 +218,10 @@ def test_columns_of_tables_are_documents(texts, tmp_path, kind):
     from_table = prepare(DataConfig(source=source, path=str(path), text_field="body", **common))
     from_files = prepare(DataConfig(source="text", path=str(texts / "code"), **common))
     assert from_table.train.fingerprint == from_files.train.fingerprint
-    for field, wanted in (("boddy", "has no column text_field='boddy'; it has: id, body"), ("id", "holds int64")):
+    for field, wanted in (
+        ("boddy", "has no column text_field='boddy'; it has: id, body"),
+        ("id", "holds int64"),
+    ):
         with pytest.raises(ValueError, match=wanted):
             prepare(DataConfig(source=source, path=str(path), text_field=field, **common))
     path.write_bytes(path.read_bytes()[:100])
@@ -212,5 +232,7 @@ def test_columns_of_tables_are_documents(texts, tmp_path, kind):
 def test_tables_without_pyarrow_say_what_to_install(tmp_path, monkeypatch):
     (tmp_path / "x.parquet").write_bytes(b"PAR1")
     monkeypatch.setitem(sys.modules, "pyarrow", None)
-    with pytest.raises(ValueError, match=r"source='parquet' needs the package pyarrow: pip install 'jaxfb\[data\]'"):
+    with pytest.raises(
+        ValueError, match=r"source='parquet' needs the package pyarrow: pip install 'jaxfb\[data\]'"
+    ):
         prepare(DataConfig(source="parquet", path=str(tmp_path / "x.parquet"), cache_dir=str(tmp_path)))
