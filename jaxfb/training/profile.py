@@ -48,4 +48,9 @@ class Profile(Callback):
     def _stop(self) -> None:
         self._run.sync()
         jax.profiler.stop_trace()
-        self._run.say(f"traced updates {self._first} to {self._first + self._steps - 1} into {self._where}")
+        traces = sorted(Path(self._where).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
+        opened = f"open {traces[-1]} at https://ui.perfetto.dev, or " if traces else ""
+        self._run.say(
+            f"traced updates {self._first} to {self._first + self._steps - 1} into {self._where}: {opened}"
+            f"tensorboard --logdir {self._where}"
+        )
