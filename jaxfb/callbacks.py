@@ -44,9 +44,11 @@ class RunInProgress(Protocol):
 
     def say(self, text: str) -> None:
         """Prints a line without disturbing the live progress line."""
+        ...
 
     def sync(self) -> None:
         """Waits until the devices have computed what was dispatched."""
+        ...
 
 
 class Callback:

@@ -111,8 +111,8 @@ class LossOutput:
     outputs: pytree of [rows, ...] arrays to collect (such as log-probs), or None.
     """
 
-    terms: dict[str, Sum]
-    metrics: dict[str, Sum | Max | Min | Last] = field(default_factory=dict)
+    terms: Mapping[str, Sum]
+    metrics: Mapping[str, Sum | Max | Min | Last] = field(default_factory=dict)
     outputs: PyTree = None
 
 

@@ -14,7 +14,7 @@ from dataclasses import KW_ONLY, dataclass, field
 from fractions import Fraction
 from functools import cached_property
 from numbers import Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 from jaxfb.batch_plan.fit import divide
 from jaxfb.batch_plan.plan import REMAINDERS, BatchPlan, Remainder, plans_by_purpose
@@ -108,9 +108,17 @@ class RunPlan:
         _check_some_updates(self)
 
     @property
+    def _by_purpose(self) -> Mapping[str, BatchPlan]:
+        return cast(Mapping[str, BatchPlan], self.plans)  # since __post_init__
+
+    @property
+    def _ramp(self) -> RampUp | None:
+        return cast(RampUp | None, self.ramp_up)  # since __post_init__
+
+    @property
     def train(self) -> BatchPlan:
         """Returns the plan of a full update, after any ramp-up."""
-        return self.plans["train"]
+        return self._by_purpose["train"]
 
     @cached_property
     def total_updates(self) -> int:
@@ -125,7 +133,7 @@ class RunPlan:
     def rows_at(self, consumed_rows: int) -> int:
         """Returns planned rows of the update that starts at this position."""
         consumed_rows = not_negative("run", "consumed_rows", consumed_rows)
-        return self.ramp_up.rows_at(consumed_rows) if self.ramp_up else self.train.rows
+        return self._ramp.rows_at(consumed_rows) if self._ramp else self.train.rows
 
     def plan_at(self, consumed_rows: int) -> BatchPlan:
         """Returns the train plan of the update that starts at this position."""
@@ -162,8 +170,8 @@ class RunPlan:
         names = (*_LENGTHS, "dataset_rows", "sequence_length", "remainder")
         return {
             **{name: getattr(self, name) for name in names},
-            "ramp_up": [list(step) for step in self.ramp_up.steps] if self.ramp_up else None,
-            "plans": {purpose: plan.to_dict() for purpose, plan in self.plans.items()},
+            "ramp_up": [list(step) for step in self._ramp.steps] if self._ramp else None,
+            "plans": {purpose: plan.to_dict() for purpose, plan in self._by_purpose.items()},
         }
 
     def _first(self, first: int) -> int:
@@ -179,7 +187,7 @@ class RunPlan:
 
     @cached_property
     def _plan_of(self) -> dict[int, BatchPlan]:
-        counts = self.ramp_up.row_counts if self.ramp_up else (self.train.rows,)
+        counts = self._ramp.row_counts if self._ramp else (self.train.rows,)
         return {rows: self.train.replace(rows=rows) for rows in counts}
 
     @cached_property
@@ -203,7 +211,7 @@ def _cut(run: RunPlan, row_limit: int, update_limit: int) -> Iterator[_Stretch]:
     update = position = 0
     while position < row_limit and update < update_limit:
         plan = run.plan_at(position)
-        change = (run.ramp_up and run.ramp_up.next_change(position)) or _ENDLESS
+        change = (run._ramp and run._ramp.next_change(position)) or _ENDLESS
         end = min(row_limit, _end_of_epoch(run, position, plan.real_rows))
         fit = (end - position) // plan.real_rows
         count = min(fit, divide(change - position, plan.real_rows, "pad"), update_limit - update)
@@ -308,14 +316,14 @@ def _check_number_of_epochs(run: RunPlan) -> None:
 
 def _check_ramp_up(run: RunPlan) -> None:
     """Checks that the ramp-up ends at the train plan's rows, and that each of its sizes makes a legal plan."""
-    if run.ramp_up is None:
+    if run._ramp is None:
         return
-    final = run.ramp_up.steps[-1][1]
+    final = run._ramp.steps[-1][1]
     if final != run.train.rows:
         raise PlanError(
             f"[run] ramp_up: ramp-up ends at {final} rows but the train plan has {run.train.rows}; make them equal"
         )
-    for start, rows in run.ramp_up.steps:
+    for start, rows in run._ramp.steps:
         try:
             run.train.replace(rows=rows)
         except PlanError as error:

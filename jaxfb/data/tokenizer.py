@@ -38,44 +38,64 @@ class Tokenizer(Protocol):
       are found in a text before it is cut into words.
     """
 
-    vocab_size: int
-    start_id: int | None
-    eos_id: int | None
-    fingerprint: str
-    special_names: tuple[str, ...]
-    added_names: tuple[str, ...]
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def start_id(self) -> int | None: ...
+
+    @property
+    def eos_id(self) -> int | None: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    @property
+    def special_names(self) -> tuple[str, ...]: ...
+
+    @property
+    def added_names(self) -> tuple[str, ...]: ...
 
     def encode(self, texts: list[str]) -> list[np.ndarray]:
         """Encodes each text as i32[num_tokens]."""
+        ...
 
     def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
         """Encodes each text as i32[num_tokens], reading names of special tokens as these tokens.
 
         continued: whether a text goes on another one; some tokenizers put a space before a text that does not.
         """
+        ...
 
     def decode(self, ids: Iterable[int], keep_special: bool = False) -> str:
         """Returns the text of the ids; special tokens are left out, or appear by name."""
+        ...
 
     def id_of(self, name: str) -> int | None:
         """Returns the id of a special token such as <|im_start|>, or None if the vocabulary has none of that name."""
+        ...
 
     def name_of(self, token: int) -> str:
         """Returns the name of an id: the inverse of `id_of`."""
+        ...
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
         """Returns share of the characters (white space left out) that are in no token but the unknown one, and some
         of them.
         """
+        ...
 
     def token_bytes(self) -> np.ndarray:
         """Returns i32[vocab_size]: bytes of text each token stands for; 0 for special tokens."""
+        ...
 
     def is_token(self) -> np.ndarray:
         """Returns bool[vocab_size]: which ids are tokens; a vocabulary may have holes."""
+        ...
 
     def save(self, path: Path) -> None:
         """Writes one file that `load_tokenizer` reads."""
+        ...
 
 
 class ByteTokenizer:

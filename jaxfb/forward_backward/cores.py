@@ -30,19 +30,24 @@ PyTree = Any
 class Core(Protocol):
     """The interface of accumulation and pipeline that the engine calls."""
 
-    how: Execution
+    @property
+    def how(self) -> Execution: ...
 
     def hold(self, params: PyTree) -> PyTree:
         """Returns the parameters as the loop over microbatches reads them, made once a call."""
+        ...
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes) -> tuple[PyTree, LossOutput]:
         """Returns local gradients of `held`, and every microbatch's answer, [num_microbatches, ...] leaves."""
+        ...
 
     def forward(self, held, microbatches, keys) -> LossOutput:
         """Returns the answers alone."""
+        ...
 
     def reduce(self, grads: PyTree, grad_specs: PyTree, axes: tuple[str, ...]) -> PyTree:
         """Returns gradients like params, summed over `axes` (and pipe), each leaf once."""
+        ...
 
 
 @dataclass(frozen=True)

@@ -249,7 +249,7 @@ def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.
     return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
 
 
-def rebuilder(module: type[nnx.Module], config: TransformerConfig) -> Callable[[dict], nnx.Module]:
+def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[[dict], Any]:
     """Returns a function from a module's dict of arrays to the module; its structure is found once, abstractly.
 
     Arrays in the dict that are not the module's own are left out.

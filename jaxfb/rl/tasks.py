@@ -56,14 +56,19 @@ class Task(Protocol):
     train, held_out: disjoint; accuracy is measured on the second.
     """
 
-    train: list[Problem]
-    held_out: list[Problem]
+    @property
+    def train(self) -> list[Problem]: ...
+
+    @property
+    def held_out(self) -> list[Problem]: ...
 
     def reward(self, problem: Problem, response: Response) -> float:
         """Returns the reward of a response, a finite number; `response` is a str with its ids."""
+        ...
 
     def is_correct(self, problem: Problem, response: Response) -> bool:
         """Returns whether the response counts as solved."""
+        ...
 
 
 class BadJudgement(Refused):

@@ -25,16 +25,20 @@ class OwnRows(Protocol):
     num_rows: of one epoch; None where they never end or are not counted.
     """
 
-    num_rows: int | None
+    @property
+    def num_rows(self) -> int | None: ...
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         """Returns the rows `here` (indices into the window's padded rows) as a batch; padding rows are zeros."""
+        ...
 
     def position(self) -> dict[str, Any]:
         """Returns what `restore` needs to go on behind the last window read."""
+        ...
 
     def restore(self, position: Mapping[str, Any]) -> None:
         """Goes on from there."""
+        ...
 
 
 def own_rows(data: Any, seed: int) -> OwnRows:

@@ -34,76 +34,109 @@ class Work(Protocol):
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
     """
 
-    config: Any
-    command: str
-    mesh: Mesh
-    total: int
-    tokenizer: Any
+    @property
+    def config(self) -> Any: ...
+
+    @property
+    def command(self) -> str: ...
+
+    @property
+    def mesh(self) -> Mesh: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def tokenizer(self) -> Any: ...
+
     say: Say
-    starts_with_evaluation: bool
+
+    @property
+    def starts_with_evaluation(self) -> bool: ...
 
     @property
     def train_state(self) -> TrainState:
         """Returns the state that the next update reads."""
+        ...
 
     @property
     def abstract_params(self) -> PyTree:
         """Returns a tree with the structure of the parameters, for the names of leaves."""
+        ...
 
     @property
     def flops_per_token(self) -> float | None:
         """Operations of one token, forward and backward; None where they are not known."""
+        ...
 
     def facts(self) -> Mapping[str, Any]:
         """Returns what must be the same on every process of the job: rows, plans, devices."""
+        ...
 
     def tables(self) -> Iterable[Table]:
         """Titles and tables of what was decided, printed at the start."""
+        ...
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plans as plain values: plan.json, and what a resumed run is compared with."""
+        ...
 
     def write_start(self, directory: RunDirectory) -> None:
         """Writes what the run directory holds of this kind from the start, on process 0."""
+        ...
 
     def start(self, say: Say) -> None:
         """Makes a fresh state."""
+        ...
 
     def read(self, number: int) -> Any:
         """Returns the rows of update `number`, counted from 0, on the host."""
+        ...
 
     def update(self, number: int, batch: Any) -> tuple[StepMetrics, dict[str, Any]]:
         """Dispatches one update; returns its numbers on the device, and others by name."""
+        ...
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         """Returns the numbers of one update by name, once they are on the host."""
+        ...
 
     def evaluate(self) -> dict[str, float]:
         """Evaluates the present parameters; empty if there is nothing to evaluate on."""
+        ...
 
     def state(self) -> PyTree:
         """Returns the arrays that a checkpoint holds; those of the model are under "params"."""
+        ...
 
     def host(self, done: int) -> dict[str, Any]:
         """Returns the JSON values that a checkpoint holds beside the arrays, after `done` updates."""
+        ...
 
     def abstract_state(self) -> PyTree:
         """Returns those arrays as shapes, dtypes and shardings."""
+        ...
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
         """Refuses, with ValueError, to go on from the checkpoint of that record, before its arrays are read."""
+        ...
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         """Goes on from the arrays and the record of a checkpoint."""
+        ...
 
     def prepare_end(self) -> Any:
         """Computes what the end needs from the devices, on every process; `finish` receives it."""
+        ...
 
     def finish(self, run: Run, prepared: Any) -> dict[str, Any]:
         """Draws and writes what came of it, on process 0; returns what summary.json holds beside the common keys."""
+        ...
 
     def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
         """Returns the lines printed at the end of a finished run."""
+        ...
 
     def close(self) -> None:
         """Releases what reads ahead."""
+        ...
