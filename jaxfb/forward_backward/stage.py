@@ -46,6 +46,7 @@ class Target(NamedTuple):
     at once.
     at once.
     at once.
+    at once.
 
     sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.

@@ -2,6 +2,7 @@
 config.
 config.
 config.
+config.
 """
 
 from __future__ import annotations

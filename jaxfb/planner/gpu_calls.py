@@ -2,6 +2,7 @@
 text.
 text.
 text.
+text.
 """
 
 from __future__ import annotations

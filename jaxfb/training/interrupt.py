@@ -29,7 +29,7 @@ class Stopped(BaseException):
 
 
 class Interrupt:
-    """Catches the first SIGINT or SIGTERM and, once `begun`, only sets `.signal`; a second one ends the process.
+    """Catches the first SIGINT or SIGTERM and only sets `.signal`; a second one acts as it always does.
 
     begun: there are updates that a signal should save; before that it raises `Stopped` in the main thread, and where
       that computes for long outside of Python, it ends the process.
