@@ -20,7 +20,7 @@ FEW = 5  # numbers in a metric or output that is a vector
 
 @dataclass(frozen=True)
 class Given:
-    """The inputs of terms, metrics and outputs; [R, T] arrays unless noted otherwise.
+    """Collects what terms, metrics and outputs are made of; [R, T] arrays unless another shape is given.
 
     hidden: [R, T, W], in float32 at least.  gain: [3].  losses: zero where nothing counts.
     picked: log-probabilities of the targets.  weight: [R].  scale: [R], ones or something infinite.

@@ -1,4 +1,4 @@
-"""Describes one case of the random search in plain values, so that it can be drawn without JAX, printed and shrunk."""
+"""Describes one case in plain values, so that it can be drawn without JAX, printed, sent and made smaller."""
 
 from __future__ import annotations
 

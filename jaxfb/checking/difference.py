@@ -14,7 +14,7 @@ SMALL = 1e-3  # of the largest leaf: what is smaller is judged by this, not by i
 
 @dataclass(frozen=True)
 class Difference:
-    """A difference: a quantity ("grads", "metrics", ...), its leaf, and by how much or how it differs.
+    """Describes what differs: a quantity ("grads", "metrics", ...), the leaf of it, and by how much or how.
 
     size: relative difference, infinite where one alone is finite.  allowed: what rounding may make of it.
     problem: in words, where it is no number: another structure, shape or dtype.

@@ -55,7 +55,7 @@ FOR_FEW_BITS = ("sgd", "momentum", "lion", "optax.masked")
 
 @dataclass(frozen=True)
 class Own:
-    """The facts about a user's own model that the draw needs.
+    """Describes a user's own model to the draw.
 
     rows:        of its batch.
     num_layers:  of a `Pipelined`, None for a loss function.

@@ -1,4 +1,4 @@
-"""Collects what a search found: results, counts, and findings as text. No JAX in here."""
+"""Collects the results of a search and writes counts, refusals and findings. No JAX in here."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Found:
-    """The results of a search, in the order of their cases; prints as a table, refusals and findings.
+    """Collects all results of a search, in the order of their cases; prints as a table, refusals and findings.
 
     model: where the user's came from, "module:function"; None without one, or where it was handed over itself.
     """

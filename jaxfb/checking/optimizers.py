@@ -60,7 +60,7 @@ OPTIMIZERS: dict[str, Callable[[], optax.GradientTransformation]] = {
 
 @dataclass(frozen=True)
 class Update:
-    """The update that one device makes: numpy trees.
+    """Collects the results of an update on one device, as numpy trees.
 
     params, opt_state: after it.  slack: what rounding of the gradients may change in each of their numbers.
     grad_norm, clipped_grad_norm, update_norm: global norms.

@@ -1,4 +1,4 @@
-"""Describes how a case went, in plain values."""
+"""Describes the outcome of a case in plain values."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ FINDINGS = (DIFFERENT, FAILED, ABORTED, HUNG)
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one case.
+    """Describes the outcome of one case.
 
     status:  same; refused (a ValueError of jaxfb's own); different; failed (any other exception); aborted (the
       process died); or hung (it took too long).

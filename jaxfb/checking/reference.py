@@ -1,4 +1,4 @@
-"""Computes all rows at once on one device, in float64, by plain `jax.value_and_grad`, without the engine.
+"""Computes all rows at once on one device, in float64, by plain `jax.value_and_grad`: no engine in it.
 
 A `Pipelined` is embed, a Python loop over layers, head. Row r's key is `fold_in(key, r)`, layer i's that folded with i.
 """

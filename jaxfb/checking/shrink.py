@@ -47,9 +47,7 @@ def shrink(case: Case, fails: Callable[[Case], bool], most: int = MOST_TRIES) ->
 
 
 class _Tries:
-    """Tells whether a case fails, trying each case once and at most so many; a case that is not tried counts as
-    passing.
-    """
+    """Answers whether a case fails, each tried once and no more than so many; what is not tried does not fail."""
 
     def __init__(self, case: Case, fails: Callable[[Case], bool], most: int):
         self._known, self._fails, self._most = {str(case): True}, fails, most

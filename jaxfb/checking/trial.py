@@ -1,4 +1,4 @@
-"""Runs one case by the engine and by one device, and compares everything that came out."""
+"""Runs one case by the engine and by one device, and compares all results."""
 
 from __future__ import annotations
 

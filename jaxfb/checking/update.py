@@ -76,7 +76,7 @@ class _Updates:
         ]
 
     def _reported(self, metrics: StepMetrics, want: Answer) -> list[Difference]:
-        """Compares what the step says of the loss: its value, the terms', and the metrics'."""
+        """Compares what the step reports about the loss: its value, the terms', and the metrics'."""
         values = tolerance.of_values(self._case)
         ours = {"loss": metrics.loss, **metrics.terms}
         theirs = {"loss": want.loss, **{name: value_of(term) for name, term in want.terms.items()}}

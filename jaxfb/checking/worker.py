@@ -30,7 +30,7 @@ Request = int | Case
 
 @dataclass(frozen=True)
 class Setup:
-    """The settings that a process is started with.
+    """Collects what a process is started with.
 
     model: "module:function" that gives the user's (model, params, batch), or None for the toys.
     axes: those that the mesh of a user's model may have; None for all but expert and context.

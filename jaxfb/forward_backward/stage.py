@@ -46,7 +46,6 @@ class Target(NamedTuple):
     at once.
     at once.
     at once.
-    at once.
 
     sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.

@@ -2,7 +2,6 @@
 config.
 config.
 config.
-config.
 """
 
 from __future__ import annotations

@@ -2,7 +2,6 @@
 text.
 text.
 text.
-text.
 """
 
 from __future__ import annotations
