@@ -109,7 +109,7 @@ def section_of(hint: Any) -> type | None:
 
 
 def named_sections(hint: Any) -> type | None:
-    """The dataclass of `dict[str, dataclass]`, sections whose names are the user's; None for anything else."""
+    """Returns the dataclass of `dict[str, dataclass]`, sections whose names are the user's; None for anything else."""
     if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
         return get_args(hint)[1]
     return None

@@ -19,7 +19,7 @@ OF_A_SOURCE = ("source", "path", "held_out_path", "held_out_fraction", "text_fie
 
 @dataclass(frozen=True)
 class SourceConfig:
-    """One source of a mixture; tokenizer, packing, row length and seed are those of all.
+    """A source of a mixture; tokenizer, packing, row length and seed are those of all.
 
     weight: its share of the rows of training; the weights may have any sum. 0 leaves the source out.
     source, path, held_out_path, held_out_fraction, text_field, max_bytes: as for a single source.

@@ -57,7 +57,7 @@ class MixedRows:
 
     @property
     def starts(self) -> dict[str, int]:
-        """The number of each source's first row."""
+        """Returns the number of each source's first row."""
         ends = np.cumsum([0, *map(len, self.parts.values())])
         return dict(zip(self.parts, ends.tolist(), strict=False))
 
@@ -125,7 +125,7 @@ class MixedOrder:
         return {name: consumed.get(name, 0) / len(part) for name, part in self._rows.parts.items()}
 
     def to_dict(self) -> dict[str, Any]:
-        """What `continued` needs, as JSON."""
+        """Returns what `continued` needs, as JSON."""
         sources = {name: part.fingerprint for name, part in self._rows.parts.items()}
         return {"sources": sources, "spans": [[start, dict(weights)] for start, weights in self.spans]}
 

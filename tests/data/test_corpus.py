@@ -189,7 +189,10 @@ def test_baselines_are_cross_entropies_of_the_held_out_tokens(config, tmp_path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"source": "txt"}, "source='txt' is not known; use one of python-stdlib, text, jsonl, parquet, arrow, tokens"),
+        (
+            {"source": "txt"},
+            "source='txt' is not known; use one of python-stdlib, text, jsonl, parquet, arrow, tokens",
+        ),
         ({"source": "text"}, "source='text' needs path"),
         ({"path": "notes"}, "takes no path"),
         ({"packing": "tight"}, "packing='tight' is not known; use one of concat, best_fit"),
