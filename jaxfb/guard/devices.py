@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel.totals import sums_by_device
 
-TEST_SIZE, TEST_ROUNDS = 256, 8
+TEST_SIZE, TEST_ROUNDS = 128, 4
 
 
 def differing_replicas(leaves: Mapping[str, jax.Array]) -> dict[str, list[int]]:

@@ -51,6 +51,22 @@ def test_every_bit_and_every_place_counts(mesh):
     assert len(seen) == 7
 
 
+def test_pairs_of_flips_do_not_cancel():
+    """Two flips of the highest bit, and values that trade places, change the sum as any other change does."""
+    value = np.random.default_rng(2).normal(size=(6, 5)).astype(np.float32)
+    before = checksums({"x": value})["x"]
+    places = [(row, column) for row in range(6) for column in range(5)]
+    for first in places[::4]:
+        for second in places[::3]:
+            if first == second:
+                continue
+            signs, swapped = value.copy(), value.copy()
+            signs[first] *= -1
+            signs[second] *= -1
+            swapped[first], swapped[second] = value[second], value[first]
+            assert before not in checksums({"signs": signs, "swapped": swapped}).values()
+
+
 def test_what_is_not_finite_is_found_on_whatever_device_it_lies(mesh):
     value = np.ones((4, 4), np.float32)
     value[3, 2] = np.inf
