@@ -11,6 +11,7 @@ from typing import Literal, get_args, get_type_hints
 from jaxfb.refusal import Refused, only_legal, shown
 
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
+LARGEST_VOCAB = 2**22  # the trainer of the tokenizers library asks for the memory of them all at once
 
 
 Source = Literal["python-stdlib", "text", "jsonl", "parquet", "arrow", "tokens"]
@@ -142,6 +143,11 @@ def _check_sizes(config: DataConfig) -> None:
             f"[data] vocab_size={config.vocab_size} cannot hold the 256 bytes and the end token; "
             f"use {SMALLEST_VOCAB} or more",
             [{"vocab_size": SMALLEST_VOCAB}],
+        )
+    if config.tokenizer == "bpe" and config.vocab_size > LARGEST_VOCAB:
+        raise Refused(
+            f"[data] vocab_size={config.vocab_size} is more than a tokenizer can be trained to; use at most "
+            f"{LARGEST_VOCAB}"
         )
     if not 0 <= config.held_out_fraction < 1:
         raise Refused(

@@ -31,6 +31,7 @@ from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
+from jaxfb.training.machine import check_model, check_rows
 from jaxfb.training.setup import (
     abstract_params,
     enable_float64,
@@ -104,6 +105,7 @@ class Base:
             remainder="error" if exact else "pad",
             **vars(cut),
         )
+        check_rows(f"plans.{purpose}", plan, length)
         self._warn_of_bubbles(plan)
         return plan
 
@@ -161,6 +163,7 @@ def make_base(config: PostTrainingConfig) -> Base:
     mesh = make_mesh(**vars(config.mesh))
     tokenizer = _tokenizer(config)
     sizes = model_sizes(config, tokenizer.vocab_size)
+    check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
 from jaxfb.config import Config, load_config
 from jaxfb.data import Corpus, DataConfig, prepare
+from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
 from jaxfb.models.attention import check_backend
@@ -37,6 +38,7 @@ from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
+from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.types import Pipelined
 
 PyTree = Any
@@ -96,10 +98,14 @@ def make_setup(
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     plans = {"train": train_plan(config, mesh), "eval": eval_plan(config, mesh)}
+    for section, plan in (("batch", plans["train"]), ("eval", plans["eval"])):
+        check_rows(section, plan, config.data.sequence_length)
+    check_fits(config, config.model.sized(SMALLEST_VOCAB), mesh)
     say("reading the text")
     here.enter("reading the text")
     corpus = read(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
+    check_fits(config, sizes, mesh)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     check_attention(config, sizes, mesh)
@@ -107,6 +113,12 @@ def make_setup(
     setup = Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
     setup.eval_forward.check(setup.model, abstract_params(config, sizes), plans["train"])
     return setup
+
+
+def check_fits(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
+    """Refuses a model or a continuation that is larger than the machine."""
+    check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
+    check_continuation(sizes, config.eval.tokens)
 
 
 def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:

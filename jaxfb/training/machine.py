@@ -1,0 +1,92 @@
+"""The memory of this machine, so that a size beyond it is refused in a sentence before anything is allocated.
+
+Each bound is what a run needs at the very least. What passes may still not fit: `jaxfb plan` counts exactly.
+"""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+import jax
+from jax.sharding import Mesh
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.refusal import Refused
+
+CGROUP = Path("/sys/fs/cgroup/memory.max")
+SLOT_BYTES = 16  # of a row on the host: tokens, targets, segments and the mask of the loss, 4 bytes each
+
+
+def host_memory() -> int | None:
+    """Returns the bytes that this process may use, of the machine or of its container; None where that is unknown."""
+    found = []
+    with suppress(ValueError, OSError, AttributeError):
+        found.append(os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE"))
+    with suppress(ValueError, OSError):
+        found.append(int(CGROUP.read_text()))
+    return min(found, default=None)
+
+
+def device_memory(mesh: Mesh) -> int | None:
+    """Returns the bytes of one device of the mesh; None where that is unknown. CPU devices share the host's."""
+    [first, *_] = mesh.local_devices
+    if first.platform == "cpu":
+        host = host_memory()
+        return host and host // len(mesh.local_devices)
+    return (first.memory_stats() or {}).get("bytes_limit")
+
+
+def check_rows(section: str, plan: BatchPlan, length: int) -> None:
+    """Refuses the rows of one batch where the part that this process reads is larger than its memory.
+
+    Raises:
+      ValueError: names the sizes and the largest number of rows.
+    """
+    memory, processes = host_memory(), jax.process_count()
+    needed = plan.padded_rows * length * SLOT_BYTES // processes
+    if memory is not None and needed > memory:
+        each, cut = length * SLOT_BYTES, plan.rows_per_global_microbatch
+        most = memory * processes // each // cut * cut
+        shorter = memory * processes // (plan.padded_rows * SLOT_BYTES)
+        advice = f"use {most} rows or fewer" if most else f"use data.sequence_length={shorter} or less"
+        raise Refused(
+            f"[{section}] rows={plan.padded_rows} of sequence_length={length} take {_gb(needed)}, but this machine has "
+            f"{_gb(memory)}; {advice}"
+        )
+
+
+def check_model(sizes: TransformerConfig, mesh: Mesh, itemsize: int) -> None:
+    """Refuses a model whose parameters alone, cut over all devices, are larger than their memory.
+
+    Raises:
+      ValueError: names the parameters and the memory.
+    """
+    memory, count = device_memory(mesh), num_params(sizes)
+    if memory is not None and count * itemsize > memory * mesh.size:
+        raise Refused(
+            f"[model] {count:,} parameters (num_layers={sizes.num_layers}, hidden_size={sizes.hidden_size}, "
+            f"vocab_size={sizes.vocab_size}, num_experts={sizes.num_experts}) take {_gb(count * itemsize)}, but "
+            f"the memory of all {mesh.size} devices is {_gb(memory * mesh.size)}; use a smaller model or more devices"
+        )
+
+
+def check_continuation(sizes: TransformerConfig, tokens: int) -> None:
+    """Refuses a continuation whose keys and values are larger than the host's memory.
+
+    Raises:
+      ValueError: names the largest number of tokens.
+    """
+    memory = host_memory()
+    each = 2 * 2 * sizes.num_layers * sizes.num_kv_heads * sizes.head_size
+    if memory is not None and tokens * each > memory:
+        raise Refused(
+            f"[eval] tokens={tokens} need {_gb(tokens * each)} for keys and values, but this machine has "
+            f"{_gb(memory)}; use at most {memory // each}"
+        )
+
+
+def _gb(size: float) -> str:
+    return f"{size / 1e9:,.1f} GB"

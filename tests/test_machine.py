@@ -1,0 +1,60 @@
+"""Sizes beyond the machine are refused before anything is allocated, with advice that is legal itself."""
+
+import re
+
+import pytest
+from tiny import write_tiny
+
+from jaxfb.config import load_config
+from jaxfb.training import machine
+from jaxfb.training.setup import make_setup
+
+BILLION = 10**9
+
+
+def unread(data):
+    raise AssertionError("the text was read before the sizes were looked at")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "sentence"),
+    [
+        (["batch.rows=1000000000"], r"\[batch\] rows=1000000000 of sequence_length=32 take 512.0 GB, but this"),
+        (["batch.rows=1000000000", "batch.rows_per_microbatch=1000000000"], r"use data.sequence_length=1 or less"),
+        (["batch.rows_per_microbatch=1000000000", "batch.remainder=pad"], r"\[batch\] rows=1000000000 of"),
+        (["eval.rows=1000000000"], r"\[eval\] rows=1000000000 of sequence_length=32 take 512.0 GB"),
+        (["data.sequence_length=1000000000"], r"sequence_length=1000000000 take 128.0 GB.*sequence_length=\d+ or less"),
+        (["model.vocab_size=1000000000"], r"\[model\] 16,000,005,200 parameters .* take 64.0 GB"),
+        (["model.hidden_size=1000000000"], r"hidden_size=1000000000.* use a smaller model or more devices"),
+        (["model.num_experts=100000000"], r"num_experts=100000000\) take 1,241.6 GB"),
+        (["eval.tokens=1000000000"], r"\[eval\] tokens=1000000000 need 128.0 GB .*use at most \d+"),
+    ],
+    ids=lambda value: value[-1] if isinstance(value, list) else "",
+)  # fmt: skip
+def test_a_size_beyond_the_machine_is_refused_before_the_text_is_read(
+    tmp_path, monkeypatch, overrides, sentence
+):
+    monkeypatch.setattr(machine, "host_memory", lambda: 25 * BILLION)
+    with pytest.raises(ValueError, match=sentence) as refusal:
+        make_setup(load_config(write_tiny(tmp_path), overrides), lambda text: None, unread)
+    if found := re.search(r"use (\d+) rows or fewer", str(refusal.value)):
+        section = re.match(r"\[(\w+)", str(refusal.value))[1]
+        with pytest.raises(AssertionError, match="the text was read"):  # so the sizes were accepted
+            less = load_config(write_tiny(tmp_path), [*overrides, f"{section}.rows={found[1]}"])
+            make_setup(less, lambda text: None, unread)
+
+
+def test_a_vocabulary_that_no_tokenizer_has_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"vocab_size=1000000000 is more .* use at most 4194304"):
+        load_config(write_tiny(tmp_path), ["data.tokenizer=bpe", f"data.vocab_size={BILLION}"])
+
+
+def test_the_memory_of_this_machine_is_known():
+    assert machine.host_memory() > 2**28
+
+
+def test_a_container_may_use_less_than_the_machine_has(tmp_path, monkeypatch):
+    for text, size in (("1000000\n", 1_000_000), ("max\n", machine.host_memory())):
+        (tmp_path / "memory.max").write_text(text)
+        monkeypatch.setattr(machine, "CGROUP", tmp_path / "memory.max")
+        assert machine.host_memory() == size
