@@ -360,8 +360,8 @@ def _configured(options, command: str) -> Iterator[Any]:
 
 
 @contextmanager
-def _stoppable() -> Iterator[None]:
-    """Ends the process at SIGTERM or Ctrl-C until the run itself catches them; nothing was written yet."""
+def _starting() -> Iterator[None]:
+    """Ends the process at SIGTERM or Ctrl-C until the run itself catches them; makes files private."""
 
     def end(number: int, frame: object) -> None:
         name = signal.Signals(number).name
@@ -373,16 +373,18 @@ def _stoppable() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
+    umask = os.umask(0o077)  # what a run writes is for this user alone
     before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+        os.umask(umask)
 
 
 def _train(options) -> int:
-    with _stoppable(), _configured(options, "train") as config:
+    with _starting(), _configured(options, "train") as config:
         return _train_on(config, options)
 
 
@@ -398,7 +400,7 @@ def _train_on(config, options) -> int:
 
 
 def _post_train(options) -> int:
-    with _stoppable(), _configured(options, options.command) as config:
+    with _starting(), _configured(options, options.command) as config:
         return _post_train_on(config, options)
 
 

@@ -19,7 +19,7 @@ from jaxfb.position import Position
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.hosts import Hosts
+from jaxfb.training.hosts import Hosts, _bind_address
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
 
@@ -71,6 +71,14 @@ def test_a_process_finds_its_place(config, environment, place, monkeypatch):
     for name, value in environment.items():  # jax's own detection reads the process's environment
         monkeypatch.setenv(name, value)
     assert find_place(HostsConfig(**config), environment) == place
+
+
+@pytest.mark.parametrize(
+    ("coordinator", "bound"),
+    [("127.0.0.1:81", "127.0.0.1:81"), ("localhost:81", "localhost:81"), ("[::1]:81", "[::1]:81"), ("node0:81", None)],
+)  # fmt: skip
+def test_a_coordinator_on_loopback_listens_there_alone(coordinator, bound):
+    assert _bind_address(coordinator) == bound
 
 
 @pytest.mark.parametrize(

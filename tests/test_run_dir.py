@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -319,3 +320,17 @@ def test_a_seed_that_would_wrap_around_is_refused():
             load_config(quickstart, [f"{section}=-1"])
     with pytest.raises(ValueError, match=r"\[run\] seed=4294967296 must lie in \[0, 2\*\*32\); use 0"):
         load_config(quickstart, [f"run.seed={2**32}"])
+
+
+def test_a_run_directory_is_for_its_user_alone_and_one_that_exists_keeps_its_mode(tmp_path):
+    before = os.umask(0o022)
+    try:
+        with RunLock(tmp_path / "new") as lock:
+            lock.acquire()
+            assert stat.S_IMODE((tmp_path / "new").stat().st_mode) == 0o700
+        (tmp_path / "shared").mkdir(mode=0o755)
+        with RunLock(tmp_path / "shared") as lock:
+            lock.acquire()
+            assert stat.S_IMODE((tmp_path / "shared").stat().st_mode) == 0o755
+    finally:
+        os.umask(before)

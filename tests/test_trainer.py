@@ -216,6 +216,12 @@ def test_compiled_programs_are_kept_for_this_user_alone(tmp_path):
         jax.config.update("jax_compilation_cache_dir", None)
         assert use_compile_cache(open_to_all) is None and not jax.config.jax_compilation_cache_dir
         assert stat.S_IMODE(use_compile_cache(tmp_path / "mine").stat().st_mode) == 0o700
+        jax.config.update("jax_compilation_cache_dir", str(open_to_all))  # as if inherited
+        with pytest.warns(UserWarning, match="other users can write programs into it"):
+            assert use_compile_cache() is None and not jax.config.jax_compilation_cache_dir
+        (tmp_path / "shown").mkdir(mode=0o755)
+        jax.config.update("jax_compilation_cache_dir", str(tmp_path / "shown"))
+        assert use_compile_cache() == tmp_path / "shown"
     finally:
         jax.config.update("jax_compilation_cache_dir", before)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import stat
+import warnings
 from pathlib import Path
 
 import jax
@@ -17,10 +18,11 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     """Turns JAX's persistent compilation cache on, beside the data's; the directory, or None if it is off.
 
     What lies in it is executed, so it belongs to this user alone: mode 0700, and a directory that others can
-    write to is not used. JAX_COMPILATION_CACHE_DIR or an earlier `jax.config.update` is left as it is.
+    write to is not used. That of JAX_COMPILATION_CACHE_DIR or an earlier `jax.config.update` is used as it is, unless
+    others can write to it. Of a bucket (gs://...) nothing can be known here.
     """
-    if jax.config.jax_compilation_cache_dir:
-        return Path(jax.config.jax_compilation_cache_dir)
+    if given := jax.config.jax_compilation_cache_dir:
+        return _checked(given)
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     if not _belongs_to_us_alone(directory):
@@ -30,11 +32,27 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     return directory
 
 
+def _checked(given: str) -> Path | None:
+    """Returns the inherited directory, or turns the cache off where others can write to it."""
+    directory = Path(given)
+    if "://" in given or not directory.exists() or _only_we_write(directory):
+        return directory
+    warnings.warn(
+        f"the compile cache {directory} is not used: other users can write programs into it that would be executed; "
+        "chmod 700 it, or unset JAX_COMPILATION_CACHE_DIR",
+        stacklevel=3,
+    )
+    jax.config.update("jax_compilation_cache_dir", None)
+    return None
+
+
 def _belongs_to_us_alone(directory: Path) -> bool:
-    facts = directory.stat()
-    if facts.st_uid != os.getuid():
-        return False
-    if stat.S_IMODE(facts.st_mode) & 0o022:
+    if not _only_we_write(directory):
         return False
     directory.chmod(PRIVATE)
     return True
+
+
+def _only_we_write(directory: Path) -> bool:
+    facts = directory.stat()
+    return facts.st_uid == os.getuid() and not stat.S_IMODE(facts.st_mode) & 0o022

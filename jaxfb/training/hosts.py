@@ -235,8 +235,18 @@ def _join(config: HostsConfig) -> None:
             local_device_ids=place.local_devices,
             cluster_detection_method="deactivate",
             initialization_timeout=int(config.timeout) + RUNTIME_PATIENCE,
+            coordinator_bind_address=_bind_address(place.coordinator),
             heartbeat_timeout_seconds=int(2 * config.lost_after) + RUNTIME_PATIENCE,
         )
+
+
+def _bind_address(coordinator: str) -> str | None:
+    """Returns where process 0 listens: on loopback if that is its address, else None, which is everywhere.
+
+    Nobody has to prove who they are there, so the port is to be closed to all but the job's hosts.
+    """
+    host = coordinator.rpartition(":")[0].strip("[]")
+    return coordinator if host in ("localhost", "::1") or host.startswith("127.") else None
 
 
 def _reach(place: Place, timeout: float) -> None:

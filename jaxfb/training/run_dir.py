@@ -31,6 +31,8 @@ FILES = (
     "sample.txt",
 )
 
+PRIVATE = 0o700  # parameters and text are for the user who runs; chmod shares them
+
 
 @dataclass(frozen=True)
 class RunDirectory:
@@ -178,7 +180,7 @@ class RunDirectory:
 
         update: that the run starts from; another config that lies here is kept as config.until-<update>.yaml.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
+        self.path.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
         self._keep_config(config, update)
         save_yaml(config, self._config)
         write_json(self.path / "plan.json", plan)

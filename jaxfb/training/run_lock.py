@@ -23,7 +23,7 @@ from typing import Any
 
 from jaxfb.config import ConfigError
 from jaxfb.metrics import check_writers
-from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.run_dir import PRIVATE, RunDirectory
 
 try:
     import fcntl
@@ -187,7 +187,7 @@ def move_aside(directory: RunDirectory, lock: RunLock) -> None:
 def _make(directory: Path) -> list[Path]:
     """Returns the directories that had to be made, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]
-    directory.mkdir(parents=True, exist_ok=True)
+    directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
     return missing
 
 

@@ -15,6 +15,7 @@ from jaxfb.data.tokenizer import absent_ids
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
 from jaxfb.refusal import Refused
+from jaxfb.training.machine import check_continuation
 
 
 def continue_text(
@@ -34,6 +35,7 @@ def continue_text(
     An empty prompt is the start of a document. mesh: where the parameters are, if on several processes: each
     of them must call this, and gets the text. chat: makes the prompt a user's message, and the text the answer to it.
     """
+    check_continuation(sizes, tokens)
     ids, stops = _prompt(tokenizer, prompt, chat)
 
     def draw(params):
