@@ -147,7 +147,8 @@ def _check_sizes(config: DataConfig) -> None:
     if config.tokenizer == "bpe" and config.vocab_size > LARGEST_VOCAB:
         raise Refused(
             f"[data] vocab_size={config.vocab_size} is more than a tokenizer can be trained to; use at most "
-            f"{LARGEST_VOCAB}"
+            f"{LARGEST_VOCAB}",
+            [{"vocab_size": LARGEST_VOCAB}],
         )
     if not 0 <= config.held_out_fraction < 1:
         raise Refused(

@@ -84,7 +84,8 @@ def check_continuation(sizes: TransformerConfig, tokens: int) -> None:
     if memory is not None and tokens * each > memory:
         raise Refused(
             f"[eval] tokens={tokens} need {_gb(tokens * each)} for keys and values, but this machine has "
-            f"{_gb(memory)}; use at most {memory // each}"
+            f"{_gb(memory)}; use at most {memory // each}",
+            [{"tokens": memory // each}],
         )
 
 

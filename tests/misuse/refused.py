@@ -33,6 +33,7 @@ from jaxfb.rl.tasks import Arithmetic
 from jaxfb.schedules import KINDS, make
 from jaxfb.schedules.draw import timeline_figure
 from jaxfb.training.cluster import find_place
+from jaxfb.training.machine import check_continuation
 from jaxfb.training.setup import model_sizes
 from tests.data.test_loader import numbered_rows
 from tests.rl.test_checks import plan_of, with_
@@ -205,6 +206,11 @@ REFUSED = [
     (DataConfig, dict(source="python-stdlib", held_out_path="a.txt")),
     (DataConfig, dict(source="text", path="a.txt", sequence_length=1)),
     (DataConfig, dict(source="text", path="a.txt", tokenizer="bpe", vocab_size=100)),
+    (DataConfig, dict(source="text", path="a.txt", tokenizer="bpe", vocab_size=10**9)),
+    (
+        check_continuation,
+        dict(sizes=TransformerConfig(vocab_size=9, num_layers=1, hidden_size=8, num_heads=1), tokens=10**15),
+    ),
     (DataConfig, dict(source="text", path="a.txt", held_out_fraction=1.0)),
     (DataConfig, dict(source="text", path="a.txt", seed=-(2**63) - 1)),
     (DataConfig, dict(source="text", path="a.txt", max_bytes=0)),

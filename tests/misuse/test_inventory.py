@@ -48,7 +48,7 @@ NOT_DATA = {
     """,
     "other processes, devices or slices": """
         mesh.py::_over_slices mesh.py::across_slices mesh.py::make_mesh training/cluster.py::_is_told
-        training/cluster.py::_numbered training/hosts.py::_join
+        training/cluster.py::_numbered training/hosts.py::_join training/machine.py::check_model
     """,
     "other code of the caller's: a model, a loss, a callback, a table, rows": """
         batch_plan/arrangement.py::_checked_lengths callbacks.py::_check_names checking/problem.py::check_own
@@ -72,7 +72,7 @@ NOT_DATA = {
         batch_plan/plan.py::plans_by_purpose batch_plan/ramp_up.py::RampUp.parse
         batch_plan/rollout.py::RolloutPlan.__post_init__ batch_plan/rollout.py::RolloutPlan.plan
         batch_plan/rollout.py::_check_plans batch_plan/run.py::_check_ramp_up
-        forward_backward/arguments.py::check_plan
+        forward_backward/arguments.py::check_plan training/machine.py::check_rows
     """,
     "a key or a name, chosen from a list in the sentence": """
         config/schema.py::build metrics/writers.py::check_writers
