@@ -17,6 +17,11 @@ _SURROGATES, _ESTIMATORS = "jaxfb.losses.surrogates", "jaxfb.losses.estimators"
 _PREFERENCES, _HEADS = "jaxfb.losses.preference", "jaxfb.forward_backward.ends"
 _WRITERS = "jaxfb.metrics.writers"
 
+MODELS: Registry[Callable[..., Any]] = Registry(
+    "model", {"transformer": "jaxfb.models.language_model:transformer_model"}
+)
+"""`(vocab_size, **options) -> jaxfb.models.language_model.LanguageModel`, for `jaxfb train` on text."""
+
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
     "optimizer",
     {name: f"{_OPTIMIZERS}:{name}" for name in ("adamw", "lion", "adafactor", "muon", "sgd")},

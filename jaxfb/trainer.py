@@ -36,7 +36,14 @@ from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Result
-from jaxfb.training.setup import Setup, abstract_params, enable_float64, make_setup, model_sizes
+from jaxfb.training.setup import (
+    Setup,
+    abstract_params,
+    enable_float64,
+    make_setup,
+    model_sizes,
+    own_model_refused,
+)
 from jaxfb.training.work import Work
 
 __all__ = [
@@ -256,6 +263,9 @@ def generate(
         raise Refused(f"[generate] {run_dir} has no tokenizer.json, so its tokens cannot become text")
     tokenizer = load_tokenizer(directory.tokenizer)
     sizes = model_sizes(config, tokenizer.vocab_size)
+    own_model_refused(
+        sizes, "jaxfb generate", "sample from its parameters in a program, with CheckpointStore.restore"
+    )
     params, _ = _restore(config, directory, abstract_params(config, sizes))
     chat = None if raw else saved_chat(run_dir, tokenizer)
     text = continue_text(

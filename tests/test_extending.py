@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import toy
 import yaml
+from tiny import write_tiny
 
 import jaxfb
 from jaxfb import parts
@@ -122,6 +123,36 @@ def test_a_block_with_its_rule_trains_from_the_config_of_the_page(own):
     assert main(["train", "runs/gated", "--resume", "run.updates=3"]) == 0
     assert [step for step, _ in my_parts.Memory.records] == [1, 2, 3]
     assert CheckpointStore(own / "runs" / "gated" / "checkpoints", keep_best=None).latest() == 3
+
+
+@pytest.mark.slow
+def test_a_language_model_trains_on_text(own, capsys):
+    model = {"name": "my_parts:bigram", "options": {"width": 8}}
+    path = write_tiny(own, run={"updates": 4}, eval={"every": 4}, optimizer={"learning_rate": 0.3})
+    values = {**yaml.safe_load(path.read_text()), "model": model}
+    path.write_text(yaml.safe_dump(values))
+    assert main(["train", "tiny.yaml"]) == 0
+    assert main(["train", "run", "--resume", "run.updates=6"]) == 0
+    assert "resuming run after update 4 of 6" in capsys.readouterr().out
+    found = jaxfb.trainer.evaluate("run")
+    assert found["eval/loss"] < np.log(257) and 0 < found["eval/accuracy"] < 1
+    assert main(["train", "run", "--resume", "run.updates=8", "model.options.width=9"]) == 2
+    assert "model.options.width=8 (now 9)" in capsys.readouterr().err
+    for command in ("generate run --prompt a", "check tiny.yaml", "plan tiny.yaml --topology v5e:2x2"):
+        assert main(command.split()) == 2
+        assert "for the built-in transformer alone" in capsys.readouterr().err
+
+
+def test_a_model_of_ones_own_has_its_own_keys(own):
+    values = config_to_dict(load_config("quickstart")) | {
+        "model": {"name": "bigram", "options": {"width": 8}}
+    }
+    config = config_from_dict({**values, "plugins": ["my_parts"]}, ["model.options.width=4"])
+    assert config.model.options == {"width": 4} and config_from_dict(config_to_dict(config)) == config
+    with pytest.raises(ValueError, match=r"model.name='bigramm' must be one of transformer, .*did you mean"):
+        config_from_dict({**values, "plugins": ["my_parts"], "model": {"name": "bigramm"}})
+    with pytest.raises(ValueError, match="name='bigram' is of no use here: only `jaxfb train`"):
+        load_config("sft", ["plugins=[my_parts]", "model.name=bigram"])
 
 
 def test_a_registered_name_is_legal_once_its_plugin_is_named(own, capsys):

@@ -15,7 +15,7 @@ import yaml
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, section_of, unknown_key
+from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
 from jaxfb.config.starter import starter_names, starter_text
 from jaxfb.refusal import choice, instance, refuse, shown
 from jaxfb.registry import load_plugins
@@ -231,7 +231,7 @@ def _apply(values: dict, override: str, root: type) -> None:
 
 def _override_value(hint: Any, text: str, key: str) -> Any:
     """Returns the text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
-    wants_text = hint is str or hint == (str | None)
+    wants_text = hint is str or hint == (str | None) or getattr(hint, "__origin__", None) is str
     if wants_text and text not in ("null", "~", "") and text[0] not in "\"'":
         return text
     return _parse(text, key) if text else ""
@@ -239,15 +239,14 @@ def _override_value(hint: Any, text: str, key: str) -> Any:
 
 def _hint_at(key: str, root: type) -> Any:
     """Returns the type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
-    cls: Any = root
-    hint: Any = None
+    kinds, hint = [root], None
     for name in key.split("."):
-        if cls is None and _is_mapping(hint):
+        if not kinds and _is_mapping(hint):
             return Any
-        if cls is None or name not in fields_of(cls):
+        found = next((fields_of(cls)[name] for cls in kinds if name in fields_of(cls)), None)
+        if found is None:
             raise ConfigError(unknown_key(key, root))
-        hint = fields_of(cls)[name]
-        cls = section_of(hint)
+        hint, kinds = found, sections_of(found)
     return hint
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import describe, fields_of, named_sections, section_of
+from jaxfb.config.schema import describe, fields_of, named_sections, section_of, sections_of
 
 _ENTRY = re.compile(r"^(?P<names>[a-z_0-9]+(?:, [a-z_0-9]+)*): +(?P<text>\S.*)$")
 _INLINE = re.compile(r"(?<=\. )(?=[a-z_0-9]+: )")
@@ -37,14 +37,15 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
     if leaves:
         yield "\n".join([_TABLE, *(_row(cls, field, prefix, texts) for field in leaves)])
     for name, hint in fields_of(cls).items():
-        section, key = section_of(hint), f"{prefix}{name}"
+        found, key = sections_of(hint), f"{prefix}{name}"
         if named := named_sections(hint):
-            section, key = named, f"{key}.NAME"
-        if section is None or section in seen:
-            continue
-        seen.add(section)
-        yield f"### `{key}`\n\n{_intro(section)}"
-        yield from _sections(section, f"{key}.", seen)
+            found, key = [named], f"{key}.NAME"
+        for section in found:
+            if section not in seen:
+                seen.add(section)
+                other = "" if section is found[0] else ", of another kind"
+                yield f"### `{key}`{other}\n\n{_intro(section)}"
+                yield from _sections(section, f"{key}.", seen)
 
 
 def _row(cls: type, field: dataclasses.Field, prefix: str, texts: dict[str, str]) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
     BatchConfig,
     CheckpointConfig,
@@ -34,7 +35,7 @@ class Config:
     plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
-    model: ModelConfig
+    model: ModelConfig | OwnModelConfig
     data: DataConfig
     batch: BatchConfig
     run: RunConfig

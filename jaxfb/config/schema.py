@@ -102,10 +102,20 @@ def fields_of(cls: type) -> dict[str, Any]:
     return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
+def sections_of(hint: Any) -> list[type]:
+    """Returns the dataclasses that a field may hold, the usual one first."""
+    return [option for option in _options(hint) if dataclasses.is_dataclass(option)]
+
+
 def section_of(hint: Any) -> type | None:
     """Returns the dataclass a field holds (perhaps or None), or None for a leaf."""
-    found = [option for option in _options(hint) if dataclasses.is_dataclass(option)]
-    return found[0] if found else None
+    return next(iter(sections_of(hint)), None)
+
+
+def _section_for(hint: Any, given: Any) -> type | None:
+    """Returns the section that the given values are of, where a field may hold several kinds."""
+    found = sections_of(hint)
+    return next((section for section in found[1:] if section.accepts(given)), next(iter(found), None))
 
 
 def named_sections(hint: Any) -> type | None:
@@ -158,7 +168,7 @@ def _nearest(key: str, keys: list[str]) -> str | None:
 
 
 def _value(hint: Any, given: Any, key: str, root: type) -> Any:
-    section = section_of(hint)
+    section = _section_for(hint, given)
     if named := named_sections(hint):
         if not isinstance(given, Mapping):
             raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")

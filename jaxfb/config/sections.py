@@ -21,11 +21,20 @@ LENGTHS = ("updates", "samples", "tokens", "epochs")
 
 @dataclass(frozen=True)
 class ModelConfig(TransformerConfig):
-    """A `TransformerConfig` whose vocabulary may be left to the tokenizer: `vocab_size` null."""
+    """A `TransformerConfig` whose vocabulary may be left to the tokenizer: `vocab_size` null.
 
+    name: "transformer", which these are the sizes of; `jaxfb train` also takes a model of your own, see below.
+    """
+
+    name: str = field(default="transformer", kw_only=True)
     vocab_size: int | None = field(default=None, kw_only=True)
 
     def __post_init__(self):
+        if self.name != "transformer":
+            raise Refused(
+                f"[model] name={self.name!r} is of no use here: only `jaxfb train` takes a model of your own; use "
+                "model.name=transformer"
+            )
         if self.vocab_size is not None:
             return super().__post_init__()
         for name, value in vars(self.sized(1)).items():
@@ -33,7 +42,8 @@ class ModelConfig(TransformerConfig):
 
     def sized(self, vocab_size: int) -> TransformerConfig:
         """Returns the transformer itself: `vocab_size` where the config gives one, otherwise the tokenizer's."""
-        return TransformerConfig(**{**vars(self), "vocab_size": self.vocab_size or vocab_size})
+        sizes = {name: value for name, value in vars(self).items() if name != "name"}
+        return TransformerConfig(**{**sizes, "vocab_size": self.vocab_size or vocab_size})
 
 
 @dataclass(frozen=True)

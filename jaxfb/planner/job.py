@@ -87,6 +87,7 @@ def model_sizes(config: Config) -> TransformerConfig:
     """Returns the transformer's sizes without its text; a tokenizer.json on another machine must give its
     vocabulary.
     """
+    setup.own_model_refused(config.model, "jaxfb plan", "compile its step with make_train_step(...).lower")
     known = {"bpe": config.data.vocab_size, "bytes": 257}
     if config.model.vocab_size is None and config.data.tokenizer not in known:
         raise Refused(

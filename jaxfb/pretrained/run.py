@@ -13,6 +13,7 @@ import jax.numpy as jnp
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_from_dict, load_config, save_yaml
+from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained.architectures import describe, sizes_of
@@ -77,6 +78,11 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
         values = json.loads((origin / "config.json").read_text())
         return sizes_of(values), values
     model = config.model or load_config(config.start.run).model
+    if isinstance(model, OwnModelConfig):
+        raise Refused(
+            f"[export] the run trained model.name={model.name!r}, for which no Hugging Face format is known; only the "
+            "built-in transformer is exported"
+        )
     sizes = model.sized(_stored_vocabulary(source))
     return sizes, describe(sizes)
 

@@ -20,6 +20,7 @@ from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
+from jaxfb.training.setup import own_model_refused
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
 
@@ -32,6 +33,7 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     Raises:
       ValueError: the config's mesh does not fit the devices.
     """
+    own_model_refused(config.model, "jaxfb check", "call jaxfb.check_equivalence on it in a program")
     sizes = narrow(config.model)
     model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
     rng = jax.random.key(1) if sizes.dropout else None

@@ -12,6 +12,7 @@ from jaxfb.data.packing import PackedRows
 from jaxfb.position import here
 from jaxfb.training.batches import place, rows_here
 from jaxfb.training.setup import Setup
+from jaxfb.types import Sum
 
 PyTree = Any
 TERM = "cross_entropy"
@@ -69,7 +70,8 @@ class HeldOut:
         setup, plan = self._setup, self._plan
         placed = place(batch, plan, setup.mesh)
         out = setup.eval_forward(setup.model, params, placed, plan, forward_only=True)
-        return jax.device_get((out.terms[TERM], out.metrics["accuracy"]))
+        accuracy = out.metrics.get("accuracy", Sum(0.0, 0.0))  # a model of the user's own may have none
+        return jax.device_get((out.terms[TERM], accuracy))
 
     def _named(self, nats: float, accuracy: float, weight: float) -> dict[str, float]:
         bits = self.bits_per_byte(nats)

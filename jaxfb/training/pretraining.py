@@ -13,7 +13,6 @@ import jax
 
 from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
-from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training import report
@@ -60,8 +59,8 @@ class Pretraining:
         return jax.eval_shape(lambda: self.setup.init_params(jax.random.key(0)))
 
     @property
-    def flops_per_token(self) -> float:
-        return flops_per_token(self.setup.sizes, self.config.data.sequence_length)
+    def flops_per_token(self) -> float | None:
+        return self.setup.flops_per_token
 
     @property
     def rows_an_epoch(self) -> int:
@@ -104,6 +103,11 @@ class Pretraining:
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         """Returns the numbers of an update; `tokens` are those that its loss counted."""
         window, record = self.setup.plan.window(number), named_numbers(metrics)
+        if f"weights/{TERM}" not in record:
+            raise Refused(
+                f"[model] the loss has no term {TERM!r} but {', '.join(metrics.terms)}; name one so, with the counted "
+                "tokens as its weight"
+            )
         tokens = record.pop(f"weights/{TERM}")
         epoch = (window.start + window.rows) / self.rows_an_epoch
         passes = self._reader.passes(window.start + window.rows)

@@ -13,11 +13,11 @@ from typing import Any
 import jax
 
 from jaxfb.config import changed_keys
+from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
 from jaxfb.data.mixture import MixedRows
 from jaxfb.display import duration
 from jaxfb.metrics import plot_losses
-from jaxfb.models.config import flops_per_token, num_params
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
@@ -54,7 +54,7 @@ def summarize(work: Any, metrics: Mapping[str, float], sample: str | None) -> di
         "nats_per_token": known,
         "bits_per_byte": {name: work.held_out.bits_per_byte(loss) for name, loss in known.items()},
         "held_out_accuracy": metrics.get("eval/accuracy"),
-        "parameters": num_params(work.setup.sizes),
+        "parameters": _num_params(work.setup),
         "sample": sample,
     }
 
@@ -92,7 +92,8 @@ def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
 def sample(setup: Setup, params: Any) -> str | None:
     """Returns the prompt of the config and its continuation; None without a prompt or a tokenizer."""
     settings, tokenizer = setup.config.eval, setup.corpus.tokenizer
-    if not settings.prompt or tokenizer is None:
+    own = isinstance(setup.sizes, OwnModelConfig)  # whose next token is not known how to sample
+    if not settings.prompt or tokenizer is None or own:
         return None
     text = continue_text(
         setup.sizes,
@@ -147,11 +148,15 @@ def _split(stats: SplitStats) -> str:
 
 
 def _model(setup: Setup) -> Iterator[tuple[str, Any]]:
-    yield "parameters", f"{num_params(setup.sizes):,}"
-    flops = flops_per_token(setup.sizes, setup.config.data.sequence_length)
-    yield "flops a token", f"{flops:,} (forward and backward)"
+    yield "parameters", f"{_num_params(setup):,}"
+    if (flops := setup.flops_per_token) is not None:
+        yield "flops a token", f"{flops:,} (forward and backward)"
     tokens = setup.plan.train.real_rows * setup.config.data.sequence_length
     yield "tokens an update", f"{tokens:,}"
+
+
+def _num_params(setup: Setup) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(abstract_params(setup.config, setup.sizes)))
 
 
 def _mesh(setup: Setup) -> Iterator[tuple[str, Any]]:

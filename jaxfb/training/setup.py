@@ -18,13 +18,14 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
 from jaxfb.config import Config, load_config
+from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
 from jaxfb.models.attention import check_backend
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import init_params, transformer
+from jaxfb.models.language_model import LanguageModel, language_model
 from jaxfb.optim import (
     DynamicLossScale,
     Optimizer,
@@ -39,7 +40,7 @@ from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.machine import check_continuation, check_model, check_rows
-from jaxfb.types import Pipelined
+from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
 VOCAB_MULTIPLE = (
@@ -58,9 +59,20 @@ class Setup:
     mesh: Mesh
     plan: RunPlan
     corpus: Corpus | None
-    sizes: TransformerConfig
-    model: Pipelined
+    sizes: TransformerConfig | OwnModelConfig
+    model: Pipelined | LossFn
     optimizer: Optimizer
+
+    @cached_property
+    def language_model(self) -> LanguageModel:
+        """Returns what the model is called, how its parameters begin, and what is known of its speed."""
+        return language_model_of(self.sizes)
+
+    @property
+    def flops_per_token(self) -> float | None:
+        """Returns operations of one token, forward and backward; None where they are not known."""
+        count = self.language_model.flops_per_token
+        return None if count is None else count(self.config.data.sequence_length)
 
     @cached_property
     def eval_forward(self) -> ForwardBackward:
@@ -77,14 +89,14 @@ class Setup:
             plan,
             max_grad_norm=config.optimizer.max_grad_norm,
             clip_convention=config.optimizer.clip,
-            dropout=self.sizes.dropout > 0,
+            dropout=self.language_model.dropout,
             normalize=config.batch.normalize,
             **step_options(config),
         )
 
     def init_params(self, key: jax.Array) -> PyTree:
         """Returns random parameters, in the dtype of the master copy."""
-        return init_params(self.sizes, key, param_dtype(self.config))
+        return self.language_model.init_params(key, param_dtype(self.config))
 
 
 def make_setup(
@@ -105,12 +117,14 @@ def make_setup(
     here.enter("reading the text")
     corpus = read(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
-    check_fits(config, sizes, mesh)
-    check_tensor_divides(sizes, axis_size(mesh, "tensor"))
-    check_expert_divides(sizes, axis_size(mesh, "expert"))
-    check_attention(config, sizes, mesh)
+    if isinstance(sizes, TransformerConfig):
+        check_fits(config, sizes, mesh)
+        check_tensor_divides(sizes, axis_size(mesh, "tensor"))
+        check_expert_divides(sizes, axis_size(mesh, "expert"))
+        check_attention(config, sizes, mesh)
     plan = run_plan(config, plans, len(corpus.train))
-    setup = Setup(config, mesh, plan, corpus, sizes, transformer(sizes), optimizer(config, plan))
+    model = language_model_of(sizes).model
+    setup = Setup(config, mesh, plan, corpus, sizes, model, optimizer(config, plan))
     setup.eval_forward.check(setup.model, abstract_params(config, sizes), plans["train"])
     return setup
 
@@ -119,6 +133,26 @@ def check_fits(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
     """Refuses a model or a continuation that is larger than the machine."""
     check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
     check_continuation(sizes, config.eval.tokens)
+
+
+def language_model_of(sizes: TransformerConfig | OwnModelConfig) -> LanguageModel:
+    """Returns the model of these sizes, or the one of the user's own that they name."""
+    if isinstance(sizes, OwnModelConfig):
+        return language_model(sizes.name, sizes.vocab_size, sizes.options)
+    return language_model("transformer", **_arguments(sizes))
+
+
+def _arguments(sizes: TransformerConfig) -> dict[str, Any]:
+    options = dict(vars(sizes))
+    return {"vocab_size": options.pop("vocab_size"), "options": options}
+
+
+def own_model_refused(sizes: Any, what: str, instead: str) -> None:
+    """Refuses what only the built-in transformer can do."""
+    if isinstance(sizes, OwnModelConfig):
+        raise Refused(
+            f"[model] name={sizes.name!r}: {what} works for the built-in transformer alone; {instead}"
+        )
 
 
 def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
@@ -168,7 +202,7 @@ def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> Ru
     )
 
 
-def model_sizes(config: Config, vocab_size: int) -> TransformerConfig:
+def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModelConfig:
     """Returns the transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
 
     A post-training config without a model has that of the run it starts from.
@@ -218,7 +252,8 @@ def optimizer(config: Config, plan: RunPlan) -> Optimizer:
 
 def abstract_params(config: Config, sizes: TransformerConfig) -> PyTree:
     """Returns the parameters as shapes and dtypes, on no device in particular."""
-    return jax.eval_shape(lambda: init_params(sizes, jax.random.key(0), param_dtype(config)))
+    made, dtype = language_model_of(sizes), param_dtype(config)
+    return jax.eval_shape(lambda: made.init_params(jax.random.key(0), dtype))
 
 
 def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:

@@ -1,0 +1,36 @@
+"""The section `model` of a language model of one's own: its name and options in place of the transformer's sizes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Annotated, Any
+
+from jaxfb.config.sections import Number, positive
+from jaxfb.parts import MODELS
+
+
+@dataclass(frozen=True)
+class OwnModelConfig:
+    """A language model of your own on text; docs/extending.md shows one.
+
+    name:       what `jaxfb.parts.MODELS` knows it by, or "package.module:function".
+    options:    the arguments of that function beside the vocabulary.
+    vocab_size: ids of tokens; null is the tokenizer's number, rounded up to a multiple of 128.
+    """
+
+    name: Annotated[str, MODELS]
+    options: dict[str, Number] = field(default_factory=dict)
+    vocab_size: int | None = None
+
+    def __post_init__(self):
+        positive("model", vocab_size=self.vocab_size)
+
+    @classmethod
+    def accepts(cls, values: Any) -> bool:
+        """Whether the values of a section are meant for this class."""
+        return isinstance(values, Mapping) and values.get("name", "transformer") != "transformer"
+
+    def sized(self, vocab_size: int) -> OwnModelConfig:
+        """Returns the section with `vocab_size` where it gives none."""
+        return replace(self, vocab_size=self.vocab_size or vocab_size)
