@@ -28,7 +28,7 @@ class OwnModelConfig:
 
     @classmethod
     def accepts(cls, values: Any) -> bool:
-        """Whether the values of a section are meant for this class."""
+        """Tells whether the values of a section are meant for this class."""
         return isinstance(values, Mapping) and values.get("name", "transformer") != "transformer"
 
     def sized(self, vocab_size: int) -> OwnModelConfig:
