@@ -1,4 +1,4 @@
-"""The section `model` of a language model of one's own: its name and options in place of the transformer's sizes."""
+"""The section `model` of your own language model: its name and options in place of the transformer's sizes."""
 
 from __future__ import annotations
 
