@@ -1,6 +1,7 @@
 """Post-training on several processes: the curve of one process, and the same bits after one of them is killed."""
 
 import signal
+from functools import cache
 
 import numpy as np
 import pytest
@@ -82,17 +83,22 @@ def curve(directory):
     }
 
 
+@pytest.fixture(scope="module")
+def two_processes(tmp_path_factory):
+    """kind -> the curve of an uninterrupted run on two processes with two devices each; run once."""
+    return cache(lambda kind: curve(run(tmp_path_factory.mktemp("two"), kind, {"data": 2, "fsdp": 2}, 2, 2)))
+
+
 @pytest.mark.parametrize("kind", KINDS)
-def test_the_curve_is_that_of_one_process(tmp_path, kind):
+def test_the_curve_is_that_of_one_process(tmp_path, kind, two_processes):
     one = curve(run(tmp_path / "one", kind, {"data": 1}, 1, 1))
-    two = curve(run(tmp_path / "two", kind, {"data": 2, "fsdp": 2}, 2, 2))
+    two = two_processes(kind)
     assert len(one) > 20 and two == pytest.approx(one, rel=1e-10, abs=1e-12)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path, kind):
+def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path, kind, two_processes):
     mesh = {"data": 2, "fsdp": 2}
-    whole = curve(run(tmp_path / "whole", kind, mesh, 2, 2))
     killed = tmp_path / "killed"
     write(killed, kind, mesh, hosts={"lost_after": 5})
     jobs = start(killed, 2, 2, verb=kind)
@@ -100,4 +106,4 @@ def test_a_killed_process_ends_the_job_and_resuming_gives_the_same_bits(tmp_path
     jobs[1].send_signal(signal.SIGKILL)
     codes = finish(jobs)
     assert codes[1] == -signal.SIGKILL and codes[0] in (0, 76), logs(killed, 2)
-    assert curve(run(killed, kind, mesh, 2, 2, "--resume")) == whole
+    assert curve(run(killed, kind, mesh, 2, 2, "--resume")) == two_processes(kind)
