@@ -88,9 +88,10 @@ def test_it_trains_as_a_loop_by_hand_would(tmp_path):
 
 def test_updates_that_are_left_out_consume_their_rows_and_limits_end_a_run_to_be_resumed(tmp_path):
     whole, parts, left_out = tmp_path / "whole", tmp_path / "parts", [2, 5]
-    trainer(whole, run={"skip_updates": left_out}).train()
+    trainer(whole, run={"skip_updates": left_out}, log={"count_zeros": True}).train()
     expected = by_hand(row_order(ROWS, 0), left_out)
     assert list(losses(whole)) == [1, 3, 4, 6]
+    assert [r["num_zeros"] for r in read_jsonl(whole / "run" / "metrics.jsonl") if "loss" in r] == [0] * 4
     np.testing.assert_allclose(list(losses(whole).values()), expected, rtol=1e-12)
     stopped = trainer(parts, run={"minutes": 1e-9, "skip_updates": left_out}).train()
     assert (stopped.status, stopped.updates) == ("interrupted", 1)

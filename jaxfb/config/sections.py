@@ -280,10 +280,12 @@ class CheckpointConfig:
 class LogConfig:
     """A record every `every` updates.
 
+    count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
     writers: where records go beside metrics.jsonl, which is always written; docs/trainer.md shows one of your own.
     """
 
     every: int = 1
+    count_zeros: bool = False
     writers: tuple[Annotated[str, WRITERS], ...] = ()
 
     def __post_init__(self):

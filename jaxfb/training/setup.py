@@ -278,7 +278,8 @@ def enable_float64(config: Config) -> None:
 
 def step_options(config: Config) -> dict[str, Any]:
     """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
-    return {"loss_scale": loss_scale(config), **engine_options(config)}
+    more = {"loss_scale": loss_scale(config), "count_zeros": config.log.count_zeros}
+    return {**more, **engine_options(config)}
 
 
 def engine_options(config: Config) -> dict[str, Any]:
