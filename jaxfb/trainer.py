@@ -108,7 +108,8 @@ class Trainer:
         same arguments that returns predictions.
       params: a pytree of float arrays, or a function of a PRNG key that returns one (then drawn sharded, from `seed`).
       data: arrays [rows, ...] in a tree, a sequence of rows (a grain MapDataset too), or an iterable of rows (a grain
-        IterDataset too, whose position is saved). Arrays and sequences are shuffled each epoch by the seed alone; of
+        IterDataset too, whose position is saved), or a `jaxfb.data.Mixture` of arrays and sequences. Arrays and
+        sequences are shuffled each epoch by the seed alone; of
         an iterable without get_state a resumed run reads the consumed rows again.
       optimizer: any optax transformation.
       loss: `loss(predictions, microbatch) -> Sum | LossOutput`; None where the model returns its terms itself.

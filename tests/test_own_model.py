@@ -135,7 +135,27 @@ def from_grain():
     )
 
 
-@pytest.mark.parametrize("data", [rows, Stream, from_grain], ids=["arrays", "iterable", "grain"])
+def mixed(weights=(3, 1)):
+    """Two sources, one of them a sequence."""
+    data = rows()
+    second = [{"x": x, "y": y} for x, y in zip(data["x"][:4], data["y"][:4], strict=True)]
+    return jaxfb.data.Mixture({"a": data, "b": second}, dict(zip("ab", weights, strict=True)))
+
+
+def test_the_weights_of_own_rows_may_change_at_a_resume(tmp_path):
+    trainer(tmp_path, data=mixed(), run={"stop_at": 3}).train()
+    trainer(tmp_path, data=mixed((1, 0))).train(resume=True)
+    record = CheckpointStore(tmp_path / "run" / "checkpoints", keep_best=None).host(UPDATES)
+    assert record["data"]["mixture"]["spans"] == [[0, {"a": 3, "b": 1}], [24, {"a": 1, "b": 0}]]
+    with pytest.raises(ValueError, match="a weight for each source; sources: 'a'; weights: 'b'"):
+        jaxfb.data.Mixture({"a": rows()}, {"b": 1})
+    with pytest.raises(ValueError, match="'s' of the Mixture must be arrays or a sequence"):
+        trainer(tmp_path / "other", data=jaxfb.data.Mixture({"s": Stream()}, {"s": 1})).train()
+
+
+@pytest.mark.parametrize(
+    "data", [rows, Stream, from_grain, mixed], ids=["arrays", "iterable", "grain", "mixture"]
+)
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
     trainer(whole, data=data()).train()

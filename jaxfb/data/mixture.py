@@ -20,10 +20,35 @@ import numpy as np
 from jaxfb.data.cache import digest
 from jaxfb.data.order import row_order
 from jaxfb.data.packing import PackedRows
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, number, shown
 
 BLOCK = 1024  # rows of the stream that are ordered together, at least
 Weights = Mapping[str, float]
+
+
+@dataclass(frozen=True)
+class Mixture:
+    """Rows of several sources with weights, for `jaxfb.Trainer(data=...)`.
+
+    sources: name -> arrays [rows, ...] in a tree, or a sequence of rows; rows of all have one structure.
+    weights: name -> share of the rows of training, of any sum, for every source.
+    """
+
+    sources: Mapping[str, Any]
+    weights: Weights
+
+    def __post_init__(self):
+        if not isinstance(self.sources, Mapping) or not isinstance(self.weights, Mapping):
+            raise Refused("[data] a Mixture takes two dicts, name -> rows and name -> weight")
+        if not self.sources or {*self.sources} != {*self.weights}:
+            raise Refused(
+                f"[data] a Mixture needs a weight for each source; sources: {', '.join(map(shown, self.sources))}; "
+                f"weights: {', '.join(map(shown, self.weights))}"
+            )
+        for name, weight in self.weights.items():
+            number(f"weights[{name!r}]", weight, who="[data]", least=0)
+        if not any(self.weights.values()):
+            raise Refused("[data] every weight of the Mixture is 0; use 1.0 for one of them")
 
 
 @dataclass(frozen=True)
@@ -100,8 +125,13 @@ class MixedOrder:
         self._starts, self._orders = rows.starts, _orders(rows, seed)
 
     def __call__(self, position: int) -> int:
+        name, row = self.row(position)
+        return self._starts[name] + row
+
+    def row(self, position: int) -> tuple[str, int]:
+        """Returns the source at a position, and which of its rows."""
         name, before = self.place(position)
-        return self._starts[name] + self._orders[name](before)
+        return name, self._orders[name](before)
 
     def place(self, position: int) -> tuple[str, int]:
         """Returns the source at a position, and how many rows of it were before."""

@@ -7,12 +7,14 @@ devices where rows can be indexed, and passes over the others' where they only c
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import jax
 import numpy as np
 
 from jaxfb.batch_plan import Window
+from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
 from jaxfb.data.order import row_order
 from jaxfb.refusal import Refused
 
@@ -42,13 +44,15 @@ class OwnRows(Protocol):
 
 
 def own_rows(data: Any, seed: int) -> OwnRows:
-    """Returns rows out of arrays [rows, ...] in a tree, a sequence of rows, or an iterable of rows.
+    """Returns rows out of arrays [rows, ...] in a tree, a sequence of rows, an iterable of rows, or a `Mixture`.
 
     Arrays and sequences are shuffled anew each epoch, by the seed alone; an iterable keeps its order.
 
     Raises:
       ValueError: it is none of these, or its arrays do not have one number of rows.
     """
+    if isinstance(data, Mixture):
+        return _Mixed(data, seed)
     if _is_sequence(data):
         return _Indexed(lambda index: data[index], len(data), seed)
     if _is_stream(data):
@@ -70,11 +74,11 @@ class _Indexed:
     def __init__(self, row: Any, num_rows: int, seed: int):
         if not num_rows:
             raise Refused("[data] there is no row to train on; give more")
-        self._row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
+        self.row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
-        rows = [self._row(self._order(window.start + int(k))) for k in here if k < window.rows]
-        example = rows[0] if rows else self._row(0)
+        rows = [self.row(self._order(window.start + int(k))) for k in here if k < window.rows]
+        example = rows[0] if rows else self.row(0)
         return _stacked(rows, example, [int(k) < window.rows for k in here])
 
     def position(self) -> dict[str, Any]:
@@ -86,6 +90,50 @@ class _Indexed:
                 f"[data] the saved run had {position['num_rows']} rows, these are {self.num_rows}; use its data, or "
                 "another run.dir"
             )
+
+
+@dataclass(frozen=True)
+class _Part:
+    """What the order of a mixture asks of a source."""
+
+    num_rows: int
+
+    def __len__(self) -> int:
+        return self.num_rows
+
+    @property
+    def fingerprint(self) -> str:
+        return f"{self.num_rows} rows"
+
+
+class _Mixed:
+    """Rows of several sources that can be asked for by number, in the order of a `MixedOrder`."""
+
+    num_rows = None
+
+    def __init__(self, mixture: Mixture, seed: int):
+        self._sources = {name: own_rows(source, seed) for name, source in mixture.sources.items()}
+        for name, source in self._sources.items():
+            if not isinstance(source, _Indexed):
+                raise Refused(
+                    f"[data] the source {name!r} of the Mixture must be arrays or a sequence of rows"
+                )
+        parts = {name: _Part(source.num_rows) for name, source in self._sources.items()}
+        self._order = MixedOrder(MixedRows(parts, mixture.weights), seed)
+
+    def read(self, window: Window, here: np.ndarray) -> PyTree:
+        rows = [self._row(window.start + int(k)) for k in here if k < window.rows]
+        return _stacked(rows, rows[0] if rows else self._row(0), [int(k) < window.rows for k in here])
+
+    def position(self) -> dict[str, Any]:
+        return {"mixture": self._order.to_dict()}
+
+    def restore(self, position: Mapping[str, Any]) -> None:
+        self._order = self._order.continued(position["mixture"], position["start"])
+
+    def _row(self, position: int) -> PyTree:
+        name, row = self._order.row(position)
+        return self._sources[name].row(row)
 
 
 class _Streamed:
