@@ -44,4 +44,6 @@ def test_the_wait_for_rows_is_a_metric(guarded):
 
 def test_a_profile_is_a_trace_in_the_runs_directory(guarded):
     assert list((guarded[0].directory / "trace").rglob("*.xplane.pb"))
-    assert list((guarded[0].directory / "trace").rglob("*.trace.json.gz"))  # the file that is named for Perfetto
+    assert list(
+        (guarded[0].directory / "trace").rglob("*.trace.json.gz")
+    )  # the file that is named for Perfetto

@@ -94,7 +94,7 @@ class _Indexed:
 
 @dataclass(frozen=True)
 class _Part:
-    """What the order of a mixture asks of a source."""
+    """The size of a source, which the order of a mixture reads."""
 
     num_rows: int
 
