@@ -117,8 +117,8 @@ def make_setup(
     here.enter("reading the text")
     corpus = read(config.data)
     sizes = model_sizes(config, corpus.vocab_size)
+    check_fits(config, sizes, mesh)
     if isinstance(sizes, TransformerConfig):
-        check_fits(config, sizes, mesh)
         check_tensor_divides(sizes, axis_size(mesh, "tensor"))
         check_expert_divides(sizes, axis_size(mesh, "expert"))
         check_attention(config, sizes, mesh)
@@ -129,8 +129,10 @@ def make_setup(
     return setup
 
 
-def check_fits(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
-    """Refuses a model or a continuation that is larger than the machine."""
+def check_fits(config: Config, sizes: TransformerConfig | OwnModelConfig, mesh: Mesh) -> None:
+    """Refuses a model or a continuation that is larger than the machine; of a user's own model nothing is known."""
+    if isinstance(sizes, OwnModelConfig):
+        return
     check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
     check_continuation(sizes, config.eval.tokens)
 
