@@ -64,12 +64,13 @@ def integer(
     number = _index(value)
     if number is not None and least <= number <= most:
         return number
-    rule = {1: "a positive int", 0: "an int that is not negative"}.get(least, f"an int of at least {least}")
+    rules = {1: "a positive int", 0: "an int that is not negative", -INT64: "an int of 64 bits"}
+    rule = rules.get(least, f"an int of at least {least}")
     choices = []
     if number is not None:
         nearest = least if number < least else most
         rule += f" of at most {most}" if number > most else ""
-        choices = [{name: nearest}]
+        choices = [] if nearest == -INT64 else [{name: nearest}]  # another rule names the least
     raise error(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}", choices)
 
 

@@ -278,8 +278,8 @@ MUTATIONS = (
     Mutation(
         "callers_arrays_donated",
         "train_step.py",
-        "jax.tree.map(jnp.copy, params)",
-        "params",
+        "self._copied = jax.jit(self._create)",
+        "self._copied = jax.jit(self._create, donate_argnums=0)",
         "test_train_step.py::test_the_arrays_that_a_state_is_made_of_stay_the_callers",
     ),
     Mutation(

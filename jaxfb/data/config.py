@@ -8,8 +8,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal, get_args, get_type_hints
 
-from jaxfb.refusal import Refused, only_legal, shown
+from jaxfb.refusal import INT32, INT64, Refused, instance, integer, number, only_legal, refuse, shown
 
+_WHO = "[data]"
 SMALLEST_VOCAB = 257  # every byte, and the one token that stands between documents
 LARGEST_VOCAB = 2**22  # the trainer of the tokenizers library asks for the memory of them all at once
 
@@ -80,6 +81,7 @@ class DataConfig:
     mixture: dict[str, SourceConfig] = field(default_factory=dict)
 
     def __post_init__(self):
+        _check_types(self)
         for name in ("path", "held_out_path"):
             value = getattr(self, name)
             object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
@@ -113,11 +115,33 @@ def _check_mixture(config: DataConfig) -> None:
             raise Refused(f"[data] mixture: {shown(name)} is no name of letters, digits and _; use source_1")
 
 
+def _check_types(config: DataConfig) -> None:
+    """Refuses a number of another kind, NaN, infinity, and what is no text."""
+    for name in ("path", "held_out_path"):
+        value = getattr(config, name)
+        paths = value if isinstance(value, list | tuple) else ["" if value is None else value]
+        if not all(isinstance(path, str) for path in paths):
+            refuse(name, value, "a path, or a list of paths", who=_WHO)
+    for name in ("source", "packing", "tokenizer", "text_field", "cache_dir"):
+        if name != "cache_dir" or config.cache_dir is not None:
+            instance(name, getattr(config, name), str, "a text", who=_WHO)
+    for name, most in (
+        ("sequence_length", INT32),
+        ("vocab_size", INT32),
+        ("seed", INT64),
+        ("max_bytes", INT64),
+    ):
+        if name != "max_bytes" or config.max_bytes is not None:
+            value = integer(name, getattr(config, name), who=_WHO, least=-INT64, most=most)
+            object.__setattr__(config, name, value)  # numpy's integers would overflow further on
+    number("held_out_fraction", config.held_out_fraction, who=_WHO)
+
+
 def _check_choice(config: DataConfig, name: str) -> None:
     known, value = get_args(get_type_hints(DataConfig)[name]), getattr(config, name)
     if value not in known:
         choices = only_legal([{name: one} for one in known], lambda choice: replace(config, **choice))
-        raise Refused(f"[data] {name}={value!r} is not known; use one of {', '.join(known)}", choices)
+        raise Refused(f"[data] {name}={shown(value)} is not known; use one of {', '.join(known)}", choices)
 
 
 def _check_paths(config: DataConfig) -> None:

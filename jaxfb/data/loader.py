@@ -16,7 +16,7 @@ import numpy as np
 from jaxfb.data.mixture import MixedOrder, MixedRows
 from jaxfb.data.order import row_order
 from jaxfb.data.packing import PackedRows
-from jaxfb.refusal import Refused
+from jaxfb.refusal import INT64, Refused, integer, shown
 
 Batch = dict[str, np.ndarray]
 LocalRows = Callable[[int, int], np.ndarray]
@@ -54,7 +54,8 @@ class Loader:
         self._total_rows = total_rows
         self._remainder = remainder
         self._local_rows = local_rows
-        self._rows_at = rows_per_update if callable(rows_per_update) else lambda consumed: rows_per_update
+        own = callable(rows_per_update) and not isinstance(rows_per_update, type)
+        self._rows_at = rows_per_update if own else lambda consumed: rows_per_update
         self._consumed_rows = 0
         self._iterator = None
         _check(rows, self._rows_at(0), seed, total_rows, remainder)
@@ -223,6 +224,10 @@ def _check(
 ) -> None:
     if len(rows) == 0:
         raise Refused("[data] num_rows=0 must be positive; give more text, or hold some of it out")
+    integer("rows_per_update", rows_per_update, who="[data]", least=-INT64)
+    for name, value in (("total_rows", total_rows), ("seed", seed)):
+        if value is not None:
+            integer(name, value, who="[data]", least=-INT64, most=INT64)
     if rows_per_update < 1:
         raise Refused(
             f"[data] rows_per_update={rows_per_update} must be positive; use 1 or more",
@@ -233,10 +238,10 @@ def _check(
         raise Refused(
             f"[data] total_rows={total_rows} must be positive; use 1 or more, or None for no end", choices
         )
-    if remainder not in REMAINDERS:
+    if not isinstance(remainder, str) or remainder not in REMAINDERS:
         choices = [{"remainder": one} for one in REMAINDERS]
         raise Refused(
-            f"[data] remainder={remainder!r} is not known; use one of {', '.join(REMAINDERS)}", choices
+            f"[data] remainder={shown(remainder)} is not known; use one of {', '.join(REMAINDERS)}", choices
         )
     if seed is not None and seed < 0:
         raise Refused(f"[data] seed={seed} must not be negative; use {-seed}", [{"seed": -seed}])

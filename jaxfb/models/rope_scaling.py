@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxfb.refusal import Refused, choice, integer, number
+from jaxfb.refusal import FLOAT32, Refused, choice, integer, number
 
 KINDS = ("linear", "llama3", "yarn")
 _WHO = "[model.rope_scaling]"
@@ -50,7 +50,7 @@ class RopeScaling:
                 [{"original_length": 8192}],
             )
         if self.attention_factor is not None:
-            number("attention_factor", self.attention_factor, who=_WHO, above=0)
+            number("attention_factor", self.attention_factor, who=_WHO, above=0, most=FLOAT32)
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
             most = number(high, getattr(self, high), who=_WHO, above=0)
-            number(low, getattr(self, low), who=_WHO, above=0, below=most)
+            number(low, getattr(self, low), who=_WHO, above=0, below=float(most))

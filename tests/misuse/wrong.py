@@ -27,6 +27,8 @@ import numpy as np
 import jaxfb
 
 PACKAGE = str(pathlib.Path(jaxfb.__file__).parent)
+REFUSED, ACCEPTED = "refused by name", "accepted"
+
 SECONDS = 20
 """A call that takes longer hangs."""
 
@@ -105,21 +107,30 @@ class Call:
 
         legal_too: values that are legal are tried as well; without them nothing needs to be compiled.
         """
-        found = []
+        return [
+            f"{self.name}({argument}={value}): {answer}"
+            for argument, value, answer in self.answers(values, legal_too)
+            if answer not in (REFUSED, ACCEPTED)
+        ]
+
+    def answers(
+        self, values: list[Callable[[], Any]], legal_too: bool = True
+    ) -> Iterator[tuple[str, str, str]]:
+        """Yields (argument, value, answer) of calls with one changed argument each.
+
+        The answer is REFUSED, ACCEPTED where that is legal, or what is wrong with it.
+        """
         for argument, rule in self.rules.items():
             for make in values:
                 is_legal = rule(make())
-                problem = None if is_legal and not legal_too else self.problem(argument, make, is_legal)
-                if problem:
-                    found.append(f"{self.name}({argument}={text_of(make())}): {problem}")
-        return found
+                if legal_too or not is_legal:
+                    yield argument, text_of(make()), self._answer(argument, make, is_legal)
 
-    def problem(self, argument: str, make: Callable[[], Any], is_legal: bool) -> str | None:
-        """What is wrong with the answer to one wrong argument; None if nothing is."""
+    def _answer(self, argument: str, make: Callable[[], Any], is_legal: bool) -> str:
         error = outcome(lambda: self(**{argument: make()}))
         if error is None:
-            return None if is_legal else "accepted"
-        return refusal_problem(error, argument, self.names.get(argument, argument))
+            return ACCEPTED if is_legal else "accepted, which is not legal"
+        return refusal_problem(error, argument, self.names.get(argument, argument)) or REFUSED
 
     def signature_failures(self) -> list[str]:
         """What is wrong with the answers to an argument left out and to one that does not exist."""
