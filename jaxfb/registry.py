@@ -75,14 +75,14 @@ class Registry(Generic[Part]):
         return len(self.names)
 
     def __contains__(self, name: object) -> bool:
-        return name in self.names
+        return isinstance(name, str) and name in self.names
 
     def check(self, name: Any, argument: str = "") -> str:
         """Returns the name itself; refuses one that names nothing. No built-in part is imported.
 
         argument: what the caller calls it, to be named in the refusal.
         """
-        if name in self.names:
+        if name in self:
             return name
         try:
             self[name]

@@ -227,7 +227,9 @@ def check_placement(name: Any) -> None:
     """Raises ValueError for a name that is no head placement; "module:class" may be a subclass of `Ends`."""
     if not isinstance(name, str) or ":" not in name:
         choice("head_placement", name, tuple(HEADS))
-    elif not (isinstance(found := HEADS[name], type) and issubclass(found, Ends)):
+    elif not (
+        isinstance(found := HEADS[HEADS.check(name, "head_placement")], type) and issubclass(found, Ends)
+    ):
         raise Refused(f"head_placement={name!r} must name a subclass of jaxfb.forward_backward.ends.Ends")
 
 

@@ -82,3 +82,7 @@ def texts(value: Any) -> bool:
 def either(*rules: Rule) -> Rule:
     """What any of the rules allows."""
     return lambda value: any(rule(value) for rule in rules)
+
+
+float_dtypes = one_of(("float16", "bfloat16", "float32", "float64", "half", "single", "double", *"efd"))
+"""Names of dtypes, numpy's short ones too."""

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from legal import boolean, integers, maybe, nothing, numbers, one_of, positive_int
+from legal import boolean, float_dtypes, integers, maybe, nothing, numbers, one_of, positive_int
 from wrong import Call, pool
 
 import jaxfb
@@ -62,7 +62,7 @@ MODEL = Pipelined(embed, layer, head)
 ONE, PIPE = get_forward_backward_func(), get_forward_backward_func(make_mesh(pipe=2))
 
 
-dtypes = one_of((None, "float16", "bfloat16", "float32", "float64"))
+dtypes = maybe(float_dtypes)
 
 
 OPTIONS = {

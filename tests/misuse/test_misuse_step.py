@@ -5,7 +5,18 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from legal import boolean, either, functions, integers, maybe, nothing, numbers, one_of, positive_int
+from legal import (
+    boolean,
+    either,
+    float_dtypes,
+    functions,
+    integers,
+    maybe,
+    nothing,
+    numbers,
+    one_of,
+    positive_int,
+)
 from wrong import Call, pool
 
 import jaxfb
@@ -23,7 +34,7 @@ fraction = numbers(least=0, below=1)
 positive = numbers(above=0)
 not_negative = numbers(least=0)
 one_number = either(not_negative, functions)
-dtypes = maybe(one_of(("float16", "bfloat16", "float32", "float64")))
+dtypes = maybe(float_dtypes)
 
 
 def loss(params, microbatch, rng):
