@@ -36,8 +36,10 @@ class SourceConfig:
     max_bytes: int | None = None
 
     def __post_init__(self):
-        if not 0 <= self.weight < float("inf"):
-            raise Refused(f"[data] weight={self.weight} of a source must be finite and not negative; use 1.0")
+        if number("weight", self.weight, who=_WHO) < 0:
+            raise Refused(
+                f"[data] weight={self.weight} of a source must not be negative; use 1.0", [{"weight": 1.0}]
+            )
         DataConfig(**{name: getattr(self, name) for name in OF_A_SOURCE})
         for name in ("path", "held_out_path"):
             value = getattr(self, name)

@@ -13,7 +13,7 @@ from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
 from jaxfb.config import config_from_dict
 from jaxfb.config.sections import HostsConfig
 from jaxfb.config.starter import write_starter
-from jaxfb.data.config import DataConfig
+from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.ends import check_rows, choose_placement
 from jaxfb.forward_backward.equivalence import _check_dtype
@@ -201,6 +201,7 @@ REFUSED = [
     # data
     (DataConfig, dict(source="txt", path="a.txt")),
     (DataConfig, dict(source="txt")),
+    (SourceConfig, dict(weight=-1.0, source="text", path="a.txt")),
     (DataConfig, dict(source="text", path="a.txt", packing="concatt")),
     (DataConfig, dict(source="python-stdlib", path="a.txt")),
     (DataConfig, dict(source="python-stdlib", held_out_path="a.txt")),

@@ -15,6 +15,8 @@ ADVICE = re.compile(f"[;?] ?(?:{VERBS}) ")
 
 NOT_DATA = {
     "another file, text or tokenizer": """
+        data/corpus.py::_mixed data/corpus.py::_common_tokenizer data/mixture.py::MixedOrder.continued
+        data/tables.py::texts_of data/tables.py::_check_column
         data/chat.py::Chat._pieces data/chat.py::_id_of
         data/chat.py::_unused data/chat.py::make_chat data/conversations.py::_records data/loader.py::_check
         data/shards.py::check_sides
@@ -58,7 +60,8 @@ NOT_DATA = {
         forward_backward/engine.py::_check_schedule forward_backward/loss.py::as_loss_output
         forward_backward/microbatches.py::check_leaves forward_backward/packed.py::Packed._restored
         forward_backward/packed.py::Packed.keys forward_backward/packed.py::row_lengths
-        forward_backward/pipeline.py::_check_float forward_backward/weights.py::_TermsProgram.check_summed
+        forward_backward/pipeline.py::_check_float forward_backward/over_context.py::_is_of_tokens
+        forward_backward/weights.py::check_terms 
         hlo/communication.py::traffic hlo/text.py::parse losses/aggregation.py::check_aggregation
         losses/coupling.py::check_rows_uncoupled parallel/context.py::exchanged parallel/context.py::later
         parallel/expert.py::_num_owners parallel/sharding.py::_check_divides rl/sampler.py::Sampler._padded
@@ -75,6 +78,7 @@ NOT_DATA = {
         forward_backward/arguments.py::check_plan training/machine.py::check_rows
     """,
     "a key or a name, chosen from a list in the sentence": """
+        config/root.py::_check_mixture config/schema.py::_named_section data/config.py::_check_mixture
         config/schema.py::build metrics/writers.py::check_writers
     """,
 }

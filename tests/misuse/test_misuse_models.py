@@ -4,7 +4,7 @@ import pytest
 from legal import boolean, either, functions, integers, maybe, nothing, numbers, one_of, positive_int, texts
 from wrong import Call, pool
 
-from jaxfb.data.config import DataConfig
+from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.models.config import ATTENTION_BACKENDS, CONTEXT_ATTENTION, TransformerConfig
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
@@ -72,7 +72,7 @@ CALLS = [
         DataConfig,
         lambda: dict(source="text", path="a.txt"),
         {
-            "source": one_of(("text", "jsonl", "tokens")),
+            "source": one_of(("text", "jsonl", "tokens", "parquet", "arrow")),
             "packing": one_of(("concat", "best_fit", "stream")),
             "sequence_length": integers(2),
             "vocab_size": integers(257),
@@ -86,6 +86,16 @@ CALLS = [
                 texts(value) or (isinstance(value, list | tuple) and all(map(texts, value)))
             ),
             "held_out_path": maybe(paths),
+        },
+    ),
+    Call(
+        "SourceConfig",
+        SourceConfig,
+        lambda: dict(weight=1.0, source="text", path="a.txt"),
+        {
+            "weight": numbers(0),
+            "source": one_of(("text", "jsonl", "tokens", "parquet", "arrow")),
+            "held_out_fraction": SHARE,
         },
     ),
     Call(
