@@ -306,7 +306,7 @@ MUTATIONS = (
     ),
     Mutation(
         "neighbouring_seeds_share_epochs",
-        "data/loader.py",
+        "data/order.py",
         "mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])",
         "mixed = seed",
         "data/test_loader.py::test_each_epoch_is_another_permutation",
