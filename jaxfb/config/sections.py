@@ -33,7 +33,8 @@ class ModelConfig(TransformerConfig):
         if self.name != "transformer":
             raise Refused(
                 f"[model] name={self.name!r} is of no use here: only `jaxfb train` takes a model of your own; use "
-                "model.name=transformer"
+                "model.name=transformer",
+                [{"name": "transformer"}],
             )
         if self.vocab_size is not None:
             return super().__post_init__()

@@ -173,6 +173,7 @@ REFUSED = [
     section("quickstart", "run", tokens=5, updates=3, epochs=1.0),
     section("quickstart", "run", **dict.fromkeys(("updates", "samples", "tokens", "epochs"))),
     section("quickstart", "run", dir=" "),
+    section("sft", "model", name="other"),
     section("quickstart", "run", seed=2**32 + 5),
     section("quickstart", "mesh", data=-1, fsdp=-1, tensor=-1),
     section("quickstart", "optimizer", weight_decay_initial=0.5, weight_decay_ramp="constant"),

@@ -78,7 +78,8 @@ NOT_DATA = {
         forward_backward/arguments.py::check_plan training/machine.py::check_rows
     """,
     "a key or a name, chosen from a list in the sentence": """
-        config/root.py::_check_mixture config/schema.py::_named_section data/config.py::_check_mixture
+        config/root.py::_check_mixture data/mixture.py::Mixture.__post_init__
+        config/schema.py::_named_section data/config.py::_check_mixture
         config/schema.py::build metrics/writers.py::check_writers
     """,
 }
