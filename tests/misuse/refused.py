@@ -55,7 +55,7 @@ def run_plan(**given):
     return RunPlan(**{"plans": PLAN, **given})
 
 
-def section(config, name, **wrong):
+def section(config, name, /, **wrong):
     """A section of a starter config: its class, and its values with some of them changed."""
     plain = getattr(jaxfb.load_config(config), name)
     return type(plain), {**vars(plain), **wrong}
