@@ -21,6 +21,8 @@ class Case:
                  a module of that library; "transformer" and "moe", the built-in one; "sums", integers whose sum
                  a 16-bit float cannot represent; or "own", the user's.
     tied, dropout, tensor_specs: of the toy and the transformer; tensor_specs cuts parameters over tensor.
+    attention:   over a context axis, how the toy's and the transformer's tokens see each other: ring, all_gather or
+                 all_to_all; None leaves the toy's alone.
     container:   what kind of pytree the toy's parameters are: dict, ordered, namedtuple or list.
     leaves:      unusual leaves beside them: empty (of size zero), unused, stopped (read without a gradient), scalar.
     mixed:       vectors stay float32 where matrices are 16-bit.
@@ -47,6 +49,7 @@ class Case:
     tied: bool = False
     dropout: bool = False
     tensor_specs: bool = False
+    attention: str | None = None
     container: str = "dict"
     leaves: tuple[str, ...] = ()
     mixed: bool = False

@@ -27,6 +27,7 @@ METRICS = (
     *("last", "last_vector", "last_int", "last_bool"),
 )
 OUTPUTS = ("row", "token", "vector", "int", "bool", "id")
+ATTENTION = ("ring", "all_gather", "all_to_all")
 LEAVES = ("empty", "unused", "stopped", "scalar")
 RANDOM = "random"
 SCHEDULES = {
@@ -198,6 +199,8 @@ def _model(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
         "masks": dice.weighted({"full": 2, "ragged": 5, "empty_microbatch": 2, "empty": 1}),
         "tensor_specs": "tensor" in mesh and dice.chance(0.7),
     }
+    if context > 1 and model in (*TOYS, "transformer", "moe"):
+        drawn["attention"] = dice.one(*ATTENTION, *([None, None] if model in TOYS else []))
     if model in ("transformer", "moe"):
         drawn |= {"length": 8, "tied": dice.chance(0.5), "dropout": dice.chance(0.4), "tensor_specs": False}
     if model in TOYS:
@@ -220,7 +223,7 @@ def _answers(dice: Dice, context: bool, padded: bool) -> dict[str, Any]:
     """Draws what the loss function returns: nothing that a row of padding or a part of the tokens would change."""
     terms = dice.some([term for term in TERMS if not (padded and term == "shape")], 0.3)
     metrics = [name for name in METRICS if not (padded and name.startswith("last"))]
-    outputs = [name for name in OUTPUTS if not context or name in ("row", "token", "vector")]
+    outputs = [name for name in OUTPUTS if not context or name != "bool"]
     return {
         "terms": ("tokens", *terms),
         "metrics": dice.some(metrics, 0.2),

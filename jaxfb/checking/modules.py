@@ -97,7 +97,7 @@ def built_in(case: Case) -> tuple[Pipelined, PyTree]:
     config = TransformerConfig(
         vocab_size=toys.VOCAB, num_layers=case.num_layers, hidden_size=8, mlp_size=8, num_heads=HEADS, head_size=4,
         num_kv_heads=HEADS, tied_embeddings=case.tied, dropout=toys.RATE if case.dropout else 0.0, loss_chunk=16,
-        attention="xla", **(experts if case.model == "moe" else {}),
+        attention="xla", context_attention=case.attention or "ring", **(experts if case.model == "moe" else {}),
     )  # fmt: skip
     return transformer(config), _cast(case, init_params(config, jax.random.key(case.data_seed)))
 

@@ -96,6 +96,8 @@ def legal(after: Case, before: Case) -> Case:
     if not after.update:
         after = after.but(**{name: getattr(SIMPLEST, name) for name in OF_AN_UPDATE})
     context = after.mesh.get("context", 1)
+    if context == 1:
+        after = after.but(attention=None)
     if context > 1 and after.length % (2 * context):
         after = after.but(length=2 * context)
     if "float64" in (after.param_dtype, after.compute_dtype, after.accum_dtype):

@@ -18,6 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.checking.answers import answer
 from jaxfb.checking.case import Case
 from jaxfb.models.layers import dropout
+from jaxfb.parallel.context import context_attention, size_here
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
 
 PyTree = Any
@@ -111,12 +112,24 @@ def loss_fn(case: Case) -> LossFn:
 def run_layer(case: Case, weights: PyTree, hidden: jax.Array, keys: jax.Array | None) -> jax.Array:
     """Runs one layer: [R, T, W] -> the same."""
     weights = named(weights)
+    if case.attention:
+        hidden = hidden + attended(case.attention, hidden)
     mixed = jnp.tanh(hidden @ weights["w"] + weights["b"])
     if "stopped" in case.leaves:
         mixed = mixed * lax.stop_gradient(weights["stopped"])
     if "scalar" in case.leaves:
         mixed = mixed * weights["scalar"]
     return dropout(hidden + mixed, RATE if case.dropout else 0.0, keys, site=0).astype(hidden.dtype)
+
+
+def attended(method: str, hidden: jax.Array) -> jax.Array:
+    """Computes causal attention of every token's width to itself, one number a head: [R, T, W] -> the same."""
+    x = hidden[..., None]
+    if size_here() > 1:
+        return context_attention(x, x, x, segments=None, method=method)[..., 0]
+    scores = jnp.einsum("rtw,rsw->rwts", hidden, hidden)
+    seen = jnp.tril(jnp.ones(scores.shape[-2:], bool))
+    return jnp.einsum("rwts,rsw->rtw", jax.nn.softmax(jnp.where(seen, scores, -jnp.inf)), hidden)
 
 
 def score(case: Case, outer: PyTree, hidden: jax.Array, microbatch: dict) -> LossOutput:

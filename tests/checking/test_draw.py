@@ -35,6 +35,7 @@ CHOICES = {
     "axis": drawing.AXES,
     "axes": range(5),
     "model": drawing.MODELS,
+    "attention": (None, *drawing.ATTENTION),
     "container": ("dict", "ordered", "namedtuple", "list"),
     "leaves": drawing.LEAVES,
     "terms": ("tokens", *TERMS),

@@ -34,6 +34,7 @@ CASES = {
     "a pipeline": SMALL.but(
         model="stages", mesh={"pipe": 2}, num_layers=2, schedule="1f1b", layer_terms=True
     ),
+    "attention over cut sequences": SMALL.but(mesh={"context": 2}, length=4, attention="all_to_all"),
     "16 bits": SMALL.but(param_dtype="bfloat16", x64=False),
     "sums": SMALL.but(model="sums", mesh={"fsdp": 2}, param_dtype="float16", metrics=(), outputs=()),
     "a key a row": SMALL.but(remainder="drop", surplus=1, rng="rows", dropout=True),
