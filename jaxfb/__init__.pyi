@@ -17,11 +17,12 @@ from .losses.sft import SFTLoss
 from .losses.value import ValueLoss, value_fn, value_loss_fn
 from .mesh import make_mesh
 from .optim import DynamicLossScale, StaticLossScale, lr_schedule, make_optimizer
+from .output import ForwardBackwardOutput
 from .rl import post_train
 from .train_state import StepMetrics, TrainState
 from .train_step import make_train_step
 from .trainer import Trainer, train
-from .types import ForwardBackwardOutput, Last, LossOutput, Max, Min, Pipelined, Sum
+from .types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 __version__: str
 __all__ = [

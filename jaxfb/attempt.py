@@ -8,8 +8,8 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb import gradients
+from jaxfb.output import ForwardBackwardOutput
 from jaxfb.train_state import NonFinite
-from jaxfb.types import ForwardBackwardOutput
 
 PyTree = Any
 

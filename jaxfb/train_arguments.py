@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jaxfb import gradients
 from jaxfb.forward_backward.arguments import prng_keys
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.output import ForwardBackwardOutput, check_complete
 from jaxfb.refusal import Refused, boolean, integer, refuse, shown
 
 PyTree = Any
@@ -78,6 +79,41 @@ def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
             f"state.loss_scale is {'None' if state.loss_scale is None else 'there'}, but this step was made with "
             f"loss_scale={shown(loss_scale)}; make the state with this step's init, or the step with another"
         )
+
+
+def check_gradients(out: Any, params: PyTree) -> None:
+    """Raises ValueError for what is no complete result of forward_backward calls with such parameters."""
+    if not isinstance(out, ForwardBackwardOutput) or out.origin is None:
+        refuse("gradients", out, "what step.gradients(state, batch) returns, or a sum of such")
+    if out.grads is None:
+        raise Refused("gradients has none, it comes from a call with forward_only=True; call without it")
+    _check_like("gradients", out.grads, params, dtypes=False)
+    check_complete(out)
+
+
+def check_changed_gradients(change: Any, state: Any, dtypes: PyTree) -> None:
+    """Raises ValueError if `change_gradients` returns something other than gradients of these dtypes."""
+
+    def abstract(leaf, dtype):
+        wide = dtype if state.loss_scale is None else jnp.promote_types(dtype, jnp.float32)
+        return jax.ShapeDtypeStruct(leaf.shape, wide)
+
+    grads = jax.tree.map(abstract, state.params, dtypes)
+    _check_like("change_gradients(gradients, state)", jax.eval_shape(change, grads, state), grads)
+
+
+def _check_like(name: str, tree: PyTree, like: PyTree, dtypes: bool = True) -> None:
+    if jax.tree.structure(tree) != jax.tree.structure(like):
+        found, wanted = (shown(jax.tree.structure(each)) for each in (tree, like))
+        raise Refused(f"{name} must be a tree like params, {wanted}, got {found}")
+    for (path, leaf), wanted in zip(
+        jax.tree_util.tree_leaves_with_path(tree), jax.tree.leaves(like), strict=True
+    ):
+        if leaf.shape != wanted.shape or (dtypes and leaf.dtype != wanted.dtype):
+            raise Refused(
+                f"{name}{jax.tree_util.keystr(path)} must be {wanted.dtype}{list(wanted.shape)}, got "
+                f"{leaf.dtype}{list(leaf.shape)}"
+            )
 
 
 def check_init_function(params: Any) -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -18,19 +19,20 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb import cpu, gradients
-from jaxfb.attempt import Attempt, Trial, find_nonfinite, of_dtype, rows_count
+from jaxfb import cpu
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.arguments import check_params
-from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.sharding import abstract, adopt, moment_specs, shardings
-from jaxfb.refusal import Refused, instance
+from jaxfb.refusal import INT32, Refused, function, instance, integer
 from jaxfb.train_arguments import (
     check_alive,
+    check_changed_gradients,
+    check_gradients,
     check_init_function,
     check_optimizer,
     check_options,
@@ -39,7 +41,8 @@ from jaxfb.train_arguments import (
     one_key,
 )
 from jaxfb.train_state import StepMetrics, TrainState, is_init_function
-from jaxfb.types import ForwardBackwardOutput, LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined
+from jaxfb.update import Update
 
 PyTree = Any
 
@@ -55,6 +58,7 @@ def make_train_step(
     loss_scale: DynamicLossScale | StaticLossScale | None = None,
     dropout: bool = True,
     count_zeros: bool = False,
+    change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None,
     **forward_backward_options,
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
@@ -69,6 +73,9 @@ def make_train_step(
       loss_scale: for float16; the loss itself is reported unscaled.
       dropout: False hands None to the model as rng; a plan that packs rows asks for that.
       count_zeros: fills in `StepMetrics.num_zeros`, at the price of another pass over the gradients.
+      change_gradients: (gradients, state) -> gradients of the same shapes and dtypes, called after the gradients of the
+        global batch are reduced, divided and unscaled, before they are measured and clipped: to freeze a leaf, to
+        scale some, to add noise. It is traced, and may be called twice for an update.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
@@ -76,6 +83,8 @@ def make_train_step(
     """
     check_optimizer(optimizer)
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
+    if change_gradients is not None:
+        function("change_gradients", change_gradients, "from (gradients, state) to gradients")
     fb = get_forward_backward_func(mesh, **forward_backward_options)
     fb.check_plan(model, plan)
     if plan.packing and dropout:
@@ -84,9 +93,9 @@ def make_train_step(
             "make_train_step, or a plan with packing=False",
             [{"dropout": False}],
         )
-    return TrainStep(
-        fb, model, optimizer, plan, max_grad_norm, clip_convention, loss_scale, dropout, count_zeros
-    )
+    counted = model.counted if isinstance(model, Pipelined) else None
+    options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
+    return TrainStep(fb, model, plan, dropout, Update(optimizer, counted, *options))
 
 
 def _on_the_host(leaf: jax.Array) -> Any:
@@ -99,31 +108,25 @@ class TrainStep:
 
     def __init__(
         self,
-        forward_backward,
-        model,
-        optimizer,
-        plan,
-        max_grad_norm,
-        clip_convention,
-        loss_scale,
-        dropout,
-        count_zeros,
+        forward_backward: ForwardBackward,
+        model: LossFn | Pipelined,
+        plan: BatchPlan,
+        dropout: bool,
+        update: Update,
     ):
-        self.forward_backward: ForwardBackward = forward_backward
-        self.model, self.optimizer, self.plan = model, optimizer, plan
-        self._max_grad_norm, self._clip_convention = max_grad_norm, clip_convention
-        self._loss_scale, self._dropout = loss_scale, dropout
-        self._count_zeros = count_zeros
+        self.forward_backward = forward_backward
+        self.model, self.plan, self.optimizer = model, plan, update.optimizer
+        self._dropout, self._change, self._loss_scale = dropout, update, update.loss_scale
         self._numbers: dict[int, jax.Array] = {}
         self._own_specs, self._looked = None, False
         self._compile()
 
     def _compile(self) -> None:
         """Forgets what was traced."""
-        self._plain = jax.jit(self._update, static_argnums=3, donate_argnums=0)
-        self._in_order = jax.jit(
-            self._update, static_argnums=3, donate_argnums=0, compiler_options=cpu.IN_ORDER
-        )
+        donating = {"donate_argnums": 0}
+        self._updated = _compiled(self._update, static_argnums=3, **donating)
+        self._applied = _compiled(self._apply, **donating)
+        self._differentiated = _compiled(self._differentiate, static_argnums=(4, 5))
         self._copied = jax.jit(self._create)
         self._shardings: dict = {}
 
@@ -147,9 +150,99 @@ class TrainStep:
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
         return self._jitted(state, batch, self._rows(rows), plan)
 
+    def gradients(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        model: LossFn | Pipelined | None = None,
+        plan: BatchPlan | None = None,
+        first_row: int = 0,
+        weights: dict[str, Any] | None = None,
+    ) -> ForwardBackwardOutput:
+        """Returns loss, gradients and records of one batch, and leaves the state as it is.
+
+        The results of several calls are added, `g = a + b`, and applied in one update, `apply(state, g)`. One call and
+        `apply` do, bit for bit, what a call of the step does.
+
+        Args:
+          batch: [rows, ...] leaves, as many rows as the plan has.
+          model: another loss function or `Pipelined` over the same parameters; None: the step's.
+          plan: for a batch of another size; None: the step's.
+          first_row: the number of the batch's first row in the update, so that each row draws its own dropout.
+          weights: what divides each term, where an update consists of several calls whose terms have different weights:
+            the sum, name by name, of what `weights` returns for each of their batches.
+
+        Raises:
+          ValueError: as for a call of the step, or weights are not those of the terms.
+        """
+        state = self.place(state)
+        model, plan, keys = self._of_call(state, model, plan, first_row)
+        rows, packed = plan.real_rows, None
+        if plan.by_tokens:
+            packed = Packed(batch, plan)
+            batch, plan, keys = packed.batch, packed.plan, packed.keys(keys)
+        everywhere = NamedSharding(self.forward_backward.mesh, P())
+        run = self._differentiated[cpu.wants_options(self.forward_backward.mesh)]
+        out = run(state, adopt(batch, everywhere), keys, weights, model, plan)
+        outputs = out.outputs if packed is None else packed.restore(out.outputs)
+        return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
+
+    def weights(
+        self,
+        state: TrainState,
+        batch: PyTree,
+        *,
+        model: LossFn | Pipelined | None = None,
+        plan: BatchPlan | None = None,
+        first_row: int = 0,
+    ) -> dict[str, jax.Array]:
+        """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
+        state = self.place(state)
+        model, plan, keys = self._of_call(state, model, plan, first_row)
+        keys = self.key_of(state) if keys is None else keys
+        return self.forward_backward.weights(model, state.params, batch, plan, keys)
+
+    def _of_call(self, state: TrainState, model: Any, plan: Any, first_row: int) -> tuple:
+        """Returns the model and the plan of one call, and the keys of its rows unless they are the first."""
+        model = self.model if model is None else model
+        plan = instance("plan", self.plan if plan is None else plan, BatchPlan, "a jaxfb.BatchPlan")
+        self.forward_backward.check_plan(model, plan)
+        first_row = integer("first_row", first_row, least=0)
+        key = self.key_of(state) if first_row else None
+        keys = None if key is None else _keys_of_rows(key, first_row, plan.rows)
+        return model, plan, keys
+
+    def apply(
+        self, state: TrainState, gradients: ForwardBackwardOutput, rows: int | None = None
+    ) -> tuple[TrainState, StepMetrics]:
+        """Applies one update by gradients that were computed before. `state` is donated, `gradients` are not.
+
+        Args:
+          gradients: what `gradients` or a forward_backward function returned for the state's parameters, or a sum.
+          rows: how many rows they are of, if fewer than those of the plans.
+
+        Raises:
+          ValueError: the state was given to a step before, or the gradients are not like its parameters, or they do not
+            consist of all calls whose weights divided them.
+        """
+        state = self.place(state)
+        check_gradients(gradients, state.params)
+        mesh = self.forward_backward.mesh
+        out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
+        rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
+        used = (
+            {} if out.origin.normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
+        )
+        # a copy, because the scale may be the state's array, which is donated
+        scale = jax.tree.map(jnp.copy, out.origin.grad_scale)
+        origin = replace(out.origin, rows=None, weights=None, grad_scale=scale)
+        out = replace(out, per_microbatch=used, origin=origin)
+        return self._applied[cpu.wants_options(mesh)](state, out, self._rows(rows))
+
     @property
     def _jitted(self):
-        return self._in_order if cpu.wants_options(self.forward_backward.mesh) else self._plain
+        return self._updated[cpu.wants_options(self.forward_backward.mesh)]
 
     def _rows(self, rows: int | jax.Array) -> jax.Array:
         """Returns a number of rows on the mesh, moved there once, so that no later call moves anything."""
@@ -247,6 +340,9 @@ class TrainStep:
         if shapes not in self._shardings:
             self._look_at(state.params)
             check_state(state, self.optimizer, self._loss_scale)
+            if self._change.change_gradients is not None:
+                dtypes = self.forward_backward.grad_dtypes(state.params)
+                check_changed_gradients(self._change.change_gradients, state, dtypes)
             self._shardings[shapes] = self.state_shardings(state)
         targets = self._shardings[shapes]
         if all(
@@ -271,106 +367,36 @@ class TrainStep:
     def _update(
         self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan
     ) -> tuple[TrainState, StepMetrics]:
-        scale = state.loss_scale.scale if state.loss_scale is not None else jnp.float32(1)
-        rng = self.key_of(state)
-        out = self.forward_backward(self.model, state.params, batch, plan, rng, grad_scale=scale)
-        trial = self._try(state, out, scale)
-        params, opt_state = jax.lax.cond(
-            trial.applied,
-            lambda: self._kept(state, self._attempt(state, out, scale, trial.grad_norm)),
-            lambda: (state.params, state.opt_state),
-        )
-        new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
-        new = jax.lax.with_sharding_constraint(new, self.state_shardings(state))
-        return new, self._metrics(state, new, out, trial, scale)
+        out = self._differentiate(state, batch, None, None, self.model, plan)
+        return self._apply(state, out, rows)
+
+    def _differentiate(
+        self, state: TrainState, batch: PyTree, keys: Any, weights: Any, model: Any, plan: BatchPlan
+    ) -> ForwardBackwardOutput:
+        rng = self.key_of(state) if keys is None else keys
+        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
+        call = (model, state.params, batch, plan, rng)
+        return self.forward_backward(*call, grad_scale=scale, weights=weights)
 
     def key_of(self, state: TrainState) -> jax.Array | None:
         """Returns the PRNG key of the next update, None without dropout."""
         return jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
 
-    def _try(self, state: TrainState, out: ForwardBackwardOutput, scale: jax.Array) -> Trial:
-        """Computes the update for its flags and norms alone, so that none of its arrays is stored.
+    def _apply(
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any
+    ) -> tuple[TrainState, StepMetrics]:
+        return self._change.apply(state, out, rows, self.state_shardings(state))
 
-        What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
-        """
-        grads = self._unscaled(out, scale)
-        norm, param_norm = gradients.global_norm(grads), gradients.global_norm(state.params)
-        attempt = self._attempt(state, out, scale, norm)
-        counted = rows_count(out, self.forward_backward.normalize)
-        nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
-        # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
-        # parameters, else a compiler copies them.
-        applied = ~nonfinite.any & counted & ~jnp.isnan(param_norm)
-        return Trial(attempt, grads, norm, param_norm, nonfinite, applied)
 
-    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, scale: Any, norm: Any) -> Attempt:
-        """Computes the one optax update, where the gradients are placed (under ZeRO-1 cut over data), and what is
-        counted.
-        """
-        with jax.named_scope("optimizer"):
-            grads, coefficient = gradients.clip_by_global_norm(
-                self._unscaled(out, scale), norm, self._max_grad_norm, self._clip_convention
-            )
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
-            more = {"samples": state.samples, "value": out.loss}
-            update = optax.with_extra_args_support(self.optimizer).update
-            updates, opt_state = update(grads, state.opt_state, state.params, **more)
-            counted = self.model.counted if isinstance(self.model, Pipelined) else None
-            if counted is not None:
-                leaves = counted.leaves(state.params)
-                updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)
-            params = optax.apply_updates(state.params, updates)
-        if counted is not None and counted.after is not None:
-            params = counted.after(params, out.metrics)
-        return Attempt(params, opt_state, updates, coefficient)
+def _compiled(function: Callable, **options) -> dict[bool, Callable]:
+    """Returns the function compiled without and with the options of a CPU that runs several devices."""
+    return {
+        False: jax.jit(function, **options),
+        True: jax.jit(function, compiler_options=cpu.IN_ORDER, **options),
+    }
 
-    def _unscaled(self, out: ForwardBackwardOutput, scale: jax.Array) -> PyTree:
-        return gradients.unscale(out.grads, None if self._loss_scale is None else scale)
 
-    def _kept(self, state: TrainState, attempt: Attempt) -> tuple[PyTree, PyTree]:
-        """Returns the parameters and the optimizer's state after an attempt that is applied, of the dtypes of
-        before.
-        """
-        old = (state.params, state.opt_state)
-        new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
-        places = self.state_shardings(state)
-        return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
-
-    def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
-        """Returns the state with the counters and the loss scale after this attempt."""
-        applied, failed = trial.applied, trial.nonfinite.any
-        scale = self._loss_scale and self._loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
-        return replace(
-            state,
-            step=state.step + applied,
-            samples=state.samples + jnp.where(applied, rows, 0),
-            nonfinite_updates=state.nonfinite_updates + failed,
-            zero_weight_updates=state.zero_weight_updates + (~failed & ~applied),
-            loss_scale=scale,
-        )
-
-    def _metrics(
-        self, old: TrainState, new: TrainState, out: ForwardBackwardOutput, trial: Trial, scale: Any
-    ):
-        attempt, norm = trial.attempt, trial.grad_norm
-        return StepMetrics(
-            step=old.step,
-            loss=out.loss,
-            terms={name: term.value for name, term in out.terms.items()},
-            weights={name: term.weight for name, term in out.terms.items()},
-            metrics={name: metric.value for name, metric in out.metrics.items()},
-            grad_norm=norm,
-            clipped_grad_norm=norm * attempt.clip_coefficient,
-            clip_coefficient=attempt.clip_coefficient,
-            param_norm=trial.param_norm,
-            update_norm=jnp.where(trial.applied, gradients.global_norm(attempt.updates), 0),
-            learning_rate=learning_rate_of(
-                self.optimizer, old.opt_state, old.samples, updated=attempt.opt_state
-            ),
-            loss_scale=scale,
-            skipped=~trial.applied,
-            nonfinite=trial.nonfinite,
-            nonfinite_updates=new.nonfinite_updates,
-            zero_weight_updates=new.zero_weight_updates,
-            num_zeros=gradients.num_zeros(trial.grads) if self._count_zeros else None,
-        )
+@partial(jax.jit, static_argnums=2)
+def _keys_of_rows(key: jax.Array, first_row: int, num_rows: int) -> jax.Array:
+    """Returns the PRNG keys that those rows of a global batch have, whatever call they are in."""
+    return jax.vmap(jax.random.fold_in, (None, 0))(key, first_row + jnp.arange(num_rows))

@@ -214,26 +214,3 @@ class Counted:
     leaves: Callable[[PyTree], PyTree]
     before: Callable[[PyTree, dict], PyTree] | None = None
     after: Callable[[PyTree, dict], PyTree] | None = None
-
-
-@jax.tree_util.register_dataclass
-@dataclass(frozen=True)
-class ForwardBackwardOutput:
-    """The result of one call over all microbatches of a global batch. Equal on every device of the mesh.
-
-    loss:           f32[] (f64 for f64 params), the objective of the whole global batch.
-    terms:          name -> Sum over the whole global batch, reduced.
-    grads:          tree like params in the accumulation dtype, divided and reduced; None if forward_only.
-    metrics:        name -> Sum, Max, Min or Last over the whole global batch, reduced.
-    per_microbatch: every term and metric of each microbatch, reduced over replicas: name -> Sum of [num_microbatches]
-                    arrays for a term; Sum, Max, Min or Last of [num_microbatches, ...] arrays for a metric, which is
-                    under "metrics/<name>" where a term has its name.
-    outputs:        [rows, ...] leaves in the original row order, or None.
-    """
-
-    loss: jax.Array
-    terms: dict[str, Sum]
-    grads: PyTree
-    metrics: dict[str, Any]
-    per_microbatch: dict[str, Any]
-    outputs: PyTree

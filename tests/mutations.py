@@ -263,9 +263,9 @@ MUTATIONS = (
     ),
     Mutation(
         "moments_of_a_skipped_update_kept",
-        "train_step.py",
+        "update.py",
         "lambda: (state.params, state.opt_state),",
-        "lambda: (state.params, self._kept(state, trial.attempt)[1]),",
+        "lambda: (state.params, self._kept(state, trial.attempt, places)[1]),",
         "test_skipped_updates.py::test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been",
     ),
     Mutation(

@@ -11,8 +11,9 @@ import jaxfb
 
 ROOT = Path(jaxfb.__file__).parent
 ORDER = (
-    "position refusal fault_points registry parts types compat cpu hlo mesh schedules batch_plan data parallel losses "
-    "models forward_backward gradients optim train_arguments train_state attempt train_step checkpoint metrics config "
+    "position refusal fault_points registry parts types compat output cpu hlo mesh schedules batch_plan data parallel "
+    "losses models forward_backward gradients optim train_arguments train_state attempt update train_step checkpoint "
+    "metrics config "
     "pretrained callbacks display guard training checking trainer rl chaos planner benchmark supervisor cli __main__"
 ).split()
 

@@ -19,8 +19,9 @@ from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
 from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.checking.update import differences_of_updates
+from jaxfb.output import ForwardBackwardOutput
 from jaxfb.refusal import Refused
-from jaxfb.types import ForwardBackwardOutput, Sum
+from jaxfb.types import Sum
 
 PyTree = Any
 

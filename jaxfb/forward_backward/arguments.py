@@ -7,6 +7,7 @@ import inspect
 import math
 import operator
 import warnings
+from collections.abc import Mapping
 from numbers import Real
 from typing import Any
 
@@ -132,6 +133,19 @@ def checked_scale(grad_scale: Any) -> float | jax.Array:
             f"grad_scale must be one number, finite, which gradients are multiplied by, got {shown(grad_scale)}"
         )
     return grad_scale if hasattr(grad_scale, "dtype") else float(grad_scale)
+
+
+def checked_weights(weights: Any, normalize: str) -> dict | None:
+    """Returns the weights of a whole update, name -> number, or raises ValueError."""
+    if weights is None:
+        return None
+    are_numbers = isinstance(weights, Mapping) and not any(np.ndim(value) for value in weights.values())
+    if normalize != "global" or not are_numbers:
+        raise Refused(
+            'weights must be a dict from names of terms to numbers, and go with normalize="global", got '
+            f"{shown(weights)} and normalize={normalize!r}; calls of other normalizations are added without them"
+        )
+    return dict(weights)
 
 
 def specs_like(params: PyTree, specs: PyTree) -> PyTree:

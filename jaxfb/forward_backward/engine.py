@@ -23,6 +23,7 @@ from jaxfb.forward_backward.arguments import (
     check_params,
     check_plan,
     checked_scale,
+    checked_weights,
     float_dtype,
     layer_counts,
     specs_like,
@@ -38,9 +39,10 @@ from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
+from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, data, pipe, sharding
 from jaxfb.refusal import Refused, boolean, choice, function, shown
-from jaxfb.types import Counted, ForwardBackwardOutput, LossFn, Pipelined, outer_params, restrict_to
+from jaxfb.types import Counted, LossFn, Pipelined, outer_params, restrict_to
 
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
@@ -155,6 +157,7 @@ class ForwardBackward:
         rng: jax.Array | None = None,
         forward_only: bool = False,
         grad_scale: jax.Array | float = 1.0,
+        weights: dict[str, Any] | None = None,
     ) -> ForwardBackwardOutput:
         """Runs every microbatch of `batch` and returns the loss and gradient of the whole of it.
 
@@ -170,23 +173,64 @@ class ForwardBackward:
           rng: None, one PRNG key or its int seed (row r gets `fold_in(rng, r)`), or keys [rows].
           forward_only: no backward; `grads` is None.
           grad_scale: float[]; gradients come out multiplied by it (fp16 loss scaling), the loss does not.
+          weights: name -> number, what divides each term that has a weight, where the batch is a part of an update:
+            the sum over all its calls of `weights(...)`. The loss is then this batch's share. None: the batch's own.
 
         Raises:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
         boolean("forward_only", forward_only)
-        grad_scale = checked_scale(grad_scale)
+        grad_scale, weights = checked_scale(grad_scale), checked_weights(weights, self.normalize)
         self.check(model, params, plan, forward_only)
         check_params(params, forward_only, concrete=True)
         if plan.by_tokens:
             packed = Packed(batch, plan)
-            call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale)
+            call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale, weights)
             out = self(model, params, *call)
-            return replace(out, outputs=packed.restore(out.outputs))
+            outputs, origin = packed.restore(out.outputs), replace(out.origin, rows=plan.real_rows)
+            return replace(out, outputs=outputs, origin=origin)
         microbatches = split(batch, plan, self.mesh).leaves
         if not forward_only:
             by_rows = self.pipe > 1 and self.head_placement_for(model, params) == "rows"
             check_parts(model, microbatches, plan.data_parallel * (self.pipe if by_rows else 1))
+        arrays = self._placed(model, params, microbatches, plan, rng)
+        out = self._jitted(_run)(self, model, plan, forward_only, *arrays, grad_scale, weights)
+        scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
+        return replace(
+            out, origin=replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
+        )
+
+    def weights(
+        self,
+        model: LossFn | Pipelined,
+        params: PyTree,
+        batch: PyTree,
+        plan: BatchPlan,
+        rng: jax.Array | None = None,
+    ) -> dict[str, jax.Array]:
+        """Returns what the rows of a batch count for each term that has a weight: name -> [].
+
+        The arguments are those of a call, of which no forward pass is run. The sum of several batches' weights, name by
+        name, is what each of their calls is given as `weights`, so that adding up their outputs is exact.
+
+        Raises:
+          ValueError: as for a call, or the model reads statistics of the whole batch before its backward.
+        """
+        self.check(model, params, plan)
+        check_params(params, forward_only=False, concrete=True)
+        if _counts_before(model):
+            raise Refused(
+                "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "
+                "weights for a part of it; make one call of all rows"
+            )
+        if plan.by_tokens:
+            packed = Packed(batch, plan)
+            return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
+        arrays = self._placed(model, params, split(batch, plan, self.mesh).leaves, plan, rng)
+        return self._jitted(_weigh)(self, model, plan, *arrays)
+
+    def _placed(self, model, params, microbatches, plan, rng) -> tuple:
+        """Returns (params, microbatches, keys) where the program of a call reads them."""
         keys = split_keys(row_keys(rng, plan), plan)
         targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
         microbatches = sharding.adopt(microbatches, targets)
@@ -194,9 +238,10 @@ class ForwardBackward:
         specs = self.param_specs(model, params)
         if not is_traced(params):
             annotations.warn_if_whole(specs, self.mesh)
-        params = _place(params, sharding.shardings(specs, self.mesh))
-        run = _run_in_order if cpu.wants_options(self.mesh) else _run_jitted
-        return run(self, model, plan, forward_only, params, microbatches, keys, grad_scale)
+        return _place(params, sharding.shardings(specs, self.mesh)), microbatches, keys
+
+    def _jitted(self, function: Callable) -> Callable:
+        return _JITTED[function, cpu.wants_options(self.mesh)]
 
     def check(
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
@@ -243,6 +288,10 @@ class ForwardBackward:
             return specs
         return sharding.optimizer_specs(specs, params, self.mesh)
 
+    def grad_dtypes(self, params: PyTree) -> PyTree:
+        """Returns the dtype of each gradient: that in which it is summed, a tree like params."""
+        return jax.tree.map(lambda leaf: jnp.dtype(_accum_dtype(leaf.dtype, self.accum_dtype)), params)
+
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
         if self.pipe == 1:
@@ -272,32 +321,57 @@ class ForwardBackward:
         return axis_size(self.mesh, "pipe")
 
 
-def _run(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
+def _run(
+    fb, model, plan, forward_only, params, microbatches, keys, grad_scale, weights
+) -> ForwardBackwardOutput:
     counted = _counted(model)
     complete = dict(params) if isinstance(model, Pipelined) else params
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
         check_padding(as_loss_fn(model), params, microbatches, keys)
     if counted is not None and counted.before is not None:
         with jax.named_scope("count"):
-            metrics = _one_pass(fb, model, plan, True, complete, microbatches, keys, grad_scale).metrics
+            metrics = _one_pass(fb, model, plan, True, complete, microbatches, keys, 1.0, None).metrics
         complete = counted.before(complete, metrics)
-    out = _one_pass(fb, model, plan, forward_only, complete, microbatches, keys, grad_scale)
+    out = _one_pass(fb, model, plan, forward_only, complete, microbatches, keys, grad_scale, weights)
     return replace(out, grads=None if forward_only else restrict_to(params, out.grads))
 
 
-_run_jitted = jax.jit(_run, static_argnums=(0, 1, 2, 3))
-_run_in_order = jax.jit(_run, static_argnums=(0, 1, 2, 3), compiler_options=cpu.IN_ORDER)
+def _weigh(fb, model, plan, params, microbatches, keys) -> dict:
+    return _program(fb, model, plan, True, params).weights(params, microbatches, keys)
 
 
-def _one_pass(fb, model, plan, forward_only, params, microbatches, keys, grad_scale) -> ForwardBackwardOutput:
+_STATIC = {_run: (0, 1, 2, 3), _weigh: (0, 1, 2)}
+_JITTED = {
+    (function, in_order): jax.jit(
+        function, static_argnums=static, compiler_options=cpu.IN_ORDER if in_order else None
+    )
+    for function, static in _STATIC.items()
+    for in_order in (False, True)
+}
+
+
+def _one_pass(
+    fb, model, plan, forward_only, params, microbatches, keys, grad_scale, weights
+) -> ForwardBackwardOutput:
+    program = _program(fb, model, plan, forward_only, params)
+    *results, of_tokens, undivided = program.run(params, microbatches, keys, grad_scale, weights)
+    grads, loss, terms, metrics, per_microbatch, outputs = results
+    outputs = merge(outputs, of_tokens, plan, fb.mesh)
+    names = (undivided, (tuple(sorted(terms)),))
+    origin = Origin(None, None, None, fb.normalize, *names, _counts_before(model))
+    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)
+
+
+def _program(fb, model, plan, forward_only, params) -> Frame:
     specs = fb.param_specs(model, params)
     grad_specs = None if forward_only else fb.grad_specs(model, params)
     core = _core(fb, model, plan, specs, params, forward_only)
-    program = Frame(fb.mesh, core, model, fb.normalize, specs, grad_specs)
-    results = program.run(params, microbatches, keys, grad_scale)
-    grads, loss, terms, metrics, per_microbatch, outputs, of_tokens = results
-    outputs = merge(outputs, of_tokens, plan, fb.mesh)
-    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs)
+    return Frame(fb.mesh, core, model, fb.normalize, specs, grad_specs)
+
+
+def _counts_before(model: LossFn | Pipelined) -> bool:
+    counted = _counted(model)
+    return counted is not None and counted.before is not None
 
 
 def _core(
@@ -310,8 +384,9 @@ def _core(
 ) -> Core:
     """Returns the way from seeds to gradients that this mesh asks for."""
     dtypes = _compute_dtypes(fb, model, params)
-    sums = jax.tree.map(lambda leaf: _accum_dtype(leaf.dtype, fb.accum_dtype), params)
-    how = Execution(specs, dtypes, dtypes if forward_only else sums, fb.fsdp_gather, fb.remat)
+    how = Execution(
+        specs, dtypes, dtypes if forward_only else fb.grad_dtypes(params), fb.fsdp_gather, fb.remat
+    )
     schedule = fb.schedule_for(plan.num_microbatches)
     if schedule is None:
         scattered = fb.grad_specs(model, params) if fb.optimizer_sharding == "gradients" else None

@@ -7,6 +7,7 @@ one `jax.shard_map`, manual over every axis but tensor. What happens between see
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -23,8 +24,9 @@ from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mes
 from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.traced import Traced
-from jaxfb.forward_backward.weights import check_terms, objective, seeds, term_weights
+from jaxfb.forward_backward.weights import check_given, check_terms, seeds, term_weights
 from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
+from jaxfb.output import objective
 from jaxfb.parallel import sharding
 from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
 
@@ -45,10 +47,28 @@ class Frame:
     specs: PyTree
     grad_specs: PyTree | None
 
-    def run(
-        self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, grad_scale: jax.Array
-    ) -> tuple:
-        """Returns (grads, loss, terms, metrics, per_microbatch, outputs, which outputs are per token)."""
+    def run(self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any) -> tuple:
+        """Returns (grads, loss, terms, metrics, per_microbatch, outputs), global arrays, and facts about them.
+
+        weights: name -> [] of the whole update that the batch is a part of; None: the batch is all of it.
+
+        The facts are which outputs are per token, and the names of the terms without a weight.
+        """
+        body, data, specs = self._one_device(params, microbatches, keys)
+        check_given(weights, body.traced)
+        grad_specs = None if self.grad_specs is None else _manual(self.grad_specs)
+        of_outputs = jax.tree.map(partial(rows_spec, self.mesh), body.tokens)
+        out_specs = (grad_specs, P(), P(), P(), P(), of_outputs)
+        results = self._on_mesh(body.run, (*specs, P(), P()), out_specs)(*data, grad_scale, weights)
+        return *results, body.tokens, body.undivided
+
+    def weights(self, params: PyTree, microbatches: PyTree, keys: Any) -> dict:
+        """Returns the weight of each term that has one over the whole batch, name -> []."""
+        body, data, specs = self._one_device(params, microbatches, keys)
+        return self._on_mesh(body.weights, specs[1:], P())(*data[1:])
+
+    def _one_device(self, params: PyTree, microbatches: PyTree, keys: Any) -> tuple[_OneDevice, tuple, tuple]:
+        """Returns the program of one device, its (params, microbatches, keys), and how these are cut."""
         cast = jax.tree.map(
             lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, self.core.how.dtypes
         )
@@ -58,30 +78,24 @@ class Frame:
             microbatches = in_order_of_tokens(microbatches, self.mesh)
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
         check_terms(traced, seen, num_parts)
-        tokens = jax.tree.map(lambda _: False, traced.shape.outputs) if context is None else context.tokens
-        body = _OneDevice(self, traced, context, num_parts)
-        manual = partial(jax.tree.map, sharding.manual_part, is_leaf=lambda spec: isinstance(spec, P))
-        grad_specs = None if self.grad_specs is None else manual(self.grad_specs)
-        results = jax.shard_map(
-            body.run,
-            mesh=self.mesh,
-            in_specs=(
-                manual(self.specs),
-                specs_of(microbatches, self.mesh, context is not None),
-                rows_spec(self.mesh),
-                P(),
-            ),
-            out_specs=(grad_specs, P(), P(), P(), P(), jax.tree.map(partial(rows_spec, self.mesh), tokens)),
-            axis_names=set(manual_axes(self.mesh)),
-            check_vma=False,
-        )(params, microbatches, keys, grad_scale)
-        return *results, tokens
+        cut = specs_of(microbatches, self.mesh, context is not None)
+        specs = (_manual(self.specs), cut, rows_spec(self.mesh))
+        return _OneDevice(self, traced, context, num_parts), (params, microbatches, keys), specs
+
+    def _on_mesh(self, function: Callable, in_specs: Any, out_specs: Any) -> Callable:
+        axes = set(manual_axes(self.mesh))
+        cut = {"in_specs": in_specs, "out_specs": out_specs}
+        return jax.shard_map(function, mesh=self.mesh, axis_names=axes, check_vma=False, **cut)
 
     def _seen_by_one_device(self, leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape of a parameter inside the model's functions: whole but for its share of the experts."""
         cut = (axis_size(self.mesh, "expert") if "expert" in sharding.axes_of(entry) else 1 for entry in spec)
         shape = [size // parts for size, parts in zip(leaf.shape, [*cut, *[1] * leaf.ndim], strict=False)]
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def _manual(specs: PyTree) -> PyTree:
+    return jax.tree.map(sharding.manual_part, specs, is_leaf=lambda spec: isinstance(spec, P))
 
 
 @dataclass(frozen=True)
@@ -98,31 +112,51 @@ class _OneDevice:
     context: OverContext | None
     num_parts: int
 
-    def run(self, params, microbatches, keys, grad_scale) -> tuple:
+    def run(self, params, microbatches, keys, grad_scale, given) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs)."""
         weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
-        grads, out = self._forward_backward(params, microbatches, keys, weights, grad_scale)
+        grads, out = self._forward_backward(params, microbatches, keys, weights, grad_scale, given)
         out = out if self.context is None else self.context.answer(out)
-        return grads, *self._records(out, weights), out.outputs
+        return grads, *self._records(out, weights, given), out.outputs
 
-    def _forward_backward(self, params, microbatches, keys, weights, grad_scale) -> tuple[PyTree, LossOutput]:
+    def weights(self, microbatches, keys) -> dict:
+        """Returns the weights over the whole batch of the terms that have one."""
+        weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
+        reduced = jax.tree.map(lambda each: each.sum(0), reduce_records(weights, self._replicas))
+        return {name: weight for name, weight in reduced.items() if name not in self.undivided}
+
+    @property
+    def undivided(self) -> tuple[str, ...]:
+        """Returns the names of the terms without a weight."""
+        return tuple(sorted(name for name, term in self.traced.places.terms.items() if term.weight is None))
+
+    @property
+    def tokens(self) -> PyTree:
+        """Returns a tree of bool like the outputs: which are per token and cut."""
+        uncut = jax.tree.map(lambda _: False, self.traced.shape.outputs)
+        return uncut if self.context is None else self.context.tokens
+
+    def _forward_backward(
+        self, params, microbatches, keys, weights, grad_scale, given
+    ) -> tuple[PyTree, LossOutput]:
         core, grad_specs = self.frame.core, self.frame.grad_specs
         held = core.hold(params)
         if grad_specs is None:
             return None, core.forward(held, microbatches, keys)
-        seeds = self._seeds(weights, grad_scale)
+        seeds = self._seeds(weights, grad_scale, given)
         grads, out = core.forward_backward(held, microbatches, keys, seeds, core.how.sums)
         return core.reduce(grads, grad_specs, self._axes), out
 
-    def _seeds(self, weights: dict, grad_scale: Any) -> dict:
+    def _seeds(self, weights: dict, grad_scale: Any, given: dict | None) -> dict:
         """Returns the cotangents of this replica's totals; the one collective sums one weight for each term."""
         dtype = jnp.result_type(*(term.total.dtype for term in self.traced.shape.terms.values()))
         reduced = {name: weight.sum() for name, weight in weights.items()}
         reduced = lax.psum(reduced, self._replicas) if self._replicas else reduced
+        reduced |= given or {}
         made = seeds(weights, reduced, self.frame.normalize, self.num_parts, grad_scale, dtype)
         return made if self.context is None else self.context.seeds(made)
 
-    def _records(self, out: LossOutput, weights: dict) -> tuple:
+    def _records(self, out: LossOutput, weights: dict, given: dict | None) -> tuple:
         """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""
         normalize = self.frame.normalize
         totals = {name: term.total for name, term in out.terms.items()}
@@ -137,7 +171,7 @@ class _OneDevice:
             }
         metrics, each = reduce_metrics(out.metrics, self._axes)
         each = {f"metrics/{name}" if name in terms else name: metric for name, metric in each.items()}
-        return objective(terms, normalize), terms, metrics, {**each, **per_microbatch}
+        return objective(terms, normalize, given), terms, metrics, {**each, **per_microbatch}
 
     @property
     def _replicas(self) -> tuple[str, ...]:

@@ -17,7 +17,6 @@ from jaxfb.forward_backward.reduce import reduce_records
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
-from jaxfb.types import Sum
 
 PyTree = Any
 NORMALIZATIONS = ("global", "microbatch", "none")
@@ -76,6 +75,16 @@ def check_terms(traced: Traced, params: PyTree, num_parts: int) -> None:
                 f"for each of the {num_parts} microbatches; give it a constant weight to count it once, "
                 "Sum(total, 1.0)"
             )
+
+
+def check_given(given: dict | None, traced: Traced) -> None:
+    """Raises ValueError for weights of the whole update that are not those of the terms which have one."""
+    weighted = sorted(name for name, term in traced.places.terms.items() if term.weight is not None)
+    if given is not None and sorted(given) != weighted:
+        raise Refused(
+            f"weights must have the terms that are divided, {weighted}, got {sorted(given)}; add up what "
+            "forward_backward.weights(...) returns for each call"
+        )
 
 
 def check_data_only(traced: Traced, params: PyTree) -> None:
@@ -141,9 +150,3 @@ def seeds(local: dict, reduced: dict, normalize: str, num_parts: int, scale: Any
 def reciprocal(weight: jax.Array) -> jax.Array:
     """Returns 1 / weight, and 0 where the weight is 0."""
     return jnp.where(weight != 0, 1 / jnp.where(weight != 0, weight, 1), 0)
-
-
-def objective(terms: dict[str, Sum], normalize: str) -> jax.Array:
-    """Returns the loss of the whole global batch from its reduced terms."""
-    values = [term.total if normalize == "none" else term.value for term in terms.values()]
-    return sum(values[1:], values[0])

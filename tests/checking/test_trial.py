@@ -99,9 +99,9 @@ def test_a_lost_bit_of_a_16_bit_sum_is_found(monkeypatch):
 
 
 def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
-    from jaxfb.train_step import TrainStep
+    from jaxfb.update import Update
 
-    right = TrainStep._attempt
+    right = Update._attempt
 
     def of_wrong_size(step, state, *others):
         made = right(step, state, *others)
@@ -111,19 +111,17 @@ def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
     def of_old_moments(step, state, *others):
         return right(step, state, *others)._replace(opt_state=state.opt_state)
 
-    monkeypatch.setattr(TrainStep, "_attempt", of_wrong_size)
+    monkeypatch.setattr(Update, "_attempt", of_wrong_size)
     assert try_case(UPDATED).kind == "parameters"
-    monkeypatch.setattr(TrainStep, "_attempt", of_old_moments)
+    monkeypatch.setattr(Update, "_attempt", of_old_moments)
     assert try_case(UPDATED).kind == "optimizer state"
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
-    from jaxfb import train_step
+    from jaxfb import update
 
-    right = train_step.find_nonfinite
-    monkeypatch.setattr(
-        train_step, "find_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args))
-    )
+    right = update.find_nonfinite
+    monkeypatch.setattr(update, "find_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args)))
     outcome = try_case(CASES["a skipped update"])
     assert "second parameters after a skipped update" in outcome.detail
 

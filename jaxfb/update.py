@@ -1,0 +1,142 @@
+"""Makes one optax update from the gradients of a global batch:
+
+unscale -> change_gradients -> finite? -> clip -> optax update (once) -> TrainState
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxfb import gradients
+from jaxfb.attempt import Attempt, Trial, find_nonfinite, of_dtype, rows_count
+from jaxfb.optim import learning_rate_of
+from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
+from jaxfb.output import ForwardBackwardOutput
+from jaxfb.train_state import StepMetrics, TrainState
+from jaxfb.types import Counted
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Update:
+    """Applies gradients to a state. It sees whole arrays, which XLA cuts as parameters and optimizer state are cut.
+
+    counted: leaves of the parameters that no optimizer changes, or None.
+    The other fields are arguments of `make_train_step`.
+    """
+
+    optimizer: optax.GradientTransformation
+    counted: Counted | None
+    max_grad_norm: float | None
+    clip_convention: str
+    loss_scale: DynamicLossScale | StaticLossScale | None
+    count_zeros: bool
+    change_gradients: Callable[[PyTree, TrainState], PyTree] | None
+
+    def apply(
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, places: TrainState
+    ) -> tuple[TrainState, StepMetrics]:
+        """Returns the state after one update by `out.grads`, and the record of it.
+
+        rows:   i32[], how many rows the gradients are of.
+        places: NamedShardings of the state.
+        """
+        trial = self._try(state, out)
+        params, opt_state = jax.lax.cond(
+            trial.applied,
+            lambda: self._kept(state, self._attempt(state, out, trial.grad_norm), places),
+            lambda: (state.params, state.opt_state),
+        )
+        new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
+        new = jax.lax.with_sharding_constraint(new, places)
+        return new, self._metrics(state, new, out, trial)
+
+    def change(self, state: TrainState, out: ForwardBackwardOutput) -> PyTree:
+        """Returns the gradients as they are measured and clipped: unscaled, then changed by the user's function."""
+        grads = gradients.unscale(out.grads, out.origin.grad_scale)
+        return grads if self.change_gradients is None else self.change_gradients(grads, state)
+
+    def _try(self, state: TrainState, out: ForwardBackwardOutput) -> Trial:
+        """Returns the update for its flags and norms alone, so that nothing of its arrays is stored.
+
+        What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
+        """
+        grads = self.change(state, out)
+        norm, param_norm = gradients.global_norm(grads), gradients.global_norm(state.params)
+        attempt = self._attempt(state, out, norm)
+        counted = rows_count(out, out.origin.normalize)
+        nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
+        # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
+        # parameters, else a compiler copies them.
+        applied = ~nonfinite.any & counted & ~jnp.isnan(param_norm)
+        return Trial(attempt, grads, norm, param_norm, nonfinite, applied)
+
+    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Attempt:
+        """Returns the one optax update, made where the gradients live (under ZeRO-1 cut over data)."""
+        with jax.named_scope("optimizer"):
+            grads, coefficient = gradients.clip_by_global_norm(
+                self.change(state, out), norm, self.max_grad_norm, self.clip_convention
+            )
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            more = {"samples": state.samples, "value": out.loss}
+            update = optax.with_extra_args_support(self.optimizer).update
+            updates, opt_state = update(grads, state.opt_state, state.params, **more)
+            if self.counted is not None:
+                leaves = self.counted.leaves(state.params)
+                updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)
+            params = optax.apply_updates(state.params, updates)
+        if self.counted is not None and self.counted.after is not None:
+            params = self.counted.after(params, out.metrics)
+        return Attempt(params, opt_state, updates, coefficient)
+
+    def _kept(self, state: TrainState, attempt: Attempt, places: TrainState) -> tuple[PyTree, PyTree]:
+        """Returns the parameters and the optimizer's state after an applied attempt, of the dtypes of before."""
+        old = (state.params, state.opt_state)
+        new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
+        return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
+
+    def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
+        """Returns the state with the counters and the loss scale after this attempt."""
+        applied, failed = trial.applied, trial.nonfinite.any
+        scale = self.loss_scale and self.loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
+        return replace(
+            state,
+            step=state.step + applied,
+            samples=state.samples + jnp.where(applied, rows, 0),
+            nonfinite_updates=state.nonfinite_updates + failed,
+            zero_weight_updates=state.zero_weight_updates + (~failed & ~applied),
+            loss_scale=scale,
+        )
+
+    def _metrics(
+        self, old: TrainState, new: TrainState, out: ForwardBackwardOutput, trial: Trial
+    ) -> StepMetrics:
+        attempt, norm, scale = trial.attempt, trial.grad_norm, out.origin.grad_scale
+        return StepMetrics(
+            step=old.step,
+            loss=out.loss,
+            terms={name: term.value for name, term in out.terms.items()},
+            weights={name: term.weight for name, term in out.terms.items()},
+            metrics={name: metric.value for name, metric in out.metrics.items()},
+            grad_norm=norm,
+            clipped_grad_norm=norm * attempt.clip_coefficient,
+            clip_coefficient=attempt.clip_coefficient,
+            param_norm=trial.param_norm,
+            update_norm=jnp.where(trial.applied, gradients.global_norm(attempt.updates), 0),
+            learning_rate=learning_rate_of(
+                self.optimizer, old.opt_state, old.samples, updated=attempt.opt_state
+            ),
+            loss_scale=jnp.float32(1) if scale is None else scale,
+            skipped=~trial.applied,
+            nonfinite=trial.nonfinite,
+            nonfinite_updates=new.nonfinite_updates,
+            zero_weight_updates=new.zero_weight_updates,
+            num_zeros=gradients.num_zeros(trial.grads) if self.count_zeros else None,
+        )
