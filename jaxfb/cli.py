@@ -27,7 +27,7 @@ from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
 RUN = "a run's directory, or a config whose run.dir is meant"
-UNWRITTEN, RESUMABLE, LOST, DIFFERS, FAILED = 74, 75, 76, 1, 1
+REFUSED, UNWRITTEN, RESUMABLE, LOST, DIFFERS, FAILED = 2, 74, 75, 76, 1, 1
 # What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
 OF_THE_DISK = frozenset(
     getattr(errno, name)
@@ -396,7 +396,7 @@ def _train_on(config, options) -> int:
         from jaxfb.training.profile import Profile
 
         more["callbacks"] = [Profile()]
-    return _ended(lambda: trainer.train(config, resume=options.resume, fresh=options.fresh, **more))
+    return _ended(lambda: trainer.train(config, resume=options.resume, fresh=options.fresh, **more), config)
 
 
 def _post_train(options) -> int:
@@ -412,8 +412,8 @@ def _post_train_on(config, options) -> int:
     )
 
 
-def _ended(train: Callable[[], Any]) -> int:
-    """Returns the exit code of a training command."""
+def _ended(train: Callable[[], Any], config: Any = None) -> int:
+    """Returns the exit code of a training command; config: of pretraining, for which memory can be planned."""
     from jaxfb import trainer
 
     try:
@@ -424,7 +424,31 @@ def _ended(train: Callable[[], Any]) -> int:
     except trainer.LostProcess as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return LOST
+    except Exception as error:
+        if not _lacks_memory(error, config):
+            raise
+        return REFUSED
     return RESUMABLE if result.status == "interrupted" else 0
+
+
+def _lacks_memory(error: Exception, config: Any) -> bool:
+    """Returns whether memory ran out; prints then what the step needs and what would fit."""
+    from jaxfb.planner.too_large import advice, is_lack_of_memory
+
+    if not is_lack_of_memory(error):
+        return False
+    import jax
+
+    from jaxfb.config import Config
+    from jaxfb.training.machine import bytes_of_device
+
+    first = str(error).partition("\n")[0][:300] or "no memory left on the host"
+    print(f"jaxfb: [memory] the run does not fit: {first}", file=sys.stderr)
+    if isinstance(config, Config):
+        print(advice(config, jax.devices(), bytes_of_device(jax.local_devices())), file=sys.stderr)
+    else:
+        print("use fewer rows a microbatch, parallel.remat=full, or more devices", file=sys.stderr)
+    return True
 
 
 def _evaluate(options) -> int:

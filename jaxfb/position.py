@@ -5,6 +5,7 @@ A process is in one place at a time, so there is one `here`. Code that takes lon
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -18,6 +19,7 @@ class Position:
     place:  how many phases were entered. Every process of a job enters the same ones, so the lowest is behind.
     ticks:  counts every sign of progress, phases and those inside of them.
     waits:  for other processes, and so is not what they wait for.
+    began:  when, in seconds since 1970.
     """
 
     def __init__(self):
@@ -26,6 +28,7 @@ class Position:
     def reset(self) -> None:
         """Begins again at the start-up; the counts begin at 0."""
         self.phase, self.update, self.place, self.ticks, self.waits = START, 0, 0, 0, False
+        self.began = time.time()
 
     def enter(self, phase: str, update: int | None = None) -> None:
         """Notes a phase, on every process of a job alike; update: None leaves it as it was."""

@@ -10,7 +10,13 @@ from jaxfb.planner.verdict import MARGIN, Verdict
 
 def page(name: str, verdict: Verdict) -> str:
     """Returns lines for a terminal; GB are 10^9 bytes."""
-    sections = [_head(name, verdict), _memory(verdict), _work(verdict), _traffic(verdict), _speed(verdict)]
+    sections = [
+        _head(name, verdict),
+        memory_table(verdict),
+        _work(verdict),
+        _traffic(verdict),
+        _speed(verdict),
+    ]
     return "\n\n".join("\n".join(section) for section in sections if section)
 
 
@@ -48,7 +54,8 @@ def _head(name: str, verdict: Verdict) -> Iterator[str]:
     yield answer(verdict)
 
 
-def _memory(verdict: Verdict) -> Iterator[str]:
+def memory_table(verdict: Verdict) -> Iterator[str]:
+    """Yields the lines of the memory that a device needs."""
     counted, compiled = verdict.estimate, verdict.compiled
     answered = isinstance(compiled, Compiled)
     yield f"{f'memory a {_device(verdict)}':<26}{'formula':>12}" + (f"{'compiler':>12}" if answered else "")

@@ -155,6 +155,7 @@ class _Loop:
         reach("start.ready")
         self._interrupt.begun = True
         try:
+            run_.goodput.start()
             if not run_.resumed and self._work.starts_with_evaluation:
                 self._evaluate()
                 self._save()
@@ -259,9 +260,10 @@ class _Loop:
         step, (metrics, more) = arrived
         judged = self._guard.check(step, metrics)
         record = {**self._work.record(step - 1, metrics), **more, **judged}
-        record |= {
-            name: seconds for name, seconds in self._run.phases.take(step).items() if name not in record
-        }
+        phases = self._run.phases.take(step)
+        self._run.goodput.add(phases, bool(metrics.skipped))
+        record = {f"{name}_seconds": value for name, value in phases.items()} | record
+        record["goodput"] = self._run.goodput.share
         with self._run.phases("logging"):
             self._hooks.on_step_end(step, record)
         reach("logged")
@@ -288,6 +290,7 @@ class _Loop:
         prepared = self._work.prepare_end()
         summary = hosts.first(lambda: self._summary(prepared))
         self._hooks.on_train_end(run_.done, run_.metrics)
+        hosts.say(str(run_.goodput))
         if hosts.is_first:
             for line in self._work.last_lines(run_.directory, summary):
                 print(line, flush=True)
@@ -297,6 +300,7 @@ class _Loop:
         run_ = self._run
         seconds = round(time.monotonic() - self._began, 2)
         common = {"updates": run_.done, "seconds": seconds, "metrics": run_.metrics}
+        common["goodput"] = run_.goodput.summary()
         summary = {**common, **self._work.finish(run_, prepared)}
         write_json(run_.directory.summary, summary)
         return summary

@@ -6,6 +6,7 @@ Each bound is what a run needs at the very least. What passes may still not fit:
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -31,12 +32,16 @@ def host_memory() -> int | None:
 
 
 def device_memory(mesh: Mesh) -> int | None:
-    """Returns the bytes of one device of the mesh; None where that is unknown. CPU devices share the host's."""
-    [first, *_] = mesh.local_devices
-    if first.platform == "cpu":
+    """Returns the bytes of one device of the mesh; None where that is unknown."""
+    return bytes_of_device(mesh.local_devices)
+
+
+def bytes_of_device(devices: Sequence[jax.Device]) -> int | None:
+    """Returns the bytes of one of this process's devices; None where that is unknown. CPU devices share the host's."""
+    if devices[0].platform == "cpu":
         host = host_memory()
-        return host and host // len(mesh.local_devices)
-    return (first.memory_stats() or {}).get("bytes_limit")
+        return host and host // len(devices)
+    return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
 def check_rows(section: str, plan: BatchPlan, length: int) -> None:

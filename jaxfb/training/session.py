@@ -19,6 +19,7 @@ from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
+from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work
@@ -60,9 +61,8 @@ class Phases:
             here.enter("between two phases")
 
     def take(self, step: int) -> dict[str, float]:
-        """Returns "<phase>_seconds" of a step, and of what was done beside the steps since the last call."""
-        taken = dict.fromkeys(PHASES, 0.0) | self._seconds.pop(None, {}) | self._seconds.pop(step, {})
-        return {f"{name}_seconds": seconds for name, seconds in taken.items()}
+        """Returns the seconds by phase of a step, and of what was done beside the steps since the last call."""
+        return dict.fromkeys(PHASES, 0.0) | self._seconds.pop(None, {}) | self._seconds.pop(step, {})
 
 
 class Run:
@@ -75,6 +75,7 @@ class Run:
     say:       prints a line above the progress.
     phases:    where the time goes.
     kept:      JSON values that the guards save with each checkpoint.
+    goodput:   the share of the time that went into applied updates, and what took the rest.
     """
 
     def __init__(self, work: Work, directory: RunDirectory, say: Callable[[str], None] = print):
@@ -88,6 +89,7 @@ class Run:
         self.metrics: dict[str, float] = {}
         self.stopped: str | None = None
         self.phases = Phases()
+        self.goodput = Goodput(here.began)
         self.kept: dict[str, Any] = {}
         self._saved: int | None = None
         self._evaluated_at: int | None = None
@@ -162,6 +164,8 @@ class Run:
         self.work.restore(state, record, allow_changes)
         reach("restore.done")
         self._take_up(record)
+        if "goodput" in record:
+            self.goodput.restore(record["goodput"])
         self.done = record["update"]
         self.resumed = True
         return True
@@ -277,6 +281,7 @@ class Run:
             "plan": self.work.to_dict(),
             "versions": {**package_versions(), "platform": jax.devices()[0].platform},
             "guard": self.kept,
+            "goodput": self.goodput.save(),
             **self.work.host(done),
         }
 

@@ -1,0 +1,62 @@
+"""A run that does not fit is answered with the plan's table and with changes that would fit."""
+
+import re
+from types import SimpleNamespace
+
+import jax
+import pytest
+from tiny import write_tiny
+
+from jaxfb import cli, trainer
+from jaxfb.config import load_config
+from jaxfb.planner.too_large import advice, is_lack_of_memory, topology_of
+
+H100 = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 8
+BIG = "model.vocab_size=384 model.hidden_size=1024 model.mlp_size=4096 model.num_layers=8 data.sequence_length=2048"
+BIG = [*BIG.split(), "batch.rows=512", "batch.rows_per_microbatch=64"]
+
+
+def test_devices_are_known_by_their_kind():
+    assert topology_of(H100).chip.name == "h100" and topology_of(H100).num_devices == 8
+    v5e = [SimpleNamespace(platform="tpu", device_kind="TPU v5 lite")] * 4
+    assert topology_of(v5e).chip.name == "v5e"
+    assert topology_of(jax.devices()).chip is None
+
+
+def needed(config):
+    return float(re.search(r"total +([\d.]+) GB", advice(config, H100, None))[1])
+
+
+def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
+    config = load_config(write_tiny(tmp_path, mesh={"data": -1}), BIG)
+    now = needed(config)
+    text = advice(config, H100, now * 0.9e9)
+    changes = re.findall(r"^  ((?:[\w.]+=\w+ ?)+): ([\d.]+) GB$", text, re.M)
+    assert 1 <= len(changes) <= 3 and "total" in text and "of a device" in text
+    for change, then in changes:
+        smaller = load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *change.split()])
+        assert needed(smaller) == pytest.approx(float(then), abs=0.011) and float(then) < 0.81 * now
+    assert "no cut of the rows" in advice(config, H100, 1000.0)
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")],
+)
+def test_a_command_without_memory_ends_with_the_table_and_not_with_a_traceback(
+    tmp_path, monkeypatch, capsys, error
+):
+    def train(*arguments, **more):
+        raise error
+
+    monkeypatch.setattr(trainer, "train", train)
+    assert (
+        cli.main(
+            ["train", str(write_tiny(tmp_path)), "model.vocab_size=384", "mesh.data=-1", "batch.rows=16"]
+        )
+        == 2
+    )
+    said = capsys.readouterr().err
+    assert said.startswith("jaxfb: [memory] the run does not fit: ") and "optimizer state" in said
+    assert "Traceback" not in said
+    assert not is_lack_of_memory(jax.errors.JaxRuntimeError("INTERNAL: other"))
