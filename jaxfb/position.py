@@ -6,10 +6,12 @@ A process is in one place at a time, so there is one `here`. Code that takes lon
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 START = "start-up"
+WINDOW = 10  # updates
 
 
 class Position:
@@ -20,6 +22,8 @@ class Position:
     ticks:  counts every sign of progress, phases and those inside of them.
     waits:  for other processes, and so is not what they wait for.
     began:  when, in seconds since 1970.
+    own, whole: seconds of an update that this process spends on its own (rows, callbacks, logging), and all of them;
+      means over the latest WINDOW updates, 0 before.
     """
 
     def __init__(self):
@@ -29,6 +33,8 @@ class Position:
         """Begins again at the start-up; the counts begin at 0."""
         self.phase, self.update, self.place, self.ticks, self.waits = START, 0, 0, 0, False
         self.began = time.time()
+        self.own, self.whole = 0.0, 0.0
+        self._latest: deque[tuple[float, float]] = deque(maxlen=WINDOW)
 
     def enter(self, phase: str, update: int | None = None) -> None:
         """Notes a phase, on every process of a job alike; update: None leaves it as it was."""
@@ -39,6 +45,12 @@ class Position:
     def tick(self) -> None:
         """Notes that something was done in the present phase, on this process at least."""
         self.ticks += 1
+
+    def pace(self, own: float, whole: float) -> None:
+        """Notes the seconds of one update."""
+        self._latest.append((own, whole))
+        if len(self._latest) == WINDOW:
+            self.own, self.whole = (sum(values) / WINDOW for values in zip(*self._latest, strict=True))
 
     @contextmanager
     def waiting(self) -> Iterator[None]:

@@ -24,6 +24,7 @@ FINAL = (
     GAVE_UP,
     FAULTY,
 )  # exit codes after which another start would change nothing
+AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot go on, and have nothing to save
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
@@ -99,7 +100,8 @@ class Supervisor:
         deadline = None
         while None in (codes := [child.poll() for child in self._children]):
             if deadline is None and any(code not in (None, DONE) for code in codes):
-                deadline = time.monotonic() + self.stopping
+                killed = any(code is not None and code < 0 for code in codes)
+                deadline = time.monotonic() + (min(self.stopping, AFTER_A_KILL) if killed else self.stopping)
             if deadline is not None and time.monotonic() > deadline:
                 break
             time.sleep(0.05)

@@ -100,3 +100,31 @@ def test_what_process_0_does_alone_does_not_put_it_ahead():
     with position.alone():
         position.enter("saving")
     assert (position.place, position.ticks) == (0, 1)
+
+
+def test_a_process_that_takes_a_fifth_longer_is_named_within_twenty_updates():
+    job = Job()
+    for update in range(20):
+        for index, position in enumerate(job.positions):
+            position.pace(0.3 if index == 1 and update >= 3 else 0.1, 1.0)
+        job.pass_(1)
+        if job.signs.who_is_slow():
+            break
+    assert 3 <= update < 20
+    assert list(job.signs.who_is_slow()) == [1] and job.signs.own_seconds()[0] == pytest.approx(0.1)
+    job.positions[1]._latest.clear()
+    for _ in range(10):
+        job.positions[1].pace(0.1, 1.0)
+    job.pass_(1)
+    assert job.signs.who_is_slow() == {}
+
+
+def test_nobody_is_slow_where_all_are_alike_or_little_is_known():
+    job = Job()
+    job.pass_(5)
+    assert job.signs.who_is_slow() == {} and job.signs.own_seconds() is None
+    for _ in range(10):
+        for index, position in enumerate(job.positions):
+            position.pace(0.5 + 0.02 * index, 1.0)
+    job.pass_(1)
+    assert job.signs.who_is_slow() == {} and job.signs.own_seconds() == pytest.approx([0.5, 0.52, 0.54])

@@ -50,6 +50,7 @@ class Hosts:
         self._client, self.index, self.count, self._coordinator = coordination()
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
         self._watch: Watch | None = None
+        self._slow: set[int] = set()  # processes that were found slow
         self._advice = lambda: "start all again"
 
     @property
@@ -77,6 +78,15 @@ class Hosts:
     def advise(self, how_to_go_on: Callable[[], str]) -> None:
         """Sets the advice that is printed when a process is lost."""
         self._advice = how_to_go_on
+
+    def pace(self) -> tuple[list[float] | None, list[str]]:
+        """Returns the seconds of an update that each process spends on its own, and who has become slow since."""
+        if self.count == 1 or self._watch is None:
+            return None, []
+        seconds, slow = self._watch.pace()
+        news = [text for index, text in slow.items() if index not in self._slow]
+        self._slow = set(slow)
+        return seconds, news
 
     def first(self, function: Callable[[], Any]) -> Any:
         """Returns on every process what `function` returns on process 0, a JSON-able value.

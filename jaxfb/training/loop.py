@@ -37,6 +37,7 @@ from jaxfb.training.session import Result, Run
 from jaxfb.training.work import Work
 
 MakeWork = Callable[[Any, Hosts], Work]
+OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others
 SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
 
@@ -264,6 +265,12 @@ class _Loop:
         self._run.goodput.add(phases, bool(metrics.skipped))
         record = {f"{name}_seconds": value for name, value in phases.items()} | record
         record["goodput"] = self._run.goodput.share
+        here.pace(sum(phases[name] for name in OWN), sum(phases.values()))
+        seconds, slow = self._hosts.pace()
+        if seconds is not None:
+            record["host_seconds"] = seconds
+        for text in slow:
+            self._run.say(text)
         with self._run.phases("logging"):
             self._hooks.on_step_end(step, record)
         reach("logged")

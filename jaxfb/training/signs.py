@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
 from jaxfb.position import START, Position
 
+SLOW = 0.1  # of an update
 WORDS = {
     START: "in start-up",
     "initialization": "making the state",
@@ -32,6 +34,8 @@ class Sign(NamedTuple):
     place: int
     ticks: int
     waits: bool
+    own: float = 0.0
+    whole: float = 0.0
 
     @classmethod
     def of(cls, beat: int, position: Position) -> Sign:
@@ -121,6 +125,28 @@ class Signs:
             f"[hosts] nothing has moved for {self._stuck_after:g} s: {self._who_is_where(stuck or still)}; "
             f"{self._names[self._index]} ends (hosts.stuck_after is how long one step may take)"
         )
+
+    def own_seconds(self) -> list[float] | None:
+        """Returns the seconds of an update that each process spends on its own; None until all know theirs."""
+        if len(self._signs) < len(self._names) or not all(sign.whole for sign in self._signs.values()):
+            return None
+        return [self._signs[k].own for k in range(len(self._names))]
+
+    def who_is_slow(self) -> dict[int, str]:
+        """Returns a sentence for each process for which the others wait during SLOW of an update.
+
+        Compared is what a process does on its own; in the computation all take as long as the slowest.
+        """
+        seconds, found = self.own_seconds(), {}
+        for k, own in enumerate(seconds or []):
+            others = statistics.median([one for j, one in enumerate(seconds) if j != k] or [own])
+            share = (own - others) / self._signs[k].whole
+            if share > SLOW:
+                found[k] = (
+                    f"[hosts] {self._names[k]} is slow: rows, callbacks and logging take it {own:.3g} s an update, the "
+                    f"others {others:.3g} s; all wait for it during {share:.0%} of an update"
+                )
+        return found
 
     def _who_is_where(self, stuck: Mapping[int, Sign]) -> str:
         """Returns `process 1 of 2 (b) is behind, reading the rows of update 7; process 0 of 2 (a) ...`."""

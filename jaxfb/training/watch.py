@@ -62,6 +62,7 @@ class Watch:
         self._arming = threading.Lock()
         self._verdict: str | None = None
         self._kind, self._main_decides = FAILED, False
+        self._pace: tuple[list[float] | None, dict[int, str]] = (None, {})
         self._heard: dict[int, Sign] = {}  # the newest of the others
         self._told: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
         self._answered = time.monotonic()  # when the coordinator last did
@@ -86,6 +87,10 @@ class Watch:
         self._main_decides = True
         self._found.wait(seconds)
         return self._verdict
+
+    def pace(self) -> tuple[list[float] | None, dict[int, str]]:
+        """Returns the seconds of an update that each process spends on its own, and a sentence for each slow one."""
+        return self._pace
 
     def fail(self, reason: str, kind: str = FAILED) -> None:
         """Tells the others that this process has failed; process 0 stays until they have left, or for a while."""
@@ -132,6 +137,7 @@ class Watch:
     def _look(self) -> str | None:
         """Returns why this process ends, None while it goes on; `_kind` is how."""
         self._signs.hear({**self._heard, self._index: Sign.of(0, self._position)})
+        self._pace = (self._signs.own_seconds(), self._signs.who_is_slow())
         told = [other for other in self._told if other != self._index]
         for other in sorted(told, key=lambda other: self._told[other][0] == STOPPED):
             self._kind, reason = self._told[other]
