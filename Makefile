@@ -34,6 +34,7 @@ test-fast: $(VENV)/installed-test
 
 lint: $(VENV)/installed-test
 	$(BIN)/ruff check . && $(BIN)/ruff format --check .
+	$(BIN)/python -m pyright --pythonpath $(BIN)/python
 
 clean:
 	rm -rf $(VENV) .cache runs

@@ -18,7 +18,7 @@ import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
@@ -243,7 +243,7 @@ class CheckpointStore:
         self._set_aside_damaged()
         watch_renames(self.directory)
         logging.getLogger("absl").addFilter(_is_told_elsewhere)
-        policies = ocp.training.preservation_policies
+        policies: Any = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]
         if self.keep_best is not None:
             best = policies.BestN(
@@ -255,7 +255,7 @@ class CheckpointStore:
             keep.append(best)
         self._writer = ocp.training.Checkpointer(
             self.directory,
-            save_decision_policy=ocp.training.save_decision_policies.FixedIntervalPolicy(1),
+            save_decision_policy=cast(Any, ocp.training.save_decision_policies.FixedIntervalPolicy(1)),
             preservation_policy=policies.AnyPreservationPolicy(keep),
             context=_context(),
             cleanup_tmp_directories=True,

@@ -30,7 +30,7 @@ def make_mesh(
     expert: int = 1,
     context: int = 1,
     tensor: int = 1,
-    devices: Sequence[jax.Device] | None = None,
+    devices: Sequence[Any] | None = None,
 ) -> Mesh:
     """Arranges devices on the six axes, outermost first: pipe, data, fsdp, expert, context, tensor.
 
@@ -42,7 +42,7 @@ def make_mesh(
     Raises:
       ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
     """
-    given = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
+    given: dict[str, int] = dict(zip(AXES, (pipe, data, fsdp, expert, context, tensor), strict=True))
     cpu.prepare()
     devices = jax.devices() if devices is None else _checked_devices(devices)
     sizes = mesh_sizes(given, len(devices), devices[0].platform)

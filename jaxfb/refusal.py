@@ -11,7 +11,8 @@ import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from numbers import Real
-from typing import Any, NoReturn
+from types import UnionType
+from typing import Any, NoReturn, cast
 
 INT32 = 2**31 - 1
 """The largest count that a train state can hold, for its counters are 32-bit integers."""
@@ -88,9 +89,12 @@ def number(
 
     Refuses bools, texts, arrays, NaN and infinity.
     """
-    real = isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
-    if real and least <= value <= most and above < value < below:
-        return value
+    real, given_number = (
+        isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value),
+        cast(Any, value),
+    )
+    if real and least <= given_number <= most and above < given_number < below:
+        return given_number
     bounds = {"of at least": least, "of at most": most, "above": above, "below": below}
     given = [f"{word} {bound:g}" for word, bound in bounds.items() if math.isfinite(bound)]
     rule = " ".join(["a finite number", " and ".join(given)]).strip()
@@ -140,7 +144,9 @@ def function(name: str, value: Any, signature: str, *, who: str = "") -> Callabl
     raise Refused(f"{_prefix(who)}{name} must be a function {signature}, got {shown(value)}")
 
 
-def instance(name: str, value: Any, kind: type | tuple[type, ...], what: str, *, who: str = "") -> Any:
+def instance(
+    name: str, value: Any, kind: type | UnionType | tuple[type, ...], what: str, *, who: str = ""
+) -> Any:
     """Returns `value` if it is an instance of `kind`, which `what` describes, such as "a jaxfb.BatchPlan"."""
     if isinstance(value, kind):
         return value

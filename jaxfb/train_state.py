@@ -53,7 +53,11 @@ class TrainState:
 
     @classmethod
     def create(
-        cls, params: PyTree, optimizer: optax.GradientTransformation, rng=0, loss_scale=None
+        cls,
+        params: PyTree,
+        optimizer: optax.GradientTransformation,
+        rng: int | jax.Array = 0,
+        loss_scale=None,
     ) -> TrainState:
         """Returns a fresh state around these very arrays, on no mesh yet (`TrainStep.init` copies and places them).
 

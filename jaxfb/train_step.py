@@ -142,13 +142,13 @@ class TrainStep:
           ValueError: the state was given to a step before, or batch or rows do not fit the plan.
         """
         plan = self.plan
-        rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
+        real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
         state = self.place(state)
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(state, batch, self._rows(rows), plan)
+        return self._jitted(state, batch, self._rows(real_rows), plan)
 
     def gradients(
         self,

@@ -11,6 +11,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import Any, cast
 
 from jaxfb.batch_plan.refusal import MOST_ROWS, PlanError, nearest, not_negative, offer, positive_int, shown
 
@@ -164,6 +165,6 @@ def as_ramp_up(value: RampUp | str | Sequence | None) -> RampUp | None:
             f"[run] ramp_up must be a RampUp, a text of {_PAIRS}, or a list of steps, got {shown(value)}"
         )
     try:
-        return RampUp.parse(value) if isinstance(value, str) else RampUp(value)
+        return RampUp.parse(value) if isinstance(value, str) else RampUp(cast(Any, value))
     except PlanError as error:
         raise PlanError(f"[run] ramp_up: {error}") from None

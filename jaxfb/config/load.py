@@ -66,11 +66,10 @@ def config_from_dict(values: Mapping[str, Any], overrides: Iterable[str] = ()) -
     if not isinstance(values, Mapping):
         refuse("values", values, f"a dict of sections such as {', '.join(fields_of(Config))}", who="[config]")
     root = kind_of(values)
-    if overrides:
-        values = copy.deepcopy(dict(values))
+    plain = copy.deepcopy(dict(values)) if overrides else dict(values)
     for override in overrides:
-        _apply(values, override, root)
-    return _built(root, values)
+        _apply(plain, override, root)
+    return _built(root, plain)
 
 
 def _built(root: type, values: Mapping[str, Any]) -> Any:

@@ -128,6 +128,9 @@ class Span(NamedTuple):
 
     def progress(self, count):
         """Returns 0 at the end of the warmup and 1 at total; it goes on after it."""
+        assert self.total is not None, (
+            "only a fall that is open_ended has no end, and it asks for no progress"
+        )
         return (count - self.warmup) / (self.total - self.warmup)
 
     def at(self, height):

@@ -48,8 +48,8 @@ def export_model(
     dtype = str(tensors[0].array.dtype)
     _write_json(target / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
     written = [target / "config.json", *_write_tensors(target, tensors, file_bytes)]
-    for name in COMPANIONS if companions else ():
-        if (companions / name).is_file():
+    for name in COMPANIONS:
+        if companions is not None and (companions / name).is_file():
             written.append(Path(shutil.copyfile(companions / name, target / name)))
     return written
 

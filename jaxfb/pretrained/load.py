@@ -67,7 +67,7 @@ def _put(whole: jax.Array, one: jax.Array, index: jax.Array) -> jax.Array:
 def _read(repository: Repository, leaf: Leaf, name: str, dtype: Any, sharding: Sharding) -> jax.Array:
     shape = leaf.part_shape[::-1] if leaf.turned else leaf.part_shape
 
-    def share(index: tuple[slice, ...]) -> np.ndarray:
+    def share(index: Any) -> np.ndarray:
         found = repository.read(name, index[::-1] if leaf.turned else index)
         return np.ascontiguousarray(found.T if leaf.turned else found).astype(dtype)
 

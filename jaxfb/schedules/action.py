@@ -60,7 +60,8 @@ def cells_of_table(table: Any) -> Table:
     actions = [action for row in cells for cell in row for action in cell]
     if not actions:
         raise Refused("[schedule] the table is empty; make('1f1b', 2, 4).table is an example")
-    microbatches, chunks = (1 + max(action[i] for action in actions) for i in (1, 2))
+    microbatches = 1 + max(action.microbatch for action in actions)
+    chunks = 1 + max(action.chunk for action in actions)
     if microbatches * chunks > len(actions) + _MOST_MISSING:
         raise Refused(
             f"[schedule] the table has microbatches up to {microbatches - 1} and chunks up to {chunks - 1}, but only "

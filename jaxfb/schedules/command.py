@@ -34,7 +34,7 @@ def chosen(
                 f"[schedule] --table={table} is no file; write one in the form that {EXAMPLE} prints"
             )
         return Schedule.from_text(path.read_text(), name=path.stem)
-    _require(pipe, microbatches)
+    pipe, microbatches = _required(pipe, microbatches)
     kind = kind or default_name(chunks or 1)
     return make(kind, pipe, microbatches, kind_of(kind).default_chunks if chunks is None else chunks)
 
@@ -43,7 +43,7 @@ def compared(
     pipe: int | None, microbatches: int | None, chunks: int | None, costs: Mapping[str, float]
 ) -> str:
     """Compares all kinds side by side, and Megatron's own orders."""
-    _require(pipe, microbatches)
+    pipe, microbatches = _required(pipe, microbatches)
     _check_costs(costs)
     if costs["head"]:
         raise Refused(
@@ -90,13 +90,15 @@ def written(
     ]
 
 
-def _require(pipe: int | None, microbatches: int | None) -> None:
+def _required(pipe: int | None, microbatches: int | None) -> tuple[int, int]:
     given = {"--pipe": pipe, "--microbatches": microbatches}
-    if missing := [name for name, value in given.items() if value is None]:
+    if pipe is None or microbatches is None:
+        missing = [name for name, value in given.items() if value is None]
         raise Refused(f"[schedule] {' and '.join(missing)} must be given, such as {EXAMPLE}")
-    for name, value in given.items():
+    for name, value in (("--pipe", pipe), ("--microbatches", microbatches)):
         if value < 1:
             raise Refused(f"[schedule] {name} {value} must be at least 1; use {name} 1")
+    return pipe, microbatches
 
 
 def _check_costs(costs: Mapping[str, float]) -> None:

@@ -139,17 +139,16 @@ def _memory_event(bar: Bar, live: int, change: int) -> dict:
 
 def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: float) -> None:
     for bar in found:
-        idle = bar.microbatch is None
-        face = IDLE if idle else _shade(COLOURS[bar.kind], bar.chunk or 0, num_chunks)
+        shade = None if bar.microbatch is None else _shade(COLOURS[bar.kind], bar.chunk or 0, num_chunks)
         axes.broken_barh(
             [(bar.start, bar.length)],
             (bar.device - 0.44, 0.88),
-            facecolor=face,
+            facecolor=shade or IDLE,
             edgecolor="white",
             linewidth=0.8,
         )
-        if not idle and inches * bar.length / time > 0.14:
-            dark = sum(face) < 1.9
+        if shade and inches * bar.length / time > 0.14:
+            dark = sum(shade) < 1.9
             axes.text(
                 bar.start + bar.length / 2, bar.device, str(bar.microbatch), ha="center", va="center",
                 fontsize=9, color="white" if dark else "#20242a",

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from jaxfb.refusal import function
 from jaxfb.registry import Registry
 from jaxfb.schedules.table import Schedule
 
 Build = Callable[[int, int, int], Schedule]
+B = TypeVar("B", bound=Callable[..., Schedule])
 
 
 @dataclass(frozen=True)
@@ -41,13 +43,13 @@ class Kind:
 KINDS: Registry[Kind] = Registry("schedule")
 
 
-def schedule_kind(name: str, **known) -> Callable[[Build], Build]:
+def schedule_kind(name: str, **known) -> Callable[[B], B]:
     """Returns a decorator that registers a builder under a name; `known` are the other fields of its `Kind`.
 
     A builder that is named by "package.module:function" instead is a `Kind` with the default fields.
     """
 
-    def add(build: Build) -> Build:
+    def add(build: B) -> B:
         KINDS.register(name)(Kind(build, **known))
         return build
 

@@ -55,7 +55,7 @@ def _store_arrivals(buffers, cell, device, sent, program) -> None:
             )
 
 
-def _forward(buffers, cell, stages, tick, device, executed) -> Label:
+def _forward(buffers, cell, stages, tick, device, executed) -> Label | None:
     if not cell["f_valid"]:
         _keep(buffers["residual"], cell["f_residual"], None)
         return None
@@ -77,7 +77,7 @@ def _loss(buffers, cells, outputs, device) -> None:
         buffer["gradient"][cells[d]["loss_gradient"]] = ("gradient", m, above - 1)
 
 
-def _backward(buffers, cell, stages, tick, device, executed) -> Label:
+def _backward(buffers, cell, stages, tick, device, executed) -> Label | None:
     if not cell["b_valid"]:
         _keep(buffers["cotangent"], cell["b_cotangent"], None)
         return None
@@ -97,7 +97,7 @@ def _weight(buffers, cell, stages, tick, device, executed) -> None:
         executed.append(("W", m, stage))
 
 
-def _keep(slots: list, slot: int, label: Label) -> None:
+def _keep(slots: list, slot: int, label: Label | None) -> None:
     """Keeps a label in its slot; without slots there is no backward, or no W, that would read it."""
     if slots:
         slots[slot] = label

@@ -76,7 +76,7 @@ class WindowReader:
 
 
 @lru_cache(maxsize=64)
-def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> np.ndarray:
+def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[Any, ...] | None = None) -> np.ndarray:
     """Returns which rows of the plan's padded batch those devices compute, i64[rows], microbatch by microbatch.
 
     devices: None is those of this process. Processes that hold other stages, tensor or context shards of the same
@@ -87,7 +87,7 @@ def rows_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | Non
     return np.concatenate([plan.rows_of(*part) for part in cut])
 
 
-def replicas_here(plan: BatchPlan, mesh: Mesh, devices: tuple[jax.Device, ...] | None = None) -> list[int]:
+def replicas_here(plan: BatchPlan, mesh: Mesh, devices: tuple[Any, ...] | None = None) -> list[int]:
     """Returns the replicas that those devices (None: of this process) belong to."""
     shares = NamedSharding(mesh, rows_spec(mesh)).devices_indices_map((1, plan.data_parallel))
     mine = [shares[device][1] for device in (mesh.local_devices if devices is None else devices)]
