@@ -26,7 +26,7 @@ from jaxfb.refusal import Refused, StorageError, integer
 from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
-RUN = "a run's directory, or a config whose run.dir is meant"
+RUN = "a run directory, or a config that names it in run.dir"
 REFUSED, UNWRITTEN, RESUMABLE, LOST, DIFFERS, FAILED = 2, 74, 75, 76, 1, 1
 # What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
 OF_THE_DISK = frozenset(
@@ -47,30 +47,30 @@ OF_THE_DISK = frozenset(
 )
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 HOSTS = {
-    "coordinator": (str, "HOST:PORT", "of process 0 (short for hosts.coordinator=...)"),
-    "processes": (int, "N", "how many processes the job has"),
-    "process_id": (int, "I", "which of them this one is, from 0"),
+    "coordinator": (str, "HOST:PORT", "address of process 0 (short for hosts.coordinator=...)"),
+    "processes": (int, "N", "number of processes of the job"),
+    "process_id": (int, "I", "number of this process, from 0"),
 }
 RANDOM = {
-    "seed": (int, 0, "S", "of the draw (default: 0)"),
-    "first": (int, 0, "K", "the first case (default: 0); case K of a seed is always the same"),
-    "jobs": (int, 1, "J", "processes at a time (default: 1)"),
-    "limit": (float, 600.0, "SECONDS", "that one case may take (default: 600)"),
-    "tries": (int, 60, "T", "how many smaller cases to try for a finding (default: 60)"),
+    "seed": (int, 0, "S", "seed of the random draw (default: 0)"),
+    "first": (int, 0, "K", "number of the first case (default: 0); case K of a seed is always the same"),
+    "jobs": (int, 1, "J", "cases to run at the same time (default: 1)"),
+    "limit": (float, 600.0, "SECONDS", "time limit of one case (default: 600)"),
+    "tries": (int, 60, "T", "attempts to make a failing case smaller (default: 60)"),
     "model": (str, None, "MODULE:FUNCTION", "check the (model, params, batch) that this function returns"),
-    "axes": (str, None, "A,B", "axes that its mesh may have (default: pipe,data,fsdp,tensor)"),
+    "axes": (str, None, "A,B", "mesh axes to draw from (default: pipe,data,fsdp,tensor)"),
 }
 POST_TRAINING = {
-    "sft": "fine-tune on conversations: the assistant's tokens are learnt",
-    "dpo": "learn from pairs of answers, one preferred to the other",
-    "rl": "sample, reward, update: GRPO, PPO and their kin",
+    "sft": "fine-tune on conversations; the loss counts the assistant's tokens",
+    "dpo": "train on preference pairs (DPO and related losses)",
+    "rl": "sample, reward and update: GRPO, PPO and related methods",
 }
 LAUNCHED = ("train", *POST_TRAINING)
 TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h100x8"
 SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
-    "chunks": "stages a device holds (default: what suits the kind)",
+    "chunks": "stages per device (default: depends on the kind)",
 }
 SCHEDULE_COSTS = {
     "forward": "a forward",
@@ -156,7 +156,7 @@ def _add_init(verbs) -> None:
 
 
 def _add_training(verbs) -> None:
-    train = _verb(verbs, "train", _train, "train from a config; the run's directory gets everything it makes")
+    train = _verb(verbs, "train", _train, "train from a config, into a run directory")
     _add_config(train, "a YAML file, or the name of a starter config such as quickstart")
     _add_hosts(train)
     train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
@@ -178,8 +178,10 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument("run_dir", metavar="RUN", help=RUN)
     generate.add_argument("--prompt", required=True, help="the text to continue")
     generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
-    generate.add_argument("--temperature", type=float, default=None, help="0 takes the likeliest token")
-    generate.add_argument("--seed", type=int, default=0, help="of the draw (default: 0)")
+    generate.add_argument(
+        "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
+    )
+    generate.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
     )
@@ -225,13 +227,18 @@ def _add_pretrained(verbs) -> None:
 
 
 def _add_check(verbs) -> None:
-    text = "gradients of a config's model on its mesh, or many, next to one device's; or a random search"
+    text = "compare gradients on a mesh with those of one device, for a config or for random cases"
     check = _verb(verbs, "check", _check, text)
     check.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file or a run's directory")
     check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    check.add_argument("--tolerance", type=float, default=None, help="relative (default: 1e-10 in float64)")
+    check.add_argument(
+        "--tolerance",
+        type=float,
+        default=None,
+        help="largest relative difference allowed (default: 1e-10 in float64)",
+    )
     group = check.add_argument_group("random search", "draws models, meshes and options; takes no config")
-    group.add_argument("--random", type=int, metavar="N", help="how many cases")
+    group.add_argument("--random", type=int, metavar="N", help="number of cases")
     for name, (kind, default, metavar, text) in RANDOM.items():
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
@@ -248,26 +255,28 @@ def _add_chaos(verbs) -> None:
 
 
 def _add_schedule(verbs) -> None:
-    text = "print, price and draw a pipeline schedule, or compare all"
+    text = "print, simulate and draw a pipeline schedule, or compare all"
     schedule = _verb(verbs, "schedule", _schedule, text)
     for name, size in SCHEDULE_SIZES.items():
         schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
     schedule.add_argument("--kind", default=None, help=f"{', '.join(NAMES)}, or package.module:function")
-    schedule.add_argument("--table", metavar="FILE", help="your own schedule, in the form that this prints")
+    schedule.add_argument(
+        "--table", metavar="FILE", help="file with your own schedule, in the format that this command prints"
+    )
     for name, what in SCHEDULE_COSTS.items():
         default = 0.0 if name == "head" else 1.0
         help_ = f"cost of {what}, one microbatch on a device (default: {default:g})"
         schedule.add_argument(f"--{name}", type=float, default=default, metavar="COST", help=help_)
     schedule.add_argument(
-        "--compare", action="store_true", help="all kinds side by side, Megatron's beside them"
+        "--compare", action="store_true", help="compare all kinds, and Megatron's schedules"
     )
-    schedule.add_argument("--out", metavar="DIR", help="write a picture and a Perfetto trace there")
+    schedule.add_argument("--out", metavar="DIR", help="directory for a picture and a Perfetto trace")
     schedule.add_argument("--svg", metavar="FILE", help="write a picture: .svg, .png or .pdf")
     schedule.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
 
 
 def _add_plan(verbs) -> None:
-    text = "whether a config fits a machine, and how fast it can be there, without the machine"
+    text = "tell whether a config fits a machine, and how fast it can run, without the machine"
     plan = _verb(verbs, "plan", _plan, text)
     _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
@@ -279,9 +288,9 @@ def _add_plan(verbs) -> None:
 
 
 def _add_bench(verbs) -> None:
-    text = "run a benchmark by name, or report: docs/performance.md from the results"
+    text = "run a benchmark by name; report rewrites docs/performance.md from the results"
     bench = _verb(verbs, "bench", _bench, text)
-    bench.add_argument("name", nargs="?", metavar="NAME", help="left out: lists them")
+    bench.add_argument("name", nargs="?", metavar="NAME", help="name of a benchmark; without it, list them")
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own, after its name")
 
 
@@ -305,7 +314,9 @@ def _add_config(verb: argparse.ArgumentParser, text: str = "a YAML file or a run
 def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
     how = verb.add_mutually_exclusive_group()
     how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
-    how.add_argument("--fresh", action="store_true", help="move a run that lies in run.dir aside, start over")
+    how.add_argument(
+        "--fresh", action="store_true", help="move an existing run in run.dir aside and start over"
+    )
     how.add_argument(
         "--smoke",
         action="store_true",
@@ -319,7 +330,8 @@ def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
 
 def _add_hosts(verb: argparse.ArgumentParser) -> None:
     group = verb.add_argument_group(
-        "several processes", "where Slurm, Open MPI, Kubernetes or a TPU pod does not tell"
+        "several processes",
+        "only needed where Slurm, Open MPI, Kubernetes or a TPU pod does not provide this",
     )
     for name, (kind, metavar, text) in HOSTS.items():
         group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar=metavar, help=text)
