@@ -212,7 +212,7 @@ def _apply(values: dict, override: str, root: type) -> None:
     instance("each of overrides", override, str, 'a text "key.path=value"', who="[config]")
     key, equals, text = override.partition("=")
     if not equals or not key:
-        raise ConfigError(f"[config] cannot read the override {override!r}; write key.path=value")
+        raise ConfigError(f"[config] cannot read the override {shown(override)}; write key.path=value")
     key = ALIASES.get(key, key)
     hint = _hint_at(key, root)
     *sections, name = key.split(".")
@@ -223,7 +223,7 @@ def _apply(values: dict, override: str, root: type) -> None:
         node = node[section]
         if not isinstance(node, dict):
             raise ConfigError(
-                f"[config] {section}={node!r} in the file must be a section; {key} belongs in it"
+                f"[config] {section}={shown(node)} in the file must be a section; {key} belongs in it"
             )
     node[name] = _override_value(hint, text, key)
 

@@ -29,7 +29,8 @@ class OwnModelConfig:
     @classmethod
     def accepts(cls, values: Any) -> bool:
         """Tells whether the values of a section are meant for this class."""
-        return isinstance(values, Mapping) and values.get("name", "transformer") != "transformer"
+        name = values.get("name") if isinstance(values, Mapping) else None
+        return isinstance(name, str) and name != "transformer"
 
     def sized(self, vocab_size: int) -> OwnModelConfig:
         """Returns the section with `vocab_size` where it gives none."""

@@ -48,7 +48,7 @@ class TaskConfig:
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
             raise Refused(
-                f'[task] operations={self.operations!r} must be of "+", "-" and "*"; use "+"',
+                f'[task] operations={shown(self.operations)} must be of "+", "-" and "*"; use "+"',
                 [{"operations": "+"}],
             )
 

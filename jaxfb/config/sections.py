@@ -12,7 +12,7 @@ from typing import Annotated, Any, Literal
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
@@ -32,7 +32,7 @@ class ModelConfig(TransformerConfig):
     def __post_init__(self):
         if self.name != "transformer":
             raise Refused(
-                f"[model] name={self.name!r} is of no use here: only `jaxfb train` takes a model of your own; use "
+                f"[model] name={shown(self.name)} is of no use here: only `jaxfb train` takes a model of your own; use "
                 "model.name=transformer",
                 [{"name": "transformer"}],
             )
