@@ -18,8 +18,9 @@ import optax
 from report import interleaved, peak_bytes, ratio, temp_bytes, write
 
 import jaxfb
+from jaxfb.forward_backward.sequential import sequential
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import apply, init_params, transformer
+from jaxfb.models.transformer import init_params, transformer
 
 
 def main():
@@ -144,7 +145,7 @@ def loss_of_one(model, dtype):
 
     def loss(params, microbatch):
         cast = jax.tree.map(lambda leaf: leaf.astype(dtype), params)
-        return apply(model, cast, microbatch).terms["cross_entropy"].value
+        return sequential(model)(cast, microbatch, None).terms["cross_entropy"].value
 
     return loss
 

@@ -22,8 +22,9 @@ from jaxfb.losses.logits import IdRanges, capped, is_within
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
-from jaxfb.models.transformer import Block, outer_params, rebuilder
+from jaxfb.models.transformer import Block, rebuilder
 from jaxfb.refusal import Refused
+from jaxfb.types import outer_params
 
 Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a layer sees [R, S, G, K]
 

@@ -1,7 +1,7 @@
 """Rows sorted by group, each group multiplied by its own matrix: what experts are made of.
 
-`jax.lax.ragged_dot`, and what stands for it where XLA multiplies every row by every matrix: on CPUs and GPUs, and on
-TPUs in the gradient of the matrices. There, each group's rows are cut in tiles and a loop multiplies a tile at a time,
+`jax.lax.ragged_dot` on TPUs. XLA for CPUs and GPUs multiplies every row by every matrix, and so does XLA for TPUs in
+the gradient of the matrices: there, each group's rows are cut in tiles and a loop multiplies a tile at a time,
 so that the work is that of the rows there are, and not of the groups, nor of the space for the worst case.
 
 Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at most, B = rows of a tile.
@@ -9,18 +9,14 @@ Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at mo
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-# at most so many rows; an accelerator's must cost more to multiply than it costs to read and write a matrix' gradient
-CPU_TILE, TILE = 128, 1024
-# of `ragged_dot_general`: [S, D] and [S, F] to [L, D, F], each group's rows summed
-_SUMMED_ROWS = lax.RaggedDotDimensionNumbers(
-    dot_dimension_numbers=(((0,), (0,)), ((), ())), lhs_ragged_dimensions=[0], rhs_group_dimensions=[]
+TILE = (
+    1024  # rows at most; they must cost more to multiply than it costs to read and write a matrix' gradient
 )
 
 
@@ -45,7 +41,7 @@ def _forward(rows, kernels, sizes):
 
 def _backward(kept, cotangent):
     rows, kernels, sizes = kept
-    of_kernels = _outer_product(rows, cotangent, sizes).astype(kernels.dtype)
+    of_kernels = tiled_outer_product(rows, cotangent, sizes).astype(kernels.dtype)
     return _product(cotangent, kernels.swapaxes(1, 2), sizes), of_kernels, None
 
 
@@ -53,29 +49,13 @@ grouped_matmul.defvjp(_forward, _backward)
 
 
 def _product(rows, kernels, sizes):
-    on_gpu = partial(tiled_product, largest=TILE)
-    on_cpu = partial(tiled_product, largest=CPU_TILE)
-    return lax.platform_dependent(
-        rows, kernels, sizes, cpu=on_cpu, cuda=on_gpu, rocm=on_gpu, default=lax.ragged_dot
-    )
+    tiled = dict.fromkeys(("cpu", "cuda", "rocm"), tiled_product)
+    return lax.platform_dependent(rows, kernels, sizes, **tiled, default=lax.ragged_dot)
 
 
-def _outer_product(rows, cotangent, sizes):
-    """Computes [L, D, F]: for each group the sum over its rows of row x cotangent."""
-
-    def ragged(rows, cotangent, sizes):
-        return lax.ragged_dot_general(rows, cotangent, sizes, _SUMMED_ROWS)
-
-    on_chip = partial(tiled_outer_product, largest=TILE)
-    on_cpu = partial(tiled_outer_product, largest=CPU_TILE)
-    return lax.platform_dependent(
-        rows, cotangent, sizes, cpu=on_cpu, cuda=on_chip, rocm=on_chip, tpu=on_chip, default=ragged
-    )
-
-
-def tile_size(num_rows: int, num_groups: int, largest: int) -> int:
+def tile_size(num_rows: int, num_groups: int) -> int:
     """Returns B; the last tile of each group is part empty, so a group should have several."""
-    return min(largest, num_rows, max(8, num_rows // (2 * num_groups)))
+    return min(TILE, num_rows, max(8, num_rows // (2 * num_groups)))
 
 
 class Tiles(NamedTuple):
@@ -102,9 +82,9 @@ class Tiles(NamedTuple):
         return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
 
 
-def tiled_product(rows, kernels, sizes, *, largest: int):
-    """Computes `ragged_dot` in a loop over tiles of at most `largest` rows."""
-    number, size = rows.shape[0], tile_size(rows.shape[0], kernels.shape[0], largest)
+def tiled_product(rows, kernels, sizes):
+    """Computes `ragged_dot` in a loop over tiles of rows."""
+    number, size = rows.shape[0], tile_size(rows.shape[0], kernels.shape[0])
     tiles = Tiles.of(sizes, number, size)
 
     def multiply(tile, out):
@@ -116,11 +96,9 @@ def tiled_product(rows, kernels, sizes, *, largest: int):
     return lax.fori_loop(0, tiles.used, multiply, jnp.zeros((number, kernels.shape[2]), rows.dtype))
 
 
-def tiled_outer_product(rows, cotangent, sizes, *, largest: int):
-    """Computes the gradient of the matrices in a loop over tiles of at most `largest` rows, summed in float32 at
-    least.
-    """
-    number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], largest)
+def tiled_outer_product(rows, cotangent, sizes):
+    """Computes the gradient of the matrices [L, D, F] in a loop over tiles of rows, summed in float32 at least."""
+    number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0])
     tiles, wide = Tiles.of(sizes, number, size), jnp.promote_types(rows.dtype, jnp.float32)
 
     def add(tile, sums):

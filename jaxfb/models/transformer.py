@@ -16,17 +16,14 @@ Shapes: R = rows, T = tokens of a row, D = hidden_size, V = vocab_size.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax import lax
 
 from jaxfb.losses.language_model import next_token_loss
-from jaxfb.losses.logits import capped
 from jaxfb.models import mtp
 from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
@@ -35,7 +32,7 @@ from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.tensor import on_head_shards, residual_stream, transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel, outer_params
+from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel
 
 whole = partial(residual_stream, sequence_parallel=False)
 
@@ -177,54 +174,6 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     if config.mtp_depth:
         params[mtp.NAME] = mtp.init_depths(config, Block, jax.random.fold_in(key, 2))
     return jax.tree.map(lambda x: x.astype(dtype), params)
-
-
-def apply(model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None) -> LossOutput:
-    """Returns the output for one microbatch, which is then the whole batch, without an engine; for tests and
-    inspection.
-    """
-    hidden, layers = _run_layers(model, params, microbatch, rng)
-    if model.counted is not None and model.counted.before is not None:
-        params = model.counted.before(params, layers.metrics)
-        hidden, layers = _run_layers(model, params, microbatch, rng)
-    out = model.head(outer_params(params), hidden, microbatch, rng)
-    if not isinstance(out, LossOutput):
-        return out
-    return replace(out, terms=out.terms | layers.terms, metrics=out.metrics | layers.metrics)
-
-
-def logits(config: TransformerConfig, params: dict, microbatch: Mapping) -> jax.Array:
-    """Computes all logits, float32[R, T, V] (float64 for float64 params): for small vocabularies and tests."""
-    wide = jnp.promote_types(params["norm"]["scale"].dtype, jnp.float32)
-
-    def project(hidden, kernel, _):
-        return capped(jnp.matmul(hidden, kernel, preferred_element_type=wide), config.logit_softcap)
-
-    return apply(transformer(config, loss=project), params, microbatch)
-
-
-def hidden_states(
-    model: Pipelined, params: dict, microbatch: Mapping, rng: jax.Array | None = None
-) -> jax.Array:
-    """Embeds and scans the layers, folding the row keys with each layer's index. float[R, T, D]."""
-    return _run_layers(model, params, microbatch, rng)[0]
-
-
-def _run_layers(model, params, microbatch, rng) -> tuple[jax.Array, LossOutput]:
-    """Returns hidden_states, the layers' own terms added over layers, and their metrics of each."""
-
-    def step(hidden, indexed):
-        index, layer_params = indexed
-        keys = None if rng is None else jax.vmap(jax.random.fold_in, (0, None))(rng, index)
-        out = model.layer(layer_params, hidden, microbatch, keys)
-        hidden, said = out if isinstance(out, tuple) else (out, {})
-        return hidden, said if isinstance(said, LossOutput) else LossOutput(said)
-
-    num_layers = jax.tree.leaves(params["layers"])[0].shape[0]
-    hidden = model.embed(outer_params(params), microbatch, rng)
-    hidden, out = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
-    terms = jax.tree.map(lambda per_layer: per_layer.sum(0), out.terms)
-    return hidden, LossOutput(terms, out.metrics)
 
 
 def _attend_packed(query, key, value, *, segments, backend, context):

@@ -173,7 +173,7 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
             raise
         return {"too_large": asdict(refusal)}
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
-    work = routed(job, traced.jaxpr, topology.platform)
+    work = routed(job, traced.jaxpr)
     compiled = _read(program, job.mesh, topology, work, *seconds)
     if topology.platform == "tpu":
         in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfb.models.grouped_matmul import CPU_TILE, TILE, tile_size
+from jaxfb.models.grouped_matmul import tile_size
 from jaxfb.planner.job import Job
 
 _RAGGED = ("ragged_dot", "ragged_dot_general")
@@ -26,7 +26,7 @@ class Routed:
     turns: int = 1
 
 
-def routed(job: Job, jaxpr: Any, platform: str) -> Routed:
+def routed(job: Job, jaxpr: Any) -> Routed:
     """Returns the work of a device's experts in one microbatch.
 
     jaxpr: of the traced step, in which a grouped matmul is a ragged product.
@@ -39,7 +39,7 @@ def routed(job: Job, jaxpr: Any, platform: str) -> Routed:
     (room, *_), _, (groups, *_) = max(found)[:3]
     tokens = job.plan.rows_per_microbatch * job.config.data.sequence_length // job.mesh.shape["context"]
     rows = min(room, tokens * job.sizes.experts_per_token)
-    tile = tile_size(room, groups, CPU_TILE if platform == "cpu" else TILE)
+    tile = tile_size(room, groups)
     return Routed(rows, round(rows / tile + groups / 2))
 
 

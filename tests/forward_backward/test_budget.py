@@ -6,13 +6,14 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from whole import apply
 
 import jaxfb
 from jaxfb.batch_plan import PlanError
 from jaxfb.forward_backward.packed import Packed
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import apply, init_params, transformer
+from jaxfb.models.transformer import init_params, transformer
 
 ROWS, LENGTH = 13, 12
 CONFIG = TransformerConfig(vocab_size=16, num_layers=2, hidden_size=8, num_heads=2, num_kv_heads=1)

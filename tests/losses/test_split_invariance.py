@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole import hidden_states, logits
 
 import jaxfb
 from jaxfb.losses.aggregation import AGGREGATIONS
@@ -23,7 +24,7 @@ from jaxfb.losses.surrogates import SURROGATES, make_surrogate
 from jaxfb.losses.token_log_probs import log_probs_of_logits
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import hidden_states, init_params, logits, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.types import LossOutput, Sum, outer_params
 
 ROWS, SEQ, VOCAB, TOP = 8, 8, 16, 3

@@ -6,10 +6,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole import logits
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
-from jaxfb.models.transformer import init_params, logits
+from jaxfb.models.transformer import init_params
 
 CONFIG = TransformerConfig(
     vocab_size=23, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, qk_norm=True, qkv_bias=True

@@ -7,12 +7,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from whole import apply, logits
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_weights import hf_leaves, load_hf  # noqa: E402
 
 from jaxfb.losses.language_model import next_token_loss
-from jaxfb.models.transformer import apply, logits, transformer
+from jaxfb.models.transformer import transformer
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 ROWS, LENGTH = 3, 8  # every case is padded to one shape: one compilation a model, and padding must be inert

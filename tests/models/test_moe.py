@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
+from whole import apply, logits
 
 sys.path.insert(0, str(Path(__file__).parent))
 from hf_weights import hf_leaves, load_hf  # noqa: E402
@@ -21,7 +22,8 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import balance_sum
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.moe import MoE
-from jaxfb.models.transformer import Block, apply, init_params, logits, outer_params, rebuilder, transformer
+from jaxfb.models.transformer import Block, init_params, rebuilder, transformer
+from jaxfb.types import outer_params
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SIZES = {"vocab_size": 16, "num_layers": 2, "hidden_size": 8, "num_heads": 2, "mlp_size": 4, "loss_chunk": 16}

@@ -5,9 +5,10 @@ import math
 import jax
 import jax.numpy as jnp
 import pytest
+from whole import logits
 
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
-from jaxfb.models.transformer import init_params, logits
+from jaxfb.models.transformer import init_params
 
 SIZES = {"vocab_size": 32, "num_layers": 3, "hidden_size": 24, "num_heads": 4}
 

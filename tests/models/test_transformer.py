@@ -5,11 +5,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
+from whole import apply, hidden_states, logits
 
 from jaxfb.models import attention as attention_module
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import apply, hidden_states, init_params, logits, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import transformer_param_specs
 
 CONFIG = TransformerConfig(

@@ -9,11 +9,12 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from whole import apply
 
 import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import apply, init_params, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import check_tensor_divides, constrain, transformer_param_specs
 
 SIZES = {

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from whole import logits
 
 from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.mesh import make_mesh
-from jaxfb.models.transformer import init_params, logits, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.sharding import abstract, shardings
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
 from jaxfb.pretrained.names import path_name
