@@ -168,7 +168,7 @@ class Pipelined:
 
 
 def outer_params(params: Mapping) -> dict:
-    """Returns what a `Pipelined` calls `outer`: everything beside the stacked layers."""
+    """Returns what a `Pipelined` calls `outer`: everything besides the stacked layers."""
     return {name: value for name, value in params.items() if name != "layers"}
 
 
@@ -180,15 +180,15 @@ def restrict_to(like: PyTree, tree: PyTree) -> PyTree:
 
 @dataclass(frozen=True)
 class VocabularyParallel:
-    """Embedding and head with the vocabulary cut over a manual mesh axis, so that no stage waits for an end.
+    """Provides embedding and head with the vocabulary cut over a manual mesh axis, so that no pipeline stage waits.
 
-    dims:  outer -> tree like it of int: the dim that is the vocabulary's, -1 where a leaf has none.
+    dims:  outer -> tree like it of int: the vocabulary's dim of each leaf, -1 where a leaf has none.
     embed: (outer, microbatch, rng, axis) -> this device's part of hidden; the sum over `axis` is hidden.
     head:  (outer, hidden, microbatch, rng, axis) -> LossOutput, equal on all devices of `axis`; it sums over
            the axis inside, and so does the gradient that it defines for hidden.
-    shared: optional, outer -> tree like it of bool: leaves that every device has whole, and of whose gradient each
-           makes a part (that of its rows, see `jaxfb.parallel.rows`). Of the other uncut leaves, all make all of it.
-    In all, `outer` has the leaves that `dims` names cut: [..., vocab / axis size, ...].
+    shared: optional, outer -> tree like it of bool: replicated leaves whose gradient is a partial sum on each device
+           (of its rows, see `jaxfb.parallel.rows`); other replicated leaves have the full gradient on every device.
+    In all of them, leaves of `outer` that `dims` names are cut: [..., vocab / axis size, ...].
     """
 
     dims: Callable[[PyTree], PyTree]
@@ -199,16 +199,15 @@ class VocabularyParallel:
 
 @dataclass(frozen=True)
 class Counted:
-    """Leaves of params that are made by counting over the whole global batch, and not by a gradient.
+    """Names parameters that are updated from counts over the global batch (such as expert load) and not by gradients.
 
-    They are functions of the batch's reduced metrics, so nothing about its split is in them. The model reads them
+    They depend only on the batch's reduced metrics, so the split of the batch cannot change them. The model reads them
     through `lax.stop_gradient`; they are never cast to a compute dtype, and no optimizer changes them.
 
-    leaves: params -> tree like it of bool: which they are.
-    before: optional, (params, metrics) -> params with more leaves: what the layers must know of the whole batch
-            before its backward. It costs a forward pass more, which has no use for the head; its metrics are
-            what `before` is given, and there are no gradients of the leaves that it adds.
-    after:  optional, (params, metrics) -> params, once an applied update, behind the optimizer.
+    leaves: params -> tree like it of bool: True for such a leaf.
+    before: optional, (params, metrics) -> params with additional leaves that the layers need before the backward. It
+            costs one more forward pass without the head, whose metrics it receives; the added leaves have no gradient.
+    after:  optional, (params, metrics) -> params; called once per applied update, after the optimizer.
     """
 
     leaves: Callable[[PyTree], PyTree]

@@ -1,6 +1,6 @@
-"""Rows that every device of an axis has, shared out: each works on its own, and all get the answers of all.
+"""Splits replicated rows over a mesh axis: every device computes its share, then all-gathers the results.
 
-For what comes after a pipeline's last stage, where all devices hold the same hidden states. In the gradient, too, a
+Used after a pipeline's last stage, where all devices have the same hidden states. In the gradient, too, a
 value that every device has is one value: its cotangent is equal on all of them, and not one part on each.
 
 Of R rows device i takes the n = ceil(R / axis size) from i * n on; where they do not divide, the last ones are
