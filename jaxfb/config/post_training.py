@@ -46,8 +46,8 @@ from jaxfb.refusal import Refused
 class CutConfig:
     """Cuts the rows of one purpose: exactly one of rows, a number of microbatches, or a token budget.
 
-    max_tokens_per_microbatch: on one replica, padding counted. widths: padded row lengths to compile for;
-    null: quarters of the longest.
+    max_tokens_per_microbatch: on one replica, padding counted.
+    widths:  padded row lengths to compile for; null: quarters of the longest.
     packing: several rows share an array row.
     """
 
