@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import on_the_host
 from trees import CASES, ROWS, TREES, arrays, batch_of, dict_loss, params_of
 
 import jaxfb
@@ -17,8 +18,7 @@ PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
 
 def bits(tree):
     """Every leaf's dtype and bytes, on the host, since the state is donated."""
-    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    return [(str(leaf.dtype), np.asarray(plain(leaf)).tobytes()) for leaf in jax.tree.leaves(tree)]
+    return [(str(leaf.dtype), leaf.tobytes()) for leaf in on_the_host(tree)]
 
 
 # Whatever the optimizer, the dtype and the tree

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from comparisons import on_the_host
 from jax.sharding import PartitionSpec as P
 from trees import CASES, ROWS, TREES, WIDTH, arrays, batch_of, dict_loss, params_of
 
@@ -29,11 +30,6 @@ def plain_optax(optimizer, loss, params, batches):
         updates, opt_state = optimizer.update(grads, opt_state, params, value=value, samples=0)
         params = optax.apply_updates(params, updates)
     return params, opt_state
-
-
-def on_the_host(tree):
-    plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731
-    return [np.asarray(plain(leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 @pytest.mark.parametrize("name", CASES)

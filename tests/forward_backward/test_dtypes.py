@@ -8,17 +8,12 @@ import numpy as np
 import optax
 import pytest
 import toy
+from comparisons import close
 
 import jaxfb
 from jaxfb import BatchPlan, DynamicLossScale, LossOutput, Sum, get_forward_backward_func, make_mesh
 
 F32, BF16 = jnp.float32, jnp.bfloat16
-
-
-def close(got, wanted, tolerance):
-    for (path, a), b in zip(jax.tree.leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a, float), np.asarray(b, float)
-        np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * np.abs(b).max(), err_msg=str(path))
 
 
 def narrow(tree, dtype=np.float32):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from comparisons import close
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from jax import lax
@@ -103,16 +104,6 @@ def whole(normalize, parts):
         return toy.whole_batch(tree, batch, rng, normalize, parts)[0], plain_loss(tree, batch, keys)
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))
-
-
-def close(got, wanted, tolerance=TOLERANCE):
-    """Every leaf, relative to its largest number."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape, jax.tree_util.keystr(path)
-        worst, scale = np.max(np.abs(a - b), initial=0), np.max(np.abs(b), initial=0)
-        assert worst <= tolerance * (scale or 1), (jax.tree_util.keystr(path), worst, scale)
 
 
 def check_law(one, batch, rng=KEY, rows=None):

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import toy
+from comparisons import close
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
@@ -166,16 +167,6 @@ def run_toy(params, batch, keys):
     hidden, terms = jax.lax.scan(step, toy.embed(params, batch, keys), layers)
     out = toy.head(params, hidden, batch, keys)
     return dataclasses.replace(out, terms=out.terms | jax.tree.map(lambda leaf: leaf.sum(0), terms))
-
-
-def close(got, wanted, tolerance=TOLERANCE):
-    """Every leaf, relative to its largest number."""
-    assert jax.tree.structure(got) == jax.tree.structure(wanted)
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        a, b = np.asarray(a), np.asarray(b)
-        assert a.shape == b.shape, jax.tree_util.keystr(path)
-        worst, scale = np.max(np.abs(a - b), initial=0), np.max(np.abs(b), initial=0)
-        assert worst <= tolerance * (scale or 1), (jax.tree_util.keystr(path), worst, scale)
 
 
 def check(case, **call):

@@ -161,7 +161,7 @@ REFUSED = [
     (run_plan, dict(samples=9, remainder="error")),
     (run_plan, dict(updates=3, dataset_rows=5, remainder="drop")),
     (run_plan, dict(samples=5, remainder="drop")),
-    (run_plan, dict(epochs=10**6, dataset_rows=9)),
+    (run_plan, dict(epochs=100, dataset_rows=2**60 + 1)),
     (run_plan, dict(epochs=2.0**40, dataset_rows=2**40)),
     (policy_plans, {"rollout.rows_per_update": 12}),
     (policy_plans, {"plans.train.rows_per_microbatch": 5}),

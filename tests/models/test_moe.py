@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from comparisons import close
 from safetensors.numpy import load_file
 from whole import apply, logits
 
@@ -294,7 +295,7 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options):
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
     out = fb(transformer(LAW), params, _batch(), plan, key)
     assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
-    _close((out.loss, out.terms, out.grads), (loss, terms, grads))
+    close((out.loss, out.terms, out.grads), (loss, terms, grads))
 
 
 @pytest.mark.slow
@@ -317,12 +318,6 @@ def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
     terms = fb(model, params, batch, plan, forward_only=True).terms
     assert terms["balance"].weight == LAW.num_layers * rows
     assert terms["router_z"].weight == LAW.num_layers * rows * LENGTH
-
-
-def _close(got, wanted):
-    for (path, a), b in zip(jax.tree_util.tree_leaves_with_path(got), jax.tree.leaves(wanted), strict=True):
-        worst, scale = np.max(np.abs(np.asarray(a) - np.asarray(b))), np.max(np.abs(b))
-        assert worst <= 1e-12 * (scale or 1), (jax.tree_util.keystr(path), worst, scale)
 
 
 def test_an_even_row_has_a_balance_loss_of_one():
