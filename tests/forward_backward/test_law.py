@@ -24,7 +24,7 @@ from jaxfb.forward_backward import accumulate, weights
 from jaxfb.forward_backward.microbatches import row_keys, split_keys
 from jaxfb.parallel import data
 
-ROWS, LAYERS, TOLERANCE = 48, 2, 1e-12
+ROWS, LAYERS = 48, 2
 KEY = jax.random.key(11)
 
 

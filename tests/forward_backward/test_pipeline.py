@@ -20,7 +20,6 @@ import jaxfb
 from jaxfb.forward_backward import ends, pipeline, stage
 from jaxfb.parallel import pipe
 
-TOLERANCE = 1e-12
 KEY = jax.random.key(3)
 MESHES = {"tensor": {"tensor": 2}, "data": {"data": 2}, "zero1": {"data": 2}, "fsdp": {"fsdp": 2}}
 FACTORS = {
