@@ -20,6 +20,8 @@ HOOKS = (
     "on_train_end",
 )
 
+CHANGE = "change_gradients"
+
 
 class RunInProgress(Protocol):
     """The object that `on_train_start` receives, in pre-training and post-training; keep it for the other hooks.
@@ -59,6 +61,11 @@ class Callback:
     after the next one was started. An exception raised in a hook ends the run.
     """
 
+    change_gradients: Callable[[Any, Any], Any] | None = None
+    """(gradients, state) -> gradients: part of the compiled update, before the clip; see `make_train_step`.
+
+    Of several callbacks each changes what the one before returned. For pretraining and `jaxfb.Trainer`."""
+
     def on_train_start(self, run: RunInProgress) -> None:
         """Runs once, when the state exists (drawn, loaded or restored), before the first evaluation and update."""
 
@@ -94,7 +101,10 @@ def callback(**hooks: Callable) -> Callback:
 def combine(callbacks: Iterable[Callback]) -> Callback:
     """Makes one callback whose every hook calls those of all, in the order given."""
     members = checked(callbacks)
-    return _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
+    made = _with_hooks({hook: _in_order([getattr(member, hook) for member in members]) for hook in HOOKS})
+    changes = [change for member in members if (change := getattr(member, CHANGE, None)) is not None]
+    made.change_gradients = _one_after_the_other(changes) if changes else None
+    return made
 
 
 def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
@@ -124,6 +134,15 @@ def _in_order(functions: list[Callable]) -> Callable:
     return call
 
 
+def _one_after_the_other(changes: list[Callable]) -> Callable:
+    def change(gradients, state):
+        for each in changes:
+            gradients = each(gradients, state)
+        return gradients
+
+    return change
+
+
 def _with_hooks(hooks: Mapping[str, Callable]) -> Callback:
     made = Callback()
     for name, hook in hooks.items():
@@ -133,6 +152,6 @@ def _with_hooks(hooks: Mapping[str, Callable]) -> Callback:
 
 def _check_names(hooks: Mapping[str, Callable]) -> None:
     for name, hook in hooks.items():
-        if name not in HOOKS:
-            raise Refused(f"[callbacks] there is no hook {name}; use one of {', '.join(HOOKS)}")
+        if name not in (*HOOKS, CHANGE):
+            raise Refused(f"[callbacks] there is no hook {name}; use one of {', '.join((*HOOKS, CHANGE))}")
         function(name, hook, f"as Callback.{name} is", who="[callbacks]")

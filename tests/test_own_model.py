@@ -192,6 +192,29 @@ def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
     assert not any("eval/w" in record for record in read_jsonl(tmp_path / "a" / "run" / "metrics.jsonl"))
 
 
+def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
+    """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
+
+    class Halved(Callback):
+        def change_gradients(self, gradients, state):
+            return jax.tree.map(lambda leaf: leaf / 2, gradients)
+
+    def quarter(params, microbatch, rng):
+        found = loss_fn(params, microbatch, rng)
+        return jaxfb.Sum(found.total / 4, found.weight)
+
+    options = {"max_grad_norm": 0.1, "optimizer": optax.sgd(0.1)}
+    once = callback(change_gradients=lambda gradients, state: jax.tree.map(lambda leaf: leaf / 2, gradients))
+    trainer(tmp_path / "a", callbacks=[Halved(), once], **options).train()
+    trainer(tmp_path / "b", model=quarter, **options).train()
+    chex.assert_trees_all_close(saved(tmp_path / "a"), saved(tmp_path / "b"), rtol=1e-12)
+    norms = [
+        [r["grad_norm"] for r in read_jsonl(tmp_path / name / "run" / "metrics.jsonl") if "loss" in r]
+        for name in "ab"
+    ]
+    np.testing.assert_allclose(*norms, rtol=1e-12)
+
+
 @pytest.mark.parametrize(
     "changes, wanted",
     [

@@ -49,6 +49,7 @@ class Custom:
     starts_with_evaluation = False
     tokenizer = None
     flops_per_token = None
+    change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None  # of callbacks; the loop sets it
 
     def __init__(
         self,
@@ -185,6 +186,7 @@ class Custom:
             if settings is not None:
                 clip = {"max_grad_norm": settings.max_grad_norm, "clip_convention": settings.clip}
             options = {"normalize": self.config.batch.normalize, **clip, **step_options(self.config)}
+            options["change_gradients"] = self.change_gradients
             self._steps[plan] = make_train_step(self._model, self._optimizer, self.mesh, plan, **options)
         return self._steps[plan]
 

@@ -13,7 +13,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
 
-from jaxfb.callbacks import Callback, combine
+from jaxfb.callbacks import CHANGE, Callback, combine
 from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
@@ -101,6 +101,7 @@ def _run(
         hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))
         use_compile_cache()
         work = make_work(config, hosts)
+        _change_gradients(work, callbacks)
         hosts.agree("text, plan or devices", work.facts)
         if start.fresh:
             hosts.first(lambda: move_aside(directory, lock))
@@ -311,6 +312,18 @@ class _Loop:
         summary = {**common, **self._work.finish(run_, prepared)}
         write_json(run_.directory.summary, summary)
         return summary
+
+
+def _change_gradients(work: Work, callbacks: Callback) -> None:
+    """Makes the callbacks' `change_gradients` a part of every compiled update."""
+    if callbacks.change_gradients is None:
+        return
+    if not hasattr(work, CHANGE):
+        raise Refused(
+            f"[callbacks] change_gradients is for jaxfb.Trainer and `jaxfb train`, not for `jaxfb {work.command}`; "
+            "leave it out, or change the gradients in the optimizer"
+        )
+    setattr(work, CHANGE, callbacks.change_gradients)
 
 
 def _check_stop(stop_at: int | None, done: int) -> None:

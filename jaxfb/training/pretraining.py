@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import time
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from typing import Any
 
@@ -36,6 +36,7 @@ class Pretraining:
 
     command = "train"
     starts_with_evaluation = False
+    change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None  # of callbacks; the loop sets it
 
     def __init__(self, setup: Setup, say: Say = print):
         self.setup, self.config, self.mesh = setup, setup.config, setup.mesh
@@ -154,7 +155,7 @@ class Pretraining:
 
     def _step(self, plan: BatchPlan) -> TrainStep:
         if plan not in self._steps:
-            self._steps[plan] = self.setup.train_step(plan)
+            self._steps[plan] = self.setup.train_step(plan, self.change_gradients)
         return self._steps[plan]
 
     def _report_rate(self, saved: dict[str, Any]) -> None:

@@ -79,7 +79,7 @@ class Setup:
         """Returns the engine as evaluation calls it, forward only."""
         return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
-    def train_step(self, plan: BatchPlan) -> TrainStep:
+    def train_step(self, plan: BatchPlan, change_gradients: Callable | None = None) -> TrainStep:
         """Returns the compiled update for one plan; a run that ramps up its rows has one for each size."""
         config = self.config
         return make_train_step(
@@ -91,6 +91,7 @@ class Setup:
             clip_convention=config.optimizer.clip,
             dropout=self.language_model.dropout,
             normalize=config.batch.normalize,
+            change_gradients=change_gradients,
             **step_options(config),
         )
 
