@@ -46,6 +46,8 @@ def test_seconds_of_all_causes_add_up_to_the_time_since_the_first_start():
     assert found["seconds"]["updates"] == 32.0 and found["share"] == pytest.approx(32 / 230, abs=1e-4)
     assert sum(found["seconds"].values()) == pytest.approx(clock.now - 1000)
     assert found["seconds"].keys() <= CAUSES.keys()
+    again.end({"evaluation": 5.0, "waiting": 0.0, "saving": 0.0})
+    assert again.summary()["seconds"]["evaluation"] == 5.0
     assert str(again).startswith(
         "goodput 13.9% of the time in applied updates; work done again and time away"
     )

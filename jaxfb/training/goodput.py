@@ -39,7 +39,13 @@ class Goodput:
     def add(self, phases: Mapping[str, float], skipped: bool) -> None:
         """Adds the seconds of one update, and of what was done since the one before, by phase."""
         self._updates += 1
-        computed = "compile" if self._updates == 1 else "skipped" if skipped else "updates"
+        self._add(phases, "compile" if self._updates == 1 else "skipped" if skipped else "updates")
+
+    def end(self, phases: Mapping[str, float]) -> None:
+        """Adds the seconds of what was done after the last update."""
+        self._add(phases, "other")
+
+    def _add(self, phases: Mapping[str, float], computed: str) -> None:
         for phase, seconds in phases.items():
             cause = computed if phase in ("update", "waiting") else OF_PHASE.get(phase, phase)
             self._seconds[cause] += seconds

@@ -308,6 +308,7 @@ class _Loop:
         run_ = self._run
         seconds = round(time.monotonic() - self._began, 2)
         common = {"updates": run_.done, "seconds": seconds, "metrics": run_.metrics}
+        run_.goodput.end(run_.phases.take(run_.done))
         common["goodput"] = run_.goodput.summary()
         summary = {**common, **self._work.finish(run_, prepared)}
         write_json(run_.directory.summary, summary)
