@@ -69,12 +69,10 @@ SHORTER = {
     "cases=20": "cases=1",
 }
 SMOKE = [
-    *smoke_overrides(kind_of_command("rl")),
-    "run.dir=run",
-    "mesh.data=1",
-    "model.num_layers=1",
-    "model.hidden_size=32",
-]
+    *smoke_overrides(kind_of_command("rl")), "run.dir=run", "mesh.data=1", "model.num_layers=1", "model.hidden_size=32",
+    "rollout.prompts=4", "rollout.samples_per_prompt=2", "rollout.rows_per_update=8", "rollout.max_new_tokens=4",
+    *(f"plans.{name}.rows_per_microbatch=8" for name in ("train", "logprob_old", "logprob_ref")),
+]  # fmt: skip
 SLOW = {"policy_losses.md", "post_training.md", "checking.md", "pipeline.md", "moe.md", "trainer.md"}
 """Pages whose blocks compile more than a second's worth."""
 
