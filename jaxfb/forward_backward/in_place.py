@@ -3,6 +3,10 @@
 Equals `accumulate` of the model as one loss function. Autodiff of that makes the gradients of all layers of a
 microbatch before the first of them is added: one more array the size of the parameters, filled with zeros, written
 and read again in every microbatch.
+
+Measured on four layers of `configs/1b.yaml` with a vocabulary of 8192, fsdp 4, by the compiler of libtpu 0.0.48 for
+v5e:2x2: temporaries of 2.87 GB in place of 3.25 GB, and 0.152 s of work in place of 0.165 s. On CPU, with 34.6 MB of
+parameters in float32, temporaries of 85.8 MB in place of 119.4 MB.
 """
 
 from __future__ import annotations
