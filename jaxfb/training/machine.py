@@ -51,14 +51,16 @@ def check_rows(section: str, plan: BatchPlan, length: int) -> None:
       ValueError: names the sizes and the largest number of rows.
     """
     memory, processes = host_memory(), jax.process_count()
-    needed = plan.padded_rows * length * SLOT_BYTES // processes
+    # A plan cut by tokens has no number of microbatches before the lengths of its rows are known.
+    rows, cut = (plan.rows, 1) if plan.by_tokens else (plan.padded_rows, plan.rows_per_global_microbatch)
+    needed = rows * length * SLOT_BYTES // processes
     if memory is not None and needed > memory:
-        each, cut = length * SLOT_BYTES, plan.rows_per_global_microbatch
+        each = length * SLOT_BYTES
         most = memory * processes // each // cut * cut
-        shorter = memory * processes // (plan.padded_rows * SLOT_BYTES)
+        shorter = memory * processes // (rows * SLOT_BYTES)
         advice = f"use {most} rows or fewer" if most else f"use data.sequence_length={shorter} or less"
         raise Refused(
-            f"[{section}] rows={plan.padded_rows} of sequence_length={length} take {_gb(needed)}, but this machine has "
+            f"[{section}] rows={rows} of sequence_length={length} take {_gb(needed)}, but this machine has "
             f"{_gb(memory)}; {advice}"
         )
 
