@@ -294,12 +294,14 @@ class TrainStep:
         fb = self.forward_backward
         check_params(params, forward_only=False, concrete=concrete)
         pipelined = isinstance(self.model, Pipelined)
-        asked = fb.tensor_specs if self._own_specs is None else None
+        asked = fb.options.param_specs if self._own_specs is None else None
         if not asked and not (pipelined and self.model.param_specs):
             found = tensor_specs(params, fb.mesh, stacked=pipelined)
             if found is not None and found != self._own_specs:
                 self._own_specs = found
-                self.forward_backward = fb = replace(fb, tensor_specs=lambda params: found)
+                self.forward_backward = fb = replace(
+                    fb, options=replace(fb.options, param_specs=lambda params: found)
+                )
                 self._compile()
         if not self._looked:
             self._looked = True

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb import cpu, schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
+from jaxfb.forward_backward import resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
     check_model,
@@ -24,28 +23,22 @@ from jaxfb.forward_backward.arguments import (
     check_plan,
     checked_scale,
     checked_weights,
-    float_dtype,
-    layer_counts,
-    specs_like,
 )
-from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
-from jaxfb.forward_backward.ends import check_placement, check_rows, choose_placement
 from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
+from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.packed import Packed, is_arranged
 from jaxfb.forward_backward.padding import check_padding
-from jaxfb.forward_backward.remat import REMAT_POLICIES
-from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
-from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.forward_backward.resolved import Resolved, resolve
+from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput, Origin
-from jaxfb.parallel import annotations, data, pipe, sharding
-from jaxfb.refusal import Refused, boolean, choice, function, shown
-from jaxfb.types import Counted, LossFn, Pipelined, outer_params, restrict_to
+from jaxfb.parallel import annotations, sharding
+from jaxfb.refusal import Refused, boolean, shown
+from jaxfb.types import LossFn, Pipelined, restrict_to
 
 PyTree = Any
-OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
 
 
 def get_forward_backward_func(
@@ -98,36 +91,11 @@ def get_forward_backward_func(
     Raises:
       ValueError: an argument is not among the legal choices, or they do not fit together.
     """
+    options = {name: value for name, value in locals().items() if name != "mesh"}
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
-    layers_per_stage = layer_counts(layers_per_stage)
-    _check_pipeline(mesh, schedule, num_chunks, head_placement, layers_per_stage)
-    if param_specs is not None:
-        function("param_specs", param_specs, "from params to PartitionSpecs")
-    if (
-        isinstance(optimizer_sharding, str)
-        and optimizer_sharding == "gradients"
-        and axis_size(mesh, "pipe") > 1
-    ):
-        raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
-    return ForwardBackward(
-        mesh,
-        schedules.default_name(num_chunks) if schedule is None else schedule,
-        num_chunks,
-        choice("normalize", normalize, NORMALIZATIONS),
-        float_dtype("accum_dtype", accum_dtype),
-        float_dtype("compute_dtype", compute_dtype),
-        choice("remat", "none" if remat is None else remat, REMAT_POLICIES),
-        choice("fsdp_gather", fsdp_gather, data.GATHERS),
-        choice(
-            "optimizer_sharding",
-            "none" if optimizer_sharding is None else optimizer_sharding,
-            OPTIMIZER_SHARDINGS,
-        ),
-        param_specs,
-        head_placement,
-        layers_per_stage,
-        boolean("poison_bubbles", poison_bubbles),
-    )
+    options = EngineOptions(**options)
+    options.check_mesh(mesh)
+    return ForwardBackward(mesh, options)
 
 
 @dataclass(frozen=True)
@@ -135,18 +103,7 @@ class ForwardBackward:
     """Forward and backward over whole global batches on one mesh; made by `get_forward_backward_func`."""
 
     mesh: Mesh
-    schedule: str | schedules.Schedule
-    num_chunks: int
-    normalize: str
-    accum_dtype: Any
-    compute_dtype: Any
-    remat: str
-    fsdp_gather: str
-    optimizer_sharding: str
-    tensor_specs: Callable[[PyTree], PyTree] | None
-    head_placement: str | None
-    layers_per_stage: tuple[int, ...] | None
-    poison_bubbles: bool
+    options: EngineOptions
 
     def __call__(
         self,
@@ -180,9 +137,8 @@ class ForwardBackward:
           ValueError: plan, mesh, batch and params do not fit, or the loss function breaks its contract.
         """
         boolean("forward_only", forward_only)
-        grad_scale, weights = checked_scale(grad_scale), checked_weights(weights, self.normalize)
-        self.check(model, params, plan, forward_only)
-        check_params(params, forward_only, concrete=True)
+        grad_scale, weights = checked_scale(grad_scale), checked_weights(weights, self.options.normalize)
+        leaves, how = self._resolve(model, params, plan, forward_only)
         if plan.by_tokens:
             packed = Packed(batch, plan)
             call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale, weights)
@@ -191,14 +147,14 @@ class ForwardBackward:
             return replace(out, outputs=outputs, origin=origin)
         microbatches = split(batch, plan, self.mesh).leaves
         if not forward_only:
-            by_rows = self.pipe > 1 and self.head_placement_for(model, params) == "rows"
-            check_parts(model, microbatches, plan.data_parallel * (self.pipe if by_rows else 1))
-        arrays = self._placed(model, params, microbatches, plan, rng)
-        out = self._jitted(_run)(self, model, plan, forward_only, *arrays, grad_scale, weights)
+            check_parts(
+                model, microbatches, plan.data_parallel * (self.pipe if how.placement == "rows" else 1)
+            )
+        arrays = _placed(how, leaves, microbatches, rng)
+        out = self._jitted(_run)(how, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
-        return replace(
-            out, origin=replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
-        )
+        origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
+        return replace(out, grads=None if forward_only else restrict_to(params, out.grads), origin=origin)
 
     def weights(
         self,
@@ -216,8 +172,7 @@ class ForwardBackward:
         Raises:
           ValueError: as for a call, or the model reads statistics of the whole batch before its backward.
         """
-        self.check(model, params, plan)
-        check_params(params, forward_only=False, concrete=True)
+        leaves, how = self._resolve(model, params, plan, forward_only=False)
         if _counts_before(model):
             raise Refused(
                 "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "
@@ -226,19 +181,8 @@ class ForwardBackward:
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
-        arrays = self._placed(model, params, split(batch, plan, self.mesh).leaves, plan, rng)
-        return self._jitted(_weigh)(self, model, plan, *arrays)
-
-    def _placed(self, model, params, microbatches, plan, rng) -> tuple:
-        """Returns (params, microbatches, keys) where the program of a call reads them."""
-        keys = split_keys(row_keys(rng, plan), plan)
-        targets = sharding.shardings(specs_of(microbatches, self.mesh), self.mesh)
-        microbatches = sharding.adopt(microbatches, targets)
-        keys = sharding.adopt(keys, NamedSharding(self.mesh, rows_spec(self.mesh)))
-        specs = self.param_specs(model, params)
-        if not is_traced(params):
-            annotations.warn_if_whole(specs, self.mesh)
-        return _place(params, sharding.shardings(specs, self.mesh)), microbatches, keys
+        arrays = _placed(how, leaves, split(batch, plan, self.mesh).leaves, rng)
+        return self._jitted(_weigh)(how, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:
         return _JITTED[function, cpu.wants_options(self.mesh)]
@@ -247,18 +191,22 @@ class ForwardBackward:
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
     ) -> None:
         """Raises the ValueError of a call with these (possibly abstract) params and this plan, if it would."""
+        self._resolve(model, params, plan, forward_only, concrete=False)
+
+    def _resolve(
+        self, model, params, plan, forward_only: bool, concrete: bool = True
+    ) -> tuple[PyTree, Resolved]:
+        """Returns params, those of a `Pipelined` as a plain dict, and what is decided about a call with them."""
         self.check_plan(model, plan, forward_only)
-        check_params(params, forward_only)
-        if isinstance(model, Pipelined):
-            num_layers(params)
-            if not plan.by_tokens:  # the plan that it is arranged into comes here again
-                _check_stages(self, model, params, plan)
+        check_params(params, forward_only, concrete)
+        leaves = dict(params) if isinstance(model, Pipelined) else params
+        return leaves, resolve(self.mesh, self.options, model, leaves, plan)
 
     def check_plan(self, model: LossFn | Pipelined, plan: BatchPlan, forward_only: bool = False) -> None:
         """Raises the ValueError of a call with this model and this plan, if it would with any params."""
         check_model(model)
         check_plan(plan, self.mesh, forward_only)
-        check_accum_dtype(self.accum_dtype, plan)
+        check_accum_dtype(self.options.accum_dtype, plan)
         if self.pipe > 1 and not isinstance(model, Pipelined):
             raise Refused(
                 f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
@@ -269,51 +217,24 @@ class ForwardBackward:
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
-        pipelined = isinstance(model, Pipelined)
-        rule = self.tensor_specs or (model.param_specs if pipelined else None)
-        tensor_specs = (
-            specs_like(params, rule(params))
-            if rule
-            else annotations.tensor_specs(params, self.mesh, stacked=pipelined)
-        )
-        pipe_dims = (
-            restrict_to(params, self._pipe_dims(model, params)) if pipelined and self.pipe > 1 else None
-        )
-        return sharding.param_specs(params, self.mesh, tensor_specs, pipe_dims, stacked=pipelined)
+        placement = self.head_placement_for(model, params) if isinstance(model, Pipelined) else None
+        return resolved.param_specs(self.mesh, self.options, model, params, placement)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
-        specs = self.param_specs(model, params)
-        if self.optimizer_sharding == "none":
-            return specs
-        return sharding.optimizer_specs(specs, params, self.mesh)
+        return resolved.grad_specs(self.mesh, self.options, params, self.param_specs(model, params))
 
     def grad_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each gradient: that in which it is summed, a tree like params."""
-        return jax.tree.map(lambda leaf: jnp.dtype(_accum_dtype(leaf.dtype, self.accum_dtype)), params)
+        return resolved.grad_dtypes(self.options, params)
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
-        if self.pipe == 1:
-            return None
-        if isinstance(self.schedule, schedules.Schedule):
-            return _check_schedule(self.schedule, self.pipe, num_microbatches)
-        return _make_schedule(self.schedule, self.pipe, num_microbatches, self.num_chunks)
+        return self.options.schedule_for(self.pipe, num_microbatches)
 
-    def head_placement_for(self, model: Pipelined, params: PyTree) -> str:
-        """Returns where a pipeline computes this model's head: "vocabulary", "rows" or "last"."""
-        tensor = axis_size(self.mesh, "tensor")
-        return choose_placement(self.head_placement, model, outer_params(params), self.pipe, tensor)
-
-    def _pipe_dims(self, model: Pipelined, params: PyTree) -> PyTree:
-        """Returns the dim of each leaf that the stages share out, -1 where each holds all of it."""
-        even = self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1
-        outer = outer_params(params)
-        if self.head_placement_for(model, params) == "vocabulary":
-            dims = model.vocabulary.dims(outer)
-        else:
-            dims = jax.tree.map(lambda _: -1, outer)
-        return dims | {"layers": jax.tree.map(lambda _: 0 if even else -1, params["layers"])}
+    def head_placement_for(self, model: Pipelined, params: PyTree) -> str | None:
+        """Returns where a pipeline computes this model's head: "vocabulary", "rows" or "last"; None without one."""
+        return None if self.pipe == 1 else resolved.placement_for(self.mesh, self.options, model, params)
 
     @property
     def pipe(self) -> int:
@@ -321,26 +242,43 @@ class ForwardBackward:
         return axis_size(self.mesh, "pipe")
 
 
-def _run(
-    fb, model, plan, forward_only, params, microbatches, keys, grad_scale, weights
-) -> ForwardBackwardOutput:
-    counted = _counted(model)
-    complete = dict(params) if isinstance(model, Pipelined) else params
+def _placed(how: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
+    """Returns (params, microbatches, keys) where the program of a call reads them."""
+    mesh, specs = how.mesh, how.specs.tree
+    keys = split_keys(row_keys(rng, how.plan), how.plan)
+    microbatches = sharding.adopt(microbatches, sharding.shardings(specs_of(microbatches, mesh), mesh))
+    keys = sharding.adopt(keys, NamedSharding(mesh, rows_spec(mesh)))
+    if not is_traced(params):
+        annotations.warn_if_whole(specs, mesh)
+        params = jax.tree.map(_moved, params, sharding.shardings(specs, mesh))
+    return params, microbatches, keys
+
+
+def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
+    """Returns a parameter that lives elsewhere, such as on one device or the host, on the mesh."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
+        return leaf
+    return jax.device_put(leaf, target)
+
+
+def _run(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
+    model, plan, complete = how.model, how.plan, params
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
         check_padding(as_loss_fn(model), params, microbatches, keys)
-    if counted is not None and counted.before is not None:
+    if _counts_before(model):
         with jax.named_scope("count"):
-            metrics = _one_pass(fb, model, plan, True, complete, microbatches, keys, 1.0, None).metrics
-        complete = counted.before(complete, metrics)
-    out = _one_pass(fb, model, plan, forward_only, complete, microbatches, keys, grad_scale, weights)
+            metrics = _one_pass(how, True, params, microbatches, keys, 1.0, None).metrics
+        complete = model.counted.before(params, metrics)
+        how = resolve(how.mesh, how.options, model, complete, plan)  # for there are more leaves now
+    out = _one_pass(how, forward_only, complete, microbatches, keys, grad_scale, weights)
     return replace(out, grads=None if forward_only else restrict_to(params, out.grads))
 
 
-def _weigh(fb, model, plan, params, microbatches, keys) -> dict:
-    return _program(fb, model, plan, True, params).weights(params, microbatches, keys)
+def _weigh(how, params, microbatches, keys) -> dict:
+    return Frame(how, True).weights(params, microbatches, keys)
 
 
-_STATIC = {_run: (0, 1, 2, 3), _weigh: (0, 1, 2)}
+_STATIC = {_run: (0, 1), _weigh: (0,)}
 _JITTED = {
     (function, in_order): jax.jit(
         function, static_argnums=static, compiler_options=cpu.IN_ORDER if in_order else None
@@ -350,121 +288,19 @@ _JITTED = {
 }
 
 
-def _one_pass(
-    fb, model, plan, forward_only, params, microbatches, keys, grad_scale, weights
-) -> ForwardBackwardOutput:
-    program = _program(fb, model, plan, forward_only, params)
+def _one_pass(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
+    program = Frame(how, forward_only)
     *results, of_tokens, undivided = program.run(params, microbatches, keys, grad_scale, weights)
     grads, loss, terms, metrics, per_microbatch, outputs = results
-    outputs = merge(outputs, of_tokens, plan, fb.mesh)
+    outputs = merge(outputs, of_tokens, how.plan, how.mesh)
     names = (undivided, (tuple(sorted(terms)),))
-    origin = Origin(None, None, None, fb.normalize, *names, _counts_before(model))
+    origin = Origin(None, None, None, how.options.normalize, *names, _counts_before(how.model))
     return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)
 
 
-def _program(fb, model, plan, forward_only, params) -> Frame:
-    specs = fb.param_specs(model, params)
-    grad_specs = None if forward_only else fb.grad_specs(model, params)
-    core = _core(fb, model, plan, specs, params, forward_only)
-    return Frame(fb.mesh, core, model, fb.normalize, specs, grad_specs)
-
-
 def _counts_before(model: LossFn | Pipelined) -> bool:
-    counted = _counted(model)
+    counted = model.counted if isinstance(model, Pipelined) else None
     return counted is not None and counted.before is not None
-
-
-def _core(
-    fb: ForwardBackward,
-    model: LossFn | Pipelined,
-    plan: BatchPlan,
-    specs: PyTree,
-    params: PyTree,
-    forward_only: bool,
-) -> Core:
-    """Returns the way from seeds to gradients that this mesh asks for."""
-    dtypes = _compute_dtypes(fb, model, params)
-    how = Execution(
-        specs, dtypes, dtypes if forward_only else fb.grad_dtypes(params), fb.fsdp_gather, fb.remat
-    )
-    schedule = fb.schedule_for(plan.num_microbatches)
-    if schedule is None:
-        scattered = fb.grad_specs(model, params) if fb.optimizer_sharding == "gradients" else None
-        return Accumulation(model, how, scattered)
-    placement = fb.head_placement_for(model, params)
-    return Pipelining(model, how, schedule, _layout(fb, schedule, params), placement, fb.poison_bubbles)
-
-
-def _compute_dtypes(fb: ForwardBackward, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-    """Returns the dtype that each leaf is cast to, a tree like params; leaves that are counted stay as they are."""
-    counted = _counted(model)
-    stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
-    return jax.tree.map(
-        lambda leaf, stay: jnp.dtype(leaf.dtype if stay else fb.compute_dtype or leaf.dtype), params, stays
-    )
-
-
-def _counted(model: LossFn | Pipelined) -> Counted | None:
-    return model.counted if isinstance(model, Pipelined) else None
-
-
-def _layout(fb: ForwardBackward, schedule: schedules.Schedule, params: PyTree) -> pipe.Layout:
-    return pipe.layout_of(num_layers(params), schedule.placement, fb.layers_per_stage)
-
-
-@lru_cache(maxsize=64)
-def _make_schedule(name: str, pipe: int, num_microbatches: int, num_chunks: int) -> schedules.Schedule:
-    return schedules.make(name, pipe, num_microbatches, num_chunks)
-
-
-def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:
-    if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
-        raise Refused(
-            f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "
-            f"microbatches, the call has pipe={pipe} and {num_microbatches}; make it for these"
-        )
-    return schedule
-
-
-def _check_pipeline(
-    mesh: Mesh, schedule: Any, num_chunks: int, head_placement: Any, layers_per_stage: Any
-) -> None:
-    if isinstance(num_chunks, bool) or not isinstance(num_chunks, int) or num_chunks < 1:
-        raise Refused(f"num_chunks must be a positive int, got {shown(num_chunks)}; 1 is one stage a device")
-    given = {
-        "schedule": schedule,
-        "num_chunks": num_chunks if num_chunks > 1 else None,
-        "head_placement": head_placement,
-        "layers_per_stage": layers_per_stage,
-    }
-    if axis_size(mesh, "pipe") == 1:
-        set_ = {name: value for name, value in given.items() if value is not None}
-        if set_:
-            names = " and ".join(f"{name}={shown(value)}" for name, value in set_.items())
-            raise Refused(
-                f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
-                "make the mesh with pipe=2 or more, or leave them out",
-                [{name: 1 if name == "num_chunks" else None for name in set_}],
-            )
-    if head_placement is not None:
-        check_placement(head_placement)
-    if isinstance(schedule, schedules.Schedule):
-        _check_schedule(schedule.validate(), axis_size(mesh, "pipe"), schedule.num_microbatches)
-    elif axis_size(mesh, "pipe") > 1:
-        name = schedules.default_name(num_chunks) if schedule is None else schedule
-        schedules.check_name(name)
-        _make_schedule(name, axis_size(mesh, "pipe"), 1, num_chunks)
-
-
-def _place(params: PyTree, shardings: PyTree) -> PyTree:
-    """Moves parameters that live elsewhere, such as on one device or the host, onto the mesh."""
-
-    def move(leaf, target):
-        if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
-            return leaf
-        return jax.device_put(leaf, target)
-
-    return params if is_traced(params) else jax.tree.map(move, params, shardings)
 
 
 def _check_backward(schedule: schedules.Schedule | None) -> None:
@@ -473,15 +309,3 @@ def _check_backward(schedule: schedules.Schedule | None) -> None:
             f"schedule {schedule.name!r} has no backward, so it serves forward_only=True alone; pass one with B for "
             'every F, such as schedules.make("1f1b", num_stages, num_microbatches)'
         )
-
-
-def _check_stages(fb: ForwardBackward, model: Pipelined, params: PyTree, plan: BatchPlan) -> None:
-    schedule = fb.schedule_for(plan.num_microbatches)
-    if schedule is None:
-        return
-    _layout(fb, schedule, params)
-    check_rows(fb.head_placement_for(model, params), plan.rows_per_microbatch, fb.pipe)
-
-
-def _accum_dtype(dtype: Any, asked: Any) -> Any:
-    return asked or (jnp.float64 if dtype == jnp.float64 else jnp.float32)

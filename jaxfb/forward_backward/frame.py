@@ -15,37 +15,30 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.forward_backward.cores import Core
 from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
 from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mesh
 from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
+from jaxfb.forward_backward.resolved import Resolved
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.forward_backward.weights import check_given, check_terms, seeds, term_weights
 from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
 from jaxfb.parallel import sharding
-from jaxfb.types import LossFn, LossOutput, Pipelined, Sum
+from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
 
 
-@dataclass(frozen=True)
 class Frame:
-    """Builds one call's program: where arrays are placed, and how terms are normalised.
+    """Makes the program of one call, forward and backward or forward only."""
 
-    specs, grad_specs: trees of PartitionSpec like params; grad_specs None: forward only.
-    """
-
-    mesh: Mesh
-    core: Core
-    model: LossFn | Pipelined
-    normalize: str
-    specs: PyTree
-    grad_specs: PyTree | None
+    def __init__(self, how: Resolved, forward_only: bool):
+        self.mesh, self.model, self.normalize = how.mesh, how.model, how.options.normalize
+        self.core = how.core(forward_only)
+        self.specs, self.grad_specs = how.specs.tree, None if forward_only else how.grad_specs.tree
 
     def run(self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs), global arrays, and facts about them.

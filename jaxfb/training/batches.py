@@ -112,7 +112,7 @@ def parts_of_update(
     Parameters are in the dtype of computing; microbatches [num_microbatches, rows, ...] and keys likewise; for one
     process, which has all rows.
     """
-    dtype = step.forward_backward.compute_dtype
+    dtype = step.forward_backward.options.compute_dtype
     cast = lambda leaf: leaf.astype(dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf  # noqa: E731
     params = state.params if dtype is None else jax.tree.map(cast, state.params)
     keys = split_keys(row_keys(step.key_of(state), plan), plan)

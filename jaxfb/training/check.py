@@ -20,9 +20,10 @@ from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
-from jaxfb.training.setup import own_model_refused
+from jaxfb.training.setup import engine_options, own_model_refused
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
+_OPTIONS = ("remat", "fsdp_gather", "optimizer_sharding")
 
 
 def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:
@@ -39,15 +40,12 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     rng = jax.random.key(1) if sizes.dropout else None
     if config.mesh == MeshConfig():
         batch = synthetic_batch(ROWS)
-        return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config))
+        return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config, *_OPTIONS))
     mesh = make_mesh(**vars(config.mesh))
     rows_per_microbatch = mesh.shape["pipe"] if config.parallel.head_placement == "rows" else 1
     rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
     schedule = (config.schedule or default_name(config.chunks), config.chunks)
-    options = _options(config) | {
-        "head_placement": config.parallel.head_placement,
-        "layers_per_stage": config.parallel.layers_per_stage,
-    }
+    options = _options(config, *_OPTIONS, "head_placement", "layers_per_stage")
     return check_equivalence(
         model, params, synthetic_batch(rows), [mesh], [schedule],
         rng=rng, rows_per_microbatch=rows_per_microbatch, report=report, **options,
@@ -95,9 +93,7 @@ def synthetic_batch(rows: int) -> dict[str, np.ndarray]:
     }
 
 
-def _options(config: Config) -> dict[str, Any]:
-    return {
-        "remat": config.parallel.remat,
-        "fsdp_gather": config.parallel.fsdp_gather,
-        "optimizer_sharding": config.optimizer.sharding,
-    }
+def _options(config: Config, *names: str) -> dict[str, Any]:
+    """Returns some of the options with which the config runs the engine."""
+    options = engine_options(config)
+    return {name: options[name] for name in names}

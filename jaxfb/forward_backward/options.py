@@ -1,0 +1,127 @@
+"""Defines the options of forward and backward, which check themselves where they are made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxfb import schedules
+from jaxfb.forward_backward.arguments import float_dtype, layer_counts
+from jaxfb.forward_backward.ends import check_placement
+from jaxfb.forward_backward.remat import REMAT_POLICIES
+from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.mesh import axis_size
+from jaxfb.parallel import data
+from jaxfb.refusal import Refused, boolean, choice, function, shown
+
+PyTree = Any
+OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Holds the keyword arguments of `get_forward_backward_func`, where each is described.
+
+    Raises:
+      ValueError: a value is not among the legal ones.
+    """
+
+    schedule: str | schedules.Schedule | None = None
+    num_chunks: int = 1
+    normalize: str = "global"
+    accum_dtype: Any = None
+    compute_dtype: Any = None
+    remat: str | None = None
+    fsdp_gather: str = "layer"
+    optimizer_sharding: str | None = "none"
+    param_specs: Callable[[PyTree], PyTree] | None = None
+    head_placement: str | None = None
+    layers_per_stage: tuple[int, ...] | None = None
+    poison_bubbles: bool = False
+
+    def __post_init__(self):
+        chunks = self.num_chunks
+        if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
+            raise Refused(f"num_chunks must be a positive int, got {shown(chunks)}; 1 is one stage a device")
+        if isinstance(self.schedule, schedules.Schedule):
+            self.schedule.validate()
+        elif self.schedule is not None:
+            schedules.check_name(self.schedule)
+        if self.param_specs is not None:
+            function("param_specs", self.param_specs, "from params to PartitionSpecs")
+        if self.head_placement is not None:
+            check_placement(self.head_placement)
+        checked = {
+            "normalize": choice("normalize", self.normalize, NORMALIZATIONS),
+            "accum_dtype": float_dtype("accum_dtype", self.accum_dtype),
+            "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
+            "remat": choice("remat", "none" if self.remat is None else self.remat, REMAT_POLICIES),
+            "fsdp_gather": choice("fsdp_gather", self.fsdp_gather, data.GATHERS),
+            "optimizer_sharding": choice(
+                "optimizer_sharding",
+                "none" if self.optimizer_sharding is None else self.optimizer_sharding,
+                OPTIMIZER_SHARDINGS,
+            ),
+            "layers_per_stage": layer_counts(self.layers_per_stage),
+            "poison_bubbles": boolean("poison_bubbles", self.poison_bubbles),
+        }
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+    @property
+    def even(self) -> bool:
+        """Returns whether all stages have as many layers."""
+        return self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1
+
+    def check_mesh(self, mesh: Mesh) -> None:
+        """Raises ValueError for options that this mesh cannot have."""
+        pipe = axis_size(mesh, "pipe")
+        if pipe == 1:
+            self._check_no_pipeline()
+        elif self.optimizer_sharding == "gradients":
+            raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
+        else:
+            self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
+
+    def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule | None:
+        """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
+        if pipe == 1:
+            return None
+        if isinstance(self.schedule, schedules.Schedule):
+            return _check_schedule(self.schedule, pipe, num_microbatches)
+        name = schedules.default_name(self.num_chunks) if self.schedule is None else self.schedule
+        return _make_schedule(name, pipe, num_microbatches, self.num_chunks)
+
+    def _check_no_pipeline(self) -> None:
+        given = {
+            "schedule": self.schedule,
+            "num_chunks": self.num_chunks if self.num_chunks > 1 else None,
+            "head_placement": self.head_placement,
+            "layers_per_stage": self.layers_per_stage,
+        }
+        found = {name: value for name, value in given.items() if value is not None}
+        if found:
+            names = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
+            raise Refused(
+                f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
+                "make the mesh with pipe=2 or more, or leave them out",
+                [{name: 1 if name == "num_chunks" else None for name in found}],
+            )
+
+
+@lru_cache(maxsize=64)
+def _make_schedule(name: str, pipe: int, num_microbatches: int, num_chunks: int) -> schedules.Schedule:
+    return schedules.make(name, pipe, num_microbatches, num_chunks)
+
+
+def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:
+    if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
+        raise Refused(
+            f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "
+            f"microbatches, the call has pipe={pipe} and {num_microbatches}; make it for these"
+        )
+    return schedule

@@ -1,0 +1,158 @@
+"""Decides once what follows from mesh, options, model, parameters and plan."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward.arguments import specs_like
+from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
+from jaxfb.forward_backward.ends import check_rows, choose_placement
+from jaxfb.forward_backward.options import EngineOptions
+from jaxfb.forward_backward.sequential import num_layers
+from jaxfb.mesh import axis_size
+from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.schedules import Schedule
+from jaxfb.types import LossFn, Pipelined, outer_params, restrict_to
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Tree:
+    """Holds a tree of hashable leaves so that it can be compared and hashed, as a static argument of `jax.jit` is."""
+
+    leaves: tuple
+    structure: Any
+
+    @classmethod
+    def of(cls, tree: PyTree) -> Tree:
+        """Flattens a tree whose leaves may be PartitionSpecs."""
+        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, P))
+        return cls(tuple(leaves), structure)
+
+    @property
+    def tree(self) -> PyTree:
+        """Returns the tree itself."""
+        return jax.tree.unflatten(self.structure, self.leaves)
+
+
+@dataclass(frozen=True)
+class Resolved:
+    """Holds what is decided about a call. All trees are like its parameters.
+
+    specs, grad_specs: PartitionSpecs, where each parameter and each gradient is placed.
+    dtypes, sums:      the dtype that each parameter is cast to for the computation, and that its gradient is summed in.
+    schedule, layout, placement: of a pipeline, which layers each stage has and where the head is; else None.
+    """
+
+    mesh: Mesh
+    options: EngineOptions
+    model: LossFn | Pipelined
+    plan: BatchPlan
+    specs: Tree
+    grad_specs: Tree
+    dtypes: Tree
+    sums: Tree
+    schedule: Schedule | None
+    layout: pipe.Layout | None
+    placement: str | None
+
+    def core(self, forward_only: bool) -> Core:
+        """Returns the way from seeds to gradients on this mesh."""
+        options, dtypes = self.options, self.dtypes.tree
+        sums = dtypes if forward_only else self.sums.tree
+        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, options.remat)
+        if self.schedule is None:
+            scattered = self.grad_specs.tree if options.optimizer_sharding == "gradients" else None
+            return Accumulation(self.model, how, scattered)
+        return Pipelining(self.model, how, self.schedule, self.layout, self.placement, options.poison_bubbles)
+
+
+def resolve(
+    mesh: Mesh, options: EngineOptions, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan
+) -> Resolved:
+    """Decides how a call runs.
+
+    Raises:
+      ValueError: the parameters do not fit the mesh or the options, or the plan's rows do not fit the head's placement.
+    """
+    size, placement, schedule, layout = axis_size(mesh, "pipe"), None, None, None
+    layers = num_layers(params) if isinstance(model, Pipelined) else 0
+    if size > 1:
+        placement = placement_for(mesh, options, model, params)
+    specs = param_specs(mesh, options, model, params, placement)
+    if size > 1 and not plan.by_tokens:  # the plan that it is arranged into is resolved again
+        schedule = options.schedule_for(size, plan.num_microbatches)
+        layout = pipe.layout_of(layers, schedule.placement, options.layers_per_stage)
+        check_rows(placement, plan.rows_per_microbatch, size)
+    trees = (
+        specs,
+        grad_specs(mesh, options, params, specs),
+        _compute_dtypes(options, model, params),
+        grad_dtypes(options, params),
+    )
+    return Resolved(mesh, options, model, plan, *map(Tree.of, trees), schedule, layout, placement)
+
+
+def placement_for(mesh: Mesh, options: EngineOptions, model: Pipelined, params: PyTree) -> str:
+    """Returns where a pipeline computes this model's head: "vocabulary", "rows" or "last"."""
+    sizes = axis_size(mesh, "pipe"), axis_size(mesh, "tensor")
+    return choose_placement(options.head_placement, model, outer_params(params), *sizes)
+
+
+def param_specs(
+    mesh: Mesh, options: EngineOptions, model: LossFn | Pipelined, params: PyTree, placement: str | None
+) -> PyTree:
+    """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
+    pipelined = isinstance(model, Pipelined)
+    rule = options.param_specs or (model.param_specs if pipelined else None)
+    tensor_specs = (
+        specs_like(params, rule(params))
+        if rule
+        else annotations.tensor_specs(params, mesh, stacked=pipelined)
+    )
+    dims = None if placement is None else restrict_to(params, _pipe_dims(options, model, params, placement))
+    return sharding.param_specs(params, mesh, tensor_specs, dims, stacked=pipelined)
+
+
+def grad_specs(mesh: Mesh, options: EngineOptions, params: PyTree, specs: PyTree) -> PyTree:
+    """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
+    return specs if options.optimizer_sharding == "none" else sharding.optimizer_specs(specs, params, mesh)
+
+
+def grad_dtypes(options: EngineOptions, params: PyTree) -> PyTree:
+    """Returns the dtype of each gradient, that in which it is summed."""
+
+    def one(leaf):
+        widest = jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
+        return jnp.dtype(options.accum_dtype or widest)
+
+    return jax.tree.map(one, params)
+
+
+def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placement: str) -> PyTree:
+    """Returns the dim of each leaf that the stages share out, -1 where each has all of it."""
+    outer = outer_params(params)
+    if placement == "vocabulary":
+        dims = model.vocabulary.dims(outer)
+    else:
+        dims = jax.tree.map(lambda _: -1, outer)
+    return dims | {"layers": jax.tree.map(lambda _: 0 if options.even else -1, params["layers"])}
+
+
+def _compute_dtypes(options: EngineOptions, model: LossFn | Pipelined, params: PyTree) -> PyTree:
+    """Returns what each leaf is cast to. What is counted stays as it is."""
+    counted = model.counted if isinstance(model, Pipelined) else None
+    stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
+    return jax.tree.map(
+        lambda leaf, stay: jnp.dtype(leaf.dtype if stay else options.compute_dtype or leaf.dtype),
+        params,
+        stays,
+    )
