@@ -40,9 +40,9 @@ SCHEDULE = """
 from jaxfb.schedules import schedule_kind
 from jaxfb.schedules.one_f_one_b import one_f_one_b
 
-@schedule_kind("mine", chunks=lambda asked: (2,))
+@schedule_kind("one_of_a_test", chunks=lambda asked: (2,))
 def mine(num_stages, num_microbatches, num_chunks):
-    return one_f_one_b(num_stages, num_microbatches, num_chunks, "mine")
+    return one_f_one_b(num_stages, num_microbatches, num_chunks, "one_of_a_test")
 """
 
 
@@ -53,7 +53,7 @@ def package(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     yield "my_parts"
     sys.modules.pop("my_parts", None)
-    KINDS._parts.pop("mine", None)
+    KINDS._parts.pop("one_of_a_test", None)
     sys.path[:] = [entry for entry in sys.path if entry != str(tmp_path)]
 
 
@@ -62,12 +62,12 @@ def test_a_schedule_of_ones_own_needs_one_file(package, capsys):
         main(["schedule", "--pipe", "2", "--microbatches", "4", "--chunks", "2", "--kind", "my_parts:mine"])
         == 0
     )
-    assert "mine" in capsys.readouterr().out
-    assert make("mine", 2, 4, 2).validate().num_chunks == 2
+    assert "one_of_a_test" in capsys.readouterr().out
+    assert make("one_of_a_test", 2, 4, 2).validate().num_chunks == 2
     config = load_config("quickstart", ["mesh.pipe=2", "mesh.dp=1", "schedule=my_parts:mine", "chunks=2"])
     assert config.schedule == "my_parts:mine"
     assert main(["schedule", "--pipe", "2", "--microbatches", "4", "--compare"]) == 0
-    assert "| mine " in capsys.readouterr().out
+    assert "| one_of_a_test " in capsys.readouterr().out
 
 
 def test_an_unknown_schedule_is_refused_by_the_config_with_every_name(capsys):

@@ -31,7 +31,7 @@ from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.packed import Packed, is_arranged
 from jaxfb.forward_backward.padding import check_padding
 from jaxfb.forward_backward.resolved import Resolved, resolve
-from jaxfb.forward_backward.sequential import as_loss_fn
+from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, sharding
@@ -199,6 +199,8 @@ class ForwardBackward:
         """Returns params, those of a `Pipelined` as a plain dict, and what is decided about a call with them."""
         self.check_plan(model, plan, forward_only)
         check_params(params, forward_only, concrete)
+        if isinstance(model, Pipelined):
+            num_layers(params)  # refuses what is no dict with layers
         leaves = dict(params) if isinstance(model, Pipelined) else params
         return leaves, resolve(self.mesh, self.options, model, leaves, plan)
 

@@ -170,7 +170,10 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
 @pytest.mark.parametrize(
     "data, sentence",
     [
-        ({"mixture": {"a": {"path": "x", "weight": -1}}}, r"weight=-1.0 of a source must be finite"),
+        (
+            {"mixture": {"a": {"path": "x", "weight": -1}}},
+            r"weight=-1.0 of a source must not be negative; use 1.0",
+        ),
         (
             {"mixture": {"a": {"path": "x", "weight": 0}}},
             r"every weight of the mixture is 0; use data.mixture.a.weight",

@@ -74,7 +74,7 @@ def run(directory, kind, mesh, processes, devices, *arguments, **sections):
 
 def curve(directory):
     """(step, name) -> every number of a record that does not depend on the clock."""
-    clocks = ("seconds", "per_second", "teraflops")
+    clocks = ("seconds", "per_second", "teraflops", "goodput")
     return {
         (record["step"], name): value
         for record in read_jsonl(directory / "run" / "metrics.jsonl")
