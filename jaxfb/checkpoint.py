@@ -10,7 +10,6 @@ can be read whole.
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import logging
 import math
@@ -21,18 +20,28 @@ from pathlib import Path
 from typing import Any, cast
 
 import jax
-import numpy as np
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
 from jaxfb.fault_points import reach, watch_renames
+from jaxfb.manifest import (
+    WHO,
+    Mismatch,
+    abstract_leaf,
+    as_json,
+    check_fit_of,
+    check_sums,
+    check_writable,
+    named_leaves,
+    sealed,
+    shapes_of,
+)
 from jaxfb.parallel.totals import checksums
-from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse, shown
+from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
 
 log = logging.getLogger(__name__)
 
 FORMAT, WITHOUT_SUMS = 2, 1
-WHO = "[checkpoint]"
 RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 DAMAGED_SUFFIX = ".damaged"
 
@@ -93,10 +102,10 @@ class CheckpointStore:
         self.wait()
         step = integer("step", step, who=WHO, least=0, most=INT64)
         instance("host", host, Mapping, "a dict of values that JSON has", who=WHO)
-        leaves = _named_leaves(state)
-        _check_writable(state, leaves)
-        record = {"format": FORMAT, "leaves": _manifest(leaves), "sums": checksums(leaves)}
-        record = _sealed({**record, "host": _as_json(host)})
+        leaves = named_leaves(state)
+        check_writable(state, leaves)
+        record = {"format": FORMAT, "leaves": shapes_of(leaves), "sums": checksums(leaves)}
+        record = sealed({**record, "host": as_json(host)})
         writer = self._writer or self._open_writer()
         if (self.directory / str(step)).exists():
             raise Refused(
@@ -137,7 +146,7 @@ class CheckpointStore:
         """
         boolean("partial", partial, who=WHO)
         reach("restore")
-        _named_leaves(
+        named_leaves(
             abstract_state
         )  # a state that is none is refused: the checkpoints are not what is damaged
         if step is not None:
@@ -146,7 +155,7 @@ class CheckpointStore:
         for candidate in reversed(self._step_directories()):
             try:
                 return self._load(candidate, abstract_state, partial)
-            except _Mismatch:
+            except Mismatch:
                 raise
             except Exception as error:  # damage shows up as any of a dozen storage errors
                 reasons.append(f"step {candidate}: {_first_line(error)}")
@@ -160,9 +169,9 @@ class CheckpointStore:
         Raises:
           ValueError: they differ; the message lists them.
         """
-        wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(abstract_state).items()}
+        wanted = {name: abstract_leaf(leaf) for name, leaf in named_leaves(abstract_state).items()}
         where = f"step {step} of {self.directory}"
-        _check_fit(self._record(step)["leaves"], _manifest(wanted), where, partial)
+        check_fit_of(self._record(step)["leaves"], shapes_of(wanted), where, partial)
 
     def host(self, step: int | None = None) -> dict:
         """Returns the host dict of a step (None: the newest complete), read without its arrays."""
@@ -278,12 +287,12 @@ class CheckpointStore:
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
         self.check_fit(abstract_state, step, partial)
         record = self._record(step)
-        wanted = {name: _abstract(leaf) for name, leaf in _named_leaves(abstract_state).items()}
+        wanted = {name: abstract_leaf(leaf) for name, leaf in named_leaves(abstract_state).items()}
         skipped = {name: ocp.PLACEHOLDER for name in record["leaves"] if name not in wanted}
         with _context():
             path = self.directory / str(step)
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
-        _check_sums(record.get("sums", {}), {name: loaded[name] for name in wanted}, step)
+        check_sums(record.get("sums", {}), {name: loaded[name] for name in wanted}, step)
         leaves = [loaded[name] for name in wanted]
         return jax.tree.unflatten(jax.tree.structure(abstract_state), leaves), record["host"]
 
@@ -292,7 +301,7 @@ class CheckpointStore:
         record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
             raise StorageError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
-        if record["format"] == FORMAT and record != _sealed(record):
+        if record["format"] == FORMAT and record != sealed(record):
             raise StorageError(f"the record of {self.directory / str(step)} is not the one that was written")
         return record
 
@@ -338,95 +347,6 @@ def _context() -> ocp.Context:
     context = ocp.Context()
     context.checkpointables.registry = registry
     return context
-
-
-class _Mismatch(Refused):
-    """The checkpoint is sound, but of another model, optimizer or dtype: falling back would not help."""
-
-
-def _named_leaves(tree: Any) -> dict[str, Any]:
-    """Returns leaves by dotted path, in tree order; independent of the classes the tree is made of."""
-    named = {}
-    try:
-        leaves = jax.tree_util.tree_leaves_with_path(tree)
-    except Exception as error:  # keys that do not compare, or the flattening of a class of somebody else's
-        raise Refused(f"[checkpoint] state must be a tree that JAX can take apart: {shown(error)}") from None
-    for path, leaf in leaves:
-        name = jax.tree_util.keystr(path, simple=True, separator=".")
-        if name in named:
-            raise Refused(f"[checkpoint] two leaves are called {name}; rename one of the keys")
-        is_array = hasattr(leaf, "shape") and hasattr(leaf, "dtype")
-        if not is_array or getattr(leaf.dtype, "kind", "V") in "OSUMm":
-            what = f"an array of {leaf.dtype}" if is_array else f"a {type(leaf).__name__}"
-            raise Refused(f"[checkpoint] leaf {name or 'of the state'} is {what}; only arrays can be saved")
-        named[name] = leaf
-    return named
-
-
-def _check_writable(state: Any, leaves: Mapping[str, Any]) -> None:
-    """Refuses what the writer does not take: no array at all, numpy's scalars, and arrays without elements."""
-    if not leaves:
-        refuse("state", state, "a tree with at least one array", who=WHO)
-    for name, leaf in leaves.items():
-        if not isinstance(leaf, jax.Array | np.ndarray):
-            refuse(f"leaf {name or 'of the state'}", leaf, "a jax or numpy array", who=WHO)
-        if leaf.size == 0:
-            raise Refused(
-                f"[checkpoint] leaf {name or 'of the state'} has the shape {leaf.shape}, without an element to save; "
-                "leave it out of the state"
-            )
-
-
-def _manifest(leaves: Mapping[str, Any]) -> dict[str, dict]:
-    return {name: {"shape": list(leaf.shape), "dtype": str(leaf.dtype)} for name, leaf in leaves.items()}
-
-
-def _abstract(leaf: Any) -> jax.ShapeDtypeStruct:
-    sharding = getattr(leaf, "sharding", None) or jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
-
-
-def _check_fit(saved: Mapping, wanted: Mapping, where: str, partial: bool) -> None:
-    def text(leaf):
-        return f"{leaf['dtype']}{leaf['shape']}"
-
-    lines = [f"{name}: not in the checkpoint" for name in wanted if name not in saved]
-    if not partial:
-        lines += [f"{name}: only in the checkpoint" for name in saved if name not in wanted]
-    lines += [
-        f"{name}: {text(saved[name])} in the checkpoint, {text(leaf)} in this run"
-        for name, leaf in wanted.items()
-        if name in saved and saved[name] != leaf
-    ]
-    if lines:
-        more = [f"and {len(lines) - 8} more"] if len(lines) > 8 else []
-        listing = "".join(f"\n  {line}" for line in lines[:8] + more)
-        raise _Mismatch(
-            f"[checkpoint] {where} does not fit this run; use the config saved with it, or another run "
-            f"directory:{listing}"
-        )
-
-
-def _sealed(record: Mapping[str, Any]) -> dict:
-    """Returns the record with a digest of its content."""
-    content = {name: value for name, value in record.items() if name != "digest"}
-    text = json.dumps(content, sort_keys=True)
-    return {**content, "digest": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
-
-
-def _check_sums(saved: Mapping[str, str | None], loaded: Mapping[str, Any], step: int) -> None:
-    found = checksums({name: leaf for name, leaf in loaded.items() if saved.get(name)})
-    changed = [name for name, digits in found.items() if digits != saved[name]]
-    if changed:
-        more = f" and {len(changed) - 3} more" if changed[3:] else ""
-        raise StorageError(f"step {step} holds other bits than were saved in {', '.join(changed[:3])}{more}")
-
-
-def _as_json(host: Mapping[str, Any]) -> dict:
-    try:
-        return json.loads(json.dumps(host))
-    except Exception as error:  # what JSON lacks, a dict that contains itself, an int of too many digits
-        raise Refused(f"[checkpoint] host must hold JSON values only: {shown(error)}") from None
 
 
 def _first_line(error: BaseException) -> str:

@@ -21,13 +21,11 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxfb import __version__
+from jaxfb.command_line import HOSTS, LAUNCHED, POST_TRAINING, RANDOM, SCHEDULE_COSTS, parse
+from jaxfb.exit_codes import DONE, FAILED, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.refusal import Refused, StorageError, integer
-from jaxfb.schedules import NAMES
 from jaxfb.training.simulated import simulate_devices, without_devices
 
-RUN = "a run directory, or a config that names it in run.dir"
-REFUSED, UNWRITTEN, RESUMABLE, LOST, DIFFERS, FAILED = 2, 74, 75, 76, 1, 1
 # What a disk or its permissions refuse; no bug of a program, so a sentence without a traceback is enough.
 OF_THE_DISK = frozenset(
     getattr(errno, name)
@@ -45,44 +43,11 @@ OF_THE_DISK = frozenset(
     )
     if hasattr(errno, name)
 )
-OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
-HOSTS = {
-    "coordinator": (str, "HOST:PORT", "address of process 0 (short for hosts.coordinator=...)"),
-    "processes": (int, "N", "number of processes of the job"),
-    "process_id": (int, "I", "number of this process, from 0"),
-}
-RANDOM = {
-    "seed": (int, 0, "S", "seed of the random draw (default: 0)"),
-    "first": (int, 0, "K", "number of the first case (default: 0); case K of a seed is always the same"),
-    "jobs": (int, 1, "J", "cases to run at the same time (default: 1)"),
-    "limit": (float, 600.0, "SECONDS", "time limit of one case (default: 600)"),
-    "tries": (int, 60, "T", "attempts to make a failing case smaller (default: 60)"),
-    "model": (str, None, "MODULE:FUNCTION", "check the (model, params, batch) that this function returns"),
-    "axes": (str, None, "A,B", "mesh axes to draw from (default: pipe,data,fsdp,tensor)"),
-}
-POST_TRAINING = {
-    "sft": "fine-tune on conversations; the loss counts the assistant's tokens",
-    "dpo": "train on preference pairs (DPO and related losses)",
-    "rl": "sample, reward and update: GRPO, PPO and related methods",
-}
-LAUNCHED = ("train", *POST_TRAINING)
-TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h100x8"
-SCHEDULE_SIZES = {
-    "pipe": "devices on the pipe axis",
-    "microbatches": "microbatches of an update",
-    "chunks": "stages per device (default: depends on the kind)",
-}
-SCHEDULE_COSTS = {
-    "forward": "a forward",
-    "backward-input": "an input gradient",
-    "backward-weight": "a weight gradient",
-    "head": "head and loss",
-}
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
-    options = _parse(arguments)
+    options = parse(arguments)
     try:
         code = _run(options)
     except Exception:
@@ -90,7 +55,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             raise
         traceback.print_exc()
         code = FAILED
-    if code not in (0, RESUMABLE) and _among_several():
+    if code not in (DONE, RESUMABLE) and _among_several():
         sys.stderr.flush()
         os._exit(code)  # an orderly end would wait for the other processes
     return code
@@ -98,10 +63,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        return options.run(options) or 0
+        return HANDLERS[options.verb](options) or DONE
     except Refused as error:
         print(f"jaxfb: {error}", file=sys.stderr)
-        return 2
+        return REFUSED
     except OSError as error:
         if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
             raise
@@ -111,236 +76,6 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("jaxfb: stopped", file=sys.stderr)
         return 130
-
-
-def _parse(arguments: Sequence[str] | None) -> argparse.Namespace:
-    """Parses options and overrides in any order, which argparse alone does not."""
-    parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
-    for text in rest:
-        if text.startswith("-") or not hasattr(options, "overrides"):
-            parser.error(f"cannot read {text!r}")
-        options.overrides.append(text)
-    return options
-
-
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="jaxfb",
-        description="Trains transformers with JAX on GPU and TPU meshes, with exact gradients on each.",
-    )
-    parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
-    verbs = parser.add_subparsers(metavar="COMMAND", required=True)
-    for add in (
-        _add_init,
-        _add_training,
-        _add_uses_of_a_run,
-        _add_replay,
-        _add_pretrained,
-        _add_launch,
-        _add_check,
-        _add_schedule,
-        _add_plan,
-        _add_chaos,
-        _add_bench,
-        _add_show,
-    ):
-        add(verbs)
-    return parser
-
-
-def _add_init(verbs) -> None:
-    init = _verb(verbs, "init", _init, "write a starter config to edit; without a name, list them")
-    init.add_argument("name", nargs="?", metavar="NAME", help="of a starter config, such as quickstart")
-    init.add_argument("--out", default=".", metavar="DIR", help="where to write it (default: here)")
-
-
-def _add_training(verbs) -> None:
-    train = _verb(verbs, "train", _train, "train from a config, into a run directory")
-    _add_config(train, "a YAML file, or the name of a starter config such as quickstart")
-    _add_hosts(train)
-    train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
-    _add_where_to_begin(train)
-    for name, text in POST_TRAINING.items():
-        verb = _verb(verbs, name, _post_train, text)
-        verb.set_defaults(command=name)
-        _add_config(verb)
-        _add_hosts(verb)
-        _add_where_to_begin(verb)
-
-
-def _add_uses_of_a_run(verbs) -> None:
-    evaluate = _verb(verbs, "eval", _evaluate, "held-out loss of a run's newest checkpoint")
-    evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    _add_hosts(evaluate)
-    generate = _verb(verbs, "generate", _generate, "continue a prompt with a run's newest checkpoint")
-    generate.add_argument("run_dir", metavar="RUN", help=RUN)
-    generate.add_argument("--prompt", required=True, help="the text to continue")
-    generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
-    generate.add_argument(
-        "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
-    )
-    generate.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
-    generate.add_argument(
-        "--raw", action="store_true", help="continue the prompt without the run's chat template"
-    )
-
-
-def _add_replay(verbs) -> None:
-    text = "compute the update again at which a guard ended a run; 0: the same bits, 1: others"
-    verb = _verb(verbs, "replay", _replay, text)
-    verb.add_argument("dump", metavar="DUMP", help="a directory RUN/dumps/update-N")
-    _add_hosts(verb)
-
-
-def _add_launch(verbs) -> None:
-    text = "run a command as several processes of this machine, and start it again when one is lost"
-    launch = _verb(verbs, "launch", _launch, text)
-    launch.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="processes to start (default: 1)"
-    )
-    launch.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="restarts in a row before it gives up (default: 3)",
-    )
-    launch.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: train CONFIG key=value"
-    )
-
-
-def _add_pretrained(verbs) -> None:
-    importing = _verb(verbs, "import-hf", _import_hf, "make a run out of a directory of Hugging Face files")
-    importing.add_argument("directory", metavar="DIR", help="with config.json and safetensors")
-    importing.add_argument(
-        "--out", required=True, metavar="RUN", help="the run directory to write, new or empty"
-    )
-    exporting = _verb(verbs, "export-hf", _export_hf, "write a run's newest checkpoint as Hugging Face files")
-    exporting.add_argument("run_dir", metavar="RUN", help="a run directory")
-    exporting.add_argument("directory", metavar="DIR", help="the directory to write, new or empty")
-    exporting.add_argument(
-        "--dtype", help="float32, bfloat16 or float16 (default: as imported, else float32)"
-    )
-
-
-def _add_check(verbs) -> None:
-    text = "compare gradients on a mesh with those of one device, for a config or for random cases"
-    check = _verb(verbs, "check", _check, text)
-    check.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file or a run's directory")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-    check.add_argument(
-        "--tolerance",
-        type=float,
-        default=None,
-        help="largest relative difference allowed (default: 1e-10 in float64)",
-    )
-    group = check.add_argument_group("random search", "draws models, meshes and options; takes no config")
-    group.add_argument("--random", type=int, metavar="N", help="number of cases")
-    for name, (kind, default, metavar, text) in RANDOM.items():
-        group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
-
-
-def _add_chaos(verbs) -> None:
-    text = "try small runs against faults: killed processes, flipped bits, devices that compute wrongly"
-    chaos = _verb(verbs, "chaos", _chaos, text)
-    chaos.add_argument("--kills", type=int, default=13, metavar="N", help="processes to kill (default: 13)")
-    chaos.add_argument(
-        "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
-    )
-    chaos.add_argument("--no-faults", action="store_true", help="leave out the faults inside a process")
-    chaos.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-
-
-def _add_schedule(verbs) -> None:
-    text = "print, simulate and draw a pipeline schedule, or compare all"
-    schedule = _verb(verbs, "schedule", _schedule, text)
-    for name, size in SCHEDULE_SIZES.items():
-        schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
-    schedule.add_argument("--kind", default=None, help=f"{', '.join(NAMES)}, or package.module:function")
-    schedule.add_argument(
-        "--table", metavar="FILE", help="file with your own schedule, in the format that this command prints"
-    )
-    for name, what in SCHEDULE_COSTS.items():
-        default = 0.0 if name == "head" else 1.0
-        help_ = f"cost of {what}, one microbatch on a device (default: {default:g})"
-        schedule.add_argument(f"--{name}", type=float, default=default, metavar="COST", help=help_)
-    schedule.add_argument(
-        "--compare", action="store_true", help="compare all kinds, and Megatron's schedules"
-    )
-    schedule.add_argument("--out", metavar="DIR", help="directory for a picture and a Perfetto trace")
-    schedule.add_argument("--svg", metavar="FILE", help="write a picture: .svg, .png or .pdf")
-    schedule.add_argument("--trace", metavar="FILE", help="write a trace for ui.perfetto.dev")
-
-
-def _add_plan(verbs) -> None:
-    text = "tell whether a config fits a machine, and how fast it can run, without the machine"
-    plan = _verb(verbs, "plan", _plan, text)
-    _add_config(plan)
-    plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
-    plan.add_argument("--no-compile", action="store_true", help="a formula alone: seconds, no compiler")
-    plan.add_argument("--json", action="store_true", help="everything as JSON")
-    plan.add_argument("--search", action="store_true", help="try layouts, write the fastest that fits")
-    plan.add_argument("--layouts", type=int, default=24, metavar="N", help="layouts to list (default: 24)")
-    plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
-
-
-def _add_bench(verbs) -> None:
-    text = "run a benchmark by name; report rewrites docs/performance.md from the results"
-    bench = _verb(verbs, "bench", _bench, text)
-    bench.add_argument("name", nargs="?", metavar="NAME", help="name of a benchmark; without it, list them")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own, after its name")
-
-
-def _add_show(verbs) -> None:
-    show = _verb(
-        verbs, "config", _config, "show every key of a config after overrides, or describe every key there is"
-    )
-    show.add_argument(
-        "action", choices=("show", "reference"), help="reference: what every key means, in Markdown"
-    )
-    show.set_defaults(refuse=show.error)
-    show.add_argument("config", nargs="?", metavar="CONFIG", help="of show: a config, or a run directory")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-
-
-def _add_config(verb: argparse.ArgumentParser, text: str = "a YAML file or a run's directory") -> None:
-    verb.add_argument("config", metavar="CONFIG", help=text)
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
-
-
-def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
-    how = verb.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
-    how.add_argument(
-        "--fresh", action="store_true", help="move an existing run in run.dir aside and start over"
-    )
-    how.add_argument(
-        "--smoke",
-        action="store_true",
-        help="run a few updates without warm-up, in a directory that is then removed",
-    )
-    changes = (
-        "resume with keys that give the saved parameters or rows another meaning, such as model.rope_theta"
-    )
-    verb.add_argument("--allow-changes", action="store_true", help=changes)
-
-
-def _add_hosts(verb: argparse.ArgumentParser) -> None:
-    group = verb.add_argument_group(
-        "several processes",
-        "only needed where Slurm, Open MPI, Kubernetes or a TPU pod does not provide this",
-    )
-    for name, (kind, metavar, text) in HOSTS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar=metavar, help=text)
-
-
-def _verb(verbs, name: str, run, text: str) -> argparse.ArgumentParser:
-    verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
-    verb.set_defaults(run=run)
-    return verb
 
 
 def _init(options) -> None:
@@ -412,7 +147,7 @@ def _train_on(config, options) -> int:
 
 
 def _post_train(options) -> int:
-    with _starting(), _configured(options, options.command) as config:
+    with _starting(), _configured(options, options.verb) as config:
         return _post_train_on(config, options)
 
 
@@ -440,7 +175,7 @@ def _ended(train: Callable[[], Any], config: Any = None) -> int:
         if not _lacks_memory(error, config):
             raise
         return REFUSED
-    return RESUMABLE if result.status == "interrupted" else 0
+    return RESUMABLE if result.status == "interrupted" else DONE
 
 
 def _lacks_memory(error: Exception, config: Any) -> bool:
@@ -506,7 +241,7 @@ def _replay(options) -> int:
     make_work = rl.make_work if is_post_training else trainer.make_work
     found = replay.replay(options.dump, make_work, _hosts(options))
     print("\n".join(replay.report(found)))
-    return DIFFERS if found.is_same is False else 0
+    return FAILED if found.is_same is False else DONE
 
 
 def _launch(options) -> int:
@@ -558,7 +293,7 @@ def _check(options) -> int:
         found.raise_if_above(options.tolerance)
     except AssertionError as error:
         print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
-        return DIFFERS
+        return FAILED
     return 0
 
 
@@ -569,7 +304,7 @@ def _check_random(options) -> int:
         raise Refused("--random draws everything itself; leave out the config and --tolerance")
     how = {name: getattr(options, name) for name in RANDOM}
     axes = None if options.axes is None else options.axes.split(",")
-    return DIFFERS if random_check(options.random, **how | {"axes": axes}).findings else 0
+    return FAILED if random_check(options.random, **how | {"axes": axes}).findings else 0
 
 
 def _schedule(options) -> None:
@@ -643,6 +378,26 @@ def _hosts(options) -> list[str]:
 def _among_several() -> bool:
     jax = sys.modules.get("jax")
     return jax is not None and jax.distributed.is_initialized()
+
+
+HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
+    "init": _init,
+    "train": _train,
+    **dict.fromkeys(POST_TRAINING, _post_train),
+    "eval": _evaluate,
+    "generate": _generate,
+    "replay": _replay,
+    "import-hf": _import_hf,
+    "export-hf": _export_hf,
+    "launch": _launch,
+    "check": _check,
+    "schedule": _schedule,
+    "plan": _plan,
+    "chaos": _chaos,
+    "bench": _bench,
+    "config": _config,
+}
+"""The function of each command of `command_line.py`."""
 
 
 if __name__ == "__main__":

@@ -15,17 +15,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-DONE, REFUSED, UNWRITABLE, RESUMABLE, LOST, GAVE_UP, FAULTY = 0, 2, 74, 75, 76, 78, 79
-FINAL = (
-    DONE,
-    REFUSED,
-    UNWRITABLE,
-    RESUMABLE,
-    GAVE_UP,
-    FAULTY,
-)  # exit codes after which another start would change nothing
-AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot go on, and have nothing to save
+from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
+
+# after these another start would change nothing
+FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
+AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot go on, and have nothing to save
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
 # (index, number of processes, coordinator or None, whether this is a restart) -> command and environment
@@ -150,7 +145,7 @@ def _of_all(codes: Sequence[int]) -> int:
 
     A crash comes before 76, with which the others only answer it.
     """
-    for wanted in (REFUSED, UNWRITABLE, FAULTY, GAVE_UP, RESUMABLE):
+    for wanted in (REFUSED, UNWRITTEN, FAULTY, GAVE_UP, RESUMABLE):
         if wanted in codes:
             return wanted
     bad = [code for code in codes if code != DONE]

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from jaxfb import cli
+from jaxfb.command_line import POST_TRAINING, parse
 from jaxfb.config import kind_of_command, load_config, smoke_overrides
 
 ROOT = Path(__file__).parent.parent
@@ -111,12 +112,13 @@ def test_the_python_of_a_page_runs(page, tmp_path, monkeypatch):
 def test_a_command_of_a_page_is_one(command, monkeypatch):
     """Its flags and its config with these overrides are legal; what it does is tested with the command."""
     monkeypatch.chdir(ROOT)
-    options = cli._parse(shlex.split(command.removeprefix("srun "))[1:])
-    if options.run is cli._launch:
-        options = cli._parse(options.command)
+    options = parse(shlex.split(command.removeprefix("srun "))[1:])
+    if options.verb == "launch":
+        options = parse(options.command)
     path = getattr(options, "config", None)
     if path and (path.startswith("configs/") or path == "quickstart"):
-        load_config(path, options.overrides, getattr(options, "command", None) or "train")
+        kind = options.verb if options.verb in POST_TRAINING else "train"
+        load_config(path, options.overrides, kind)
 
 
 QUICK = [

@@ -41,8 +41,7 @@ def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = ()) 
     import jax
 
     with tempfile.TemporaryDirectory() as directory:
-        laboratory = Laboratory(Path(directory))
-        laboratory = Laboratory(Path(directory), overrides=(*laboratory.overrides, *overrides))
+        laboratory = Laboratory(Path(directory), overrides)
         outcomes = run_trials(chosen(kills, flips, faults, jax.device_count()), laboratory)
     bad = [outcome for outcome in outcomes if outcome.problems]
     print(f"{len(outcomes)} trials, {len(bad)} with a problem")

@@ -1,4 +1,4 @@
-"""Faults that a process makes to itself, by name: callbacks out of `jaxfb.guard.faults`."""
+"""The faults that a process of `jaxfb chaos` makes to itself, by name."""
 
 from __future__ import annotations
 
@@ -11,42 +11,42 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.callbacks import Callback
-from jaxfb.guard.faults import AfterUpdate, with_flipped_bit
+from jaxfb.chaos.injectors import AfterUpdate, with_flipped_bit
 
 UPDATE = 6
 """The update, from 1, in which the faults happen: between two checkpoints of `runs.SMALL`."""
 
 
 def nan_in_parameters() -> Callback:
-    """Returns a parameter becomes nan, so that every later loss is."""
+    """Sets one number of a parameter to nan, so that every later loss is nan."""
     return AfterUpdate(
-        UPDATE, lambda state: _with_first(state, lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan))
+        UPDATE, lambda state: _with_largest(state, lambda leaf: leaf.at[(0,) * leaf.ndim].set(jnp.nan))
     )
 
 
 def wrong_once() -> Callback:
-    """Returns a device gives one wrong bit once: all copies of an array agree in it."""
-    return AfterUpdate(UPDATE, lambda state: _with_first(state, _flip_everywhere))
+    """Flips one bit of a parameter once, in all its copies alike, as after a wrong result of a device."""
+    return AfterUpdate(UPDATE, lambda state: _with_largest(state, _flip_everywhere))
 
 
 def wrong_again_and_again() -> Callback:
-    """Makes every run of an update return other bits."""
+    """Flips another bit after each of the three runs of an update, as if it were not deterministic."""
     bits = count(1)
     flip = lambda leaf: _flip_everywhere(leaf, next(bits))  # noqa: E731
-    return AfterUpdate(UPDATE, lambda state: _with_first(state, flip), times=3)
+    return AfterUpdate(UPDATE, lambda state: _with_largest(state, flip), times=3)
 
 
 def one_copy_differs() -> Callback:
-    """Returns one of several devices keeps another value than the others."""
+    """Flips one bit of a parameter on the last device alone, so that its copy differs from the others."""
     last = jax.devices()[-1].id
     return AfterUpdate(
-        UPDATE, lambda state: _with_first(state, lambda leaf: with_flipped_bit(leaf, last, 0, 3))
+        UPDATE, lambda state: _with_largest(state, lambda leaf: with_flipped_bit(leaf, last, 0, 3))
     )
 
 
 def spike() -> Callback:
-    """Returns the parameters are thrown far away, so that the loss jumps."""
-    return AfterUpdate(UPDATE + 3, lambda state: _with_first(state, lambda leaf: -30 * leaf))
+    """Multiplies a parameter by -30, so that the loss of the next update jumps."""
+    return AfterUpdate(UPDATE + 3, lambda state: _with_largest(state, lambda leaf: -30 * leaf))
 
 
 FAULTS: dict[str, Callable[[], Callback]] = {
@@ -55,7 +55,7 @@ FAULTS: dict[str, Callable[[], Callback]] = {
 }
 
 
-def _with_first(state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
+def _with_largest(state: Any, change: Callable[[jax.Array], jax.Array]) -> Any:
     """Returns the state with its largest parameter changed."""
     leaves, structure = jax.tree.flatten(state.params)
     largest = max(range(len(leaves)), key=lambda index: leaves[index].size)

@@ -1,4 +1,4 @@
-"""Restores a checkpoint in this process, and tells whether its arrays are those that were saved."""
+"""Restores a checkpoint in this process and computes the checksums of what came back."""
 
 from __future__ import annotations
 
@@ -7,12 +7,11 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import jax
-
 from jaxfb.chaos.runs import Laboratory
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.config.sections import HostsConfig
+from jaxfb.manifest import named_leaves
 from jaxfb.parallel.totals import checksums
 from jaxfb.trainer import make_work
 from jaxfb.training.hosts import Hosts
@@ -29,18 +28,7 @@ def restored(laboratory: Laboratory, checkpoints: Path) -> tuple[int, Sums, dict
     """
     abstract = _abstract(laboratory.reference)
     state, record = CheckpointStore(checkpoints).restore(abstract)
-    leaves = jax.tree_util.tree_leaves_with_path(state)
-    sums = checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
-    return (
-        record["update"],
-        _by_value(sums),
-        {step: _by_value(saved) for step, saved in _saved(laboratory).items()},
-    )
-
-
-def _by_value(sums: Sums) -> Sums:
-    """Checksums without names: the store names leaves in another way than `keystr`."""
-    return {str(number): value for number, value in enumerate(sorted(map(str, sums.values())))}
+    return record["update"], checksums(named_leaves(state)), _saved(laboratory)
 
 
 def _saved(laboratory: Laboratory) -> dict[int, Sums]:

@@ -13,19 +13,15 @@ from pathlib import Path
 
 from jaxfb.fault_points import VARIABLE
 
-SMALL = (
-    *("model.num_layers=2", "model.hidden_size=32", "model.num_heads=2", "model.num_kv_heads=1"),
-    *(
-        "data.tokenizer=bytes",
-        "data.sequence_length=32",
-        "data.max_bytes=60000",
-        "data.held_out_fraction=0.1",
-    ),
-    *("batch.rows=16", "batch.num_microbatches=2", "run.updates=12", "lr.warmup=2", "log.every=1"),
-    *("eval.every=4", "eval.batches=1", "eval.rows=8", "eval.rows_per_microbatch=2", "eval.prompt="),
-    *("checkpoint.every=4", "optimizer.name=adamw", "optimizer.learning_rate=0.01", "lr.final=0"),
+CONFIG = "quickstart"
+SMALL = tuple(
+    """model.num_layers=2 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=1
+    data.tokenizer=bytes data.sequence_length=32 data.max_bytes=60000 data.held_out_fraction=0.1
+    batch.rows=16 batch.num_microbatches=2 run.updates=12 lr.warmup=2 lr.final=0 log.every=1
+    eval.every=4 eval.batches=1 eval.rows=8 eval.rows_per_microbatch=2 eval.prompt= checkpoint.every=4
+    optimizer.name=adamw optimizer.learning_rate=0.01""".split()
 )
-"""What makes the starter config "quickstart" a run of seconds."""
+"""What makes CONFIG a run of seconds."""
 
 
 @dataclass(frozen=True)
@@ -38,28 +34,25 @@ class Ended:
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Runs of one config, each in its own directory below `directory`.
+    """Runs of one small config, each in its own directory below `directory`.
 
-    config: a YAML file or the name of a starter. overrides: of all runs. limit: seconds for one run.
+    overrides: of all runs, beside SMALL. limit: seconds for one run.
     """
 
     directory: Path
-    config: str = "quickstart"
-    overrides: tuple[str, ...] = SMALL
-    command: str = "train"
+    overrides: tuple[str, ...] = ()
     limit: float = 600.0
 
     def run(self, name: str, fault: str = "", kill: str = "", more: Sequence[str] = ()) -> Ended:
         """Trains into the directory `name`, from its newest checkpoint if it has one.
 
         Args:
-          fault: the name of one of `faults.FAULTS`, made inside the process. kill: "point:count", see `fault_points`.
+          fault: the name of one of `faults.FAULTS`, made inside the process; "" makes none.
+          kill: "point:count" of `fault_points`, where the process dies; "": nowhere.
           more: further overrides.
         """
-        where = [f"run.dir={self.path(name)}"]
-        if "data.tokenizer=bytes" in self.overrides:
-            where.append(f"data.cache_dir={self.directory / 'data'}")
-        arguments = [self.command, self.config, *self.overrides, *where, *more, "--resume"]
+        where = (f"run.dir={self.path(name)}", f"data.cache_dir={self.directory / 'data'}")
+        arguments = ("train", CONFIG, *SMALL, *self.overrides, *where, *more, "--resume")
         program = [sys.executable, "-m", "jaxfb.chaos.worker", fault or "-", *arguments]
         done = subprocess.run(
             program, env=self._environment(kill), capture_output=True, text=True, timeout=self.limit

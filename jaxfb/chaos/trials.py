@@ -11,10 +11,10 @@ from pathlib import Path
 import numpy as np
 
 from jaxfb.chaos.runs import Laboratory, differences
+from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP
 from jaxfb.fault_points import POINTS
 
 DIED = -9
-GAVE_UP, FAULTY = 78, 79
 
 
 @dataclass(frozen=True)
@@ -28,21 +28,21 @@ class Outcome:
 
 @dataclass(frozen=True)
 class Trial:
-    """name: unique. run: laboratory -> outcome."""
+    """A fault to try. name: unique. run: laboratory -> outcome."""
 
     name: str
     run: Callable[[Laboratory], Outcome]
 
 
 def kill(point: str, count: int) -> Trial:
-    """Returns the process dies at a point; started again, the run must end in the bits of one that never died."""
+    """Makes a trial in which a process dies at a point; resumed, its run must end in the bits of the reference."""
 
     def run(laboratory: Laboratory) -> Outcome:
         name, problems = f"kill-{point}-{count}", []
         if point.startswith("restore"):
             laboratory.run(name, kill="save.done:1")
         died = laboratory.run(name, kill=f"{point}:{count}")
-        if died.code == 0:
+        if died.code == DONE:
             return Outcome(name, (), "not reached: the run was over before")
         if died.code != DIED:
             return Outcome(name, (f"exit code {died.code}, not {DIED}: {_last_line(died.output)}",))
@@ -60,9 +60,7 @@ def kill(point: str, count: int) -> Trial:
 
 
 def flipped_bit(seed: int) -> Trial:
-    """Returns one bit of the newest checkpoint flips: restoring must give the saved arrays, or those of the one
-    before.
-    """
+    """Makes a trial in which one bit of the newest checkpoint flips; no other arrays than saved ones may come back."""
 
     def run(laboratory: Laboratory) -> Outcome:
         from jaxfb.chaos.restoring import restored
@@ -80,7 +78,10 @@ def flipped_bit(seed: int) -> Trial:
 
 
 def fault(name: str, overrides: tuple[str, ...], code: int, sentence: str, same_end: bool = False) -> Trial:
-    """Returns a process makes a fault to itself; the run must end with that exit code and a sentence that matches."""
+    """Makes a trial of one of `FAULTS`: the run must end with that exit code and print a sentence that matches.
+
+    same_end: and its end must be that of a run without the fault.
+    """
 
     def run(laboratory: Laboratory) -> Outcome:
         ended = laboratory.run(name, fault=name, more=overrides)
@@ -109,10 +110,10 @@ def faults() -> Iterator[Trial]:
         "nan_in_parameters", ("run.max_nonfinite=2",), GAVE_UP, r"not finite in parameter .*jaxfb replay"
     )
     twice = ("guard.verify_every=1",)
-    yield fault("wrong_once", twice, 0, r"a third run agreed with one of them", same_end=True)
-    yield fault("wrong_again_and_again", twice, 0, r"the program is not deterministic")
+    yield fault("wrong_once", twice, DONE, r"a third run agreed with one of them", same_end=True)
+    yield fault("wrong_again_and_again", twice, DONE, r"the program is not deterministic")
     sensitive = ("guard.spike_window=8", "guard.spike_threshold=4", "guard.spikes=rollback")
-    yield fault("spike", sensitive, 0, r"rolled back to the state of update \d+")
+    yield fault("spike", sensitive, DONE, r"rolled back to the state of update \d+")
 
 
 def faults_of_copies() -> Iterator[Trial]:

@@ -240,7 +240,7 @@ class ForwardBackward:
 
     @property
     def pipe(self) -> int:
-        """Returns number of devices along the pipe axis."""
+        """Returns the number of devices along the pipe axis."""
         return axis_size(self.mesh, "pipe")
 
 

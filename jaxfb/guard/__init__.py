@@ -1,1 +1,1 @@
-"""Guards a run's numbers: spikes, repeated updates, replicas that differ, and faults to try the guards with."""
+"""Watches over a run's numbers: spikes, devices that compute or keep something wrong, the layer of the first nan."""

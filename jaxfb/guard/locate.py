@@ -41,20 +41,17 @@ def first_nonfinite(model: Pipelined, params: PyTree, microbatch: PyTree, keys: 
       microbatch: leaves [rows, ...]. keys: one PRNG key a row, or None without dropout.
     """
     embed, layers, head, backward = jax.device_get(_flags(model, params, microbatch, keys))
-    count = num_layers(params)
     if not embed:
         return Place("embed")
     if not layers.all():
         return Place("layer", int(layers.argmin()))
     if not head:
         return Place("head")
-    if (
-        not backward.all()
-    ):  # index 0: of what embed returns; the backward pass runs from the last layer to the first
-        last = int((~backward).nonzero()[0].max())
-        return Place("embed", None, True) if last == 0 else Place("layer", last - 1, True)
-    assert len(backward) == count + 1
-    return None
+    if backward.all():
+        return None
+    # index 0 is what embed returns, index n what layer n - 1 does; the backward pass comes to the last one first
+    last = int((~backward).nonzero()[0].max())
+    return Place("embed", None, True) if last == 0 else Place("layer", last - 1, True)
 
 
 def _flags(model: Pipelined, params: PyTree, microbatch: PyTree, keys: Any) -> tuple:

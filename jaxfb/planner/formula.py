@@ -113,7 +113,7 @@ def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
 
 
 def _whole_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Returns counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32."""
+    """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32."""
     layers, outer = _held(config, sizes)
     layer = layers * config.mesh.pipe / sizes.num_layers
     head = 4 * sizes.vocab_size * sizes.hidden_size / (config.mesh.pipe * config.mesh.tensor)
@@ -126,7 +126,7 @@ def _tokens(config: Config) -> int:
 
 
 def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
+    """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
     again.
     """
     remat = config.parallel.remat
@@ -154,7 +154,7 @@ def _hidden(config: Config, sizes: TransformerConfig) -> float:
 
 
 def _work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns counts what one layer's backward and a block of the head's logits take."""
+    """Counts what one layer's backward and a block of the head's logits take."""
     layers, tokens = sizes.num_layers / config.mesh.pipe, _tokens(config)
     again = layers * _hidden(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * _products(sizes) / config.mesh.tensor + again
@@ -234,7 +234,7 @@ def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) 
 
 
 def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Returns counts what is read and written to add each microbatch's gradient to the sums."""
+    """Counts what is read and written to add each microbatch's gradient to the sums."""
     return _ACCUMULATED / 4 * _gradient_bytes(config, sizes) * _microbatches(config)
 
 
@@ -268,7 +268,7 @@ def _rate(config: Config, chip: Chip, axis: str, neighbours: bool = False) -> fl
 
 
 def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Returns counts what is read and written for one token's attention where no flash kernel runs."""
+    """Counts what is read and written for one token's attention where no flash kernel runs."""
     if _flash(config, sizes, topology):
         return 0.0
     passes = _SCORE_BYTES.get(config.parallel.remat, 35)

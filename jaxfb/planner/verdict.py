@@ -140,7 +140,7 @@ def plan(
     compiles: bool = True,
     say: Callable[[str], None] = lambda text: None,
 ) -> Verdict:
-    """Returns sizes the training step of `config` by formula on `topology` and, where it can, asks the compiler.
+    """Sizes the training step of `config` by formula on `topology` and, where it can, asks the compiler.
 
     Args:
       compiles: False leaves the compiler out.

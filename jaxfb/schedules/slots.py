@@ -51,7 +51,7 @@ class Slots:
 
 
 def slots_of(schedule) -> Slots:
-    """Returns colours the intervals of a valid schedule, buffer by buffer and device by device."""
+    """Colours the intervals of a valid schedule, buffer by buffer and device by device."""
     num, number, idle = {}, {}, {}
     for buffer, by_device in intervals(schedule).items():
         coloured = [colour(found) for found in by_device]

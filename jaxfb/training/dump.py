@@ -32,9 +32,12 @@ FORMAT = 1
 class Dump:
     """A dump that was read.
 
-    update: the one that failed, from 1. numbers: the bits of its StepMetrics by path; empty where they are not known.
-    config: plain nested values. origin: "dump" or "checkpoint", where the state before it comes from.
-    checkpoint: the directory of that state. step: its name there. past: rows up to this update are consumed.
+    update:     the one that failed, from 1. reason: the sentence with which the run ended.
+    numbers:    the bits of that update's StepMetrics by path; empty where they are not known.
+    config, versions, devices: of the run; plain nested values, and the number of devices of the whole job.
+    tree:       the structure of the rows that were kept (see `_described`); None where they were not.
+    checkpoint: the directory of the checkpoints to start from, of this dump or of the run. step: which of them.
+    past:       with that state, the rows up to this update are consumed.
     """
 
     path: Path
@@ -153,7 +156,10 @@ def _save_rows(path: Path, batch: PyTree) -> Any:
 
 
 def _described(tree: PyTree, arrays: list[np.ndarray]) -> Any:
-    """Dicts with texts as keys, lists and tuples as JSON; an array as its number."""
+    """Returns a tree as JSON, with each array as its index in `arrays`, which is extended; TypeError where it cannot.
+
+    Dicts with texts as keys are dicts; a list or tuple is a list of its kind ("list", "tuple") and its values.
+    """
     if type(tree) is dict and all(isinstance(key, str) for key in tree):
         return {key: _described(value, arrays) for key, value in tree.items()}
     if type(tree) in (list, tuple):

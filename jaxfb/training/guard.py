@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 
+from jaxfb.exit_codes import FAULTY, GAVE_UP
 from jaxfb.optim import DynamicLossScale
 from jaxfb.parallel.totals import finite
 from jaxfb.train_step import StepMetrics
@@ -22,7 +23,7 @@ SHOWN = 4
 class GuardAbort(RuntimeError):
     """A guard ends the run; what was saved before is sound. `exit_code` is that of the command line."""
 
-    exit_code = 78
+    exit_code = GAVE_UP
 
 
 class NonFiniteAbort(GuardAbort):
@@ -36,7 +37,7 @@ class SpikeAbort(GuardAbort):
 class DeviceFault(GuardAbort):
     """A device computes wrongly, or keeps wrong copies: the run must go on without it."""
 
-    exit_code = 79
+    exit_code = FAULTY
 
 
 class SkipGuard:

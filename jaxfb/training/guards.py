@@ -43,17 +43,14 @@ class Guards:
         self._spikes.restore(run.kept.get("spikes", {}))
         self._rollbacks: dict[int, int] = {}
         self._compared: int | None = None
-        self._batches: dict[
-            int, Any
-        ] = {}  # of the latest two updates: the numbers of one arrive during the next
+        # of the latest two updates, since the numbers of one arrive during the next
+        self._batches: dict[int, Any] = {}
         self._latest: tuple[int, StepMetrics | None] = (0, None)
         self._past = 0  # rows up to this update are consumed, whatever checkpoint was returned to
 
     @property
     def failed(self) -> int:
-        """Returns how many updates in a row, up to the latest, were not finite; while it is not 0 nothing is to be
-        saved.
-        """
+        """Returns how many updates in a row, up to the latest, were not finite; nothing is saved unless it is 0."""
         return self._skips.failed
 
     def update(self, number: int, batch: Any) -> tuple[StepMetrics, Mapping[str, Any]]:
@@ -70,6 +67,7 @@ class Guards:
         else:
             answer = self._run.work.update(number, batch)
         if _is_due(self._config.compare_replicas_every, number + 1):
+            self._latest = (number + 1, jax.device_get(answer[0]))  # a dump of this update has its numbers
             self._compare(number + 1)
         return answer
 

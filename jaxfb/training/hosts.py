@@ -21,13 +21,14 @@ import jax
 
 from jaxfb.compat import backends_are_made, coordination
 from jaxfb.config.sections import HostsConfig
+from jaxfb.exit_codes import LOST, RESUMABLE
 from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.abort import is_listening, speak_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.interrupt import Stopped
-from jaxfb.training.watch import FAILED, LOST, RESUMABLE, STOPPED, LostProcess, Watch, leave
+from jaxfb.training.watch import FAILED, STOPPED, LostProcess, Watch, leave
 
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 

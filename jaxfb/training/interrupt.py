@@ -15,8 +15,9 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
+from jaxfb.exit_codes import RESUMABLE
 from jaxfb.training.abort import foreign_handler
-from jaxfb.training.watch import RESUMABLE, leave
+from jaxfb.training.watch import leave
 
 UNWINDING = 10.0  # seconds in which the main thread may end in an orderly way; it cannot while it compiles
 ONE_SIGNAL = (

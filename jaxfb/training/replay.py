@@ -74,8 +74,11 @@ def replay(
 def _replayed(dump: Dump, work: Work) -> Replay:
     state, record = CheckpointStore(dump.checkpoint).restore(work.abstract_state(), dump.step)
     work.restore(state, record, False)
+    skipped = getattr(work.config.run, "skip_updates", ())
     for number in range(dump.past, dump.update - 1):
-        work.update(number, work.read(number))
+        batch = work.read(number)
+        if number + 1 not in skipped:
+            work.update(number, batch)
     batch = dump.rows(jax.process_index())
     batch = work.read(dump.update - 1) if batch is None else batch
     place = _located(work, dump.update - 1, batch)

@@ -41,7 +41,8 @@ class Verdict:
         return {
             "none": "two runs from one state are the same bits",
             "transient": f"{what}; a third run agreed with one of them, so the fault was transient",
-            "device": f"{what}; device {names} fails a fixed computation that all others agree on: replace it",
+            "device": f"{what + '; ' if self.leaves else ''}device {names} fails a fixed computation that all others "
+            "agree on: replace it",
             "software": f"{what}, and so does a third, though every device passes its test: the program is not "
             "deterministic (on GPUs set XLA_FLAGS=--xla_gpu_deterministic_ops=true)",
         }[self.cause]
@@ -69,9 +70,7 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
 
 
 def _run(work: Work, number: int, batch: Any, kept: PyTree | None) -> tuple[Any, Sums]:
-    """Returns one run, from the kept state unless it is None; returns its answer and the checksums of the state after
-    it.
-    """
+    """Computes the update, from the kept state unless it is None; returns its answer and the new state's checksums."""
     if kept is not None:
         work.train_state = _back(kept, jax.tree.map(lambda leaf: leaf.sharding, work.train_state))
     answer = work.update(number, batch)

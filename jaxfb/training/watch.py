@@ -18,11 +18,10 @@ from typing import Any
 import jax
 
 from jaxfb.config.sections import HostsConfig
+from jaxfb.exit_codes import LOST, RESUMABLE
 from jaxfb.position import Position, here
 from jaxfb.training.signs import Sign, Signs
 
-RESUMABLE = 75  # exit code: stopped by a signal
-LOST = 76  # exit code: a process of the job was lost, came not, hung or failed; started again, it goes on
 GRACE = 3.0  # seconds in which processes that fail together may each report it themselves
 LAST_WORDS = 10.0  # seconds that process 0, which runs the coordinator, waits for the others to have left
 BRIEFLY = (

@@ -8,9 +8,9 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
+from jaxfb.chaos.injectors import with_flipped_bit
 from jaxfb.guard import devices
 from jaxfb.guard.devices import differing_replicas, failed_self_test, outvoted
-from jaxfb.guard.faults import with_flipped_bit
 
 MESH = dict(data=2, fsdp=2, tensor=2)
 

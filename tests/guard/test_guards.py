@@ -10,9 +10,10 @@ import optax
 import pytest
 
 import jaxfb
-from jaxfb.guard.faults import AfterUpdate, BeforeUpdate, with_flipped_bit
+from jaxfb.chaos.injectors import AfterUpdate, BeforeUpdate, with_flipped_bit
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.guard import DeviceFault, SpikeAbort
+from jaxfb.training.rerun import Verdict
 
 SPIKE = 20
 
@@ -28,8 +29,8 @@ def rows():
     return {"x": x, "y": (x @ np.arange(4.0) + 0.3 * rng.normal(size=256)).astype(np.float32)}
 
 
-def train(directory, updates=30, callbacks=(), resume=False, mesh=None, **guard):
-    trainer = jaxfb.Trainer(
+def trainer_of(directory, updates=30, callbacks=(), mesh=None, sections=None, **guard):
+    return jaxfb.Trainer(
         model=loss_fn,
         params={"w": np.zeros(4, np.float32)},
         data=rows(),
@@ -42,7 +43,12 @@ def train(directory, updates=30, callbacks=(), resume=False, mesh=None, **guard)
         checkpoint={"every": 4},
         guard={"spike_window": 8, **guard},
         callbacks=list(callbacks),
+        **(sections or {}),
     )
+
+
+def train(directory, *, resume=False, **settings):
+    trainer = trainer_of(directory, **settings)
     result = trainer.train(resume=resume)
     return result, read_jsonl(directory / "metrics.jsonl")
 
@@ -170,6 +176,16 @@ def test_copies_that_differ_are_named_with_leaf_and_device(tmp_path):
     assert ".params['w']" in text and "device 2 (data 2)" in text
 
 
+def test_the_dump_of_differing_copies_replays_without_the_updates_that_the_run_skipped(tmp_path):
+    fault, skips = AfterUpdate(6, flip(device=2)), {"run": {"skip_updates": [5]}}
+    with pytest.raises(DeviceFault):
+        train(tmp_path, mesh={"data": 4}, compare_replicas_every=2, callbacks=[fault], sections=skips)
+    dump = tmp_path / "dumps" / "update-000006"
+    written = json.loads((dump / "dump.json").read_text())
+    assert (written["step"], written["past"]) == (4, 4) and written["numbers"]
+    assert trainer_of(tmp_path, mesh={"data": 4}, sections=skips).replay(dump).is_same
+
+
 def test_equal_copies_stop_nothing(tmp_path):
     assert train(tmp_path, updates=5, compare_replicas_every=1)[0].status == "finished"
 
@@ -276,3 +292,10 @@ def test_what_is_no_dump_is_refused(tmp_path, text):
     (tmp_path / "dump.json").write_text(text)
     with pytest.raises(ValueError, match="damaged, or of another version"):
         read_dump(tmp_path)
+
+
+def test_a_verdict_says_what_was_seen():
+    assert str(Verdict("device", (), (3,))).startswith("device 3 fails a fixed computation")
+    assert str(Verdict("device", ("w",), (3,))).startswith(
+        "two runs from one state differ in w; device 3 fails"
+    )

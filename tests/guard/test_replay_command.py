@@ -7,9 +7,9 @@ import pytest
 from tiny import write_tiny
 
 from jaxfb import trainer
+from jaxfb.chaos.injectors import AfterUpdate
 from jaxfb.cli import main
 from jaxfb.config import load_config
-from jaxfb.guard.faults import AfterUpdate
 
 
 def poisoned(layer):

@@ -1,6 +1,6 @@
-"""Faults to try the guard with: what a broken device, a bad row or a killed process does, made on purpose.
+"""Callbacks that make a run go wrong on purpose: a flipped bit, another train state, bad rows.
 
-Nothing here runs in training unless a test or `jaxfb chaos` asks for it.
+No run uses them but those of the tests and of `jaxfb chaos`, whose faults are in `faults.py`.
 """
 
 from __future__ import annotations
