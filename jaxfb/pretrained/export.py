@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.architectures import Architecture, architecture_of, sizes_of
-from jaxfb.pretrained.names import Leaf, leaves_of, path_name
+from jaxfb.pretrained.architectures import architecture_of, sizes_of
+from jaxfb.pretrained.family import Architecture
+from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name
 from jaxfb.pretrained.repository import COMPANIONS, INDEX, SINGLE
 from jaxfb.refusal import Refused
 
@@ -43,9 +44,9 @@ def export_model(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
     architecture, sizes = architecture_of(config), sizes_of(config)
-    tensors = list(_tensors(architecture, sizes, params))
+    tensors = _tensors(architecture, sizes, params)
     target.mkdir(parents=True, exist_ok=True)
-    dtype = str(tensors[0].array.dtype)
+    dtype = str(tensors[0].dtype)
     _write_json(target / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
     written = [target / "config.json", *_write_tensors(target, tensors, file_bytes)]
     for name in COMPANIONS:
@@ -54,22 +55,38 @@ def export_model(
     return written
 
 
-class _Tensor:
-    """A tensor that is fetched from the devices when it is written."""
+class _Tensor(NamedTuple):
+    """A tensor that is fetched from the devices when it is written. sources: (leaf, part of it, our array)."""
 
-    def __init__(self, name: str, leaf: Leaf, index: tuple[int, ...], array: jax.Array):
-        self.name, self.leaf, self.index, self.array = name, leaf, index, array
+    name: str
+    sources: list[tuple[Leaf, Part, jax.Array]]
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.sources[0][1].shape
+
+    @property
+    def dtype(self) -> np.dtype:
+        return self.sources[0][2].dtype
 
     @property
     def nbytes(self) -> int:
-        return int(np.prod(self.leaf.part_shape, dtype=np.int64)) * self.array.dtype.itemsize
+        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
 
     def fetch(self) -> np.ndarray:
-        found = np.asarray(jax.device_get(self.array[self.index] if self.index else self.array))
-        return np.ascontiguousarray(found.T if self.leaf.turned else found)
+        if len(self.sources) == 1:
+            return self._part(*self.sources[0])
+        whole = np.empty(self.shape, self.dtype)
+        for leaf, part, array in self.sources:
+            whole[part.cut] = self._part(leaf, part, array)
+        return whole
+
+    def _part(self, leaf: Leaf, part: Part, array: jax.Array) -> np.ndarray:
+        found = np.asarray(jax.device_get(array[part.index] if part.index else array))
+        return np.ascontiguousarray(found.swapaxes(-1, -2) if leaf.turned else found)
 
 
-def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTree) -> Iterator[_Tensor]:
+def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTree) -> list[_Tensor]:
     leaves = leaves_of(architecture, sizes)
     arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
     wrong = {
@@ -81,9 +98,11 @@ def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTre
         raise Refused(
             f"[hf] the parameters are not those that the config describes; they differ in {sorted(wrong)[0]}"
         )
+    found: dict[str, _Tensor] = {}
     for path, leaf in leaves.items():
         for part in leaf.parts:
-            yield _Tensor(part.name, leaf, part.index, arrays[path])
+            found.setdefault(part.name, _Tensor(part.name, [])).sources.append((leaf, part, arrays[path]))
+    return list(found.values())
 
 
 def _write_tensors(target: Path, tensors: list[_Tensor], file_bytes: int) -> list[Path]:
@@ -104,7 +123,7 @@ def _write_tensors(target: Path, tensors: list[_Tensor], file_bytes: int) -> lis
 
 def _order(tensor: _Tensor) -> tuple:
     """Orders leaves layer by layer, so that a file has whole layers."""
-    return tensor.index[:1], tensor.name
+    return tensor.sources[0][1].index[:1], tensor.name
 
 
 def _grouped(tensors: list[_Tensor], file_bytes: int) -> list[list[_Tensor]]:

@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSharding
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.architectures import OUTER_NAMES, architecture_of
-from jaxfb.pretrained.names import Leaf, leaves_of, path_name, tensor_shapes
+from jaxfb.pretrained.architectures import architecture_of
+from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name, tensor_shapes, turn
 from jaxfb.pretrained.repository import Repository
 
 PyTree = Any
@@ -30,8 +30,11 @@ def load_params(repository: Repository, sizes: TransformerConfig, abstract_param
     Raises:
       ValueError: tensors are missing, unexpected or of other shapes; nothing was allocated then.
     """
-    leaves = leaves_of(architecture_of(repository.config), sizes)
-    tied = [OUTER_NAMES["head.kernel"]] if sizes.tied_embeddings else []  # some files store it twice
+    architecture = architecture_of(repository.config)
+    leaves = leaves_of(architecture, sizes)
+    tied = (
+        [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
+    )  # some files store it twice
     repository.check(tensor_shapes(leaves), ignored=[*tied, *_buffers(repository)])
     flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
     return jax.tree.unflatten(
@@ -49,11 +52,11 @@ def _load(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax
     depth = len(leaf.parts[0].index)
     own = _without_leading(sharding, depth)
     if not depth:
-        return _read(repository, leaf, leaf.parts[0].name, like.dtype, own)
+        return _read(repository, leaf, leaf.parts[0], like.dtype, own)
     whole = jax.jit(partial(jnp.zeros, like.shape, like.dtype), out_shardings=sharding)()
     put = jax.jit(_put, donate_argnums=0, out_shardings=sharding)
     for part in leaf.parts:
-        one = _read(repository, leaf, part.name, like.dtype, own)
+        one = _read(repository, leaf, part, like.dtype, own)
         whole = put(whole, one, np.asarray(part.index, np.int32))
         whole.block_until_ready()  # so that the host lets go of this tensor before it reads the next
     return whole
@@ -64,14 +67,12 @@ def _put(whole: jax.Array, one: jax.Array, index: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_slice(whole, one[(None,) * len(index)], start)
 
 
-def _read(repository: Repository, leaf: Leaf, name: str, dtype: Any, sharding: Sharding) -> jax.Array:
-    shape = leaf.part_shape[::-1] if leaf.turned else leaf.part_shape
-
+def _read(repository: Repository, leaf: Leaf, part: Part, dtype: Any, sharding: Sharding) -> jax.Array:
     def share(index: Any) -> np.ndarray:
-        found = repository.read(name, index[::-1] if leaf.turned else index)
-        return np.ascontiguousarray(found.T if leaf.turned else found).astype(dtype)
+        found = repository.read(part.name, part.within(turn(index, leaf.turned)))
+        return np.ascontiguousarray(found.swapaxes(-1, -2) if leaf.turned else found).astype(dtype)
 
-    return jax.make_array_from_callback(shape, sharding, share)
+    return jax.make_array_from_callback(turn(leaf.part_shape, leaf.turned), sharding, share)
 
 
 def _without_leading(sharding: Sharding, depth: int) -> Sharding:

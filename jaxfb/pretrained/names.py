@@ -4,38 +4,57 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
-from jaxfb.pretrained.architectures import OUTER_NAMES, Architecture
+from jaxfb.pretrained.family import Architecture
+from jaxfb.pretrained.tensors import Place, Shape
 from jaxfb.refusal import Refused
 
-TURNED = re.compile(r"(\.kernel|experts\.\w+)$")  # stored there as [out, in], here as [in, out]
+Dim = TypeVar("Dim")
+_TURNED = re.compile(r"(\.kernel|experts\.\w+)$")  # stored there as [out, in], here as [in, out]
 
 
 class Part(NamedTuple):
-    """A tensor of a directory. index: its place in the leading dims of our array: (), (layer,) or (layer, expert)."""
+    """A tensor of a directory, or what of it is ours.
+
+    index: its place in the leading dims of our array: (), (layer,) or (layer, expert).
+    shape: of the whole tensor.  cut: the part of it, one slice for each of its first dims; () is all of it.
+    """
 
     name: str
     index: tuple[int, ...]
+    shape: Shape
+    cut: tuple[slice, ...] = ()
+
+    def within(self, index: tuple[slice, ...]) -> tuple[slice, ...]:
+        """Returns which part of the whole tensor a part of this part is."""
+        filled = [*index, *[slice(None)] * (len(self.shape) - len(index))]
+        cut = [*self.cut, *[slice(None)] * (len(self.shape) - len(self.cut))]
+        ranges = [range(n)[of][part] for n, of, part in zip(self.shape, cut, filled, strict=True)]
+        return tuple(slice(r.start, r.stop, r.step) for r in ranges)
 
 
 class Leaf(NamedTuple):
     """An array of our parameters. shape: of all of it. turned: its tensors are transposed. parts: in order."""
 
     path: str
-    shape: tuple[int, ...]
+    shape: Shape
     turned: bool
     parts: tuple[Part, ...]
 
     @property
-    def part_shape(self) -> tuple[int, ...]:
-        """Returns the shape of each tensor as it is stored there."""
-        own = self.shape[len(self.parts[0].index) :]
-        return own[::-1] if self.turned else own
+    def part_shape(self) -> Shape:
+        """Returns the shape of each part as it is stored there."""
+        return turn(self.shape[len(self.parts[0].index) :], self.turned)
+
+
+def turn(dims: tuple[Dim, ...], turned: bool) -> tuple[Dim, ...]:
+    """Returns sizes, or slices, of dims with the last two exchanged if `turned`."""
+    return (*dims[:-2], dims[-1], dims[-2]) if turned else dims
 
 
 def leaves_of(architecture: Architecture, sizes: TransformerConfig) -> dict[str, Leaf]:
@@ -46,10 +65,7 @@ def leaves_of(architecture: Architecture, sizes: TransformerConfig) -> dict[str,
     """
     shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
     named = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
-    return {
-        path: Leaf(path, shape, bool(TURNED.search(path)), _parts(architecture, sizes, path))
-        for path, shape in named.items()
-    }
+    return {path: _leaf(architecture, sizes, path, shape) for path, shape in named.items()}
 
 
 def path_name(path: Any) -> str:
@@ -57,32 +73,33 @@ def path_name(path: Any) -> str:
     return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
-def tensor_shapes(leaves: Mapping[str, Leaf]) -> dict[str, tuple[int, ...]]:
+def tensor_shapes(leaves: Mapping[str, Leaf]) -> dict[str, Shape]:
     """Returns the shape of every tensor of the directory by name."""
-    return {part.name: leaf.part_shape for leaf in leaves.values() for part in leaf.parts}
+    return {part.name: part.shape for leaf in leaves.values() for part in leaf.parts}
 
 
-def _parts(architecture: Architecture, sizes: TransformerConfig, path: str) -> tuple[Part, ...]:
-    if not path.startswith("layers."):
-        return (Part(_known(OUTER_NAMES, path, architecture), ()),)
-    name = "model.layers.{layer}." + _known(
-        architecture.layer_names, path.removeprefix("layers."), architecture
-    )
-    return tuple(_of_layers(name, sizes))
-
-
-def _of_layers(name: str, sizes: TransformerConfig) -> Iterator[Part]:
-    for layer in range(sizes.num_layers):
-        if "{expert}" not in name:
-            yield Part(name.format(layer=layer), (layer,))
-            continue
-        for expert in range(sizes.num_experts):
-            yield Part(name.format(layer=layer, expert=expert), (layer, expert))
-
-
-def _known(names: Mapping[str, str], path: str, architecture: Architecture) -> str:
-    if path not in names:
+def _leaf(architecture: Architecture, sizes: TransformerConfig, path: str, shape: Shape) -> Leaf:
+    in_layer = path.startswith("layers.")
+    names = architecture.layer_names if in_layer else architecture.outer_names
+    found = names.get(path.removeprefix("layers."))
+    if found is None:
         raise Refused(
             f"[hf] {architecture.class_name} has no tensor for {path}; such a model cannot be exported"
         )
-    return names[path]
+    place = Place(found) if isinstance(found, str) else found
+    turned = bool(_TURNED.search(path)) if place.turned is None else place.turned
+    numbered = list(_of_layers(place.name, sizes) if in_layer else [(place.name, ())])
+    own = turn(shape[len(numbered[0][1]) :], turned)
+    parts = tuple(Part(name, index, *place.within(own, sizes)) for name, index in numbered)
+    return Leaf(path, shape, turned, parts)
+
+
+def _of_layers(name: str, sizes: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+    """Yields the name of each layer's tensor, or of each expert's, with its place in our array."""
+    name = "model.layers.{layer}." + name
+    for layer in range(sizes.num_layers):
+        if "{expert}" not in name:
+            yield name.format(layer=layer), (layer,)
+            continue
+        for expert in range(sizes.num_experts):
+            yield name.format(layer=layer, expert=expert), (layer, expert)

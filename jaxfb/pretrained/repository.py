@@ -36,11 +36,15 @@ class Repository:
     tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
-        """Returns a tensor, or part of it, reading no more of the file than that."""
+        """Returns a tensor, or part of it, reading no more of the file than that (of every other number: what is
+        between them too).
+        """
         from safetensors import safe_open
 
+        index = index or (slice(None),)
         with safe_open(self.tensors[name][0], "numpy") as file:
-            return file.get_slice(name)[index or (slice(None),)]
+            found = file.get_slice(name)[tuple(slice(one.start, one.stop) for one in index)]
+        return found[tuple(slice(None, None, one.step) for one in index)]
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()) -> None:
         """Refuses a directory whose tensors are not those wanted, before one is read.

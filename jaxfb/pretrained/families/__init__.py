@@ -1,0 +1,1 @@
+"""Describes the architectures of transformers, one a file; `jaxfb.pretrained.architectures` lists them."""

@@ -1,0 +1,94 @@
+"""Describes an architecture: its config.json as sizes of the built-in transformer and back, and its tensors' names.
+
+A family's file in `families/` makes one `Architecture`; `architectures.py` lists them all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.tensors import DENSE, OUTER_NAMES, Place
+from jaxfb.refusal import Refused
+
+
+class Values(Mapping[str, Any]):
+    """A config.json that remembers which of its keys were read."""
+
+    def __init__(self, values: Mapping[str, Any]):
+        self._values, self.read = values, set()
+
+    def __getitem__(self, name: str) -> Any:
+        self.read.add(name)
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def unread(self) -> list[str]:
+        """Returns the keys that were never read and are not off."""
+        return [name for name, value in self._values.items() if name not in self.read and value]
+
+
+def _nothing(_: Any) -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Architecture:
+    """An architecture of Hugging Face's transformers.
+
+    model_type, class_name: what its config.json calls it.
+    models:      those that have it, for the table in the docs.
+    tested:      what its numbers are compared with by the tests.
+    sizes:       config.json -> the fields of `TransformerConfig` that differ from the Llama family's.
+    keys:        sizes -> the keys of config.json that differ from the Llama family's.
+    layer_names: our path below one layer -> the tensor's name below "model.layers.N", or a `Place`.
+    outer_names: our path of what is no layer -> the tensor's name.
+    """
+
+    model_type: str
+    class_name: str
+    models: str
+    tested: str
+    sizes: Callable[[Values], dict[str, Any]] = _nothing
+    keys: Callable[[TransformerConfig], dict[str, Any]] = _nothing
+    layer_names: Mapping[str, str | Place] = field(default_factory=lambda: DENSE)
+    outer_names: Mapping[str, str] = field(default_factory=lambda: OUTER_NAMES)
+
+
+def refuse(values: Mapping[str, Any], **supported: Any) -> None:
+    """Refuses keys that have another value than the supported one."""
+    for name, wanted in supported.items():
+        if values.get(name, wanted) != wanted:
+            raise Refused(f"[hf] {name}={values[name]!r} is not supported; only {name}={wanted!r} is")
+
+
+def only_full_attention(values: Mapping[str, Any]) -> None:
+    """Refuses layers with a sliding window, as Qwen's config.json may have."""
+    refuse(values, use_sliding_window=False)
+    values.get("max_window_layers")  # of windows that are not used
+    if other := sorted(set(values.get("layer_types") or ()) - {"full_attention"}):
+        raise Refused(f"[hf] layer_types={other} are not supported; only 'full_attention' is")
+
+
+def experts(number: int, values: Values) -> dict[str, Any]:
+    """Returns the fields of a mixture; its balance loss is that of all layers together, as transformers computes it."""
+    coefficient = values.get("router_aux_loss_coef", 0.001)
+    return {
+        "num_experts": number,
+        "experts_per_token": values["num_experts_per_tok"],
+        "balance_coefficient": 0.0,
+        "batch_balance_coefficient": coefficient * bool(values.get("output_router_logits")),
+        "batch_balance_layers": "together",
+    }
+
+
+def expert_keys(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of a mixture."""
+    return {"num_experts_per_tok": sizes.experts_per_token, "num_local_experts": sizes.num_experts}

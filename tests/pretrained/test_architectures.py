@@ -1,0 +1,45 @@
+"""The registry of architectures: its table in the docs, keys that it does not know, parts of tensors."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from jaxfb.pretrained import sizes_of
+from jaxfb.pretrained.architectures import ARCHITECTURES, table
+from jaxfb.pretrained.names import Part
+from jaxfb.pretrained.tensors import Every, Rows
+
+ROOT = Path(__file__).parent.parent
+LLAMA = json.loads((ROOT / "golden" / "hf_llama_tiny" / "config.json").read_text())
+
+
+def test_the_docs_list_what_the_registry_does():
+    assert table() in (ROOT.parent / "docs" / "pretrained.md").read_text()
+
+
+def test_an_architecture_is_filed_under_its_own_name():
+    assert all(found.model_type == name for name, found in ARCHITECTURES.items())
+
+
+def test_unknown_keys_are_listed_and_those_that_are_off_or_inert_are_not():
+    odd = {"residual_gain": 0.5, "twist": "left", "shift": None, "gated": False, "attention_dropout": 0.1}
+    with pytest.raises(ValueError, match="may change what it computes: residual_gain, twist$"):
+        sizes_of({**LLAMA, **odd})
+
+
+@pytest.mark.parametrize("kind", ["os:getcwd", None, 3, ["llama"]])
+def test_a_name_that_is_no_architecture_imports_nothing(kind):
+    with pytest.raises(ValueError, match="must be one of llama, mistral"):
+        sizes_of({**LLAMA, "model_type": kind})
+
+
+@pytest.mark.parametrize("part", [(), (slice(1, 3),), (slice(0, 2), slice(2, 5))])
+@pytest.mark.parametrize("place", [Rows("x", part=1, rows=lambda _: (2, 4, 3)), Every("x", first=1)])
+def test_a_part_of_a_part_of_a_tensor(place, part):
+    shape, cut = place.within((4, 6), None)
+    whole = np.arange(np.prod(shape)).reshape(shape)
+    own = Part("x", (), shape, cut)
+    assert whole[cut].shape == (4, 6)
+    np.testing.assert_array_equal(whole[own.within(part)], whole[cut][part])
