@@ -31,6 +31,7 @@ class Trial(NamedTuple):
     grad_norm: jax.Array
     param_norm: jax.Array
     nonfinite: NonFinite
+    spike: jax.Array | None
     applied: jax.Array
 
 
@@ -44,6 +45,11 @@ def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
 
     flags = jax.tree.leaves(jax.tree.map(is_bad, params, attempt.updates, attempt.params))
     return NonFinite(~jnp.isfinite(loss), of_gradients, of_updates, jnp.stack(flags))
+
+
+def exceeds(limits: jax.Array, loss: jax.Array, norm: jax.Array) -> jax.Array:
+    """Returns bool[], whether loss or gradient norm are above their limits f32[2]."""
+    return jnp.any(jnp.stack([loss, norm]).astype(jnp.float32) > limits)
 
 
 def rows_count(out: ForwardBackwardOutput, normalize: str) -> jax.Array:

@@ -56,6 +56,14 @@ def check_rows(rows: Any, most: int) -> int | jax.Array:
     return integer("rows", rows, most=most)
 
 
+def check_limits(limits: Any) -> tuple[float, ...]:
+    """Returns the numbers of a `Limits`; ValueError unless they are two that are not nan."""
+    numbers = limits if isinstance(limits, tuple) else ()
+    if len(numbers) != 2 or not all(isinstance(one, float | int) and one == one for one in numbers):
+        refuse("limits", limits, "a Limits, two numbers that may be infinite, or None")
+    return tuple(map(float, numbers))
+
+
 def check_alive(state: PyTree) -> None:
     """Raises ValueError if an array of the state is gone because a step was given it."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(state):

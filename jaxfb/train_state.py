@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -82,6 +82,13 @@ class TrainState:
         return self.step + self.nonfinite_updates + self.zero_weight_updates
 
 
+class Limits(NamedTuple):
+    """The largest loss and the largest gradient norm with which an update is applied; infinite: any."""
+
+    loss: float
+    grad_norm: float
+
+
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class NonFinite:
@@ -128,6 +135,8 @@ class StepMetrics:
     loss_scale:        that this update used, 1 without loss scaling.
     skipped:           bool, the update was not applied.
     nonfinite:         NonFinite, what was not finite; `nonfinite_causes` names it.
+    spike:             bool, loss or gradient norm was above the call's `Limits`, so that not even a counter of the
+                       state changed; None where the call had none.
     nonfinite_updates, zero_weight_updates: i32, skipped so far, this one included.
     num_zeros:         float, how many numbers of the gradients are exactly zero; None unless it was asked for.
     """
@@ -149,6 +158,7 @@ class StepMetrics:
     nonfinite_updates: jax.Array
     zero_weight_updates: jax.Array
     num_zeros: jax.Array | None = None
+    spike: jax.Array | None = None
 
     def nonfinite_leaves(self, params: PyTree) -> list[str]:
         """Returns paths of the gradient leaves that are not finite, such as "['layers']['mlp']['up']"."""

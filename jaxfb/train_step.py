@@ -34,13 +34,14 @@ from jaxfb.train_arguments import (
     check_changed_gradients,
     check_gradients,
     check_init_function,
+    check_limits,
     check_optimizer,
     check_options,
     check_rows,
     check_state,
     one_key,
 )
-from jaxfb.train_state import StepMetrics, TrainState, is_init_function
+from jaxfb.train_state import Limits, StepMetrics, TrainState, is_init_function
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update import Update
 
@@ -131,15 +132,16 @@ class TrainStep:
         self._shardings: dict = {}
 
     def __call__(
-        self, state: TrainState, batch: PyTree, rows: int | None = None
+        self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
     ) -> tuple[TrainState, StepMetrics]:
         """Applies one update. `state` is donated: use the one that comes back.
 
         batch: as the plan specifies; with a token budget [rows, ...] leaves on the host, or them as `Packed`.
         rows: how many of the batch's rows are real, if fewer than the plan's (a short last window).
+        limits: beyond them the update is skipped, and the state that comes back is the same bits.
 
         Raises:
-          ValueError: the state was given to a step before, or batch or rows do not fit the plan.
+          ValueError: the state was given to a step before, batch or rows do not fit the plan, or limits are no numbers.
         """
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
@@ -148,7 +150,8 @@ class TrainStep:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(state, batch, self._rows(real_rows), plan)
+        limits = None if limits is None else self._everywhere(np.float32(check_limits(limits)))
+        return self._jitted(state, batch, self._rows(real_rows), plan, limits)
 
     def gradients(
         self,
@@ -249,9 +252,12 @@ class TrainStep:
         if not isinstance(rows, int):
             return rows
         if rows not in self._numbers:
-            everywhere = NamedSharding(self.forward_backward.mesh, P())
-            self._numbers[rows] = jax.make_array_from_callback((), everywhere, lambda _: np.int32(rows))
+            self._numbers[rows] = self._everywhere(np.int32(rows))
         return self._numbers[rows]
+
+    def _everywhere(self, numbers: np.ndarray) -> jax.Array:
+        everywhere = NamedSharding(self.forward_backward.mesh, P())
+        return jax.make_array_from_callback(numbers.shape, everywhere, lambda _: numbers)
 
     def lower(self, state: TrainState, batch: PyTree):
         """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
@@ -367,10 +373,10 @@ class TrainStep:
         return shardings(specs, fb.mesh)
 
     def _update(
-        self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan
+        self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
         out = self._differentiate(state, batch, None, None, self.model, plan)
-        return self._apply(state, out, rows)
+        return self._apply(state, out, rows, limits)
 
     def _differentiate(
         self, state: TrainState, batch: PyTree, keys: Any, weights: Any, model: Any, plan: BatchPlan
@@ -385,9 +391,9 @@ class TrainStep:
         return jax.random.fold_in(state.rng, state.attempts) if self._dropout else None
 
     def _apply(
-        self, state: TrainState, out: ForwardBackwardOutput, rows: Any
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
-        return self._change.apply(state, out, rows, self.state_shardings(state))
+        return self._change.apply(state, out, rows, self.state_shardings(state), limits)
 
 
 def _compiled(function: Callable, **options) -> dict[bool, Callable]:

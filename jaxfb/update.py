@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 
 from jaxfb import gradients
-from jaxfb.attempt import Attempt, Trial, find_nonfinite, of_dtype, rows_count
+from jaxfb.attempt import Attempt, Trial, exceeds, find_nonfinite, of_dtype, rows_count
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
@@ -41,14 +41,15 @@ class Update:
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None
 
     def apply(
-        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, places: TrainState
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any, places: TrainState, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
         """Returns the state after one update by `out.grads`, and the record of it.
 
         rows:   i32[], how many rows the gradients are of.
         places: NamedShardings of the state.
+        limits: f32[2], the largest loss and gradient norm with which it is applied; None: any.
         """
-        trial = self._try(state, out)
+        trial = self._try(state, out, limits)
         params, opt_state = jax.lax.cond(
             trial.applied,
             lambda: self._kept(state, self._attempt(state, out, trial.grad_norm), places),
@@ -63,7 +64,7 @@ class Update:
         grads = gradients.unscale(out.grads, out.origin.grad_scale)
         return grads if self.change_gradients is None else self.change_gradients(grads, state)
 
-    def _try(self, state: TrainState, out: ForwardBackwardOutput) -> Trial:
+    def _try(self, state: TrainState, out: ForwardBackwardOutput, limits: Any) -> Trial:
         """Returns the update for its flags and norms alone, so that nothing of its arrays is stored.
 
         What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
@@ -75,8 +76,11 @@ class Update:
         nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
         # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
         # parameters, else a compiler copies them.
-        applied = ~nonfinite.any & counted & ~jnp.isnan(param_norm)
-        return Trial(attempt, grads, norm, param_norm, nonfinite, applied)
+        applied, spike = ~nonfinite.any & counted & ~jnp.isnan(param_norm), None
+        if limits is not None:
+            spike = applied & exceeds(limits, out.loss, norm)
+            applied = applied & ~spike
+        return Trial(attempt, grads, norm, param_norm, nonfinite, spike, applied)
 
     def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Attempt:
         """Returns the one optax update, made where the gradients live (under ZeRO-1 cut over data)."""
@@ -103,15 +107,19 @@ class Update:
         return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
 
     def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
-        """Returns the state with the counters and the loss scale after this attempt."""
+        """Returns the state with the counters and the loss scale after this attempt; a spike leaves them all alone."""
         applied, failed = trial.applied, trial.nonfinite.any
+        empty = ~failed & ~applied
         scale = self.loss_scale and self.loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
+        if (spike := trial.spike) is not None:
+            empty = empty & ~spike
+            scale = jax.tree.map(lambda new, old: jnp.where(spike, old, new), scale, state.loss_scale)
         return replace(
             state,
             step=state.step + applied,
             samples=state.samples + jnp.where(applied, rows, 0),
             nonfinite_updates=state.nonfinite_updates + failed,
-            zero_weight_updates=state.zero_weight_updates + (~failed & ~applied),
+            zero_weight_updates=state.zero_weight_updates + empty,
             loss_scale=scale,
         )
 
@@ -139,4 +147,5 @@ class Update:
             nonfinite_updates=new.nonfinite_updates,
             zero_weight_updates=new.zero_weight_updates,
             num_zeros=gradients.num_zeros(trial.grads) if self.count_zeros else None,
+            spike=trial.spike,
         )

@@ -12,6 +12,7 @@ from trees import CASES, ROWS, TREES, arrays, batch_of, dict_loss, params_of
 
 import jaxfb
 from jaxfb import BatchPlan, Sum, make_mesh, make_train_step
+from jaxfb.train_state import Limits
 
 PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
 
@@ -43,6 +44,33 @@ def test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_be
         ends.append(bits((state.params, state.opt_state)))
         assert ends[-1] != before
     assert ends[0] == ends[1]
+
+
+@pytest.mark.parametrize("limits", [(0.0, np.inf), (np.inf, 0.0)])
+def test_an_update_beyond_its_limits_leaves_every_bit_of_the_whole_state(limits):
+    scale = jaxfb.optim.DynamicLossScale(initial=4.0, growth_interval=1)
+    optimizer, key = optax.adam(0.1), lambda state: replace(state, rng=jax.random.key_data(state.rng))
+    step = make_train_step(dict_loss, optimizer, None, PLAN, loss_scale=scale)
+    state = step.init(params_of())
+    before = bits(key(state))
+    state, metrics = step(state, batch_of(), limits=Limits(*limits))
+    assert bool(metrics.skipped) and bool(metrics.spike) and not bool(metrics.nonfinite.any)
+    assert bits(key(state)) == before and metrics.update_norm == 0
+    again, within = step(jax.tree.map(jnp.copy, state), batch_of(), limits=Limits(np.inf, np.inf))
+    state, free = step(state, batch_of())
+    assert not bool(within.skipped) and not bool(within.spike) and free.spike is None
+    assert bits(key(again)) == bits(key(state)) != before and int(state.step) == 1
+
+
+def test_what_is_not_finite_counts_as_such_beyond_limits_too(sgd):
+    state, metrics = sgd(sgd.init(params_of()), batch_of(added=np.inf), limits=Limits(0.0, 0.0))
+    assert not bool(metrics.spike) and int(state.nonfinite_updates) == 1
+
+
+@pytest.mark.parametrize("limits", [1.0, (1.0,), (1.0, np.nan), ("1", 2.0), [1.0, 2.0]])
+def test_limits_that_are_none_are_refused(sgd, limits):
+    with pytest.raises(ValueError, match="limits must be a Limits"):
+        sgd(sgd.init(params_of()), batch_of(), limits=limits)
 
 
 # What skips an update, and the names it gets

@@ -16,7 +16,8 @@ class GuardConfig:
     """Settings of the guards over a run's numbers, besides `run.max_nonfinite`.
 
     spikes:  what happens when the loss or the gradient norm of an update lies far above those before it: "warn" prints
-      it, "rollback" restores the newest checkpoint and goes on behind the rows of that update, "off" does not look.
+      it, "skip" does not apply that update, "rollback" restores the newest checkpoint and goes on behind the rows of
+      that update, "off" does not look.
     spike_threshold: a spike is so many robust standard deviations (1.4826 times the median absolute deviation) above
       the median of the latest updates.
     spike_window:    how many updates that are; the first half window of a run is not judged.
@@ -27,7 +28,7 @@ class GuardConfig:
       never.
     """
 
-    spikes: Literal["off", "warn", "rollback"] = "warn"
+    spikes: Literal["off", "warn", "skip", "rollback"] = "warn"
     spike_threshold: float = 10.0
     spike_window: int = 64
     max_rollbacks: int = 3

@@ -16,15 +16,19 @@ SMALLEST_SPREAD = 0.01
 """Of the median: a curve that is flatter than this is taken to be as rough as this."""
 
 
-def robust_z(value: float, before: Sequence[float]) -> float:
-    """Returns how many robust standard deviations `value` lies above the median of `before`.
+def middle_and_spread(before: Sequence[float]) -> tuple[float, float]:
+    """Returns the median and the robust standard deviation: 1.4826 times the median absolute deviation.
 
-    The deviation is 1.4826 times the median absolute deviation, so that spikes among `before` hardly move it
-    (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993).
+    Spikes among the values hardly move either (Iglewicz and Hoaglin, "How to detect and handle outliers", 1993).
     """
     middle = median(before)
     spread = TO_DEVIATIONS * median(abs(other - middle) for other in before)
-    spread = max(spread, SMALLEST_SPREAD * abs(middle))
+    return middle, max(spread, SMALLEST_SPREAD * abs(middle))
+
+
+def robust_z(value: float, before: Sequence[float]) -> float:
+    """Returns how many robust standard deviations `value` lies above the median of `before`."""
+    middle, spread = middle_and_spread(before)
     return (
         (value - middle) / spread if spread else math.copysign(math.inf, value - middle) * (value != middle)
     )
@@ -40,20 +44,43 @@ class SpikeDetector:
 
     def __init__(self, window: int, threshold: float):
         self._window, self._threshold = window, threshold
-        self._values = {name: deque(maxlen=window) for name in WATCHED}
+        self._values = self._kept({})
 
     def judge(self, metrics: Mapping[str, float]) -> dict[str, float]:
         """Returns the robust z-score of each number that is a spike, by name; empty if none is.
 
         Args:
-          metrics: with "loss" and "grad_norm", finite, of an update that was applied.
+          metrics: with "loss" and "grad_norm", finite, of an update whose rows counted.
         """
         scores = {
-            name: robust_z(metrics[name], seen) for name, seen in self._values.items() if self._judges(seen)
+            name: robust_z(metrics[name], seen) for name, seen in self._seen().items() if self._judges(seen)
         }
-        for name, seen in self._values.items():
-            seen.append(float(metrics[name]))
+        for name, values in self._values.items():
+            values.append(float(metrics[name]))
         return {name: score for name, score in scores.items() if score > self._threshold}
+
+    def limits(self, without_last: bool = False) -> dict[str, float]:
+        """Returns, by name, the largest number of the next update that is no spike; infinite while none is judged.
+
+        Args:
+          without_last: judge by the values before the one that came last.
+        """
+        return {
+            name: self._limit(seen) if self._judges(seen) else math.inf
+            for name, seen in self._seen(without_last).items()
+        }
+
+    def _limit(self, seen: Sequence[float]) -> float:
+        middle, spread = middle_and_spread(seen)
+        return middle + self._threshold * spread
+
+    def _seen(self, without_last: bool = False) -> dict[str, list[float]]:
+        end = -1 if without_last else None
+        return {name: list(values)[:end][-self._window :] for name, values in self._values.items()}
+
+    def _kept(self, values: Mapping[str, Any]) -> dict[str, deque[float]]:
+        # one more than is judged by, for `without_last`
+        return {name: deque(values.get(name, ()), maxlen=self._window + 1) for name in WATCHED}
 
     def _judges(self, seen: Sequence[float]) -> bool:
         return 2 * len(seen) >= self._window
@@ -64,4 +91,4 @@ class SpikeDetector:
 
     def restore(self, values: Mapping[str, Any]) -> None:
         """Goes on from what `to_dict` returned; values that are missing count as none seen."""
-        self._values = {name: deque(values.get(name, ()), maxlen=self._window) for name in WATCHED}
+        self._values = self._kept(values)

@@ -104,7 +104,7 @@ class PolicyWork(PostTraining):
         which = self.plan.update(number)
         began = time.monotonic()
         batch, padding = cut(rows, self.plan.train)
-        self.train_state, metrics = self.step(self.train_state, batch)
+        self.train_state, metrics = self.step(self.train_state, batch, limits=self.limits)
         metrics = jax.device_get(metrics)
         self._check_weight(metrics, rows)
         more = self.critic.update(rows) if self.critic else {}

@@ -11,6 +11,7 @@ from jaxfb.display import duration
 from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
+from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.log import named_numbers
@@ -30,6 +31,7 @@ class PostTraining:
     starts_with_evaluation = True
     base: Base
     train_state: TrainState
+    limits: Limits | None = None  # of the next update; the guards set it
 
     @property
     def config(self) -> Any:

@@ -21,7 +21,7 @@ from jaxfb.mesh import make_mesh
 from jaxfb.metrics import plot_losses
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
-from jaxfb.train_state import is_init_function
+from jaxfb.train_state import Limits, is_init_function
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.batches import parts_of_update, place, rows_here
@@ -50,6 +50,7 @@ class Custom:
     tokenizer = None
     flops_per_token = None
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None  # of callbacks; the loop sets it
+    limits: Limits | None = None  # of the next update; the guards set it
 
     def __init__(
         self,
@@ -115,7 +116,7 @@ class Custom:
         window = self.run_plan.window(number)
         placed, step = place(batch, window.plan, self.mesh), self._step(window.plan)
         began = time.monotonic()
-        self.train_state, metrics = step(self.train_state, placed, window.rows)
+        self.train_state, metrics = step(self.train_state, placed, window.rows, self.limits)
         if window.plan not in self._compiled:
             self._compiled.add(window.plan)
             self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")

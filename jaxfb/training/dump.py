@@ -69,7 +69,7 @@ def bits_of(metrics: StepMetrics) -> dict[str, str]:
 
 
 def before(state: TrainState, metrics: StepMetrics) -> TrainState:
-    """Returns the state before an update that was skipped: only counters and the loss scale changed."""
+    """Returns the state before an update that was not finite: only a counter and the loss scale changed."""
     count = lambda old, new: jax.device_put(np.asarray(new, old.dtype), old.sharding)  # noqa: E731
     scale = state.loss_scale
     if scale is not None:

@@ -63,7 +63,7 @@ class SkipGuard:
         """Reports a skipped update; raises NonFiniteAbort at the limit. Metrics are on the host."""
         causes = metrics.nonfinite_causes(self._params)
         if not causes:
-            if metrics.skipped:
+            if metrics.skipped and not metrics.spike:
                 self._say(f"update {step} skipped: its rows count nothing, their loss mask is zero")
             else:
                 self._in_a_row = self.failed = 0

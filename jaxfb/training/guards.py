@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.guard.devices import differing_replicas
-from jaxfb.guard.spikes import SpikeDetector
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.dump import write_dump
 from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, listed
 from jaxfb.training.rerun import update_twice
 from jaxfb.training.session import Run
+from jaxfb.training.spike_guard import SCORE, SpikeGuard
 
 
 class Spike(Exception):
@@ -39,8 +39,7 @@ class Guards:
     def __init__(self, run: Run):
         self._run, self._config = run, run.config.guard
         self._skips = SkipGuard.of(run.config, run.work.abstract_params, lambda text: run.say(text))
-        self._spikes = SpikeDetector(self._config.spike_window, self._config.spike_threshold)
-        self._spikes.restore(run.kept.get("spikes", {}))
+        self._spikes = SpikeGuard(self._config, run.kept.get("spikes", {}))
         self._rollbacks: dict[int, int] = {}
         self._compared: int | None = None
         # of the latest two updates, since the numbers of one arrive during the next
@@ -62,6 +61,7 @@ class Guards:
         self._batches = {update: self._batches[update] for update in self._batches if update == number}
         self._batches[number + 1] = batch
         self._latest = (number + 1, None)
+        self._run.work.limits = self._spikes.limits(number + 1)
         if _is_due(self._config.verify_every, number + 1):
             answer = self._repeated(number, batch)
         else:
@@ -79,20 +79,13 @@ class Guards:
         """
         self._latest = (update, metrics)
         self._skips.check(update, metrics)
-        if self._config.spikes == "off" or metrics.skipped:
-            return {}
-        spikes = self._spikes.judge({"loss": float(metrics.loss), "grad_norm": float(metrics.grad_norm)})
+        found = self._spikes.judge(update, metrics, self._run.say)
         self._run.kept = {"spikes": self._spikes.to_dict()}
-        for name, score in spikes.items():
-            self._run.say(
-                f"update {update}: {name} {float(getattr(metrics, name)):.4g} is {score:.0f} robust standard "
-                "deviations above the median of the updates before"
-            )
-        return {f"spike/{name}": score for name, score in spikes.items()}
+        return found
 
     def undo_spike(self, update: int, record: Mapping[str, Any]) -> None:
         """Raises Spike where the update was one, the policy is to roll back and there is a checkpoint to return to."""
-        if self._config.spikes == "rollback" and any(name.startswith("spike/") for name in record):
+        if self._config.spikes == "rollback" and any(name.startswith(SCORE) for name in record):
             if self._run.newest_saved is None:
                 self._run.say(f"update {update}: nothing is saved yet, so its spike stays")
                 return
@@ -127,10 +120,10 @@ class Guards:
           later: the numbers of an update that was dispatched after it, (update, (metrics, more)), or None.
         """
         update, metrics = self._latest
-        skipped = metrics is not None and bool(metrics.skipped)
-        if later is not None and later[1][0].skipped:
+        skipped = metrics is not None and _failed(metrics)
+        if later is not None and _failed(later[1][0]):
             update, metrics = later[0], later[1][0]
-        is_known = skipped and (later is None or bool(later[1][0].skipped))
+        is_known = skipped and (later is None or _failed(later[1][0]))
         saved = self._run.newest_saved
         if not update or (saved is None and not is_known):
             return None
@@ -163,6 +156,11 @@ class Guards:
             f"[guard] update {update}: copies that must be equal differ {before}, in {listed(list(bad))}, on "
             f"{_places(self._run.mesh, devices)}; replace the device and go on from a checkpoint before that"
         )
+
+
+def _failed(metrics: StepMetrics) -> bool:
+    """Returns whether the update was skipped because something was not finite, which `before` can undo."""
+    return bool(metrics.nonfinite.any)
 
 
 def _is_due(every: int | None, update: int) -> bool:

@@ -14,6 +14,7 @@ import jax
 from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
 from jaxfb.refusal import Refused
+from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
@@ -37,6 +38,7 @@ class Pretraining:
     command = "train"
     starts_with_evaluation = False
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None  # of callbacks; the loop sets it
+    limits: Limits | None = None  # of the next update; the guards set it
 
     def __init__(self, setup: Setup, say: Say = print):
         self.setup, self.config, self.mesh = setup, setup.config, setup.mesh
@@ -90,7 +92,7 @@ class Pretraining:
         window = self.setup.plan.window(number)
         placed, step = place(batch, window.plan, self.mesh), self._step(window.plan)
         began = time.monotonic()
-        self.train_state, metrics = step(self.train_state, placed, window.rows)
+        self.train_state, metrics = step(self.train_state, placed, window.rows, self.limits)
         if window.plan not in self._compiled:
             self._compiled.add(window.plan)
             self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")

@@ -19,6 +19,7 @@ from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.dump import Dump, bits_of, read_dump
 from jaxfb.training.guard import described
 from jaxfb.training.hosts import Hosts
+from jaxfb.training.spike_guard import SpikeGuard
 from jaxfb.training.work import Work
 from jaxfb.types import Pipelined
 
@@ -75,10 +76,14 @@ def _replayed(dump: Dump, work: Work) -> Replay:
     state, record = CheckpointStore(dump.checkpoint).restore(work.abstract_state(), dump.step)
     work.restore(state, record, False)
     skipped = getattr(work.config.run, "skip_updates", ())
+    spikes = SpikeGuard(work.config.guard, record.get("guard", {}).get("spikes", {}))
     for number in range(dump.past, dump.update - 1):
         batch = work.read(number)
         if number + 1 not in skipped:
-            work.update(number, batch)
+            work.limits = spikes.limits(number + 1)
+            metrics = jax.device_get(work.update(number, batch)[0])
+            spikes.judge(number + 1, metrics, lambda text: None)
+    work.limits = spikes.limits(dump.update)
     batch = dump.rows(jax.process_index())
     batch = work.read(dump.update - 1) if batch is None else batch
     place = _located(work, dump.update - 1, batch)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
+from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Work(Protocol):
     total:          updates of the whole run.
     tokenizer:      is saved with the run; None where there is no text.
     say:            prints a line above the progress; the loop sets it.
+    limits:         with which the next update is applied, None for any; the guards set it.
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
     """
 
@@ -50,6 +52,7 @@ class Work(Protocol):
     def tokenizer(self) -> Any: ...
 
     say: Say
+    limits: Limits | None
 
     @property
     def starts_with_evaluation(self) -> bool: ...

@@ -33,17 +33,15 @@ def trainer_of(directory, updates=30, callbacks=(), mesh=None, sections=None, **
     return jaxfb.Trainer(
         model=loss_fn,
         params={"w": np.zeros(4, np.float32)},
-        data=rows(),
         optimizer=optax.adam(0.03),
         dir=str(directory),
         updates=updates,
         rows=8,
         rows_per_microbatch=2,
         mesh=mesh or {"data": 2},
-        checkpoint={"every": 4},
         guard={"spike_window": 8, **guard},
         callbacks=list(callbacks),
-        **(sections or {}),
+        **{"data": rows(), "checkpoint": {"every": 4}, **(sections or {})},
     )
 
 
@@ -96,6 +94,57 @@ def test_a_run_killed_after_a_rollback_ends_in_the_same_bits(tmp_path):
         train(tmp_path / "killed", callbacks=[spike, Kill()], spikes="rollback")
     train(tmp_path / "killed", callbacks=[spike], spikes="rollback", resume=True)
     np.testing.assert_array_equal(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_a_skipped_spike_changes_no_bit(tmp_path, capsys):
+    _, records = train(tmp_path / "a", callbacks=[BeforeUpdate(SPIKE, bad_row)], spikes="skip")
+    assert [record["step"] for record in records if record.get("spike")] == [SPIKE]
+    applied = [record["applied_updates"] for record in records if "loss" in record]
+    assert applied[SPIKE - 1 : SPIKE + 1] == [SPIKE - 1, SPIKE - 1]
+    assert f"update {SPIKE} skipped as a spike: loss" in capsys.readouterr().out
+    # as a run that is told to leave out these rows
+    train(tmp_path / "b", sections={"run": {"skip_updates": [SPIKE]}})
+    np.testing.assert_array_equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
+
+
+@pytest.mark.parametrize("at", [SPIKE, SPIKE + 1, SPIKE + 2])
+def test_a_run_killed_around_a_skipped_spike_ends_in_the_same_bits(tmp_path, at):
+    class Stop(jaxfb.Callback):
+        def on_train_start(self, run):
+            self.run = run
+
+        def on_step_start(self, step):
+            if step == at:  # saved, with the spike as the next, the last or the last but one of what was seen
+                self.run.stop("for a test")
+
+    bad = [BeforeUpdate(update, bad_row) for update in (SPIKE, SPIKE + 3)]
+    train(tmp_path / "whole", callbacks=bad, spikes="skip")
+    train(tmp_path / "killed", callbacks=[*bad, Stop()], spikes="skip")
+    _, records = train(tmp_path / "killed", callbacks=bad, spikes="skip", resume=True)
+    assert [record["step"] for record in records if record.get("spike")] == [SPIKE, SPIKE + 3]
+    np.testing.assert_array_equal(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
+
+
+def test_spikes_are_skipped_by_a_run_that_only_warned_before(tmp_path):
+    bad = [BeforeUpdate(SPIKE, bad_row)]
+    trainer_of(tmp_path, callbacks=bad, sections={"run": {"stop_at": SPIKE - 2}}).train()
+    _, records = train(tmp_path, callbacks=bad, spikes="skip", resume=True)
+    assert [record["step"] for record in records if record.get("spike")] == [SPIKE]
+
+
+def test_the_dump_of_a_run_that_skipped_a_spike_replays_without_it(tmp_path):
+    data = rows()
+    data["y"][20::50] += 1e3
+    sections = {"data": data, "checkpoint": {"every": None}}
+    _, records = train(tmp_path / "a", spikes="skip", mesh={"data": 4}, sections=sections)
+    spike = [record["step"] for record in records if record.get("spike")][-1]
+    sections["checkpoint"] = {"every": spike - 2}
+    settings = {"mesh": {"data": 4}, "sections": sections, "spikes": "skip", "compare_replicas_every": 1}
+    with pytest.raises(DeviceFault):
+        train(tmp_path / "b", callbacks=[AfterUpdate(spike + 1, flip(device=2))], **settings)
+    dump = tmp_path / "b" / "dumps" / f"update-{spike + 1:06d}"
+    assert json.loads((dump / "dump.json").read_text())["step"] == spike - 2
+    assert trainer_of(tmp_path / "b", **settings).replay(dump).is_same
 
 
 def test_spikes_without_end_end_the_run(tmp_path):

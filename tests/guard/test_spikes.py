@@ -52,6 +52,27 @@ def test_numbers_below_the_others_are_no_spike():
     assert not any(fed(SpikeDetector(8, 5.0), [5.0, 5.1, 4.9, 5.0, 5.0, 5.1, 0.1, -9.0]))
 
 
+def test_limits_are_the_largest_numbers_that_are_no_spike():
+    detector = SpikeDetector(8, 5.0)
+    assert detector.limits() == {"loss": math.inf, "grad_norm": math.inf}
+    fed(detector, [1.0, 1.1, 0.9, 1.0, 1.05, 0.95, 1.0, 1.1], [0.0] * 8)
+    limits = detector.limits()
+    assert limits["grad_norm"] == 0 and 1.1 < limits["loss"] < 2
+    assert not fed(detector, [limits["loss"] * 0.999], [0.0])[0]
+    assert set(fed(detector, [detector.limits()["loss"] * 1.001], [1e-9])[0]) == {"loss", "grad_norm"}
+
+
+@pytest.mark.parametrize("seen", [3, 4, 5, 8, 9, 20])
+def test_limits_without_the_last_number_are_those_before_it_came(seen):
+    losses = np.random.default_rng(2).normal(3, 1, seen).tolist()
+    before, after = SpikeDetector(8, 5.0), SpikeDetector(8, 5.0)
+    fed(before, losses[:-1])
+    fed(after, losses)
+    restored = SpikeDetector(8, 5.0)
+    restored.restore(after.to_dict())
+    assert before.limits() == after.limits(without_last=True) == restored.limits(without_last=True)
+
+
 def test_a_restored_detector_judges_alike():
     rng = np.random.default_rng(1)
     losses = (2 + 0.1 * rng.normal(size=60)).tolist() + [4.0] + (2 + 0.1 * rng.normal(size=9)).tolist()
