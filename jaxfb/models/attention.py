@@ -23,6 +23,7 @@ from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
 from jaxfb.models.rope import rotate
+from jaxfb.parallel.context import within_window
 from jaxfb.parallel.tensor import constrain, residual_stream
 from jaxfb.refusal import Refused
 
@@ -67,7 +68,13 @@ class Attention(nnx.Module):
 
 
 def packed_attention(
-    query: jax.Array, key: jax.Array, value: jax.Array, *, segments: jax.Array | None, backend: str
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    segments: jax.Array | None,
+    backend: str,
+    window: int | None = None,
 ) -> jax.Array:
     """Computes causal attention inside each segment of each row. A token always sees itself, so padding is finite.
 
@@ -75,23 +82,32 @@ def packed_attention(
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
       segments: i32[R, T] document ids, 0 for padding; None when each row is one document.
       backend: "auto", "xla", "cudnn" or "splash".
+      window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T, H, K].
     """
     packed = segments is not None
     chosen = choose_backend(backend, query, key, packed=packed)
     if chosen == "splash":
-        return splash.splash_attention(query, key, value, segments)
+        return splash.splash_attention(query, key, value, segments, window=window)
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
-    return attention(query, key, value, mask=mask, is_causal=True, backend=chosen)
+    return attention(query, key, value, mask=mask, is_causal=True, backend=chosen, window=window)
 
 
-def attention(query, key, value, *, mask=None, is_causal=False, backend="xla") -> jax.Array:
+def attention(query, key, value, *, mask=None, is_causal=False, backend="xla", window=None) -> jax.Array:
     """Computes softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
     if backend == "xla":
-        return blocked_attention(query, key, value, mask=mask, is_causal=is_causal)
+        return blocked_attention(query, key, value, mask=mask, is_causal=is_causal, window=window)
+    if mask is not None and window is not None:  # cuDNN has no window beside a bias
+        mask, window = mask & within_window(*(jnp.arange(x.shape[1]) for x in (query, key)), window), None
     return jax.nn.dot_product_attention(
-        query, key, value, mask=mask, is_causal=is_causal, implementation=backend
+        query,
+        key,
+        value,
+        mask=mask,
+        is_causal=is_causal,
+        implementation=backend,
+        local_window_size=None if window is None else (window - 1, 0),
     )
 
 

@@ -1,8 +1,9 @@
 """Softmax attention in plain JAX, a block of queries at a time: what runs where no flash kernel does.
 
 Causal queries never meet the keys behind their block, which saves three eighths of the products, of the softmax and of
-what is kept for the backward. The backward is written by hand: autodiff makes each gradient of the scores twice, once
-as it lies and once transposed, and transposing [queries, keys] costs a CPU more than the product it is for.
+what is kept for the backward; with a window they do not meet the keys before it either. The backward is written by
+hand: autodiff makes each gradient of the scores twice, once as it lies and once transposed, and transposing
+[queries, keys] costs a CPU more than the product it is for.
 
 Shapes: R = rows, T = queries, S = keys, H = heads, G = kv heads, N = H / G, B = queries of a block, K = head size.
 Scores, softmax and sums are float32 (float64 for float64), probabilities are kept in the queries' dtype.
@@ -19,6 +20,7 @@ import jax.numpy as jnp
 from jaxfb.models.layers import statistics_dtype
 
 _MOST_BLOCKS = 4  # the program grows with them; 4 save three quarters of what can be saved
+_MOST_BLOCKS_WITH_WINDOW = 16  # each sees no more than the window and itself
 _SMALLEST_BLOCK = 64
 
 
@@ -29,6 +31,7 @@ def blocked_attention(
     *,
     mask: jax.Array | None = None,
     is_causal: bool = False,
+    window: int | None = None,
 ) -> jax.Array:
     """Computes softmax(query . key / sqrt(K)) . value. Equals `jax.nn.dot_product_attention` to rounding; reverse
     mode only.
@@ -37,71 +40,99 @@ def blocked_attention(
       query: float[R, T, H, K].  key, value: float[R, S, G, K]; G divides H.
       mask: bool[R, 1, T, S], True where a query may look; everywhere if None.
       is_causal: query t looks at keys 0..t only; T is S.
+      window: a causal query t looks at keys t - window + 1..t only; None: at all of 0..t.
     Returns:
       float[R, T, H, K].
     """
     rows, length, _, size = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
     key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
-    context = _attend(grouped, key, value, None if mask is None else mask[:, :, None], is_causal)
+    context = _attend(
+        grouped, key, value, None if mask is None else mask[:, :, None], _Look(is_causal, window)
+    )
     return context.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
+class _Look(NamedTuple):
+    """Describes which keys a query sees besides what a mask hides."""
+
+    is_causal: bool
+    window: int | None
+
+
 class _Block(NamedTuple):
-    """Queries [first, end) and the keys [0, seen) they may look at."""
+    """Queries [first, end) and the keys [oldest, seen) they may look at."""
 
     first: int
     end: int
+    oldest: int
     seen: int
 
-    def visible(self, mask: jax.Array | None, is_causal: bool) -> jax.Array:
-        """Returns bool, broadcastable to [R, G, N, B, seen]."""
-        whole = jnp.ones((self.end - self.first, self.seen), bool)
-        seen = jnp.tril(whole, self.first) if is_causal else whole
-        return seen if mask is None else seen & mask[..., self.first : self.end, : self.seen]
+    def visible(self, mask: jax.Array | None, look: _Look) -> jax.Array:
+        """Returns bool, broadcastable to [R, G, N, B, keys of the block]."""
+        whole = jnp.ones((self.end - self.first, self.seen - self.oldest), bool)
+        seen = jnp.tril(whole, self.first - self.oldest) if look.is_causal else whole
+        if look.window is not None:
+            seen = jnp.triu(seen, self.first - self.oldest - look.window + 1)
+        return seen if mask is None else seen & mask[..., self.first : self.end, self.oldest : self.seen]
+
+    def keys_of(self, x: jax.Array) -> jax.Array:
+        """Returns the keys of the block, of [R, G, S, K]."""
+        return x[:, :, self.oldest : self.seen]
 
 
-def causal_blocks(length: int) -> list[_Block]:
-    """Returns the blocks of so many causal queries."""
-    size = max(_SMALLEST_BLOCK, -(-length // _MOST_BLOCKS))
+def causal_blocks(length: int, window: int | None = None) -> list[_Block]:
+    """Returns the blocks of so many causal queries. With a window they are no longer than it, where that is not many
+    blocks.
+    """
+    size = -(-length // _MOST_BLOCKS)
+    if window is not None:
+        size = min(size, max(window, -(-length // _MOST_BLOCKS_WITH_WINDOW)))
+    size = max(_SMALLEST_BLOCK, size)
     ends = [min(first + size, length) for first in range(0, length, size)]
-    return [_Block(first, end, end) for first, end in zip([0, *ends], ends, strict=False)]
+    back = length if window is None else window - 1
+    return [
+        _Block(first, end, max(first - back, 0), end) for first, end in zip([0, *ends], ends, strict=False)
+    ]
 
 
-def _blocks(num_queries: int, num_keys: int, is_causal: bool) -> list[_Block]:
-    return causal_blocks(num_queries) if is_causal else [_Block(0, num_queries, num_keys)]
+def _blocks(num_queries: int, num_keys: int, look: _Look) -> list[_Block]:
+    if not look.is_causal:
+        return [_Block(0, num_queries, 0, num_keys)]
+    return causal_blocks(num_queries, look.window)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _attend(query, key, value, mask, is_causal):
+def _attend(query, key, value, mask, look):
     """Computes attention: [R, G, N, T, K], [R, G, S, K] twice -> [R, G, N, T, K]."""
-    return _forward(query, key, value, mask, is_causal)[0]
+    return _forward(query, key, value, mask, look)[0]
 
 
-def _forward(query, key, value, mask, is_causal):
+def _forward(query, key, value, mask, look):
     probs, context = [], []
-    for block in _blocks(query.shape[3], key.shape[2], is_causal):
+    for block in _blocks(query.shape[3], key.shape[2], look):
         here = query[..., block.first : block.end, :]
-        probs.append(_probs(here, key[:, :, : block.seen], block.visible(mask, is_causal)))
-        context.append(_product("rgms,rgsk->rgmk", probs[-1], value[:, :, : block.seen]))
+        probs.append(_probs(here, block.keys_of(key), block.visible(mask, look)))
+        context.append(_product("rgms,rgsk->rgmk", probs[-1], block.keys_of(value)))
     return jnp.concatenate(context, axis=3).astype(query.dtype), (query, key, value, probs)
 
 
-def _backward(is_causal, kept, cotangent):
+def _backward(look, kept, cotangent):
     query, key, value, probs = kept
+    blocks = _blocks(query.shape[3], key.shape[2], look)
     of_blocks = [
         _block_backward(
             *(x[..., block.first : block.end, :] for x in (query, cotangent)),
-            *(x[:, :, : block.seen] for x in (key, value)),
+            *(block.keys_of(x) for x in (key, value)),
             prob,
         )
-        for block, prob in zip(_blocks(query.shape[3], key.shape[2], is_causal), probs, strict=True)
+        for block, prob in zip(blocks, probs, strict=True)
     ]
     to_query, to_key, to_value = zip(*of_blocks, strict=True)
     return (
         jnp.concatenate(to_query, axis=3).astype(query.dtype),
-        _sum_from_first(to_key).astype(key.dtype),
-        _sum_from_first(to_value).astype(value.dtype),
+        _sum_of_keys(blocks, to_key).astype(key.dtype),
+        _sum_of_keys(blocks, to_value).astype(value.dtype),
         None,
     )
 
@@ -149,9 +180,9 @@ def _einsum(subscripts, a, b):
     return jnp.einsum(subscripts, a, b, preferred_element_type=statistics_dtype(a.dtype))
 
 
-def _sum_from_first(parts):
-    """Adds arrays [R, G, seen, K] that all begin at key 0; the last is the longest."""
-    *shorter, total = parts
-    for part in shorter:
-        total = total.at[:, :, : part.shape[2]].add(part)
+def _sum_of_keys(blocks, parts):
+    """Adds arrays [R, G, keys of each block, K] to [R, G, S, K]; the last block sees the last key."""
+    total = jnp.pad(parts[-1], [(0, 0), (0, 0), (blocks[-1].oldest, 0), (0, 0)])
+    for block, part in zip(blocks[:-1], parts, strict=False):
+        total = total.at[:, :, block.oldest : block.seen].add(part)
     return total

@@ -41,6 +41,8 @@ class TransformerConfig:
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
     attention:       "auto": flash attention where it is supported, on GPUs "cudnn", on TPUs "splash"
                      (`jaxfb.models.attention.choose_backend`), else "xla"; or one of these.
+    window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
+                     None: all before it.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
                      "all_gather" or "all_to_all" (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
@@ -88,6 +90,7 @@ class TransformerConfig:
     qk_norm: bool = False
     dropout: float = 0.0
     attention: str = "auto"
+    window: int | None = None
     context_attention: str = "ring"
     sequence_parallel: bool = False
     loss_chunk: int = 1024
@@ -145,14 +148,27 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
 
     6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not) that the token
     meets, which are the experts that it goes to and not those that there are; and for
-    attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal.
+    attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal; with a window
+    the mean number of tokens that one sees takes the place of seq_len / 2.
     """
     layer = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
     num_layers = config.num_layers + config.mtp_depth
     heads = (1 + config.mtp_depth) * config.vocab_size * config.hidden_size
     matmul = num_layers * layer + heads + config.mtp_depth * _mtp_projection_params(config)
-    attention = num_layers * config.num_heads * config.head_size * seq_len
+    attention = num_layers * config.num_heads * config.head_size * twice_seen(config.window, seq_len)
     return 6 * matmul + 6 * attention
+
+
+def twice_seen(window: int | None, seq_len: int) -> int:
+    """Returns twice the mean number of tokens that a causal token sees."""
+    if window is None or window >= seq_len:
+        return seq_len
+    return window * (2 * seq_len - window) // seq_len
+
+
+def seen_share(config: TransformerConfig, seq_len: int) -> float:
+    """Returns the tokens that attention looks at, as a share of those that it does without windows."""
+    return twice_seen(config.window, seq_len) / seq_len
 
 
 def _attention_matmul_params(config: TransformerConfig) -> int:
@@ -271,7 +287,7 @@ def _check_loss(config: TransformerConfig) -> None:
             raise Refused(
                 f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none", [{name: 0}]
             )
-    for name in ("logit_softcap", "expert_capacity"):
+    for name in ("logit_softcap", "expert_capacity", "window"):
         if getattr(config, name) is not None and not getattr(config, name) > 0:
             raise Refused(
                 f"[model] {name}={getattr(config, name)} must be positive; use null for none", [{name: None}]

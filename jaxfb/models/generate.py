@@ -23,6 +23,7 @@ from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.transformer import Block, rebuilder
+from jaxfb.parallel.context import within_window
 from jaxfb.refusal import Refused
 from jaxfb.types import outer_params
 
@@ -137,7 +138,7 @@ def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
     def attend(query, key, value):
         room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
         # the backend that training names may refuse a prompt: its length and dtype are other ones
-        context = packed_attention(query, key, value, segments=None, backend="auto")
+        context = packed_attention(query, key, value, segments=None, backend="auto", window=config.window)
         return context, (jnp.pad(key, room), jnp.pad(value, room))
 
     block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
@@ -154,7 +155,10 @@ def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache
     cache.
     """
     block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
-    visible = (jnp.arange(cache[0].shape[2]) <= slot[:, None])[:, None, None, :]
+    places = jnp.arange(cache[0].shape[2])
+    visible = places <= slot[:, None]
+    if config.window is not None:
+        visible &= within_window(slot, places, config.window)
     rows = jnp.arange(slot.shape[0])
 
     def layer(hidden, scanned):
@@ -162,7 +166,7 @@ def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache
 
         def attend(query, key, value):
             kept = keys.at[rows, slot].set(key[:, 0]), values.at[rows, slot].set(value[:, 0])
-            return attention(query, *kept, mask=visible), kept
+            return attention(query, *kept, mask=visible[:, None, None, :]), kept
 
         return block_of(layer_params)(hidden, slot[:, None], attend)
 

@@ -31,6 +31,7 @@ def splash_attention(
     value: jax.Array,
     segments: jax.Array | None,
     *,
+    window: int | None = None,
     interpret: bool = False,
 ) -> jax.Array:
     """Computes causal attention inside each segment of each row: `packed_attention` by the kernel.
@@ -41,11 +42,12 @@ def splash_attention(
     Args:
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
       segments: i32[R, T], or None.
+      window: as that of `packed_attention`; blocks of which nothing is in it are skipped as well.
       interpret: run the kernel step by step as plain JAX, on any platform: for tests.
     Returns:
       float[R, T, H, K].
     """
-    kernel = _kernel(query.shape[2], query.shape[1], interpret)
+    kernel = _kernel(query.shape[2], query.shape[1], window, interpret)
     heads_first = [x.swapaxes(1, 2) for x in (_scaled(query), key, value)]
     one_row = lambda q, k, v, ids: kernel(q, k, v, _segment_ids(ids))  # noqa: E731
     return jax.vmap(one_row)(*heads_first, segments).swapaxes(1, 2)
@@ -118,7 +120,7 @@ def _segment_ids(ids: jax.Array | None) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _kernel(num_heads: int, length: int, interpret: bool) -> Any:
+def _kernel(num_heads: int, length: int, window: int | None, interpret: bool) -> Any:
     """Returns a function of one row: (q [H, T, K], k, v [G, T, K], SegmentIds or None) -> [H, T, K].
 
     The backward is two kernels, one for queries and one for keys and values. The library's fused one computes scores
@@ -128,9 +130,14 @@ def _kernel(num_heads: int, length: int, interpret: bool) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
+    def visible():
+        if window is None:
+            return splash.CausalMask((length, length))
+        return splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
+
     block = block_size(length)
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
-    mask = MultiHeadMask([splash.CausalMask((length, length)) for _ in range(num_heads)])
+    mask = MultiHeadMask([visible() for _ in range(num_heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha_single_device(
             mask=mask,

@@ -115,7 +115,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         return outer_of(outer).embed(microbatch["tokens"])
 
     def attend_to(segments):
-        how = dict(backend=config.attention, context=config.context_attention)
+        how = dict(backend=config.attention, context=config.context_attention, window=config.window)
         return partial(_attend_packed, segments=segments, **how)
 
     def counted_here(microbatch):
@@ -176,13 +176,14 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _attend_packed(query, key, value, *, segments, backend, context):
+def _attend_packed(query, key, value, *, segments, backend, context, window):
     if size_here() > 1:
-        return context_attention(query, key, value, segments=segments, method=context), None
+        out = context_attention(query, key, value, segments=segments, method=context, window=window)
+        return out, None
     chosen = choose_backend(backend, query, key, packed=segments is not None)
 
     def attend(query, key, value, segments):
-        return packed_attention(query, key, value, segments=segments, backend=chosen)
+        return packed_attention(query, key, value, segments=segments, backend=chosen, window=window)
 
     if chosen == "xla":
         return attend(query, key, value, segments), None

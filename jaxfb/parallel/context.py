@@ -108,7 +108,9 @@ def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> li
     return [in_order[device + 1], in_order[2 * size - device]]
 
 
-def context_attention(query, key, value, *, segments: jax.Array | None, method: str) -> jax.Array:
+def context_attention(
+    query, key, value, *, segments: jax.Array | None, method: str, window: int | None = None
+) -> jax.Array:
     """Computes causal attention inside each segment, over the whole sequence.
 
     Args:
@@ -117,28 +119,30 @@ def context_attention(query, key, value, *, segments: jax.Array | None, method: 
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
         devices' share of them; "all_gather" gathers them all; "all_to_all" exchanges tokens for heads
         (Ulysses; C must divide G) and so runs any attention kernel.
+      window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T/context, H, K].
     """
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
     return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
-        query, key, value, segments
+        query, key, value, segments, window
     )
 
 
-def gathered(query, key, value, segments) -> jax.Array:
+def gathered(query, key, value, segments, window=None) -> jax.Array:
     """Computes attention with all keys and values gathered over context; the transpose scatters their gradients."""
     bring = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length, size = query.shape[1], size_here()
     places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
-    mask = _visible(token_index(length), places, segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
+    everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
+    mask = _visible(token_index(length), places, segments, everywhere, window)
     q, k, v = _grouped(query, key.shape[2]), bring(key), bring(value)
     sums = _attend(_nothing(q), q, k, v, mask)
     return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
 
 
-def exchanged(query, key, value, segments) -> jax.Array:
+def exchanged(query, key, value, segments, window=None) -> jax.Array:
     """Computes attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
     size = size_here()
     if key.shape[2] % size:
@@ -156,16 +160,16 @@ def exchanged(query, key, value, segments) -> jax.Array:
     q, k, v = to_heads(query), to_heads(key), to_heads(value)
     whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
     grouped = _grouped(q, k.shape[2])
-    mask = _visible(jnp.arange(length), jnp.arange(length), whole, whole)
+    mask = _visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
     sums = _attend(_nothing(grouped), grouped, k, v, mask)
     out = (sums.out / sums.total[..., None]).astype(query.dtype).reshape(q.shape)
     return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-@jax.custom_vjp
-def ring(query, key, value, segments) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def ring(query, key, value, segments, window=None) -> jax.Array:
     """Computes ring attention (arXiv:2310.01889): online softmax while keys and values are passed along the ring."""
-    return _ring_forward(query, key, value, segments)[0]
+    return _ring_forward(query, key, value, segments, window)[0]
 
 
 class _Block(NamedTuple):
@@ -184,14 +188,14 @@ class _Sums(NamedTuple):
     total: jax.Array
 
 
-def _ring_forward(query, key, value, segments):
+def _ring_forward(query, key, value, segments, window):
     q = _grouped(query, key.shape[2])
     block = _Block(key, value, segments)
 
     def add(sums, block, step):
-        return _on_visible_half(step, partial(_add_block, sums, q, segments), block)
+        return _on_visible_half(step, partial(_add_block, sums, q, _Seen(segments, window, step)), block)
 
-    sums = _attend(_nothing(q), q, key, value, _own_mask(query.shape[1], segments))
+    sums = _attend(_nothing(q), q, key, value, _own_mask(query.shape[1], segments, window))
 
     def turn(carry, step):
         sums, block = carry
@@ -205,16 +209,19 @@ def _ring_forward(query, key, value, segments):
     return result, (query, key, value, segments, out, sums.top + jnp.log(sums.total))
 
 
-def _ring_backward(residuals, cotangent):
+def _ring_backward(window, residuals, cotangent):
     query, key, value, segments, out, normalizer = residuals
     q, wide = _grouped(query, key.shape[2]), out.dtype
     d_out = _grouped(cotangent, key.shape[2]).astype(wide)
     saved = (q, normalizer, d_out, jnp.sum(d_out * out, axis=-1))
-    d_query, d_key, d_value = _attend_backward(*saved, key, value, _own_mask(query.shape[1], segments))
+    d_query, d_key, d_value = _attend_backward(
+        *saved, key, value, _own_mask(query.shape[1], segments, window)
+    )
 
     def add(carry, step):
         d_query, block, d_key, d_value = carry
-        dq, dk, dv = _on_visible_half(step, partial(_block_backward, saved, segments), block)
+        run = partial(_block_backward, saved, _Seen(segments, window, step))
+        dq, dk, dv = _on_visible_half(step, run, block)
         return d_query + dq, block, d_key + dk, d_value + dv
 
     def turn(carry, step):
@@ -248,15 +255,32 @@ def _on_visible_half(step, run, block):
     return lax.cond(before, lambda: run(0, first, half), lambda: run(half, block, 2 * half))
 
 
-def _add_block(sums, q, segments, start, block, _):
-    mask = segments[:, start:, None] == block.segments[:, None, :]
+class _Seen(NamedTuple):
+    """Decides what this device's queries see of a block of keys that comes from `step` places before along the ring."""
+
+    segments: jax.Array
+    window: int | None
+    step: jax.Array | int
+
+    def mask(self, start, block):
+        """Returns bool[R, T - start, S]; no key is later than a query, so that only window and document count."""
+        same = self.segments[:, start:, None] == block.segments[:, None, :]
+        if self.window is None:
+            return same
+        length, size = self.segments.shape[1], size_here()
+        keys = token_index(length, (lax.axis_index(AXIS) - self.step) % size)[: block.segments.shape[1]]
+        return same & within_window(token_index(length)[start:], keys, self.window)
+
+
+def _add_block(sums, q, seen, start, block, _):
+    mask = seen.mask(start, block)
     part = jax.tree.map(lambda leaf: leaf[:, start:], sums)
     after = _attend(part, q[:, start:], block.key, block.value, mask)
     return jax.tree.map(lambda whole, tail: jnp.concatenate([whole[:, :start], tail], 1), sums, after)
 
 
-def _block_backward(saved, segments, start, block, length):
-    mask = segments[:, start:, None] == block.segments[:, None, :]
+def _block_backward(saved, seen, start, block, length):
+    mask = seen.mask(start, block)
     part = [leaf[:, start:] for leaf in saved]
     dq, dk, dv = _attend_backward(*part, block.key, block.value, mask)
     missing = saved[0].shape[1] - length
@@ -270,15 +294,22 @@ def _pass_on(tree):
         return lax.ppermute(tree, AXIS, [(device, (device + 1) % size) for device in range(size)])
 
 
-def _own_mask(length, segments):
+def _own_mask(length, segments, window):
     places = token_index(length)
-    return _visible(places, places, segments, segments)
+    return _visible(places, places, segments, segments, window)
 
 
-def _visible(query_places, key_places, query_segments, key_segments):
-    """Returns bool[R, T, S]: the key is not later, and of the same document."""
+def _visible(query_places, key_places, query_segments, key_segments, window):
+    """Returns bool[R, T, S]: the key is not later, in the window, and of the same document."""
     causal = query_places[:, None] >= key_places[None, :]
+    if window is not None:
+        causal &= within_window(query_places, key_places, window)
     return causal[None] & (query_segments[:, :, None] == key_segments[:, None, :])
+
+
+def within_window(query_places: jax.Array, key_places: jax.Array, window: int) -> jax.Array:
+    """Returns bool[T, S]: the key is less than `window` places before the query, or later."""
+    return query_places[:, None] - key_places[None, :] < window
 
 
 def _grouped(query, kv_heads):

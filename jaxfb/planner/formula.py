@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
-from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
+from jaxfb.models.config import TransformerConfig, flops_per_token, num_params, seen_share
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
 from jaxfb.schedules import Kind, default_name, kind_of
@@ -163,10 +163,10 @@ def _work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
 
 def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns the numbers a token that attention keeps where it makes scores."""
+    if _flash(config, sizes, topology):
+        return 0.0
     length = config.data.sequence_length // config.mesh.context
-    return (
-        (not _flash(config, sizes, topology)) * _SCORES_KEPT * sizes.num_heads * length / config.mesh.tensor
-    )
+    return _SCORES_KEPT * sizes.num_heads * length * seen_share(sizes, length) / config.mesh.tensor
 
 
 def _kind(config: Config) -> Kind:
@@ -271,8 +271,8 @@ def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -
     """Counts what is read and written for one token's attention where no flash kernel runs."""
     if _flash(config, sizes, topology):
         return 0.0
-    passes = _SCORE_BYTES.get(config.parallel.remat, 35)
-    return passes * sizes.num_heads * config.data.sequence_length * sizes.num_layers
+    passes, length = _SCORE_BYTES.get(config.parallel.remat, 35), config.data.sequence_length
+    return passes * sizes.num_heads * length * seen_share(sizes, length) * sizes.num_layers
 
 
 def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:

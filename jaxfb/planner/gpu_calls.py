@@ -20,7 +20,7 @@ def flops(call: Instruction, left: str) -> float:
     """Returns the FLOPs of a library's product or attention; 0 of any other call.
 
     Attention (its scores are [rows, heads, T, S]) is two products of that size forward and five backward, and half of
-    each where it is causal: cuDNN leaves out the blocks that nobody sees.
+    each where it is causal: cuDNN leaves out the blocks that nobody sees, and those before a window.
 
     Args:
       left: the type of the first operand.
@@ -31,9 +31,9 @@ def flops(call: Instruction, left: str) -> float:
             2.0 * math.prod(_shape(call.result)) * math.prod(_shape(left)[d] for d in _contracted(call.rest))
         )
     if target and target[1].startswith(_ATTENTION):
-        scores, size = _scores(call.rest), _shape(left)[-1]
+        scores, size = math.prod(_score_dims(call.rest)), _shape(left)[-1]
         products = 5 if "Backward" in target[1] else 2
-        return 2.0 * products * scores * size * (0.5 if "CAUSAL" in call.rest else 1.0)
+        return 2.0 * products * scores * size * _share_seen(call.rest)
     return 0.0
 
 
@@ -43,14 +43,22 @@ def result(instruction: Instruction) -> str:
     return _WORKSPACE.sub("", instruction.result) if called else instruction.result
 
 
+def _share_seen(rest: str) -> float:
+    if "CAUSAL" not in rest:
+        return 1.0
+    found = re.search(r'"sliding_window_length":\s*"?(\d+)', rest)
+    window, length = int(found[1]) if found else 0, _score_dims(rest)[-1]
+    return window * (2 * length - window) / (2 * length**2) if 0 < window < length else 0.5
+
+
 def _contracted(rest: str) -> list[int]:
     found = re.search(r'"lhs_contracting_dimensions":\s*\[([^\]]*)\]', rest)
     return [int(dim) for dim in re.findall(r"\d+", found[1])] if found else []
 
 
-def _scores(rest: str) -> int:
+def _score_dims(rest: str) -> list[int]:
     found = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', rest)
-    return math.prod(int(size) for size in re.findall(r"\d+", found[1])) if found else 0
+    return [int(size) for size in re.findall(r"\d+", found[1])] if found else [0]
 
 
 def _shape(types: str) -> tuple[int, ...]:

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jaxfb.models.splash import visible_pairs
+from jaxfb.models.splash import block_size, visible_pairs
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
@@ -19,8 +19,9 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = m
 
     Args:
       name: the kernel's, or that of an instruction of a compiled program named after it.
-      operands: their shapes; splash's are the two tables of its mask, then queries [R, H, T, K], or of one row
-        [H, T, K]. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
+      operands: their shapes; splash's are the two tables of its mask (blocks of queries by blocks of keys), then
+        queries [R, H, T, K], or of one row [H, T, K]. A ragged product's are tables, rows [S, D] and matrices
+        [L, D, F].
       rows: of a ragged product, those that there are.
     """
     if name.startswith(_RAGGED):
@@ -29,7 +30,9 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = m
     if found is None:
         return 0.0
     *rows_and_heads, length, size = operands[2]
-    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * visible_pairs(length)
+    visited = math.prod(operands[0][1:]) * block_size(length) ** 2  # less than the causal ones with a window
+    pairs = min(visited, visible_pairs(length))
+    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
 
 
 def _ragged_flops(operands: Sequence[tuple[int, ...]], rows: float) -> float:

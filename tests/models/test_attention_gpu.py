@@ -34,13 +34,14 @@ def calls(text: str) -> tuple[int, int]:
     return len(re.findall(FORWARD, text)), len(re.findall(BACKWARD, text))
 
 
-def attention_program(dtype=jnp.bfloat16, segments=False, backend="cudnn", kv_heads=KV_HEADS) -> str:
+def attention_program(
+    dtype=jnp.bfloat16, segments=False, backend="cudnn", kv_heads=KV_HEADS, window=None
+) -> str:
     """Of attention and its gradient."""
 
     def loss(query, key, value, segments):
-        return (
-            packed_attention(query, key, value, segments=segments, backend=backend).astype(jnp.float32).sum()
-        )
+        out = packed_attention(query, key, value, segments=segments, backend=backend, window=window)
+        return out.astype(jnp.float32).sum()
 
     query, key = (jax.ShapeDtypeStruct((ROWS, LENGTH, heads, SIZE), dtype) for heads in (HEADS, kv_heads))
     told = jax.ShapeDtypeStruct((ROWS, LENGTH), jnp.int32) if segments else None
@@ -61,6 +62,14 @@ def test_packed_rows_are_flash_attention_with_a_bias_of_one_head():
     assert calls(text) == (1, 1) and text.count("mask_type\\22: \\22CAUSAL") == 2
     assert f"tensor<{ROWS}x1x{LENGTH}x{LENGTH}xbf16>" in text
     assert f"tensor<{ROWS}x{HEADS}x{LENGTH}x{LENGTH}x" not in text
+
+
+def test_a_window_is_the_kernels_own_or_in_the_bias_of_packed_rows():
+    text = attention_program(window=7)
+    assert calls(text) == (1, 1) and len(re.findall(r"sliding_window_length\\22: 7\b", text)) == 2
+    assert f"{LENGTH}x{LENGTH}x" not in text
+    packed = attention_program(segments=True, window=7)
+    assert calls(packed) == (1, 1) and len(re.findall(r"sliding_window_length\\22: 0\b", packed)) == 2
 
 
 def test_auto_without_a_gpu_is_xla():

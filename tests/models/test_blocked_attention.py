@@ -1,5 +1,7 @@
 """Attention in blocks of queries equals attention over whole [T, S] scores, and does not make what nobody sees."""
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,12 +13,13 @@ from jaxfb.models.blocked_attention import blocked_attention
 ROWS, SIZE = 2, 8
 
 
-def attention_over_whole_scores(query, key, value, mask, is_causal):
+def attention_over_whole_scores(query, key, value, mask, is_causal, window=None):
     repeat = query.shape[2] // key.shape[2]
     key, value = (jnp.repeat(x, repeat, axis=2) for x in (key, value))
     scores = jnp.einsum("rthk,rshk->rhts", query, key) / SIZE**0.5
     visible = jnp.ones(scores.shape[2:], bool) if mask is None else mask
     visible = jnp.tril(visible) if is_causal else visible
+    visible = visible if window is None else jnp.triu(visible, 1 - window)
     probs = jax.nn.softmax(jnp.where(visible, scores, -jnp.inf), axis=-1)
     return jnp.einsum("rhts,rshk->rthk", probs, value)
 
@@ -35,15 +38,24 @@ def documents(length):
 
 @pytest.mark.parametrize("kv_heads", [4, 2, 1])
 @pytest.mark.parametrize(
-    "num_queries, num_keys, is_causal, masked",
-    [(200, 200, True, True), (64, 64, True, False), (600, 600, True, False), (3, 70, False, False)],
+    "num_queries, num_keys, how, masked",
+    [
+        (200, 200, dict(is_causal=True), True),
+        (64, 64, dict(is_causal=True), False),
+        (600, 600, dict(is_causal=True), False),
+        (3, 70, dict(is_causal=False), False),
+        (200, 200, dict(is_causal=True, window=1), False),
+        (200, 200, dict(is_causal=True, window=30), True),
+        (600, 600, dict(is_causal=True, window=100), False),
+        (64, 64, dict(is_causal=True, window=90), False),
+    ],
 )
-def test_equals_attention_over_whole_scores(num_queries, num_keys, is_causal, masked, kv_heads):
+def test_equals_attention_over_whole_scores(num_queries, num_keys, how, masked, kv_heads):
     query, key, value, cotangent = arrays(num_queries, num_keys, 4, kv_heads)
     mask = documents(num_queries) if masked else None
 
     def both(attention):
-        out, vjp = jax.vjp(lambda *qkv: attention(*qkv, mask=mask, is_causal=is_causal), query, key, value)
+        out, vjp = jax.vjp(lambda *qkv: attention(*qkv, mask=mask, **how), query, key, value)
         return out, vjp(cotangent)
 
     for ours, theirs in zip(
@@ -71,22 +83,25 @@ def test_a_query_that_may_look_nowhere_is_finite_with_finite_gradients():
     assert all(np.isfinite(leaf).all() for leaf in (out, *vjp(cotangent)))
 
 
-@pytest.mark.parametrize("length", [512, 2048])
-def test_causal_queries_do_not_meet_the_keys_behind_their_block(length):
+@pytest.mark.parametrize(
+    "length, window, pairs",
+    [(512, None, 512**2 * 5 // 8), (2048, None, 2048**2 * 5 // 8), (2048, 128, 2048 * 255 - 127 * 128)],
+)
+def test_causal_queries_do_not_meet_the_keys_behind_their_block_or_before_the_window(length, window, pairs):
     """Products over 5/8 of the scores, forward and backward, and no array of all of them."""
     shape = jax.ShapeDtypeStruct((1, length, 1, SIZE), jnp.float32)
 
+    attend = partial(blocked_attention, is_causal=True, window=window)
+
     def gradients(query, key, value):
-        return jax.grad(lambda *qkv: blocked_attention(*qkv, is_causal=True).sum(), argnums=(0, 1, 2))(
-            query, key, value
-        )
+        return jax.grad(lambda *qkv: attend(*qkv).sum(), argnums=(0, 1, 2))(query, key, value)
 
     eqns = inlined(jax.make_jaxpr(gradients)(shape, shape, shape)).eqns
     largest = max(var.aval.size for eqn in eqns for var in eqn.outvars)
     products = [eqn for eqn in eqns if eqn.primitive.name == "dot_general"]
     scores = sum(_scores(eqn, length) for eqn in products)
     assert largest <= length**2 // 4
-    assert scores == 6 * length**2 * 5 // 8
+    assert scores == 6 * pairs
 
 
 def _scores(eqn, length):

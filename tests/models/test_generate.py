@@ -25,12 +25,14 @@ def params():
     return jax.tree.map(lambda x: 10 * x, make(jax.random.key(0)))
 
 
-def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params):
+@pytest.mark.parametrize("window", [None, 4])
+def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params, window):
+    config = dataclasses.replace(CONFIG, window=window)
     prompts, lengths = np.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0], [6, 5, 3, 0, 0]]), [5, 2, 3]
-    out = generate(CONFIG, params, prompts, 6, prompt_lengths=jnp.array(lengths))
+    out = generate(config, params, prompts, 6, prompt_lengths=jnp.array(lengths))
     for row, length in enumerate(lengths):
         whole = np.concatenate([prompts[row, :length], out.tokens[row]])[None]
-        log_probs = jax.nn.log_softmax(all_logits(CONFIG, params, {"tokens": whole}))[0, length - 1 : -1]
+        log_probs = jax.nn.log_softmax(all_logits(config, params, {"tokens": whole}))[0, length - 1 : -1]
         np.testing.assert_array_equal(out.tokens[row], log_probs.argmax(-1))
         np.testing.assert_allclose(out.log_probs[row], log_probs.max(-1), rtol=0, atol=1e-12)
 

@@ -21,6 +21,7 @@ SIZES = {"vocab_size": 32, "num_layers": 3, "hidden_size": 24, "num_heads": 4}
         ({"head_size": 5}, "head_size=5 must be even .* use 6"),
         ({"num_layers": 0}, "num_layers=0 must be positive"),
         ({"dropout": 1.0}, "dropout=1.0 must be at least 0 and below 1"),
+        ({"window": 0}, "window=0 must be positive; use null for none"),
         ({"attention": "flash"}, "attention='flash' must be one of auto, xla, cudnn"),
     ],
 )
@@ -46,6 +47,17 @@ def test_params_and_operations_are_counted_exactly(change):
     forward = jax.make_jaxpr(lambda params: logits(config, params, {"tokens": tokens}))(shapes)
     causal_half = 2 * config.num_layers * config.num_heads * config.head_size * length
     assert 3 * (_dot_flops(forward.jaxpr) - causal_half * length) == flops_per_token(config, length) * length
+
+
+@pytest.mark.parametrize("window, seen", [(None, 50), (100, 50), (300, 50), (1, 1), (10, 9.5)])
+def test_a_window_counts_the_tokens_that_are_seen(window, seen):
+    full, cut = (flops_per_token(TransformerConfig(**SIZES, window=w), 100) for w in (None, window))
+    attention = 12 * 3 * 24  # layers, heads x head_size
+    assert (
+        full - cut == attention * (50 - seen)
+        if window != 1
+        else attention * 49 <= full - cut < attention * 50
+    )
 
 
 def _dot_flops(jaxpr):

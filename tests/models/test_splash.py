@@ -63,22 +63,24 @@ def small_blocks(monkeypatch):
 
 
 @pytest.mark.usefixtures("small_blocks")
-@pytest.mark.parametrize("kv_heads, packed", [(HEADS, False), (KV_HEADS, True)])
-def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed):
+@pytest.mark.parametrize(
+    "kv_heads, packed, window", [(HEADS, False, None), (KV_HEADS, True, None), (KV_HEADS, True, 70)]
+)
+def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, window):
     """In float32, to 5e-6 of the largest number: both sum 256 products, in another order."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
     *inputs, cotangent = (
         jax.random.normal(key, (2, LENGTH, n, SIZE), jnp.float32) for key, n in zip(keys, heads, strict=True)
     )
-    segments = documents(2) if packed else None
+    how = dict(segments=documents(2) if packed else None, window=window)
 
     def with_gradient(run):
         out, vjp = jax.vjp(run, *inputs)
         return out, *vjp(cotangent)
 
-    ours = jax.jit(lambda: with_gradient(partial(splash.splash_attention, segments=segments, interpret=True)))
-    theirs = jax.jit(lambda: with_gradient(partial(packed_attention, segments=segments, backend="xla")))
+    ours = jax.jit(lambda: with_gradient(partial(splash.splash_attention, **how, interpret=True)))
+    theirs = jax.jit(lambda: with_gradient(partial(packed_attention, **how, backend="xla")))
     for kernel, plain in zip(ours(), theirs(), strict=True):
         np.testing.assert_allclose(kernel, plain, rtol=0, atol=5e-6 * float(jnp.abs(plain).max()))
 
@@ -210,7 +212,9 @@ def test_gradients_of_a_pipeline_are_those_of_one_device_and_plain_attention(mon
     """The engine with the kernel interpreted, in float32: 2e-5 of the largest gradient of a leaf."""
     kernel = splash._kernel
     monkeypatch.setattr(splash, "platform_here", lambda: "tpu")
-    monkeypatch.setattr(splash, "_kernel", lambda heads, length, _: kernel(heads, length, True))
+    monkeypatch.setattr(
+        splash, "_kernel", lambda heads, length, window, _: kernel(heads, length, window, True)
+    )
     plan, one = (jaxfb.BatchPlan(rows=4, rows_per_microbatch=size) for size in (1, 4))
     tokens = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, 64)
     batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}

@@ -27,8 +27,16 @@ def test_zigzag_gives_every_device_an_early_and_a_late_piece():
         context.zigzag(20, 4)
 
 
-@pytest.mark.parametrize("size", [4, pytest.param(2, marks=pytest.mark.slow)])
-def test_every_method_equals_attention_on_one_device(size):
+@pytest.mark.parametrize(
+    "size, window",
+    [
+        (4, None),
+        (4, 3),
+        pytest.param(4, 9, marks=pytest.mark.slow),
+        pytest.param(2, None, marks=pytest.mark.slow),
+    ],
+)
+def test_every_method_equals_attention_on_one_device(size, window):
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (8, 4, 4, 8)
     query, key, value, seen = (
@@ -37,7 +45,8 @@ def test_every_method_equals_attention_on_one_device(size):
     segments = jnp.asarray(SEGMENTS[:2])
 
     def whole(query, key, value):
-        return (packed_attention(query, key, value, segments=segments, backend="xla") * seen).sum()
+        out = packed_attention(query, key, value, segments=segments, backend="xla", window=window)
+        return (out * seen).sum()
 
     wanted = jax.value_and_grad(whole, (0, 1, 2))(query, key, value)
     order = context.zigzag(LENGTH, size)
@@ -48,7 +57,8 @@ def test_every_method_equals_attention_on_one_device(size):
         *qkv, segments, seen = arrays
 
         def loss(method, *qkv):
-            return (context.context_attention(*qkv, segments=segments, method=method) * seen).sum()
+            out = context.context_attention(*qkv, segments=segments, method=method, window=window)
+            return (out * seen).sum()
 
         found = {m: jax.value_and_grad(loss, (1, 2, 3))(m, *qkv) for m in context.METHODS}
         return {m: (jax.lax.psum(loss, "context"), grads) for m, (loss, grads) in found.items()}

@@ -191,6 +191,9 @@ def test_a_gpus_library_calls_and_slices_behind_bitcasts_are_read():
     attention = 2 * (2 * queries + 2 * keys) + 4 * 8 * 64
     cast, matmul = 4 * layer + 2 * layer, 2 * 2 * layer + 4 * 128 * 128
     assert cost.bytes == pytest.approx(attention + cast + matmul + 2 * 4 * layer, abs=64)  # and six indices
+    windowed = OF_A_GPU.replace('"CAUSAL"', '"CAUSAL","sliding_window_length":16')
+    seen = 16 * (2 * 64 - 16) / (2 * 64**2)
+    assert cost_of(windowed, jaxfb.make_mesh(data=2)).flops == cost.flops - 2 * 2 * scores * (1 / 2 - seen)
 
 
 def test_a_group_over_several_hosts_goes_by_the_network_of_all_its_members():

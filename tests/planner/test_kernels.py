@@ -8,7 +8,7 @@ import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxfb.config import load_config
-from jaxfb.models.splash import visible_pairs
+from jaxfb.models.splash import _kernel, visible_pairs
 from jaxfb.planner import hlo_cost, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.formula import estimate
@@ -39,6 +39,14 @@ def by(attention: str):
     """(config, sizes) with that attention."""
     config = replace(CONFIG, model=replace(CONFIG.model, attention=attention))
     return config, model_sizes(config)
+
+
+@pytest.mark.parametrize("length, window, blocks", [(2048, 512, 2 * 4), (4096, 512, 2 * 8), (2048, 4096, 10)])
+def test_blocks_before_a_window_are_not_counted(length, window, blocks):
+    """The table of blocks that are visited is narrower then, but no narrower in the first rows."""
+    table = _kernel(1, length, window, True).fwd_mask_info.data_next.shape
+    flops = kernel_flops("splash_mha_fwd_x", [table, table, (1, length, SIZE)])
+    assert flops == 2 * 2 * SIZE * blocks * 512**2
 
 
 def test_a_trace_counts_the_kernels_products():
