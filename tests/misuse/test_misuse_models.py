@@ -30,7 +30,7 @@ CALLS = [
                 ("vocab_size", "num_layers", "hidden_size", "num_heads", "loss_chunk"), positive_int
             ),
             **dict.fromkeys(
-                ("mlp_size", "num_kv_heads", "head_size", "expert_mlp_size"), maybe(positive_int)
+                ("mlp_size", "num_kv_heads", "head_size", "expert_mlp_size", "window"), maybe(positive_int)
             ),
             **dict.fromkeys(("mtp_depth", "num_experts", "shared_expert_size"), COUNT),
             "experts_per_token": integers(1, 4),
