@@ -182,6 +182,14 @@ class CheckpointStore:
         step = self._existing(self.latest() if step is None else step)
         return {name: tuple(leaf["shape"]) for name, leaf in self._record(step)["leaves"].items()}
 
+    def existing(self, step: int | None = None) -> int:
+        """Returns the step itself, the newest complete one for None.
+
+        Raises:
+          FileNotFoundError: there is none.
+        """
+        return self._existing(self.latest() if step is None else step)
+
     def _existing(self, step: int | None) -> int:
         """Returns the step itself; FileNotFoundError if there is none."""
         if step is not None:

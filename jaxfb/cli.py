@@ -260,14 +260,14 @@ def _launch(options) -> int:
 
 
 def _import_hf(options) -> None:
-    from jaxfb.pretrained.run import import_run
+    from jaxfb.training.hugging_face import import_run
 
     target = import_run(options.directory, options.out)
     print(f'wrote {target}; try: jaxfb generate {target} --prompt "..."')
 
 
 def _export_hf(options) -> None:
-    from jaxfb.pretrained.run import export_run, lines
+    from jaxfb.training.hugging_face import export_run, lines
 
     print(lines(export_run(options.run_dir, options.directory, options.dtype)))
 

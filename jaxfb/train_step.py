@@ -28,7 +28,7 @@ from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.sharding import abstract, adopt, moment_specs, shardings
-from jaxfb.refusal import INT32, Refused, function, instance, integer
+from jaxfb.refusal import INT32, Refused, boolean, function, instance, integer
 from jaxfb.train_arguments import (
     check_alive,
     check_changed_gradients,
@@ -267,7 +267,13 @@ class TrainStep:
         """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
         return self._jitted.trace(state, batch, self.plan.real_rows, self.plan)
 
-    def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: int | jax.Array = 0) -> TrainState:
+    def init(
+        self,
+        params: PyTree | Callable[[jax.Array], PyTree],
+        rng: int | jax.Array = 0,
+        *,
+        donate: bool = False,
+    ) -> TrainState:
         """Returns a fresh state on the mesh, whose arrays are its own: `params` stay the caller's.
 
         Args:
@@ -275,6 +281,7 @@ class TrainStep:
             one. Or a function key -> parameters (see `is_init_function`), which is then run sharded, so that no device
             ever holds them whole.
           rng: a seed, or a PRNG key.
+          donate: the state takes over the arrays of `params`, which must not be used again: there is no second copy.
 
         Raises:
           ValueError: a leaf is no float array, or is one that Flax does not keep as a parameter.
@@ -287,13 +294,15 @@ class TrainStep:
             self._look_at(shapes.params, concrete=False)
             return jax.jit(create, out_shardings=self.state_shardings(shapes))(key)
         self._look_at(params)
+        donated = {"donate_argnums": 0} if boolean("donate", donate) else {}
         mesh = self.forward_backward.mesh
         places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
         if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
             shapes = jax.eval_shape(self._create, params, key)
-            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes))
+            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), **donated)
             return made(jax.tree.map(_on_the_host, params), key)
-        return self._copied(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
+        create = jax.jit(self._create, **donated) if donate else self._copied
+        return create(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:
         """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""

@@ -17,7 +17,7 @@ import optax
 
 from jaxfb import gradients
 from jaxfb.callbacks import Callback, checked
-from jaxfb.checkpoint import CannotWrite, CheckpointStore
+from jaxfb.checkpoint import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
@@ -31,6 +31,7 @@ from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
 from jaxfb.training.hosts import Hosts, LostProcess
+from jaxfb.training.parameters import newest_params
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
@@ -289,11 +290,10 @@ def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
 
 
 def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any, int]:
-    store = CheckpointStore(directory.checkpoints, config.checkpoint.keep, config.checkpoint.keep_best)
-    state, host = store.restore({"params": params}, partial=True)
-    if "config" in host:  # not in that of an imported model
-        check_model(host["config"], config)
-    return state["params"], host["update"]
+    found, record = newest_params(directory.path, config, params)
+    if "config" in record:  # not where nothing was trained yet
+        check_model(record["config"], config)
+    return found, record["update"]
 
 
 def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:

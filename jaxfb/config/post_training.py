@@ -83,7 +83,8 @@ class PlansConfig:
 class StartConfig:
     """Gives the initial parameters: the newest checkpoint of `run` (a run's directory), or random ones (null).
 
-    tokenizer:   "bytes", the path of a tokenizer.json or of a directory with one, or null for that of the run.
+    tokenizer:   "bytes", the path of a tokenizer.json or of a directory with one, or null for that of the run or of
+                 `model.from`.
     stop_tokens: names or ids of tokens, any of which ends an answer; null: those that the tokenizer's files, the
                  template and the run name.
     """
@@ -234,6 +235,12 @@ class PostTrainingConfig:
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
+        if self.start.run is not None and self.model is not None and self.model.from_ is not None:
+            raise Refused(
+                f"[model] from={self.model.from_} and start.run={self.start.run} both give the initial parameters; "
+                "leave one out",
+                [{"model": None}, {"start.run": None}],
+            )
         if (self.model is None) == (self.start.run is None):
             given = "both" if self.model else "neither"
             raise Refused(

@@ -10,7 +10,7 @@ from typing import Any
 
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import describe, fields_of, named_sections, section_of, sections_of
+from jaxfb.config.schema import describe, fields_of, key_of, named_sections, section_of, sections_of
 
 _ENTRY = re.compile(r"^(?P<names>[a-z_0-9]+(?:, [a-z_0-9]+)*): +(?P<text>\S.*)$")
 _INLINE = re.compile(r"(?<=\. )(?=[a-z_0-9]+: )")
@@ -31,7 +31,7 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
     leaves = [
         field
         for field in dataclasses.fields(cls)
-        if field.init and section_of(fields_of(cls)[field.name]) is None
+        if field.init and section_of(fields_of(cls)[key_of(field.name)]) is None
     ]
     texts = descriptions(cls)
     if leaves:
@@ -49,8 +49,9 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
 
 
 def _row(cls: type, field: dataclasses.Field, prefix: str, texts: dict[str, str]) -> str:
-    legal = describe(fields_of(cls)[field.name])
-    cells = (f"`{prefix}{field.name}`", legal, _default(field), texts.get(field.name, ""))
+    key = key_of(field.name)
+    legal = describe(fields_of(cls)[key])
+    cells = (f"`{prefix}{key}`", legal, _default(field), texts.get(key, ""))
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 

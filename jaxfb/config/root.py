@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
 from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.own_model import OwnModelConfig
@@ -54,10 +55,30 @@ class Config:
     plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
+        object.__setattr__(self, "data", _with_tokenizer(self.data, getattr(self.model, "from_", None)))
         check_pipeline(self.mesh, self.schedule, self.chunks)
         check_rollback(self.guard, self.checkpoint.every)
         _check_learning_rate(self)
         _check_mixture(self)
+
+
+def _with_tokenizer(data: DataConfig, source: str | None) -> DataConfig:
+    """Returns the settings with the tokenizer of the model that the run begins with, unless they name another.
+
+    Raises:
+      ValueError: that model has none, and there is text to be read.
+    """
+    if source is None or data.tokenizer != "bpe":
+        return data
+    file = Path(source) / "tokenizer.json"
+    if file.is_file():
+        return replace(data, tokenizer=str(file))
+    if all(one.source == "tokens" for one in (data.mixture.values() or [data])):
+        return data
+    raise Refused(
+        f"[data] {source} has no tokenizer.json, and a tokenizer that is trained on the text would give ids another "
+        "meaning than the model's; use data.tokenizer=path/to/tokenizer.json, or data.source=tokens"
+    )
 
 
 def _check_mixture(config: Config) -> None:

@@ -8,6 +8,7 @@ import types
 import typing
 from collections.abc import Iterator, Mapping
 from functools import cache
+from keyword import iskeyword
 from typing import Any, Literal, Union, get_args, get_origin
 
 from jaxfb.refusal import INT64, Refused, shown
@@ -89,17 +90,28 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         if key not in hints:
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
     built = {name: _value(hints[name], given, f"{prefix}{name}", root) for name, given in values.items()}
+    if hasattr(cls, "completed"):
+        built = cls.completed(built)
     missing = [f"{prefix}{name}" for name in _required(cls) if name not in built]
     if missing:
         raise ConfigError(f"[config] {', '.join(missing)} must be given; add it to the file")
-    return cls(**built)
+    return cls(**{_attribute(name): value for name, value in built.items()})
+
+
+def key_of(attribute: str) -> str:
+    """Returns the key of a field: its name, without the underscore that keeps Python's own words apart (`from_`)."""
+    return attribute.removesuffix("_")
+
+
+def _attribute(key: str) -> str:
+    return f"{key}_" if iskeyword(key) else key
 
 
 @cache
 def fields_of(cls: type) -> dict[str, Any]:
-    """Returns name -> type of every field that `cls(...)` takes."""
+    """Returns key -> type of every field that `cls(...)` takes."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {field.name: hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    return {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls) if field.init}
 
 
 def sections_of(hint: Any) -> list[type]:
@@ -267,7 +279,7 @@ def _check_registered(hint: Any, given: Any, key: str) -> None:
 def _required(cls: type) -> list[str]:
     missing = dataclasses.MISSING
     return [
-        field.name
+        key_of(field.name)
         for field in dataclasses.fields(cls)
         if field.init and field.default is missing and field.default_factory is missing
     ]

@@ -10,12 +10,15 @@ from typing import Any
 import yaml
 
 from jaxfb.config.post_training import COMMANDS
+from jaxfb.config.schema import key_of
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Returns plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
     return {
-        field.name: _plain(getattr(config, field.name)) for field in dataclasses.fields(config) if field.init
+        key_of(field.name): _plain(getattr(config, field.name))
+        for field in dataclasses.fields(config)
+        if field.init
     }
 
 
@@ -43,7 +46,7 @@ def _changed(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
     for field in dataclasses.fields(config):
         if not field.init:
             continue
-        value, name = getattr(config, field.name), f"{prefix}{field.name}"
+        value, name = getattr(config, field.name), f"{prefix}{key_of(field.name)}"
         if dataclasses.is_dataclass(value):
             yield from _changed(value, f"{name}.")
         elif field.default_factory is not dataclasses.MISSING:

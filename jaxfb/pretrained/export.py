@@ -1,21 +1,21 @@
-"""Writes parameters as a Hugging Face directory, in files of bounded size, one tensor at a time on the host."""
+"""Writes parameters as a Hugging Face directory: one of our arrays after the other, tensor by tensor on the host."""
 
 from __future__ import annotations
 
 import json
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import architecture_of, sizes_of
-from jaxfb.pretrained.family import Architecture
-from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name
-from jaxfb.pretrained.repository import COMPANIONS, INDEX, SINGLE
+from jaxfb.pretrained.companions import copy_companions
+from jaxfb.pretrained.names import Leaf, leaves_of, path_name
+from jaxfb.pretrained.repository import INDEX, SINGLE
+from jaxfb.pretrained.tensor_files import Tensor, TensorFile
 from jaxfb.refusal import Refused
 
 PyTree = Any
@@ -40,99 +40,98 @@ def export_model(
     Raises:
       ValueError: the directory holds files, or the parameters are not those of the config.
     """
+    arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
+    shapes = {path: tuple(array.shape) for path, array in arrays.items()}
+    dtype = next(iter(arrays.values())).dtype
+    return export_arrays(directory, shapes, arrays.__getitem__, dtype, config, companions, file_bytes)
+
+
+def export_arrays(
+    directory: str | Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    array_of: Callable[[str], Any],
+    dtype: Any,
+    config: Mapping[str, Any],
+    companions: Path | None = None,
+    file_bytes: int = FILE_BYTES,
+) -> list[Path]:
+    """Does the same with arrays that are asked for one at a time, so that no two need to be in memory.
+
+    Args:
+      shapes: of all of our arrays by dotted path.
+      array_of: a dotted path -> its array; called once for each, in no particular order.
+      dtype: of the tensors that are written.
+    """
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
-    architecture, sizes = architecture_of(config), sizes_of(config)
-    tensors = _tensors(architecture, sizes, params)
+    leaves = leaves_of(architecture_of(config), sizes_of(config))
+    _check_shapes(leaves, shapes)
+    name = str(jnp.dtype(dtype))
     target.mkdir(parents=True, exist_ok=True)
-    dtype = str(tensors[0].dtype)
-    _write_json(target / "config.json", {**config, "dtype": dtype, "torch_dtype": dtype})
-    written = [target / "config.json", *_write_tensors(target, tensors, file_bytes)]
-    for name in COMPANIONS:
-        if companions is not None and (companions / name).is_file():
-            written.append(Path(shutil.copyfile(companions / name, target / name)))
-    return written
+    files = _files(target, leaves, jnp.dtype(dtype), file_bytes)
+    place = {tensor: file for file in files for tensor in file.names}
+    try:
+        for path, leaf in leaves.items():
+            _write_leaf(leaf, array_of(path), jnp.dtype(dtype), place)
+    except BaseException:
+        for file in files:
+            file.abandon()
+        raise
+    written = [file.close() for file in files]
+    _write_json(target / "config.json", {**config, "dtype": name, "torch_dtype": name})
+    index = [_write_index(target, files)] if len(files) > 1 else []
+    carried = [] if companions is None else copy_companions(companions, target)
+    return [target / "config.json", *index, *written, *carried]
 
 
-class _Tensor(NamedTuple):
-    """A tensor that is fetched from the devices when it is written. sources: (leaf, part of it, our array)."""
-
-    name: str
-    sources: list[tuple[Leaf, Part, jax.Array]]
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.sources[0][1].shape
-
-    @property
-    def dtype(self) -> np.dtype:
-        return self.sources[0][2].dtype
-
-    @property
-    def nbytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
-
-    def fetch(self) -> np.ndarray:
-        if len(self.sources) == 1:
-            return self._part(*self.sources[0])
-        whole = np.empty(self.shape, self.dtype)
-        for leaf, part, array in self.sources:
-            whole[part.cut] = self._part(leaf, part, array)
-        return whole
-
-    def _part(self, leaf: Leaf, part: Part, array: jax.Array) -> np.ndarray:
-        found = np.asarray(jax.device_get(array[part.index] if part.index else array))
-        return np.ascontiguousarray(found.swapaxes(-1, -2) if leaf.turned else found)
-
-
-def _tensors(architecture: Architecture, sizes: TransformerConfig, params: PyTree) -> list[_Tensor]:
-    leaves = leaves_of(architecture, sizes)
-    arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
+def _check_shapes(leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:
     wrong = {
-        p
-        for p in {*leaves, *arrays}
-        if p not in leaves or p not in arrays or leaves[p].shape != arrays[p].shape
+        path
+        for path in {*leaves, *shapes}
+        if path not in leaves or path not in shapes or leaves[path].shape != tuple(shapes[path])
     }
     if wrong:
         raise Refused(
             f"[hf] the parameters are not those that the config describes; they differ in {sorted(wrong)[0]}"
         )
-    found: dict[str, _Tensor] = {}
-    for path, leaf in leaves.items():
-        for part in leaf.parts:
-            found.setdefault(part.name, _Tensor(part.name, [])).sources.append((leaf, part, arrays[path]))
-    return list(found.values())
 
 
-def _write_tensors(target: Path, tensors: list[_Tensor], file_bytes: int) -> list[Path]:
-    from safetensors.numpy import save_file
+def _write_leaf(leaf: Leaf, array: Any, dtype: Any, place: Mapping[str, TensorFile]) -> None:
+    for part in leaf.parts:
+        found = np.asarray(jax.device_get(array[part.index] if part.index else array))
+        turned = found.swapaxes(-1, -2) if leaf.turned else found
+        place[part.name].write(part.name, turned.astype(dtype, copy=False), part.cut)
 
-    groups = _grouped(sorted(tensors, key=_order), file_bytes)
+
+def _files(target: Path, leaves: Mapping[str, Leaf], dtype: Any, file_bytes: int) -> list[TensorFile]:
+    """Opens the files, whose tensors are ordered layer by layer so that a file has whole layers."""
+    parts = {part.name: part for leaf in leaves.values() for part in leaf.parts}
+    ordered = sorted((part.index[:1], part.name, part.shape) for part in parts.values())
+    tensors = [Tensor(name, shape, dtype) for _, name, shape in ordered]
+    groups = _grouped(tensors, file_bytes)
     names = [f"model-{k + 1:05d}-of-{len(groups):05d}.safetensors" for k in range(len(groups))]
     names = [SINGLE] if len(groups) == 1 else names
-    for name, group in zip(names, groups, strict=True):
-        save_file({tensor.name: tensor.fetch() for tensor in group}, target / name, metadata={"format": "pt"})
-    if len(groups) == 1:
-        return [target / SINGLE]
-    weight_map = {tensor.name: name for name, group in zip(names, groups, strict=True) for tensor in group}
-    size = sum(tensor.nbytes for tensor in tensors)
-    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-    return [target / INDEX, *(target / name for name in names)]
+    return [TensorFile(target / name, group) for name, group in zip(names, groups, strict=True)]
 
 
-def _order(tensor: _Tensor) -> tuple:
-    """Orders leaves layer by layer, so that a file has whole layers."""
-    return tensor.sources[0][1].index[:1], tensor.name
-
-
-def _grouped(tensors: list[_Tensor], file_bytes: int) -> list[list[_Tensor]]:
-    groups: list[list[_Tensor]] = [[]]
+def _grouped(tensors: list[Tensor], file_bytes: int) -> list[list[Tensor]]:
+    groups: list[list[Tensor]] = [[]]
+    size = 0
     for tensor in tensors:
-        if groups[-1] and sum(one.nbytes for one in groups[-1]) + tensor.nbytes > file_bytes:
+        if groups[-1] and size + tensor.nbytes > file_bytes:
             groups.append([])
+            size = 0
         groups[-1].append(tensor)
+        size += tensor.nbytes
     return groups
+
+
+def _write_index(target: Path, files: list[TensorFile]) -> Path:
+    weight_map = {name: file.path.name for file in files for name in file.names}
+    size = sum(file.nbytes for file in files)
+    _write_json(target / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+    return target / INDEX
 
 
 def _write_json(path: Path, values: Mapping[str, Any]) -> None:

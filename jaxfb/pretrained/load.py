@@ -30,16 +30,25 @@ def load_params(repository: Repository, sizes: TransformerConfig, abstract_param
     Raises:
       ValueError: tensors are missing, unexpected or of other shapes; nothing was allocated then.
     """
-    architecture = architecture_of(repository.config)
-    leaves = leaves_of(architecture, sizes)
-    tied = (
-        [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
-    )  # some files store it twice
-    repository.check(tensor_shapes(leaves), ignored=[*tied, *_buffers(repository)])
+    leaves = checked_leaves(repository, sizes)
     flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
     return jax.tree.unflatten(
-        structure, [_load(repository, leaves[path_name(path)], leaf) for path, leaf in flat]
+        structure, [load_leaf(repository, leaves[path_name(path)], leaf) for path, leaf in flat]
     )
+
+
+def checked_leaves(repository: Repository, sizes: TransformerConfig) -> dict[str, Leaf]:
+    """Returns our arrays by dotted path, after comparing all tensors of the directory with what they are made of.
+
+    Raises:
+      ValueError: tensors are missing, unexpected or of other shapes.
+    """
+    architecture = architecture_of(repository.config)
+    leaves = leaves_of(architecture, sizes)
+    # some files store it twice
+    tied = [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
+    repository.check(tensor_shapes(leaves), ignored=[*tied, *_buffers(repository)])
+    return leaves
 
 
 def _buffers(repository: Repository) -> list[str]:
@@ -47,7 +56,8 @@ def _buffers(repository: Repository) -> list[str]:
     return [name for name in repository.tensors if name.endswith("rotary_emb.inv_freq")]
 
 
-def _load(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+def load_leaf(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:
+    """Returns one of our arrays, cast and sharded like `like`; the host has one of its tensors at a time."""
     sharding = like.sharding or SingleDeviceSharding(jax.local_devices()[0])
     depth = len(leaf.parts[0].index)
     own = _without_leading(sharding, depth)

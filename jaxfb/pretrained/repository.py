@@ -14,14 +14,6 @@ from jaxfb.refusal import Refused
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 DTYPES = ("F64", "F32", "F16", "BF16")
-# carried along unchanged, where they exist
-COMPANIONS = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template.jinja",
-)
 
 
 @dataclass(frozen=True)
@@ -34,6 +26,13 @@ class Repository:
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
+
+    @property
+    def files(self) -> list[Path]:
+        """Returns the files of the weights, and their index where there is one."""
+        index = self.path / INDEX
+        weights = sorted({file for file, _, _ in self.tensors.values()})
+        return [index, *weights] if index.is_file() else weights
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
         """Returns a tensor, or part of it, reading no more of the file than that (of every other number: what is
@@ -75,7 +74,7 @@ def open_repository(directory: str | Path) -> Repository:
       ValueError: a file is missing or damaged, or the weights are pickled (.bin, .pt), which jaxfb never loads.
     """
     path = Path(directory)
-    config = _read_json(path / "config.json")
+    config = read_json(path / "config.json")
     tensors = {}
     for file in _files(path):
         tensors |= _header(file)
@@ -84,7 +83,7 @@ def open_repository(directory: str | Path) -> Repository:
 
 def _files(path: Path) -> list[Path]:
     if (path / INDEX).is_file():
-        listed = _read_json(path / INDEX).get("weight_map", {})
+        listed = read_json(path / INDEX).get("weight_map", {})
         names = sorted(set(listed.values()))
         if wrong := [name for name in names if Path(str(name)).name != name]:
             raise Refused(f"[hf] {path / INDEX} names files outside the directory: {wrong[0]!r}")
@@ -111,7 +110,17 @@ def _header(file: Path) -> dict[str, tuple[Path, tuple[int, ...], str]]:
         raise Refused(f"[hf] {file} cannot be read as safetensors: {str(error).splitlines()[0]}") from None
 
 
-def _read_json(file: Path) -> dict[str, Any]:
+def holds_weights(directory: Path) -> bool:
+    """Returns whether weights lie there that `open_repository` would open."""
+    return any((directory / name).is_file() for name in (SINGLE, INDEX))
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """Returns the object in a JSON file.
+
+    Raises:
+      ValueError: there is no such file, or no object in it.
+    """
     if not file.is_file():
         raise Refused(f"[hf] there is no file {file}")
     try:

@@ -84,10 +84,11 @@ class PolicyWork(PostTraining):
         return self.plan.to_dict()
 
     def start(self, say: Callable[[str], None]) -> None:
-        params = self.base.starting_params()
         if self._config.warm_start.updates:
-            params = self._warm_start(params, say)
-        self.train_state = self.step.init(params, self._config.run.seed)
+            params = self._warm_start(self.base.starting_params(self.step), say)
+            self.train_state = self.step.init(params, self._config.run.seed)
+        else:
+            self.train_state = self.base.begin(self.step)
         if self._config.uses_reference:
             self._reference = _copy(self.train_state.params)
         if self.critic:

@@ -17,7 +17,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.batch_plan.plan import UPDATES
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import load_config
 from jaxfb.config.post_training import KINDS, CutConfig, PostTrainingConfig, RLConfig
 from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
@@ -30,10 +30,11 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.refusal import Refused
+from jaxfb.train_state import TrainState
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.machine import check_model, check_rows
+from jaxfb.training.parameters import newest_params, params_in
 from jaxfb.training.setup import (
-    abstract_params,
     enable_float64,
     engine_options,
     model_sizes,
@@ -145,12 +146,22 @@ class Base:
         """Draws random parameters, in the dtype of the master copy."""
         return init_params(self.sizes, key, param_dtype(self.config))
 
-    def starting_params(self) -> PyTree | Callable[[jax.Array], PyTree]:
-        """Returns the parameters of `start.run`'s newest checkpoint, or a function that draws them."""
-        if self.config.start.run is None:
+    def begin(self, step: TrainStep) -> TrainState:
+        """Returns the state of a fresh run, with the parameters that it begins with, read onto the mesh."""
+        params, seed = self.starting_params(step), self.config.run.seed
+        return step.init(params, seed, donate=not callable(params))
+
+    def starting_params(self, step: TrainStep) -> PyTree | Callable[[jax.Array], PyTree]:
+        """Returns the parameters of `start.run` or of `model.from`, cut as the step cuts them, or a function that draws
+        them.
+        """
+        model, run = self.config.model, self.config.start.run
+        if run is None and (model is None or model.from_ is None):
             return self.init_params
-        store = CheckpointStore(Path(self.config.start.run) / "checkpoints", keep_best=None)
-        return store.restore({"params": abstract_params(self.config, self.sizes)}, partial=True)[0]["params"]
+        abstract = step.abstract_state(self.init_params).params
+        if run is None:
+            return params_in(model.from_, model, abstract)
+        return newest_params(run, load_config(run), abstract)[0]
 
 
 def make_base(config: PostTrainingConfig) -> Base:
@@ -179,7 +190,7 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
     asked = config.start.tokenizer
     if asked == "bytes":
         return ByteTokenizer()
-    if asked is None and config.start.run is None:
+    if asked is None and _source(config) is None:
         raise Refused(
             "[start] needs tokenizer where there is no run to take it from; use start.tokenizer=bytes"
         )
@@ -191,19 +202,27 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
     return load_tokenizer(path)
 
 
+def _source(config: PostTrainingConfig) -> Path | None:
+    """Returns the directory of what the run begins with: a run's, or one of Hugging Face files."""
+    of_model = None if config.model is None else config.model.from_
+    found = config.start.run or of_model
+    return None if found is None else Path(found)
+
+
 def _tokenizer_directory(config: PostTrainingConfig) -> Path | None:
     """Returns the directory of the tokenizer's files; None for bytes."""
     asked = config.start.tokenizer
     if asked == "bytes":
         return None
-    path = Path(asked or config.start.run)
+    path = Path(asked or _source(config) or "")
     return path if path.is_dir() else path.parent
 
 
 def _chat(config: PostTrainingConfig, tokenizer: Tokenizer) -> Chat:
     """Makes the chat by the template that the config names, else that of the starting run or the tokenizer's files."""
     section = next(found for name in KINDS if (found := getattr(config, name, None)) is not None)
-    places = [Path(config.start.run)] if config.start.run else []
+    source = _source(config)
+    places = [] if source is None else [source]
     places += [place for place in [_tokenizer_directory(config)] if place is not None]
     known = next((chat for place in places if (chat := saved_chat(place, tokenizer))), None)
     asked, stops = section.template, config.start.stop_tokens

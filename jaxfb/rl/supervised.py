@@ -74,7 +74,7 @@ class SupervisedWork(PostTraining):
         return {**self.plan.to_dict(), "seed": self.base.config.run.seed, "text": self._text}
 
     def start(self, say: Callable[[str], None]) -> None:
-        self.train_state = self.step.init(self.base.starting_params(), self.base.config.run.seed)
+        self.train_state = self.base.begin(self.step)
 
     def read(self, number: int) -> Rows:
         return self.stream.read(self._windows(number))

@@ -15,6 +15,7 @@ from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.log import named_numbers
+from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import abstract_params
@@ -71,6 +72,7 @@ class PostTraining:
 
     def write_start(self, directory: RunDirectory) -> None:
         self.base.chat.save(directory.path)
+        carry_from(self.config, directory)
 
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
         return named_numbers(metrics)

@@ -11,18 +11,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config.sections import FREE_OF_MODEL
 from jaxfb.refusal import Refused
 
 FLAG = "--allow-changes"
 ABSENT = "(absent)"
 
-# Keys of `model` that set how it is computed or what its loss adds, but not what its parameters mean.
-FREE_OF_MODEL = (
-    *("attention", "context_attention", "sequence_parallel", "loss_chunk", "vocab_size"),
-    *("dropout", "label_smoothing", "z_loss", "mtp_weight"),
-    *("balance_coefficient", "batch_balance_coefficient", "batch_balance_layers"),
-    *("router_z_coefficient", "router_bias_rate"),
-)
 # A restored state has its random key already, so another seed would be printed and not be used.
 FIXED_KEYS = ("run.seed",)
 # Post-training: what the saved position, rollout or reference was made from.

@@ -21,6 +21,7 @@ from jaxfb.training.agreement import what_is_made
 from jaxfb.training.batches import HostBatch, WindowReader, parts_of_update, place
 from jaxfb.training.evaluate import TERM, HeldOut
 from jaxfb.training.log import named_numbers
+from jaxfb.training.parameters import carry_from, params_in
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, optimizer, run_plan
@@ -79,11 +80,18 @@ class Pretraining:
         return self.setup.plan.to_dict()
 
     def write_start(self, directory: RunDirectory) -> None:
-        """Writes nothing besides the files of every run."""
+        """Writes the companions of the model that the run begins with, if there is one."""
+        carry_from(self.config, directory)
 
     def start(self, say: Say) -> None:
-        first = self._step(self.setup.plan.window(0).plan)
-        self.train_state = first.init(self.setup.init_params, self.config.run.seed)
+        first, seed = self._step(self.setup.plan.window(0).plan), self.config.run.seed
+        source = getattr(self.config.model, "from_", None)
+        if source is None:
+            self.train_state = first.init(self.setup.init_params, seed)
+            return
+        say(f"reading the weights of {source}")
+        abstract = first.abstract_state(self.setup.init_params).params
+        self.train_state = first.init(params_in(source, self.config.model, abstract), seed, donate=True)
 
     def read(self, number: int) -> HostBatch:
         return self._reader.read(self.setup.plan.window(number))

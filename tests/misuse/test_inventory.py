@@ -24,7 +24,7 @@ NOT_DATA = {
     """,
     "another directory, or the settings of the run that is saved in it": """
         checkpoint.py::CheckpointStore.save data/loader.py::Loader.restore
-        pretrained/export.py::export_model pretrained/run.py::import_run
+        pretrained/export.py::export_arrays training/hugging_face.py::_export_files training/hugging_face.py::import_run
         rl/work.py::PostTraining.check_same_text training/changes.py::check_changes
         training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
         training/run_dir.py::RunDirectory.check training/run_dir.py::RunDirectory.refuse_unless_free
@@ -49,9 +49,9 @@ NOT_DATA = {
         batch_plan/plan.py::BatchPlan._no_cut batch_plan/rollout.py::_check_plans
     """,
     "a key or a name, chosen from a list in the sentence": """
-        config/root.py::_check_mixture config/schema.py::_named_section config/schema.py::build
-        data/config.py::_check_mixture data/mixture.py::Mixture.__post_init__
-        metrics/writers.py::check_writers
+        config/root.py::_check_mixture config/root.py::_with_tokenizer
+        config/schema.py::_named_section config/schema.py::build data/config.py::_check_mixture
+        data/mixture.py::Mixture.__post_init__ metrics/writers.py::check_writers
     """,
 }
 """What the advice asks for that no change of an argument would give, and the functions that give such advice."""

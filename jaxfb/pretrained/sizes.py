@@ -1,0 +1,22 @@
+"""The sizes of a directory's model, from its config.json alone. No jax is imported."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.architectures import sizes_of
+from jaxfb.pretrained.repository import read_json
+from jaxfb.refusal import Refused
+
+
+def sizes_in(directory: str | Path) -> TransformerConfig:
+    """Returns the transformer that a directory of Hugging Face files holds; no weights are looked at.
+
+    Raises:
+      ValueError: there is no config.json, or it describes a model that cannot be read.
+    """
+    path = Path(directory)
+    if not (path / "config.json").is_file():
+        raise Refused(f"[model] from={path} must be a directory with config.json and *.safetensors")
+    return sizes_of(read_json(path / "config.json"))

@@ -1,0 +1,186 @@
+"""`jaxfb import-hf` and `export-hf`: a directory of Hugging Face files becomes a run, and a run becomes one."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+from collections.abc import Iterable
+from functools import reduce
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import config_from_dict, load_config, save_yaml
+from jaxfb.config.own_model import OwnModelConfig
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params
+from jaxfb.pretrained.architectures import describe, sizes_of
+from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
+from jaxfb.pretrained.export import export_arrays
+from jaxfb.pretrained.load import checked_leaves, load_leaf
+from jaxfb.pretrained.names import path_name
+from jaxfb.pretrained.repository import open_repository, read_json
+from jaxfb.refusal import Refused
+from jaxfb.training.parameters import weights_of
+from jaxfb.training.run_dir import RunDirectory
+
+log = logging.getLogger(__name__)
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def import_run(directory: str | Path, run_dir: str | Path) -> Path:
+    """Writes a run directory from which `eval`, `generate` and every kind of training can start; returns it.
+
+    The weights are checked, and copied as they are: a model takes as much of the disk as its files, whatever their
+    dtype, and no memory. Whatever uses the run reads them tensor by tensor onto its own mesh.
+
+    Raises:
+      ValueError: the directory cannot be read as a model, or the run directory holds something.
+    """
+    repository, target = open_repository(directory), Path(run_dir)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another --out")
+    sizes = sizes_of(repository.config)
+    checked_leaves(repository, sizes)
+    (target / "checkpoints").mkdir(parents=True)
+    kept = carry(repository.path, target)
+    for file in repository.files:
+        shutil.copyfile(file, kept / file.name)
+    if (kept / "tokenizer.json").is_file():
+        shutil.copyfile(kept / "tokenizer.json", target / "tokenizer.json")
+    save_yaml(config_from_dict(_config(target)), target / "config.yaml")
+    return target
+
+
+def export_run(run_dir: str | Path, directory: str | Path, dtype: str | None = None) -> list[Path]:
+    """Writes the newest checkpoint of a run as a directory of Hugging Face files; returns the files.
+
+    One array of the checkpoint is in memory at a time.
+
+    dtype: of the weights; None is that of the model that the run was imported from, else float32.
+
+    Raises:
+      ValueError: there is no checkpoint, or no architecture of transformers computes what this model computes.
+    """
+    source = Path(run_dir)
+    config = load_config(source)
+    if dtype not in (None, *DTYPES):
+        raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
+        written = _export_files(files, Path(directory), dtype)
+    else:
+        written = _export_checkpoint(source, config, Path(directory), dtype)
+    own = source / "tokenizer.json"
+    if not (Path(directory) / "tokenizer.json").exists() and _is_library_tokenizer(own):
+        written.append(Path(shutil.copyfile(own, Path(directory) / "tokenizer.json")))
+    return written
+
+
+def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
+    """Writes the files of a model that was not trained: the same bits, unless another dtype is asked for."""
+    repository = open_repository(source)
+    leaves = checked_leaves(repository, sizes_of(repository.config))
+    if dtype is not None:
+        shapes = {path: leaf.shape for path, leaf in leaves.items()}
+
+        def read(path: str) -> jax.Array:
+            like = jax.ShapeDtypeStruct(leaves[path].shape, jnp.float32)
+            return load_leaf(repository, leaves[path], like)
+
+        return export_arrays(target, shapes, read, dtype, repository.config, source)
+    if target.exists() and (not target.is_dir() or any(target.iterdir())):
+        raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
+    target.mkdir(parents=True, exist_ok=True)
+    copied = copy_companions(source, target, ("config.json",))
+    return copied + [Path(shutil.copyfile(file, target / file.name)) for file in repository.files]
+
+
+def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | None) -> list[Path]:
+    origin = _origin(source, config)
+    sizes, description = _described(source, config, origin)
+    wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
+    shapes = {
+        path_name(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(
+            jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+        )
+    }
+    store = CheckpointStore(source / "checkpoints", keep_best=None)
+    store.check_fit({"params": _nested(shapes)}, store.existing(), partial=True)
+    for step in reversed(store.steps()):
+
+        def read(path: str, step: int = step) -> jax.Array:
+            tree, _ = store.restore({"params": _nested({path: shapes[path]})}, step, partial=True)
+            return jax.tree.leaves(tree)[0]
+
+        try:
+            found = {path: leaf.shape for path, leaf in shapes.items()}
+            return export_arrays(target, found, read, wanted, description, origin)
+        except Refused:
+            raise
+        except Exception as error:  # damage shows up as any of a dozen storage errors
+            log.warning("[export] passing over update %d of %s: %s", step, source, error)
+    raise Refused(f"[export] no checkpoint of {source} can be read whole")
+
+
+def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
+    """Returns the tree of dicts in which these leaves have these dotted paths."""
+    tree: dict[str, Any] = {}
+    for path, leaf in leaves.items():
+        *parents, name = path.split(".")
+        reduce(lambda node, parent: node.setdefault(parent, {}), parents, tree)[name] = leaf
+    return tree
+
+
+def _described(source: Path, config: Any, origin: Path | None) -> tuple[TransformerConfig, dict[str, Any]]:
+    """Returns the sizes of the run's model and a config.json of it."""
+    if origin is not None:
+        values = json.loads((origin / "config.json").read_text())
+        return sizes_of(values), values
+    model = config.model or load_config(config.start.run).model
+    if isinstance(model, OwnModelConfig):
+        raise Refused(
+            f"[export] the run trained model.name={model.name!r}, for which no Hugging Face format is known; only the "
+            "built-in transformer is exported"
+        )
+    sizes = model.sized(_stored_vocabulary(source))
+    return sizes, describe(sizes)
+
+
+def _stored_vocabulary(source: Path) -> int:
+    """Returns the rows of the saved embedding: a config may leave the vocabulary to the tokenizer."""
+    store = CheckpointStore(source / "checkpoints", keep_best=None)
+    return store.shapes()["params.embed.embedding"][0]
+
+
+def _origin(source: Path, config: Any) -> Path | None:
+    """Returns what was carried from the imported model, of this run or of the one that it started from."""
+    if (source / CARRIED / "config.json").is_file():
+        return source / CARRIED
+    start = getattr(config, "start", None)
+    return _origin(Path(start.run), load_config(start.run)) if start is not None and start.run else None
+
+
+def _config(target: Path) -> dict[str, Any]:
+    """Returns the config of a run that goes on training: everything but the model is a place to start from."""
+    tokenizer = target / "tokenizer.json"
+    return {
+        "model": {"from": str(target / CARRIED)},
+        "data": {"tokenizer": str(tokenizer) if tokenizer.exists() else "bytes", "sequence_length": 512},
+        "batch": {"rows": 8, "rows_per_microbatch": 1},
+        "run": {"dir": str(target), "updates": 1000},
+        "optimizer": {"learning_rate": 1e-5},
+    }
+
+
+def _is_library_tokenizer(path: Path) -> bool:
+    return path.is_file() and "model" in read_json(path)
+
+
+def lines(files: Iterable[Path]) -> str:
+    """Returns what the commands print: a line a file."""
+    return "\n".join(f"wrote {file}" for file in files)
