@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
-from typing import Any
+from functools import partial
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +14,12 @@ from jax._src import core, distributed, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import mlir
 from jax._src.lax import parallel
-from jax._src.lib.mlir import ir
+from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]  # the private name is meant
 from jax._src.lib.mlir.dialects import hlo
 from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
 from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
+
+Result = TypeVar("Result")
 
 
 def cut_down(closed: ClosedJaxpr, used_outputs: list[bool]) -> tuple[ClosedJaxpr, list[bool]]:
@@ -89,8 +92,10 @@ def silent(program):
         return type(program)(map(silent, program))
     if isinstance(program, ClosedJaxpr) and program.jaxpr is not program:
         return program.replace(jaxpr=silent(program.jaxpr))
-    if not hasattr(program, "eqns"):
-        return program
+    return _silent_equations(program) if hasattr(program, "eqns") else program
+
+
+def _silent_equations(program: Any):
     eqns = [
         eqn.replace(
             params={name: silent(value) for name, value in eqn.params.items()}, effects=_lasting(eqn.effects)
@@ -118,6 +123,12 @@ def equations(program) -> Iterator:
             yield from equations(value)
 
 
+def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., Result]], jax.custom_vjp[Result]]:
+    """Returns `jax.custom_vjp` as a decorator, in a form whose results type checkers know."""
+    decorated: Any = partial(jax.custom_vjp, nondiff_argnums=nondiff_argnums)
+    return decorated
+
+
 def is_tracing() -> bool:
     """Returns whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
     return not core.trace_state_clean()
@@ -125,7 +136,7 @@ def is_tracing() -> bool:
 
 def is_traced(tree) -> bool:
     """Returns whether any leaf is an abstract value of a function being traced."""
-    return any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree.leaves(tree))
+    return any(isinstance(leaf, core.Tracer) for leaf in jax.tree.leaves(tree))
 
 
 _CALLS = {"jit": "jaxpr", "pjit": "jaxpr", "closed_call": "call_jaxpr", "core_call": "call_jaxpr"}
@@ -259,6 +270,8 @@ def mend_cpu_collectives() -> None:
     """
     for name in (*_SUMS, *_MOVES):
         primitive = getattr(parallel, f"{name}_p", None)
+        if primitive is None:
+            continue
         entry = mlir._platform_specific_lowerings["cpu"].get(primitive) or mlir._lowerings.get(primitive)
         if entry is not None and not hasattr(entry.rule, "is_mended"):
             rule = _with_own_channel(_in_float32(entry.rule) if name in _SUMS else entry.rule)

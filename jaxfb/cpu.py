@@ -45,13 +45,15 @@ def prepare() -> None:
         os.environ["PJRT_NPROC"] = str(_WORKERS * number + (os.cpu_count() or 1))
 
 
-def quickly_compiled() -> dict[str, object]:
+def quickly_compiled() -> dict[str, int | str]:
     """Returns flags of XLA for programs that run once or twice: compiled in a third of the time, and slow.
 
     The kernels of fusions come from XLA's older emitter where it can still be asked for; it computes the same.
     """
-    emitter = {"--xla_cpu_use_fusion_emitters": "false"} if _version() < _NO_OLD_EMITTER else {}
-    return {"--xla_backend_optimization_level": 0} | emitter
+    flags: dict[str, int | str] = {"--xla_backend_optimization_level": 0}
+    if _version() < _NO_OLD_EMITTER:
+        flags["--xla_cpu_use_fusion_emitters"] = "false"
+    return flags
 
 
 def wants_options(mesh: Mesh) -> bool:

@@ -55,8 +55,8 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
         raise PlanError(
             f"[arrange] plan must be a BatchPlan with max_tokens_per_microbatch, got {shown(plan)}"
         )
-    lengths = _checked_lengths(plan, lengths)
-    width = plan.widths[bisect_left(plan.widths, max(lengths))]
+    lengths, widths = _checked_lengths(plan, lengths), plan.widths or ()
+    width = widths[bisect_left(widths, max(lengths))]
     bins = _pack(lengths, width) if plan.packing else [[row] for row in range(plan.rows)]
     _, per_replica, count = shape_for(plan, width, len(bins))
     total = per_replica * count * plan.data_parallel
@@ -129,11 +129,12 @@ def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
     if len(lengths) != plan.rows:
         raise PlanError(f'plan "{plan.purpose}" covers {plan.rows} rows, batch has {len(lengths)} lengths')
     lengths = [not_negative(plan.purpose, "each of lengths", length) for length in lengths]
+    widest = plan.widths[-1] if plan.widths else 0
     for row, length in enumerate(lengths):
-        if length > plan.widths[-1]:
+        if length > widest:
             raise PlanError(
                 f"[{plan.purpose}] lengths: row {row} has {length} tokens, above sequence_length "
-                f"{plan.sequence_length} (widest array row {plan.widths[-1]}); cut it, or raise sequence_length and "
+                f"{plan.sequence_length} (widest array row {widest}); cut it, or raise sequence_length and "
                 "max_tokens_per_microbatch"
             )
     return lengths
@@ -144,6 +145,6 @@ def _check_made(made: Arrangement, plan: BatchPlan) -> None:
     rows = sorted(row for bin_ in made.bins for row in bin_)
     fullest = max(sum(made.lengths[row] for row in bin_) for bin_ in made.bins)
     tokens = made.width * made.plan.rows_per_microbatch
-    within = fullest <= made.width and tokens <= plan.max_tokens_per_microbatch
+    within = fullest <= made.width and tokens <= (plan.max_tokens_per_microbatch or 0)
     if rows != list(range(plan.rows)) or not within or len(made.bins) != made.plan.padded_rows:
         raise RuntimeError(f"jaxfb arranged rows wrongly: lengths {made.lengths}, bins {made.bins}, {plan}")

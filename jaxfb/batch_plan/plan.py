@@ -35,6 +35,8 @@ PURPOSES: tuple[str, ...] = get_args(Purpose)
 REMAINDERS: tuple[str, ...] = get_args(Remainder)
 UPDATES = ("train", "critic")  # purposes of calls that make gradients
 
+_DERIVED: Any = None  # of a size that follows from the others where it is not given
+
 _FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
 
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
@@ -83,10 +85,10 @@ class BatchPlan:
 
     purpose: Purpose = "train"
     _: KW_ONLY
-    rows: int = None  # type: ignore[assignment]
-    rows_per_microbatch: int = None  # type: ignore[assignment]
+    rows: int = _DERIVED
+    rows_per_microbatch: int = _DERIVED
     data_parallel: int = 1
-    num_microbatches: int = None  # type: ignore[assignment]
+    num_microbatches: int = _DERIVED
     max_tokens_per_microbatch: int | None = None
     multiple_of: int = 1
     remainder: Remainder = "error"

@@ -231,12 +231,15 @@ def _check_updates(plan: RolloutPlan) -> None:
 
 def _fitted(plan: RolloutPlan, **sizes: int) -> dict[str, Any]:
     """Returns these sizes with plans for them: of as many rows as an update and a rollout then have."""
-    prompts, samples, update = (
-        sizes.get(name, getattr(plan, name)) for name in ("prompts", "samples_per_prompt", "rows_per_update")
-    )
-    rows = dict.fromkeys(UPDATES, update) | dict.fromkeys(FORWARD_PURPOSES, prompts * samples)
+    all_sizes = {name: getattr(plan, name) for name in _COUNTS} | sizes
+    rollout = all_sizes["prompts"] * all_sizes["samples_per_prompt"]
+    rows = _rows_by_purpose(all_sizes["rows_per_update"], rollout)
     plans = {purpose: _of_rows(one, rows.get(purpose)) for purpose, one in plan.plans.items()}
     return {**sizes, "plans": plans}
+
+
+def _rows_by_purpose(update: int, rollout: int) -> dict[str, int]:
+    return {purpose: update for purpose in UPDATES} | {purpose: rollout for purpose in FORWARD_PURPOSES}
 
 
 def _of_rows(plan: BatchPlan, rows: int | None) -> BatchPlan:
@@ -286,8 +289,7 @@ def _check_groups(plan: RolloutPlan) -> None:
 def _check_plans(plan: RolloutPlan) -> None:
     """Checks that each plan has its own purpose, the right number of rows, none dropped, and one mesh."""
     for purpose, one in plan.plans.items():
-        sizes = dict.fromkeys(UPDATES, plan.rows_per_update) | dict.fromkeys(FORWARD_PURPOSES, plan.rows)
-        wanted = sizes.get(purpose)
+        wanted = _rows_by_purpose(plan.rows_per_update, plan.rows).get(purpose)
         if wanted and one.rows != wanted:
             what = "an update" if purpose in UPDATES else "a rollout"
             raise PlanError(

@@ -250,22 +250,22 @@ def _count_short(run: RunPlan, end: int, left: int, plan: BatchPlan, update: int
 
 def _row_limit(run: RunPlan) -> int:
     """Returns the rows after which the run ends, where its length is not given in updates."""
-    if run.tokens:
-        return _rows_of_tokens(run)
+    if run.tokens and run.sequence_length:
+        return _rows_of_tokens(run, run.tokens, run.sequence_length)
     if run.epochs:
-        return math.ceil(Fraction(str(run.epochs)) * run.dataset_rows)
+        return math.ceil(Fraction(str(run.epochs)) * (run.dataset_rows or 0))
     return run.samples or _ENDLESS
 
 
-def _rows_of_tokens(run: RunPlan) -> int:
-    rows = divide(run.tokens, run.sequence_length, run.remainder)
+def _rows_of_tokens(run: RunPlan, tokens: int, sequence_length: int) -> int:
+    rows = divide(tokens, sequence_length, run.remainder)
     if rows:
         return rows
-    unit = run.sequence_length * run.train.real_rows  # whole updates, so that no other remainder is left
-    near = [{"tokens": tokens} for tokens in around(run.tokens, unit)]
+    unit = sequence_length * run.train.real_rows  # whole updates, so that no other remainder is left
+    near = [{"tokens": choice} for choice in around(tokens, unit)]
     choices = only_legal([*near, {"remainder": "pad"}], lambda choice: dataclasses.replace(run, **choice))
     raise PlanError(
-        f"[run] {run.tokens} tokens are not whole rows of sequence_length {run.sequence_length}"
+        f"[run] {tokens} tokens are not whole rows of sequence_length {sequence_length}"
         f"{offer(choices, 'tokens')}",
         choices,
     )
@@ -290,7 +290,7 @@ def _check_length(run: RunPlan) -> None:
 
 def _check_epochs(epochs: Any) -> None:
     is_number = isinstance(epochs, Real) and not isinstance(epochs, bool)
-    if not (is_number and 0 < epochs < MOST_ROWS):
+    if not (is_number and 0 < float(epochs) < MOST_ROWS):
         raise PlanError(f"[run] epochs must be a positive number, got {shown(epochs)}")
 
 

@@ -28,8 +28,12 @@ def mesh_of(case: Case) -> Mesh:
 
 def plan_of(case: Case) -> BatchPlan:
     """Makes the plan of one update."""
-    sizes = {"rows": case.rows, "rows_per_microbatch": case.rows_per_microbatch}
-    return BatchPlan(**sizes, data_parallel=case.data_parallel, remainder=case.remainder)
+    return BatchPlan(
+        rows=case.rows,
+        rows_per_microbatch=case.rows_per_microbatch,
+        data_parallel=case.data_parallel,
+        remainder=case.remainder,
+    )
 
 
 def engine_options(case: Case) -> dict[str, Any]:

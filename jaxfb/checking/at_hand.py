@@ -77,5 +77,5 @@ def check_random(
 def _check_together(model: LossFn | Pipelined, params: PyTree, batch: PyTree) -> None:
     """Raises ValueError where the model does not take these parameters and rows; nothing is compiled."""
     rows = len(jax.tree.leaves(batch)[0])
-    forward = get_forward_backward_func()
-    jax.eval_shape(lambda: forward(model, params, batch, BatchPlan(rows=rows, num_microbatches=1), rng=0))
+    forward, plan = get_forward_backward_func(), BatchPlan(rows=rows, num_microbatches=1)
+    jax.eval_shape(lambda: forward(model, params, batch, plan, rng=jax.random.key(0)))

@@ -5,11 +5,12 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from math import prod
-from typing import Any
+from typing import Any, Literal
 
 REPLICA_AXES = ("data", "fsdp", "expert")
 PIPELINED = ("stages", "transformer", "moe", "sums")
 """The models that can be cut into stages."""
+Remainder = Literal["error", "pad", "drop"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,7 @@ class Case:
     length: int = 4
     num_microbatches: int = 1
     rows_per_microbatch: int = 1
-    remainder: str = "error"
+    remainder: Remainder = "error"
     surplus: int = 0
     rng: str = "none"
     call: str = "direct"

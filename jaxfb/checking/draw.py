@@ -131,15 +131,16 @@ def _dtypes(dice: Dice, model: str) -> dict[str, Any]:
 def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> dict[str, Any]:
     pipe = mesh["pipe"]
     heavy = model in ("transformer", "moe")  # whose layers take long to compile
-    most = min(4 if heavy else FEW_DEVICES, own.num_layers if own else FEW_DEVICES)
+    own_layers = own.num_layers if own else None
+    most = min(4 if heavy else FEW_DEVICES, own_layers or FEW_DEVICES)
     fitting = {name: [c for c in chunks if c * pipe <= most] for name, chunks in SCHEDULES.items()}
     schedule = dice.one(*(name for name, chunks in fitting.items() if chunks))
     chunks = dice.one(*fitting[schedule])
     stages = pipe * chunks
-    layers = own.num_layers if own else stages * (2 if stages <= 3 and not heavy and dice.chance(0.4) else 1)
+    layers = own_layers or stages * (2 if stages <= 3 and not heavy and dice.chance(0.4) else 1)
     per_stage = None
     if layers % stages or dice.chance(0.25):
-        layers = layers if own else max(1, layers + dice.one(-1, 0, 1, 2))
+        layers = own_layers or max(1, layers + dice.one(-1, 0, 1, 2))
         per_stage = dice.cuts(layers, stages, smallest=int(layers >= stages and dice.chance(0.6)))
     placements = ["last", "rows", None] + (["vocabulary"] if model in ("transformer", "moe") else [])
     return {

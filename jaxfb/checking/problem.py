@@ -34,7 +34,7 @@ class Problem:
 
 def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
     """Builds the problem of a case; `own` for a case whose model is "own"."""
-    if case.model == "own":
+    if own is not None and case.model == "own":
         return _own(case, *own)
     if case.model in ("stages", "loss"):
         model = toys.stages(case) if case.model == "stages" else toys.loss_fn(case)
@@ -43,7 +43,7 @@ def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
         return Problem(*modules.built_in(case), modules.built_in_batch(case))
     if case.model == "sums":
         return Problem(*modules.sums(case), modules.sums_batch(case))
-    build: Callable = getattr(modules, case.model)
+    build: Callable[[Case], tuple[LossFn | Pipelined, PyTree]] = getattr(modules, case.model)
     return Problem(*build(case), toys.batch_of(case))
 
 

@@ -5,7 +5,7 @@ A `Pipelined` is embed, a Python loop over layers, head. Row r's key is `fold_in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -27,7 +27,7 @@ Keys = Callable[[jax.Array], jax.Array | None]
 @jax.tree_util.register_dataclass
 @dataclass(frozen=True)
 class Answer:
-    """Collects the numbers of a whole global batch; numpy arrays.
+    """Collects the numbers of a whole global batch; numpy arrays once they have left the program.
 
     loss, grads, terms, metrics, outputs: as in `ForwardBackwardOutput`; a term under normalize="microbatch" is
       Sum(mean of means, 1). grads is None with forward_only.
@@ -36,10 +36,10 @@ class Answer:
     counts: whether any row counts anything; if not, an update is skipped.
     """
 
-    loss: np.ndarray
-    terms: dict[str, Sum]
+    loss: np.ndarray | jax.Array
+    terms: Mapping[str, Sum]
     grads: PyTree
-    metrics: dict[str, Any]
+    metrics: Mapping[str, Any]
     per_microbatch: dict[str, Sum]
     metrics_of_microbatches: list[dict[str, Any]]
     outputs: PyTree
@@ -116,7 +116,7 @@ class OneDevice:
     def _objective(self, params: PyTree, rows: PyTree, keys: Any) -> tuple[jax.Array, LossOutput]:
         """Returns what some rows add to the loss, and the model's answer."""
         out = whole(self._model, params, rows, keys)
-        return sum(self._value(term) for term in out.terms.values()), out
+        return sum((self._value(term) for term in out.terms.values()), jnp.zeros(())), out
 
     def _value(self, term: Sum) -> jax.Array:
         """Returns what a term adds to the loss."""
@@ -155,7 +155,7 @@ def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Arr
         hidden, answer = _of_layer(model.layer(weights, hidden, rows, layer_keys))
         answers.append(answer)
     out = _as_output(model.head(outer, hidden, rows, keys))
-    terms = {name: sum((a.terms[name] for a in answers[1:]), term) for name, term in answers[0].terms.items()}
+    terms = {name: _added([a.terms[name] for a in answers]) for name in answers[0].terms}
     metrics = {name: _stacked([a.metrics[name] for a in answers]) for name in answers[0].metrics}
     return LossOutput({**out.terms, **terms}, {**out.metrics, **metrics}, out.outputs)
 
@@ -164,9 +164,9 @@ def keys_of_rows(rng: jax.Array | None, rows: int) -> jax.Array | None:
     """Returns one key a row, keys[rows], as documented: `fold_in(rng, row)`, or rng itself if it is one a row."""
     if rng is None:
         return None
-    if not jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
-        rng = jax.random.wrap_key_data(rng)
-    return rng if rng.ndim else jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(rows))
+    new_style = jnp.issubdtype(rng.dtype, jax.dtypes.prng_key)
+    key: jax.Array = rng if new_style else jax.random.wrap_key_data(rng)
+    return key if key.ndim else jax.vmap(jax.random.fold_in, (None, 0))(key, jnp.arange(rows))
 
 
 def value_of(metric: Any) -> np.ndarray:
@@ -197,6 +197,13 @@ def _divided(term: Sum) -> jax.Array:
         return term.total
     counts = jnp.asarray(term.weight) != 0
     return jnp.where(counts, term.total / jnp.where(counts, term.weight, 1), 0)
+
+
+def _added(sums: list[Sum]) -> Sum:
+    total = sums[0]
+    for one in sums[1:]:
+        total += one
+    return total
 
 
 def _stacked(sums: list[Sum]) -> Sum:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -101,12 +102,12 @@ def _leaves(problem: Problem) -> list:
     return jax.tree.leaves(problem.params)
 
 
-def _of_terms(case: Case, terms: dict[str, Sum]) -> dict[str, Any]:
+def _of_terms(case: Case, terms: Mapping[str, Sum]) -> dict[str, Any]:
     """Returns what the objective adds up: values, or totals under normalize="none"."""
     return {name: term.total if case.normalize == "none" else value_of(term) for name, term in terms.items()}
 
 
-def _values(metrics: dict[str, Any]) -> dict[str, np.ndarray]:
+def _values(metrics: Mapping[str, Any]) -> dict[str, np.ndarray]:
     return {name: value_of(metric) for name, metric in metrics.items()}
 
 
@@ -119,7 +120,7 @@ def _of_microbatches(got: ForwardBackwardOutput, want: Answer) -> tuple[list[dic
     return ours, [_values(metrics) for metrics in want.metrics_of_microbatches]
 
 
-def _parts(terms: dict[str, Sum], part: str, like: dict[str, Sum]) -> dict[str, Any]:
+def _parts(terms: Mapping[str, Sum], part: str, like: Mapping[str, Sum]) -> dict[str, Any]:
     """Returns the totals, or the weights of the terms that have one."""
     names = [name for name in like if part == "total" or like[name].weight is not None]
     return {name: getattr(terms[name], part) for name in names if name in terms}

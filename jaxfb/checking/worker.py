@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
+from multiprocessing.context import SpawnProcess
 from pathlib import Path
 
 from jaxfb.checking.case import Case
@@ -43,12 +44,21 @@ class Setup:
     limit: float = 600.0
 
 
+@dataclass(frozen=True)
+class _Running:
+    """Groups a process, the pipe to it and the file of what it prints."""
+
+    process: SpawnProcess
+    pipe: Connection
+    errors: Path
+
+
 class Worker:
     """Runs one case after another in a process, which is replaced when it ends."""
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._process = self._pipe = self._errors = None
+        self._running: _Running | None = None
         self._done = 0
 
     def __call__(self, request: Request) -> tuple[Case, Outcome]:
@@ -69,26 +79,27 @@ class Worker:
 
     def close(self) -> None:
         """Ends the process."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.join()
-            self._pipe.close()
-            Path(self._errors).unlink(missing_ok=True)
-        self._process, self._done = None, 0
+        if self._running is not None:
+            self._running.process.kill()
+            self._running.process.join()
+            self._running.pipe.close()
+            self._running.errors.unlink(missing_ok=True)
+        self._running, self._done = None, 0
 
     def _ask(self, request: Request) -> tuple[Case, Outcome]:
-        if self._process is None or self._done >= CASES_OF_ONE_PROCESS:
-            self._start()
+        running = self._running
+        if running is None or self._done >= CASES_OF_ONE_PROCESS:
+            running = self._start()
         case = request if isinstance(request, Case) else None
         try:
-            self._pipe.send(request)
-            case = self._receive(START)
-            outcome = self._receive(self._setup.limit)
+            running.pipe.send(request)
+            case = _receive(running.pipe, START)
+            outcome = _receive(running.pipe, self._setup.limit)
         except TimeoutError:
             outcome = Outcome(HUNG, f"nothing came back within {self._setup.limit:g} seconds", HUNG)
         except (EOFError, OSError):
-            self._process.join()
-            outcome = Outcome(ABORTED, self._how_it_ended(), ABORTED)
+            running.process.join()
+            outcome = Outcome(ABORTED, _how_it_ended(running), ABORTED)
         if case is None:
             raise RuntimeError(f"a process of the search could not start: {outcome.detail}")
         self._done += 1
@@ -96,31 +107,35 @@ class Worker:
             self.close()
         return case, outcome
 
-    def _start(self) -> None:
+    def _start(self) -> _Running:
         self.close()
-        handle, self._errors = tempfile.mkstemp(prefix="jaxfb-check-", suffix=".log")
+        handle, errors = tempfile.mkstemp(prefix="jaxfb-check-", suffix=".log")
         os.close(handle)
         context = multiprocessing.get_context("spawn")
-        self._pipe, theirs = context.Pipe()
-        self._process = context.Process(target=_serve, args=(theirs, self._setup, self._errors), daemon=True)
-        self._process.start()
+        pipe, theirs = context.Pipe()
+        process = context.Process(target=_serve, args=(theirs, self._setup, errors), daemon=True)
+        self._running = _Running(process, pipe, Path(errors))
+        process.start()
         theirs.close()
-        if (refusal := self._receive(START)) is not None:
+        if (refusal := _receive(pipe, START)) is not None:
             self.close()
             raise Refused(refusal)
+        return self._running
 
-    def _receive(self, limit: float):
-        if not self._pipe.poll(limit):
-            raise TimeoutError
-        return self._pipe.recv()
 
-    def _how_it_ended(self) -> str:
-        """Describes how the process ended, and what it wrote about that."""
-        code = self._process.exitcode
-        how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
-        lines = Path(self._errors).read_text(errors="replace").splitlines()
-        causes = [line for line in lines if CAUSES.search(line)] or lines[-3:]
-        return f"{how}: {' / '.join(line[:300] for line in causes[:3])}"
+def _receive(pipe: Connection, limit: float):
+    if not pipe.poll(limit):
+        raise TimeoutError
+    return pipe.recv()
+
+
+def _how_it_ended(running: _Running) -> str:
+    """Describes how the process ended, and what it wrote about that."""
+    code = running.process.exitcode
+    how = signal.Signals(-code).name if code is not None and code < 0 else f"exit code {code}"
+    lines = running.errors.read_text(errors="replace").splitlines()
+    causes = [line for line in lines if CAUSES.search(line)] or lines[-3:]
+    return f"{how}: {' / '.join(line[:300] for line in causes[:3])}"
 
 
 def _serve(pipe: Connection, setup: Setup, errors: str) -> None:

@@ -109,14 +109,20 @@ def _attribute(key: str) -> str:
 
 @cache
 def fields_of(cls: type) -> dict[str, Any]:
-    """Returns key -> type of every field that `cls(...)` takes."""
+    """Returns key -> type of every field that `cls(...)` takes; None is a value of each whose default it is."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    return {key_of(field.name): hints[field.name] for field in dataclasses.fields(cls) if field.init}
+    taken = [field for field in dataclasses.fields(cls) if field.init]
+    return {
+        key_of(field.name): hints[field.name] | None if field.default is None else hints[field.name]
+        for field in taken
+    }
 
 
 def sections_of(hint: Any) -> list[type]:
     """Returns the dataclasses that a field may hold, the usual one first."""
-    return [option for option in _options(hint) if dataclasses.is_dataclass(option)]
+    return [
+        option for option in _options(hint) if isinstance(option, type) and dataclasses.is_dataclass(option)
+    ]
 
 
 def section_of(hint: Any) -> type | None:

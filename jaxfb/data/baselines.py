@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from jaxfb.data.packing import PackedRows
+from jaxfb.data.packing import Rows
 
 CHUNK_TOKENS = 2**22
 MAX_TOKENS = 2**24  # counted at most; more text sharpens a bigram table very little
@@ -25,7 +25,7 @@ class Baselines:
     bigram: float
 
 
-def count_baselines(train: PackedRows, held_out: PackedRows, vocab_size: int) -> Baselines:
+def count_baselines(train: Rows, held_out: Rows, vocab_size: int) -> Baselines:
     """Counts a unigram model with add-one smoothing and a bigram model p(y|x) = (count(x, y) + k p(y)) / (count(x) +
     k).
 
@@ -37,7 +37,7 @@ def count_baselines(train: PackedRows, held_out: PackedRows, vocab_size: int) ->
     return Baselines(counts.unigram(pairs[1]), counts.bigram(*pairs, strength))
 
 
-def _tuned_strength(train: PackedRows, vocab_size: int) -> float:
+def _tuned_strength(train: Rows, vocab_size: int) -> float:
     row = np.arange(len(train))
     tuning = row % TUNING_SHARE == 0
     if tuning.all():
@@ -58,11 +58,11 @@ class _Counts:
     pair: np.ndarray
 
     @staticmethod
-    def of(rows: PackedRows, vocab_size: int) -> _Counts:
+    def of(rows: Rows, vocab_size: int) -> _Counts:
         previous, token = _pairs(rows)
         keys, pair = np.unique(previous * vocab_size + token, return_counts=True)
-        count = [np.bincount(values, minlength=vocab_size) for values in (token, previous)]
-        return _Counts(vocab_size, *count, keys, pair)
+        count = lambda values: np.bincount(values, minlength=vocab_size)  # noqa: E731
+        return _Counts(vocab_size, count(token), count(previous), keys, pair)
 
     def _probability(self, token: np.ndarray) -> np.ndarray:
         return (self.token[token] + 1) / (self.token.sum() + self.vocab_size)
@@ -78,7 +78,7 @@ class _Counts:
         return float(-np.log(interpolated).mean())
 
 
-def _pairs(rows: PackedRows) -> tuple[np.ndarray, np.ndarray]:
+def _pairs(rows: Rows) -> tuple[np.ndarray, np.ndarray]:
     """Returns input and target of every counted slot, i64[num_tokens] each."""
     step = max(CHUNK_TOKENS // rows.sequence_length, 1)
     batches = [rows.gather(np.arange(k, min(k + step, len(rows)))) for k in range(0, len(rows), step)]

@@ -95,9 +95,12 @@ def _publish(draft: Path, directory: Path) -> dict:
     try:
         os.rename(draft, directory)
     except OSError:
-        if read_whole(directory) is None:
+        if (facts := read_whole(directory)) is None:
             raise
-    return read_whole(directory)
+        return facts
+    if (facts := read_whole(directory)) is None:
+        raise OSError(f"{directory} changed while it was written")
+    return facts
 
 
 def _remove_abandoned_drafts(directory: Path) -> None:

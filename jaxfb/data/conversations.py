@@ -49,9 +49,8 @@ def split_held_out(items: Sequence[Any], fraction: float) -> tuple[list, list]:
     """
     hashes = np.array([name_hash(json.dumps(item)) for item in items], np.uint64)
     side = split_documents(hashes, fraction)
-    return tuple(
-        [item for item, at in zip(items, side, strict=True) if at == one] for one in (TRAIN, HELD_OUT)
-    )
+    on_side = lambda one: [item for item, at in zip(items, side, strict=True) if at == one]  # noqa: E731
+    return on_side(TRAIN), on_side(HELD_OUT)
 
 
 def encode_pairs(pairs: Sequence[Pair], chat: Chat) -> tuple[tuple[list, list], tuple[list, list]]:

@@ -13,7 +13,7 @@ import numpy as np
 from jaxfb.data.cache import cache_directory
 from jaxfb.data.config import DataConfig
 from jaxfb.data.mixture import MixedRows
-from jaxfb.data.packing import PackedRows, pack
+from jaxfb.data.packing import Rows, pack
 from jaxfb.data.shards import TokenDocuments
 from jaxfb.data.text_shards import common_tokenizer, open_text_shards
 from jaxfb.data.token_shards import open_token_shards
@@ -41,14 +41,14 @@ class Corpus:
     tokenizer: None for token files that came without one. vocab_size: all ids lie below it.
     """
 
-    train: PackedRows | MixedRows
-    held_out: PackedRows | MixedRows
+    train: Rows
+    held_out: Rows
     tokenizer: Tokenizer | None
     vocab_size: int
     train_stats: SplitStats
     held_out_stats: SplitStats
 
-    def bytes_per_token(self, rows: PackedRows | MixedRows | None = None) -> float | None:
+    def bytes_per_token(self, rows: Rows | None = None) -> float | None:
         """Returns bytes of text for each predicted token of `rows` (default: held out); None without a tokenizer.
 
         Exact for "bytes" and byte-level BPE. The end of a document is a token of 0 bytes.
@@ -128,15 +128,15 @@ def _common_tokenizer(config: DataConfig) -> str:
 
 def _sum(stats: list[SplitStats]) -> SplitStats:
     rows = sum(each.rows for each in stats)
-    known = all(each.bytes is not None for each in stats)
+    sizes = [each.bytes for each in stats if each.bytes is not None]
     return SplitStats(
         documents=sum(each.documents for each in stats),
         tokens=sum(each.tokens for each in stats),
-        bytes=sum(each.bytes for each in stats) if known else None,
+        bytes=sum(sizes) if len(sizes) == len(stats) else None,
         rows=rows,
         fill=sum(each.fill * each.rows for each in stats) / max(rows, 1),
     )
 
 
-def _stats(documents: TokenDocuments, rows: PackedRows) -> SplitStats:
+def _stats(documents: TokenDocuments, rows: Rows) -> SplitStats:
     return SplitStats(len(documents.length), documents.num_tokens, documents.num_bytes, len(rows), rows.fill)

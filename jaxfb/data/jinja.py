@@ -58,7 +58,7 @@ def _generation_tag() -> type:
 
         def parse(self, parser):
             next(parser.stream)
-            return parser.parse_statements(["name:endgeneration"], drop_needle=True)
+            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
     return Generation
 

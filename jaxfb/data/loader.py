@@ -10,12 +10,13 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
 from jaxfb.data.mixture import MixedOrder, MixedRows
 from jaxfb.data.order import row_order
-from jaxfb.data.packing import PackedRows
+from jaxfb.data.packing import Rows
 from jaxfb.refusal import INT64, Refused, integer, shown
 
 Batch = dict[str, np.ndarray]
@@ -39,7 +40,7 @@ class Loader:
 
     def __init__(
         self,
-        rows: PackedRows | MixedRows,
+        rows: Rows,
         rows_per_update: int | Callable[[int], int],
         *,
         seed: int | None = 0,
@@ -54,14 +55,13 @@ class Loader:
         self._total_rows = total_rows
         self._remainder = remainder
         self._local_rows = local_rows
-        own = callable(rows_per_update) and not isinstance(rows_per_update, type)
-        self._rows_at = rows_per_update if own else lambda consumed: rows_per_update
+        self._rows_at = _rows_at(rows_per_update)
         self._consumed_rows = 0
         self._iterator = None
         _check(rows, self._rows_at(0), seed, total_rows, remainder)
         self._order = _order(rows, seed)
         if remainder == "error" and total_rows is not None:
-            self._refuse_short_window()
+            self._refuse_short_window(total_rows)
 
     @property
     def consumed_rows(self) -> int:
@@ -138,7 +138,7 @@ class Loader:
     def _read_from(self, consumed_rows: int):
         import grain
 
-        windows = _Windows(consumed_rows, self._rows_at, self._total_rows, self._remainder, self._batch)
+        windows: Any = _Windows(consumed_rows, self._rows_at, self._total_rows, self._remainder, self._batch)
         options = grain.ReadOptions(
             num_threads=min(self._prefetch, READERS), prefetch_buffer_size=self._prefetch
         )
@@ -151,14 +151,14 @@ class Loader:
         row = [self._order(p) if p < end else -1 for p in (start + index).tolist()]
         return self._rows.gather(np.array(row, np.int64))
 
-    def _refuse_short_window(self) -> None:
-        consumed = 0
-        while consumed < self._total_rows:
+    def _refuse_short_window(self, total_rows: int) -> None:
+        last = consumed = 0
+        while consumed < total_rows:
             last, consumed = consumed, consumed + self._rows_at(consumed)
-        if consumed > self._total_rows:
+        if consumed > total_rows:
             whole = f"{last} or {consumed}" if last else f"{consumed}"
             raise Refused(
-                f"[data] total_rows={self._total_rows} leaves {self._total_rows - last} rows to the last "
+                f"[data] total_rows={total_rows} leaves {total_rows - last} rows to the last "
                 f"update of {consumed - last}; use total_rows {whole}, or remainder 'pad' or 'drop'",
                 [
                     *({"total_rows": rows} for rows in (last, consumed) if rows),
@@ -197,7 +197,7 @@ class _Windows:
 
 
 def evaluation_batches(
-    rows: PackedRows | MixedRows,
+    rows: Rows,
     rows_per_batch: int,
     *,
     local_rows: LocalRows | None = None,
@@ -209,14 +209,21 @@ def evaluation_batches(
     )
 
 
-def _order(rows: PackedRows | MixedRows, seed: int | None) -> Callable[[int], int]:
+def _rows_at(rows_per_update: Any) -> Callable[[int], int]:
+    """Returns rows consumed -> rows of the next update."""
+    own = callable(rows_per_update) and not isinstance(rows_per_update, type)
+    rows_at: Any = rows_per_update if own else lambda consumed: rows_per_update
+    return rows_at
+
+
+def _order(rows: Rows, seed: int | None) -> Callable[[int], int]:
     if isinstance(rows, MixedRows) and seed is not None:
         return MixedOrder(rows, seed)
     return row_order(len(rows), seed)
 
 
 def _check(
-    rows: PackedRows | MixedRows,
+    rows: Rows,
     rows_per_update: int,
     seed: int | None,
     total_rows: int | None,

@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import lru_cache
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from jaxfb.data.cache import digest
 from jaxfb.data.order import row_order
-from jaxfb.data.packing import PackedRows
+from jaxfb.data.packing import Rows
 from jaxfb.refusal import Refused, number, shown
 
 BLOCK = 1024  # rows of the stream that are ordered together, at least
@@ -51,18 +51,40 @@ class Mixture:
             raise Refused("[data] every weight of the Mixture is 0; use 1.0 for one of them")
 
 
+class Source(Protocol):
+    """A source as the order of a mixture sees it: how many rows it has, and a fingerprint of them."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+
 @dataclass(frozen=True)
-class MixedRows:
-    """Rows of several sources, numbered one source after the other; otherwise as `PackedRows`.
+class MixedSources:
+    """Sources whose rows are numbered one source after the other.
 
     parts:   name of a source -> its rows. weights: name -> its share of the rows of training, of any sum.
     """
 
-    parts: Mapping[str, PackedRows]
+    parts: Mapping[str, Source]
     weights: Weights
 
     def __len__(self) -> int:
         return sum(map(len, self.parts.values()))
+
+    @property
+    def starts(self) -> dict[str, int]:
+        """Returns the number of each source's first row."""
+        ends = np.cumsum([0, *map(len, self.parts.values())])
+        return dict(zip(self.parts, ends.tolist(), strict=False))
+
+
+@dataclass(frozen=True)
+class MixedRows(MixedSources):
+    """Rows of several sources; otherwise as `PackedRows`."""
+
+    parts: Mapping[str, Rows]
 
     @property
     def sequence_length(self) -> int:
@@ -80,12 +102,6 @@ class MixedRows:
     def fingerprint(self) -> str:
         return digest({name: rows.fingerprint for name, rows in self.parts.items()})
 
-    @property
-    def starts(self) -> dict[str, int]:
-        """Returns the number of each source's first row."""
-        ends = np.cumsum([0, *map(len, self.parts.values())])
-        return dict(zip(self.parts, ends.tolist(), strict=False))
-
     def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns the leaves of those rows, [num_rows, sequence_length]; -1 gives a row of zeros."""
         rows = np.asarray(rows, np.int64)
@@ -100,7 +116,7 @@ class MixedRows:
         """Returns these rows alone, those of each source together."""
         rows = np.asarray(rows, np.int64)
 
-        def chosen(start: int, part: PackedRows) -> PackedRows:
+        def chosen(start: int, part: Rows) -> Rows:
             return part.select(rows[(rows >= start) & (rows < start + len(part))] - start)
 
         return MixedRows({n: chosen(self.starts[n], part) for n, part in self.parts.items()}, self.weights)
@@ -119,7 +135,7 @@ class MixedOrder:
       weights. Sources that are no longer there keep their places in the spans in which they were.
     """
 
-    def __init__(self, rows: MixedRows, seed: int, spans: list[tuple[int, Weights]] | None = None):
+    def __init__(self, rows: MixedSources, seed: int, spans: list[tuple[int, Weights]] | None = None):
         self._rows, self._seed = rows, seed
         self.spans = [(0, dict(rows.weights))] if spans is None else spans
         self._starts, self._orders = rows.starts, _orders(rows, seed)
@@ -255,7 +271,7 @@ def _slots(span: _Span, block: int) -> tuple[np.ndarray, np.ndarray]:
     return sources, ranks
 
 
-def _orders(rows: MixedRows, seed: int) -> dict[str, Any]:
+def _orders(rows: MixedSources, seed: int) -> dict[str, Any]:
     """Returns the order of each source, which depends on the seed and its name alone."""
     return {
         name: row_order(len(part), int(digest([seed, name]), 16) % 2**63)

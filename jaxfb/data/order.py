@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 
@@ -15,4 +16,5 @@ def row_order(num_rows: int, seed: int | None) -> Callable[[int], int]:
 
     # Mixed first: grain adds the epoch to the seed, so neighbouring seeds would repeat each other's epochs.
     mixed = int(np.random.SeedSequence(seed).generate_state(1)[0])
-    return grain.MapDataset.range(num_rows).shuffle(seed=mixed).repeat().__getitem__
+    shuffled: Any = grain.MapDataset.range(num_rows).shuffle(seed=mixed).repeat()
+    return shuffled.__getitem__

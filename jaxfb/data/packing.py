@@ -12,6 +12,7 @@ import hashlib
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
+from typing import Protocol
 
 import numpy as np
 
@@ -21,6 +22,30 @@ from jaxfb.refusal import Refused
 
 FORMAT = 1
 INDEX_FILES = ("row_start", "offset", "length")
+
+
+class Rows(Protocol):
+    """Rows that can be asked for by number, of one source (`PackedRows`) or of several (`MixedRows`)."""
+
+    def __len__(self) -> int: ...
+
+    @property
+    def sequence_length(self) -> int: ...
+
+    @property
+    def num_tokens(self) -> int: ...
+
+    @property
+    def fill(self) -> float: ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]: ...
+
+    def select(self, rows: np.ndarray) -> Rows: ...
+
+    def spread(self, num_rows: int) -> Rows: ...
 
 
 @dataclass(frozen=True)
@@ -47,9 +72,13 @@ class PackedRows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         return {name: leaf[0] for name, leaf in self.gather(np.array([row])).items()}
 
-    @cached_property
+    @property
     def num_tokens(self) -> int:
         """Returns tokens that are predicted, over all rows."""
+        return self._num_tokens
+
+    @cached_property
+    def _num_tokens(self) -> int:
         return int(self.length.sum(dtype=np.int64))
 
     @property
@@ -78,7 +107,7 @@ class PackedRows:
         except OutsideVocabulary as error:
             row = rows[slot[error.index] // self.sequence_length]
             raise Refused(f"{error}, in row {row}; the file has changed since it was checked") from None
-        filled["loss_mask"] = np.float32(1)
+        filled["loss_mask"] = np.ones((), np.float32)
         if self.joined:
             filled["positions"] = slot % self.sequence_length
         else:

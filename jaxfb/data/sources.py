@@ -62,7 +62,7 @@ class SourceFile:
     num_bytes: int
 
 
-def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None) -> list[SourceFile]:
+def find_files(source: str, paths: str | tuple[str, ...], max_bytes: int | None = None) -> list[SourceFile]:
     """Returns files of a source sorted by name; with `max_bytes`, a stable choice of them that stays below it.
 
     Raises ValueError when a path is missing or nothing is found.
@@ -72,7 +72,8 @@ def find_files(source: str, paths: tuple[str, ...], max_bytes: int | None = None
     if source == "python-stdlib":
         files = _stdlib_files()
     else:
-        found = [file for path in paths for file in _files_at(path, source)]
+        listed = (paths,) if isinstance(paths, str) else paths
+        found = [file for path in listed for file in _files_at(path, source)]
         files = sorted({file.path: file for file in found}.values(), key=lambda file: file.name)
     if max_bytes is not None and len(files) > 1 and source not in OF_RECORDS:
         files = _within(files, max_bytes)

@@ -108,10 +108,9 @@ def _sides_of(config: DataConfig, files, held_out_files) -> Callable[[int], Iter
     return lambda side: (document for document, s in zip(documents(), sides, strict=True) if s == side)
 
 
-def _write(config: DataConfig, tokenizer: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
+def _write(config: DataConfig, given: Tokenizer | None, files, held_out_files, draft: Path) -> dict:
     on_side = _sides_of(config, files, held_out_files)
-    if tokenizer is None:
-        tokenizer = train_bpe((document.text for document in on_side(TRAIN)), config.vocab_size)
+    tokenizer = given or train_bpe((document.text for document in on_side(TRAIN)), config.vocab_size)
     tokenizer.save(draft / "tokenizer.json")
     dtype = np.dtype("uint16" if tokenizer.vocab_size <= 2**16 else "uint32")
     facts = {

@@ -27,8 +27,8 @@ def token_rows(
     """
     slots = [max(len(one) - 1, 0) for one in ids]
     length = max(slots, default=0) if length is None else length
-    rows = {name: np.zeros((len(ids), length), np.int32) for name in ("tokens", "targets", "segments")}
-    rows["loss_mask"] = np.zeros((len(ids), length), np.float32)
+    dtypes = {"tokens": np.int32, "targets": np.int32, "segments": np.int32, "loss_mask": np.float32}
+    rows = {name: np.zeros((len(ids), length), dtype) for name, dtype in dtypes.items()}
     for row, (one, counted, size) in enumerate(zip(ids, counts, slots, strict=True)):
         if size > length:
             raise Refused(

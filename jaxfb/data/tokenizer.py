@@ -173,11 +173,11 @@ class LibraryTokenizer:
             for anchor, encoding in zip(before, encodings, strict=True)
         ]
 
-    @cached_property
+    @property
     def added_names(self) -> tuple[str, ...]:
         return tuple(token.content for token in self._reads_names.get_added_tokens_decoder().values())
 
-    @cached_property
+    @property
     def special_names(self) -> tuple[str, ...]:
         added = self._reads_names.get_added_tokens_decoder().values()
         return tuple(token.content for token in added if token.special)
@@ -207,7 +207,7 @@ class LibraryTokenizer:
         return self._vocab.get(name)
 
     def name_of(self, token: int) -> str:
-        return self._implementation.id_to_token(int(token))
+        return self._implementation.id_to_token(int(token)) or ""
 
     def unknown(self, texts: list[str]) -> tuple[float, list[str]]:
         lost, total = Counter(), 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 
-from jaxfb.hlo.text import Instruction, operand_names
+from jaxfb.hlo.text import Instruction, operand_names, searched
 
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations|\w+_computation)=")
 _SAME = ("copy", "bitcast", "convert")
@@ -25,7 +25,7 @@ def callees(instruction: Instruction, computations: dict) -> list[tuple[str, int
         return [(body, length), (condition, None if length is None else length + 1)]
     names = []
     for found in _CALLED.finditer(rest):
-        listed = re.match(r"\{([^}]*)\}|(%?[^\s,)]+)", rest[found.end() :])
+        listed = searched(r"^\{([^}]*)\}|^(%?[^\s,)]+)", rest[found.end() :])
         names += [name.strip().lstrip("%") for name in (listed[1] or listed[2]).split(",")]
     return [(name, 1) for name in names if name in computations]
 
@@ -44,7 +44,8 @@ def times_run(computations: dict, entry: str) -> dict[str, int | None]:
     def count(name: str) -> int | None:
         if name not in known:
             parts = [_times_or_unknown(count(caller), factor) for caller, factor in calls.get(name, [])]
-            known[name] = None if None in parts else sum(parts)
+            counted = [part for part in parts if part is not None]
+            known[name] = sum(counted) if len(counted) == len(parts) else None
         return known[name]
 
     return {name: count(name) for name in computations}
@@ -77,7 +78,7 @@ def trip_count(loop: Instruction, computations: dict[str, list[Instruction]]) ->
 
 
 def _named(role: str, rest: str) -> str:
-    return re.search(rf"\b{role}=%?([^\s,)]+)", rest)[1]
+    return searched(rf"\b{role}=%?([^\s,)]+)", rest)[1]
 
 
 def _scalar(instruction: Instruction) -> int | None:
@@ -88,7 +89,7 @@ def _scalar(instruction: Instruction) -> int | None:
 
 
 def _index(instruction: Instruction) -> int:
-    return int(re.search(r"\bindex=(\d+)", instruction.rest)[1])
+    return int(searched(r"\bindex=(\d+)", instruction.rest)[1])
 
 
 def _given(loop: Instruction, computations: dict[str, list[Instruction]]) -> dict[int, int]:
@@ -123,8 +124,10 @@ def _value(name: str, made: dict, given: dict[int, int], counter: int = -1) -> t
         index = _index(one)
         return (True, 0) if index == counter else (False, given[index]) if index in given else None
     if one.opcode == "add":
-        parts = [_value(part, made, given, counter) for part in operand_names(one)]
-        known = None not in parts and sum(part[0] for part in parts) <= 1
-        return (any(part[0] for part in parts), sum(part[1] for part in parts)) if known else None
+        operands = operand_names(one)
+        parts = [part for name in operands if (part := _value(name, made, given, counter)) is not None]
+        counters = sum(is_counter for is_counter, _ in parts)
+        known = len(parts) == len(operands) and counters <= 1
+        return (counters == 1, sum(number for _, number in parts)) if known else None
     value = _scalar(one)
     return None if value is None else (False, value)

@@ -108,7 +108,9 @@ def chain_of(instruction: Instruction) -> str | None:
 def _is_first(instruction: Instruction, chains: set[str]) -> bool:
     """Returns whether this is the first link of its chain."""
     chain = chain_of(instruction)
-    first = chain is None or chain not in chains
+    if chain is None:
+        return True
+    first = chain not in chains
     chains.add(chain)
     return first
 

@@ -7,6 +7,8 @@ import re
 
 import numpy as np
 
+from jaxfb.hlo.text import searched
+
 _MESH_GROUPS = re.compile(r"@?mesh\[([^\]]*)\](?:,\s*device_ids=\((\[.*?)\))?\s*\{([^}]*)\}")
 _PART = re.compile(r"'([^']+)'(?::\((\d+)\)(\d+))?")
 
@@ -24,7 +26,7 @@ def groups_of(rest: str) -> tuple[tuple[int, ...], ...]:
     if not found or found[1].startswith("{}"):
         return ()
     if found[1].startswith("{"):
-        return _listed(re.match(r"\{(.*?\})\}", found[1])[1])
+        return _listed(searched(r"^\{(.*?\})\}", found[1])[1])
     if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", found[1]):
         return _iota(*(tuple(map(int, part.split(","))) if part else None for part in iota.groups()))
     if mesh := re.match(_MESH_GROUPS, found[1]):
@@ -72,7 +74,7 @@ def _named(sizes: dict[str, int], order: str | None, written: str) -> tuple[tupl
 def _counted(shape: list[int], written: str | None) -> np.ndarray:
     if written is None:
         return np.arange(np.prod(shape)).reshape(shape)
-    dims, permutation = re.match(r"\[([\d,]+)\](?:T\(([\d,]+))?", written).groups()
+    dims, permutation = searched(r"^\[([\d,]+)\](?:T\(([\d,]+))?", written).groups()
     dims = [int(size) for size in dims.split(",")]
     numbers = np.arange(np.prod(dims)).reshape(dims)
     return (

@@ -92,6 +92,18 @@ def _bits(dtype: str) -> int:
     return int(digits[1]) if digits else {"pred": 8}.get(dtype, 0)
 
 
+def searched(pattern: str, text: str) -> re.Match[str]:
+    """Returns the first match of what every compiler writes at this place.
+
+    Raises:
+      ValueError: it is not there, so the text is of another compiler.
+    """
+    found = re.search(pattern, text)
+    if found is None:
+        raise Refused(f"unknown HLO: nothing matches {pattern} in {text[:120]!r}")
+    return found
+
+
 def arrays_of(types: str) -> int:
     """Returns how many arrays are in a type."""
     return len(_ARRAY.findall(types))

@@ -65,7 +65,7 @@ def coupled(loss: Callable, num_inputs: int, leaves: tuple, structure: Any) -> t
     ...).
     """
     rng = np.random.default_rng(0)
-    made_up = {name: _made_up(name, *shape, rng) for name, shape in leaves}
+    made_up = {name: _made_up(name, dims, dtype, rng) for name, (dims, dtype) in leaves}
     microbatch = jax.tree.unflatten(structure, [made_up[name] for name, _ in leaves])
     mask = made_up["loss_mask"]
     floats = [np.where(mask != 0, rng.normal(-1, 0.5, mask.shape), 0) for _ in range(num_inputs)]

@@ -15,13 +15,13 @@ Dtypes: logits, softmax, sums and the accumulated gradients are float32 (float64
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -118,7 +118,7 @@ class _Scores(NamedTuple):
     mean_logit: jax.Array | None
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def _cross_entropy(hidden, kernel, targets, mask, head: _Head):
     return _summed_up(hidden, kernel, targets, mask, head)
 
@@ -132,10 +132,10 @@ def _cross_entropy_forward(hidden, kernel, targets, mask, head):
 
 def _cross_entropy_backward(head, residuals, cotangents):
     if head.regularizers:
-        hidden, kernel, *_ = residuals
+        hidden, kernel, targets, mask = residuals
         scale = jnp.max(jnp.abs(jnp.stack(cotangents[0])))
         seeds = jax.tree.map(lambda cotangent: cotangent / jnp.where(scale > 0, scale, 1), cotangents[0])
-        (hidden_grad, kernel_grad) = _with_gradients(*residuals, head, seeds)[1]
+        (hidden_grad, kernel_grad) = _with_gradients(hidden, kernel, targets, mask, head, seeds)[1]
     else:
         (hidden_grad, kernel_grad), hidden, kernel = residuals
         scale = cotangents[0].loss

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.full_kl import full_kl
-from jaxfb.losses.heads import check_unembeds, with_head
+from jaxfb.losses.heads import unembed_of, with_head
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
 from jaxfb.losses.settings import check_not_negative, check_word
@@ -62,8 +62,8 @@ class DistillationLoss:
         mass = jnp.exp(student).sum(-1)
         kl = self._sum(teacher, student, there)
         if self.rest:
-            rests = (_log_rest(jnp.exp(teacher).sum(-1)), _log_rest(mass))
-            kl += self._sum(*(rest[..., None] for rest in rests), jnp.ones_like(there[..., :1]))
+            of_teacher, of_student = _log_rest(jnp.exp(teacher).sum(-1)), _log_rest(mass)
+            kl += self._sum(of_teacher[..., None], of_student[..., None], jnp.ones_like(there[..., :1]))
         metrics = {"student_mass": mean_metric(mass, Sequences.of(microbatch))}
         return self.of_kl(kl, microbatch, metrics)
 
@@ -89,7 +89,7 @@ def distillation_loss_fn(
     Raises:
       ValueError: the model offers no `unembed`, or temperature is not positive.
     """
-    check_unembeds(model)
+    unembed_of(model)
     check_temperature(temperature)
     loss = DistillationLoss() if loss is None else loss
     instance("loss", loss, DistillationLoss, "a jaxfb.DistillationLoss", who="[distillation]")

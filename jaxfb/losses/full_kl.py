@@ -5,13 +5,13 @@ Shapes: T = tokens in a chunk, V = vocabulary, or this device's share of it.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -60,7 +60,7 @@ class _How(NamedTuple):
     temperature: float
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def _full_kl(hidden, kernel, teacher, counted, how: _How):
     def step(tokens):
         hidden, teacher, counted = tokens

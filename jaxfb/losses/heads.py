@@ -22,7 +22,7 @@ from jaxfb.refusal import Refused, function, instance, integer, refuse
 from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
 
 # (unembedding, microbatch, axis) -> LossOutput; with an axis, the kernel's vocabulary is cut over it
-UnembeddedLoss = Callable[[Unembedding, Mapping, "str | None"], LossOutput]
+UnembeddedLoss = Callable[[Unembedding, Mapping, "str | None"], "LossOutput | Sum"]
 # (log_probs [rows, seq], entropy [rows, seq], microbatch) -> LossOutput
 TokenLoss = Callable[[jax.Array, jax.Array, Mapping], "LossOutput | Sum"]
 
@@ -51,12 +51,12 @@ def policy_loss_fn(
     Raises:
       ValueError: the model offers no `unembed`, or temperature is not positive.
     """
-    check_unembeds(model)
+    unembed_of(model)
     function("loss", loss, "(log_probs, entropy, microbatch)", who="[loss]")
     check_temperature(temperature)
     _check_ranges(absent_ids)
 
-    def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput:
+    def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput | Sum:
         scores = token_log_probs(
             unembedding.hidden,
             unembedding.kernel,
@@ -100,9 +100,9 @@ def with_head(model: Pipelined, head_loss: UnembeddedLoss) -> Pipelined:
     Raises:
       ValueError: the model offers no `unembed`.
     """
+    unembed = unembed_of(model)
     return with_head_of(
-        model,
-        lambda outer, hidden, microbatch, axis: head_loss(model.unembed(outer, hidden), microbatch, axis),
+        model, lambda outer, hidden, microbatch, axis: head_loss(unembed(outer, hidden), microbatch, axis)
     )
 
 
@@ -111,7 +111,7 @@ def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -
 
     Its gradient of hidden must be equal on all devices of the axis.
     """
-    check_unembeds(model)
+    unembed_of(model)
 
     def head(outer, hidden, microbatch, rng, axis=None):
         return head_loss(outer, hidden, microbatch, axis)
@@ -120,14 +120,19 @@ def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -
     return replace(model, head=partial(head, axis=None), vocabulary=vocabulary, check=None)
 
 
-def check_unembeds(model: Any) -> None:
-    """Raises ValueError for what is no `Pipelined`, and for one that offers no `unembed`."""
+def unembed_of(model: Any) -> Callable[..., Unembedding]:
+    """Returns a model's `unembed`.
+
+    Raises:
+      ValueError: it is no `Pipelined`, or offers none.
+    """
     instance("model", model, Pipelined, "a jaxfb.Pipelined, such as transformer(config)", who="[loss]")
     if model.unembed is None:
         raise Refused(
             "a loss on a model's last hidden states needs a model that defines how they become logits: give the "
             "Pipelined `unembed=lambda outer, hidden: jaxfb.types.Unembedding(normed_hidden, head_kernel)`"
         )
+    return model.unembed
 
 
 def _check_ranges(absent_ids: Any) -> None:

@@ -61,9 +61,9 @@ def next_token_loss(
     )  # fmt: skip
     weight = jnp.sum(mask)
     terms = {"cross_entropy": Sum(result.loss_sum, weight)}
-    if label_smoothing > 0:
+    if label_smoothing > 0 and result.smoothing_sum is not None:
         terms["label_smoothing"] = Sum(label_smoothing * result.smoothing_sum, weight)
-    if z_loss > 0:
+    if z_loss > 0 and result.z_sum is not None:
         terms["z_loss"] = Sum(z_loss * result.z_sum, weight)
     return LossOutput(
         terms=terms,

@@ -87,7 +87,7 @@ class PreferenceLoss:
     def __call__(
         self, log_probs: jax.Array, entropy: jax.Array, microbatch: Mapping[str, jax.Array]
     ) -> LossOutput:
-        pairs = _Pairs(Sequences(microbatch["loss_mask"], microbatch_leaf(microbatch, "segments")))
+        pairs = _Pairs(microbatch["loss_mask"], microbatch_leaf(microbatch, "segments"))
         ref = jnp.zeros_like(log_probs)
         if not self.reference_free:
             ref = pairs.sequences.where_counted(microbatch_leaf(microbatch, "ref_log_probs"))
@@ -133,9 +133,9 @@ def hinge(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
 class _Pairs:
     """The pairs of a microbatch, [rows, most pairs a row could hold]."""
 
-    def __init__(self, sequences: Sequences):
-        self.sequences = sequences
-        lengths = sequences.sums(jnp.ones_like(sequences.mask))
+    def __init__(self, mask: jax.Array, segments: jax.Array):
+        self.sequences, self._segments = Sequences(mask, segments), segments
+        lengths = self.sequences.sums(jnp.ones_like(mask))
         self._lengths = self._both(lengths)
         self._there = (self._lengths[0] > 0) & (self._lengths[1] > 0)
 
@@ -153,7 +153,7 @@ class _Pairs:
         return Sum(once(jnp.sum(jnp.where(self._there, per_pair, 0))), once(number))
 
     def chosen_nll(self, log_probs: jax.Array, coef: float) -> Sum:
-        chosen = (self.sequences.segments % 2 == 1) & (self.sequences.mask != 0)
+        chosen = (self._segments % 2 == 1) & (self.sequences.mask != 0)
         total = self.sequences.total(jnp.where(chosen, -log_probs, 0))
         return Sum(coef * total, jnp.sum(jnp.where(chosen, self.sequences.mask, 0)))
 

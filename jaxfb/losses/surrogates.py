@@ -246,16 +246,18 @@ def make_surrogate(name: str, **settings: Any) -> Callable:
             f"[loss] policy loss {shown(name)} is not one of {', '.join(SURROGATES)}, nor your own as {OWN}",
             [{"name": one} for one in SURROGATES],
         )
-    made = SURROGATES[name]
-    known = (
-        [field.name for field in fields(made)] if is_dataclass(made) else [*signature(made).parameters][2:]
-    )
+    made: Callable[..., Any] = SURROGATES[name]
+    known = _settings_of(made)
     for setting in settings:
         if setting not in known:
             raise Refused(f"[loss] {name} has no setting {setting!r}; it has {', '.join(known) or 'none'}")
     if isinstance(made, type):
         return made(**settings)
     return partial(made, **settings) if settings else made
+
+
+def _settings_of(made: Any) -> list[str]:
+    return [field.name for field in fields(made)] if is_dataclass(made) else [*signature(made).parameters][2:]
 
 
 def clamped_log_ratio(tokens: Any) -> jax.Array:

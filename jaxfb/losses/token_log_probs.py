@@ -9,13 +9,13 @@ Shapes: T = tokens in a chunk, V = vocabulary, or this device's share of it, K =
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     IdRanges,
     capped_slope,
@@ -115,7 +115,7 @@ class _Scoring(NamedTuple):
         return without(self.absent, logits / self.temperature, self.axis)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def _token_log_probs(hidden, kernel, ids, counted, scoring: _Scoring):
     log_probs, entropy, _ = _scores(hidden, kernel, ids, counted, scoring)
     return log_probs, entropy

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jaxfb.losses.aggregation import aggregate, check_aggregation
 from jaxfb.losses.coupling import check_rows_uncoupled
-from jaxfb.losses.heads import check_unembeds, with_head_of
+from jaxfb.losses.heads import unembed_of, with_head_of
 from jaxfb.losses.logits import sum_dtype
 from jaxfb.losses.policy import mean_metric, microbatch_leaf
 from jaxfb.losses.sequences import Sequences
@@ -74,12 +74,12 @@ def value_loss_fn(model: Pipelined, loss: Callable[[jax.Array, Mapping], LossOut
     Raises:
       ValueError: the model offers no `unembed`.
     """
-    check_unembeds(model)
+    unembed = unembed_of(model)
     function("loss", loss, "(values, microbatch)", who="[loss]")
 
-    def head_loss(outer, hidden, microbatch, axis) -> LossOutput:
+    def head_loss(outer, hidden, microbatch, axis) -> LossOutput | Sum:
         head, counted = outer[HEAD], microbatch["loss_mask"] != 0
-        hidden = jnp.where(counted[..., None], model.unembed(_without_head(outer), hidden).hidden, 0)
+        hidden = jnp.where(counted[..., None], unembed(_without_head(outer), hidden).hidden, 0)
         values = jnp.matmul(hidden, head["kernel"], preferred_element_type=sum_dtype(hidden)) + head["bias"]
         return loss(jnp.where(counted, values, 0), microbatch)
 
@@ -94,16 +94,17 @@ def _beside_a_head(model: Pipelined) -> Pipelined:
     def embed(outer, microbatch, *rest):
         return model.embed(_without_head(outer), microbatch, *rest)
 
-    if model.vocabulary is None:
+    vocabulary = model.vocabulary
+    if vocabulary is None:
         return replace(model, embed=embed)
 
     def embed_part(outer, microbatch, *rest):
-        return model.vocabulary.embed(_without_head(outer), microbatch, *rest)
+        return vocabulary.embed(_without_head(outer), microbatch, *rest)
 
     def dims(outer):
-        return model.vocabulary.dims(_without_head(outer)) | {HEAD: jax.tree.map(lambda _: -1, outer[HEAD])}
+        return vocabulary.dims(_without_head(outer)) | {HEAD: jax.tree.map(lambda _: -1, outer[HEAD])}
 
-    return replace(model, embed=embed, vocabulary=replace(model.vocabulary, embed=embed_part, dims=dims))
+    return replace(model, embed=embed, vocabulary=replace(vocabulary, embed=embed_part, dims=dims))
 
 
 def _without_head(outer: dict) -> dict:

@@ -96,17 +96,18 @@ def packed_attention(
 
 def attention(query, key, value, *, mask=None, is_causal=False, backend="xla", window=None) -> jax.Array:
     """Computes softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
-    if backend == "xla":
+    if backend != "cudnn":
         return blocked_attention(query, key, value, mask=mask, is_causal=is_causal, window=window)
     if mask is not None and window is not None:  # cuDNN has no window beside a bias
-        mask, window = mask & within_window(*(jnp.arange(x.shape[1]) for x in (query, key)), window), None
+        near = within_window(jnp.arange(query.shape[1]), jnp.arange(key.shape[1]), window)
+        mask, window = mask & near, None
     return jax.nn.dot_product_attention(
         query,
         key,
         value,
         mask=mask,
         is_causal=is_causal,
-        implementation=backend,
+        implementation="cudnn",
         local_window_size=None if window is None else (window - 1, 0),
     )
 

@@ -11,12 +11,12 @@ Scores, softmax and sums are float32 (float64 for float64), probabilities are ke
 
 from __future__ import annotations
 
-from functools import partial
 from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
+from jaxfb.compat import custom_vjp
 from jaxfb.models.layers import statistics_dtype
 
 _MOST_BLOCKS = 4  # the program grows with them; 4 save three quarters of what can be saved
@@ -102,7 +102,7 @@ def _blocks(num_queries: int, num_keys: int, look: _Look) -> list[_Block]:
     return causal_blocks(num_queries, look.window)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
+@custom_vjp(4)
 def _attend(query, key, value, mask, look):
     """Computes attention: [R, G, N, T, K], [R, G, S, K] twice -> [R, G, N, T, K]."""
     return _forward(query, key, value, mask, look)[0]
@@ -122,8 +122,10 @@ def _backward(look, kept, cotangent):
     blocks = _blocks(query.shape[3], key.shape[2], look)
     of_blocks = [
         _block_backward(
-            *(x[..., block.first : block.end, :] for x in (query, cotangent)),
-            *(block.keys_of(x) for x in (key, value)),
+            query[..., block.first : block.end, :],
+            cotangent[..., block.first : block.end, :],
+            block.keys_of(key),
+            block.keys_of(value),
             prob,
         )
         for block, prob in zip(blocks, probs, strict=True)

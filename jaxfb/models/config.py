@@ -8,12 +8,15 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 from math import isqrt
+from typing import Any
 
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.refusal import FLOAT32, INT32, Refused, boolean, instance, integer, number, shown
 
 # the first two are each traced or initialised by itself
 _MOST = {"num_layers": 10_000, "mtp_depth": 100, "dropout": math.inf, "label_smoothing": math.inf}
+
+_DERIVED: Any = None  # of a size that follows from the others where it is not given
 
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
@@ -79,9 +82,9 @@ class TransformerConfig:
     num_layers: int
     hidden_size: int
     num_heads: int
-    mlp_size: int | None = None
-    num_kv_heads: int | None = None
-    head_size: int | None = None
+    mlp_size: int = _DERIVED
+    num_kv_heads: int = _DERIVED
+    head_size: int = _DERIVED
     rope_theta: float = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
@@ -101,7 +104,7 @@ class TransformerConfig:
     mtp_weight: float = 0.3
     num_experts: int = 0
     experts_per_token: int = 2
-    expert_mlp_size: int | None = None
+    expert_mlp_size: int = _DERIVED
     shared_expert_size: int = 0
     router_scores: str = "softmax"
     router_renormalize: bool = True
@@ -190,8 +193,8 @@ def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
 def _check_types(config: TransformerConfig) -> None:
     """Refuses a number of another kind, NaN and infinity, what is no flag and no text."""
     for field in fields(config):
-        name, value, kind = field.name, getattr(config, field.name), field.type
-        if value is None and "None" in kind:
+        name, value, kind = field.name, getattr(config, field.name), str(field.type)
+        if value is None and field.default is None:
             continue
         if kind.startswith("int"):
             integer(name, value, who="[model]", least=0, most=_MOST.get(name, INT32))

@@ -7,7 +7,7 @@ row of zeros counts nothing. The loss of a model has the term "cross_entropy", w
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -51,7 +51,7 @@ class LanguageModel:
 class _Transformer(LanguageModel):
     """The built-in one draws its parameters in the dtype that is asked for."""
 
-    sizes: TransformerConfig | None = None
+    sizes: TransformerConfig = field(kw_only=True)
 
     def init_params(self, key: jax.Array, dtype: Any) -> PyTree:
         return init_params(self.sizes, key, dtype)
@@ -61,9 +61,8 @@ def transformer_model(vocab_size: int, **sizes: Any) -> LanguageModel:
     """Makes the built-in transformer. sizes: the other fields of `TransformerConfig`."""
     config = TransformerConfig(vocab_size=vocab_size, **sizes)
     init = partial(init_params, config)
-    return _Transformer(
-        transformer(config), init, config.dropout > 0, partial(flops_per_token, config), config
-    )
+    flops = partial(flops_per_token, config)
+    return _Transformer(transformer(config), init, config.dropout > 0, flops, sizes=config)
 
 
 def language_model(name: str, vocab_size: int, options: Mapping[str, Any]) -> LanguageModel:

@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -41,10 +41,17 @@ from jaxfb.types import LossOutput, Sum
 NAME = "mtp"
 
 
+class Layer(Protocol):
+    """A layer of the model's kind, such as `transformer.Block`."""
+
+    @property
+    def with_router(self) -> Callable[..., tuple[jax.Array, Any, LossOutput]]: ...
+
+
 class Depth(nnx.Module):
     """A depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
 
-    def __init__(self, config: TransformerConfig, block: type[nnx.Module], *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, block: Callable[..., Layer], *, rngs: nnx.Rngs):
         width, eps = config.hidden_size, config.norm_eps
         self.hidden_norm, self.token_norm = RMSNorm(width, eps), RMSNorm(width, eps)
         self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
@@ -125,7 +132,7 @@ class MultiToken:
         return LossOutput({"cross_entropy": scaled}, out.metrics)
 
 
-def init_depths(config: TransformerConfig, block: type[nnx.Module], key: jax.Array) -> dict:
+def init_depths(config: TransformerConfig, block: Callable[..., Layer], key: jax.Array) -> dict:
     """Returns random arrays of every depth: {"1": ..., "2": ...}."""
     keys = jax.random.split(key, config.mtp_depth)
     make = lambda key: Depth(config, block, rngs=nnx.Rngs(key))  # noqa: E731

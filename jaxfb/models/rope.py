@@ -47,9 +47,11 @@ def _kept_by_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
 
 
 def _kept_by_yarn(head_size: int, theta: float, scaling: RopeScaling) -> np.ndarray:
+    length = scaling.original_length or 0
+
     def pair_of(turns: float) -> float:
         """Returns which pair makes so many turns within the original length."""
-        return head_size * math.log(scaling.original_length / (turns * 2 * math.pi)) / (2 * math.log(theta))
+        return head_size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
     first = max(math.floor(pair_of(scaling.beta_fast)), 0)
     last = min(math.ceil(pair_of(scaling.beta_slow)), head_size - 1)

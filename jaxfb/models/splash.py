@@ -49,8 +49,8 @@ def splash_attention(
     """
     kernel = _kernel(query.shape[2], query.shape[1], window, interpret)
     heads_first = [x.swapaxes(1, 2) for x in (_scaled(query), key, value)]
-    one_row = lambda q, k, v, ids: kernel(q, k, v, _segment_ids(ids))  # noqa: E731
-    return jax.vmap(one_row)(*heads_first, segments).swapaxes(1, 2)
+    one_row = lambda qkv, ids: kernel(*qkv, _segment_ids(ids))  # noqa: E731
+    return jax.vmap(one_row)(heads_first, segments).swapaxes(1, 2)
 
 
 def refusal(query: Any, key: Any) -> str | None:
@@ -68,7 +68,7 @@ def _refused_here(kv_heads: int) -> str | None:
         return f"runs on TPUs, not on a {platform}; use attention='xla'"
     if others:
         return f"cannot be cut over automatic axes, here {', '.join(others)}; run it inside jax.shard_map over them"
-    if jax.config.jax_enable_x64:  # grouped heads mix int32 and int64 in it
+    if jax.config.read("jax_enable_x64"):  # grouped heads mix int32 and int64 in it
         return "needs jax_enable_x64 off; turn it off"
     if kv_heads % shards:
         nearest = kv_heads + shards - kv_heads % shards
@@ -137,11 +137,12 @@ def _kernel(num_heads: int, length: int, window: int | None, interpret: bool) ->
 
     block = block_size(length)
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
+    blocks: dict[str, Any] = {f"block_{name}": block for name in names}
     mask = MultiHeadMask([visible() for _ in range(num_heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha_single_device(
             mask=mask,
-            block_sizes=splash.BlockSizes(**{f"block_{name}": block for name in names}),
+            block_sizes=splash.BlockSizes(**blocks),
             residual_checkpoint_name=KEPT,
             interpret=interpret,
         )

@@ -195,7 +195,7 @@ def _positions(microbatch: Mapping) -> jax.Array:
     return microbatch.get("positions", jnp.broadcast_to(token_index(tokens.shape[1]), tokens.shape))
 
 
-def _init(module: type[nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:
+def _init(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:
     return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
 
 

@@ -18,6 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, get_abstract_mesh
 
+from jaxfb.compat import custom_vjp
+
 PyTree = Any
 Groups = list[list[int]]
 
@@ -62,7 +64,7 @@ def psum_scatter_of_one(x: jax.Array, axis: str, dim: int) -> jax.Array:
     return _widened(scatter, x) if _on_cpu() else scatter(x)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@custom_vjp(1, 2)
 def gather_summing_wide(shard: jax.Array, axis: str, dim: int) -> jax.Array:
     """Gathers shards along `dim`; unlike that of `lax.all_gather` its transpose sums 16-bit cotangents in float32."""
     return lax.all_gather(shard, axis, axis=dim, tiled=True)

@@ -89,7 +89,10 @@ def later(x: jax.Array, distance: int) -> jax.Array:
             f"a token {distance} places later is beyond the next piece where sequences of {whole} tokens are cut "
             f"into pieces of {length}; use sequences of {whole * -(-distance // length)} or a smaller distance"
         )
-    behind = [jnp.zeros_like(x[:, :distance])] if size == 1 else _first_tokens_behind(*pieces, distance)
+    if size == 1:
+        behind = [jnp.zeros_like(x[:, :distance])]
+    else:
+        behind = _first_tokens_behind(pieces[0], pieces[1], distance)
     shifted = [
         jnp.concatenate([piece[:, distance:], head], axis=1)
         for piece, head in zip(pieces, behind, strict=True)
@@ -281,8 +284,8 @@ def _add_block(sums, q, seen, start, block, _):
 
 def _block_backward(saved, seen, start, block, length):
     mask = seen.mask(start, block)
-    part = [leaf[:, start:] for leaf in saved]
-    dq, dk, dv = _attend_backward(*part, block.key, block.value, mask)
+    q, normalizer, d_out, delta = (leaf[:, start:] for leaf in saved)
+    dq, dk, dv = _attend_backward(q, normalizer, d_out, delta, block.key, block.value, mask)
     missing = saved[0].shape[1] - length
     tail = lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
     return jnp.pad(dq, [(0, 0), (start, 0)] + [(0, 0)] * (dq.ndim - 2)), tail(dk), tail(dv)

@@ -6,13 +6,13 @@ functions here run inside `jax.shard_map` and see one device's shard.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.compat import custom_vjp
 from jaxfb.parallel import tensor
 from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter
 from jaxfb.parallel.sharding import axes_of, dim_of
@@ -47,7 +47,7 @@ def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
     return jax.tree.map(bring, shards, specs, dtypes)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@custom_vjp(1, 2)
 def gather_shard(shard: jax.Array, spec: P, dtype: Any) -> jax.Array:
     """Gathers one leaf over fsdp, in `dtype`; its gradient is summed in the shard's dtype."""
     return _gather(shard.astype(dtype), spec)
@@ -125,10 +125,12 @@ def scatter_over_data(grad_specs: PyTree):
 def _gather(leaf: jax.Array, spec: P) -> jax.Array:
     """Gathers over fsdp, each tensor shard by itself."""
     dim = dim_of(spec, "fsdp")
-    return tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
+    return leaf if dim is None else tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
 
 
 def _scatter(leaf: jax.Array, axis: str, spec: P) -> jax.Array:
     """Sums over an axis and cuts over it as `spec` has it, each tensor shard by itself."""
     dim = dim_of(spec, axis)
-    return tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim), leaf, spec)
+    return (
+        leaf if dim is None else tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim), leaf, spec)
+    )

@@ -11,7 +11,6 @@ result is zero.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -19,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AxisType
 
+from jaxfb.compat import custom_vjp
 from jaxfb.refusal import Refused
 
 AXIS = "expert"
@@ -133,7 +133,7 @@ def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) 
     return Slots(source, target), counts
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2,))
+@custom_vjp(2)
 def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
     """Moves rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D]; empty slots are zero."""
     return _take(x, slots.source // copies)
@@ -174,7 +174,7 @@ def _by_own_expert(counts: jax.Array, most: int) -> tuple[Slots, jax.Array]:
     return sorted_slots(expert.reshape(-1), mine.shape[1], number, number)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def _send(rows: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
     """Sends rows [S, D], packed by owner, to their owners: [X * most, D], those of device x from x * most on.
 
@@ -183,7 +183,7 @@ def _send(rows: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.A
     return _route(rows, counts, most)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+@custom_vjp(2, 3)
 def _bring_back(out: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
     """Sends rows back, the inverse and transpose of `_send`: [X * most, D] -> [S, D] on the devices that they came
     from.

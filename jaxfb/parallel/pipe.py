@@ -153,13 +153,13 @@ def shift(tree: PyTree, channel: str) -> PyTree:
 def _exchange(blocks: jax.Array, layout: Layout, back: bool) -> jax.Array:
     if all(source == target for pairs, _, _ in layout.rounds for source, target in pairs):
         return blocks
-    out = None
-    for pairs, sends, fills in layout.rounds:
+    out = blocks
+    for number, (pairs, sends, fills) in enumerate(layout.rounds):
         if back:
             pairs, sends, fills = [(target, source) for source, target in pairs], fills, sends
         moved = lax.ppermute(blocks[_mine(sends)], "pipe", pairs)
         # every block is filled; zeros to begin with, which wait for nothing, would be made before they are needed
-        out = jnp.broadcast_to(moved, blocks.shape) if out is None else out.at[_mine(fills)].set(moved)
+        out = out.at[_mine(fills)].set(moved) if number else jnp.broadcast_to(moved, blocks.shape)
     return out
 
 

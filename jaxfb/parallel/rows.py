@@ -9,12 +9,11 @@ repeated and answers to the repetitions are dropped. Everything here runs inside
 
 from __future__ import annotations
 
-from functools import partial
-
 import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.compat import custom_vjp
 from jaxfb.parallel.collectives import psum, psum_scatter_of_one
 
 
@@ -29,7 +28,7 @@ def is_real(rows: int, axis: str) -> jax.Array:
     return lax.axis_index(axis) * per_device + jnp.arange(per_device) < rows
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def take(x: jax.Array, axis: str) -> jax.Array:
     """Returns this device's rows of a replicated array: [R, ...] -> [n, ...]. Its gradient is gathered from all
     devices.
@@ -44,7 +43,7 @@ def _take_backward(axis, rows, cotangent):
 take.defvjp(lambda x, axis: (own(x, axis), jnp.zeros(x.shape[:1], bool)), _take_backward)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1, 2))
+@custom_vjp(1, 2)
 def give(x: jax.Array, axis: str, rows: int) -> jax.Array:
     """All-gathers the answers of all devices: [n, ...] -> [R, ...]. Its gradient stays with each row's device."""
     return lax.all_gather(x, axis, axis=0, tiled=True)[:rows]
@@ -65,7 +64,7 @@ def take_sum(x: jax.Array, axis: str) -> jax.Array:
     return psum_scatter_of_one(padded, axis, 0)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(1,))
+@custom_vjp(1)
 def total(x: jax.Array, axis: str) -> jax.Array:
     """Sums over `axis` on every device; each part's gradient is that of the sum."""
     return psum(x, axis)

@@ -20,7 +20,7 @@ from jaxfb.refusal import Refused
 AXIS = "tensor"
 
 # (module, leaf) -> the dim that is split, counted from the last; leaves not listed are whole on every device.
-_SPLIT_DIM = {
+_SPLIT_DIM: dict[tuple[str, ...], int] = {
     **{
         (name, leaf): -1
         for name in ("query", "key", "value", "gate", "up", "project")

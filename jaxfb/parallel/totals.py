@@ -56,7 +56,7 @@ def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple
     """
     if not leaves:
         return {}
-    mesh = next(iter(leaves.values())).sharding.mesh
+    mesh = _mesh_of(next(iter(leaves.values())))
     shapes, specs = _shapes_and_specs(leaves.values())
     rows = _gathered(_program(mesh, shapes, specs, _sums, by_device=True)(*leaves.values()))
     devices = [device.id for device in mesh.devices.flat]
@@ -104,8 +104,21 @@ def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> np.ndarra
 
 
 def _shapes_and_specs(leaves: Iterable[jax.Array]) -> tuple[tuple, tuple[P, ...]]:
+    leaves = list(leaves)
+    specs = tuple(_spec_of(leaf) for leaf in leaves)
+    return tuple(leaf.shape for leaf in leaves), specs
+
+
+def _mesh_of(leaf: jax.Array) -> Mesh:
+    mesh = getattr(leaf.sharding, "mesh", None)
+    if not isinstance(mesh, Mesh):
+        raise TypeError(f"an array is on no mesh: {leaf.sharding}")
+    return mesh
+
+
+def _spec_of(leaf: jax.Array) -> P:
     # a restored random key has the spec of its data, one dim longer than the key
-    return tuple(zip(*((leaf.shape, P(*leaf.sharding.spec[: leaf.ndim])) for leaf in leaves), strict=True))
+    return P(*leaf.sharding.spec[: leaf.ndim]) if isinstance(leaf.sharding, NamedSharding) else P()
 
 
 def _gathered(rows: jax.Array) -> np.ndarray:

@@ -8,6 +8,7 @@ from functools import cache
 
 from jaxfb import hlo
 from jaxfb.hlo import Instruction
+from jaxfb.hlo.text import searched
 from jaxfb.planner import gpu_calls
 from jaxfb.planner.kernels import kernel_flops
 
@@ -55,7 +56,7 @@ def product_flops(opcode: str, result: str, left: str, right: str, rest: str) ->
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
         dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
         return 2.0 * math.prod(out) * math.prod(_shape(left)[dim] for dim in dims)
-    labels = re.search(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
+    labels = searched(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     image, kernel, out_labels = labels[1], labels[2], labels[3]
     fixed = math.prod(out[out_labels.index(label)] for label in "bf")
     fixed *= _shape(right)[kernel.index("i")]

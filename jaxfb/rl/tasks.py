@@ -156,13 +156,17 @@ class Arithmetic:
     num_held_out: int = 512
     seed: int = 0
 
-    @cached_property
+    @property
     def train(self) -> list[Problem]:
-        return self._problems[self.num_held_out :]
+        return self._split[1]
+
+    @property
+    def held_out(self) -> list[Problem]:
+        return self._split[0]
 
     @cached_property
-    def held_out(self) -> list[Problem]:
-        return self._problems[: self.num_held_out]
+    def _split(self) -> tuple[list[Problem], list[Problem]]:
+        return self._problems[: self.num_held_out], self._problems[self.num_held_out :]
 
     def reward(self, problem: Problem, response: str) -> float:
         return float(self.is_correct(problem, response))

@@ -15,7 +15,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, Window
-from jaxfb.data import Loader, PackedRows
+from jaxfb.data import Loader
+from jaxfb.data.packing import Rows
 from jaxfb.forward_backward import Microbatches, specs_of, split
 from jaxfb.forward_backward.microbatches import row_keys, rows_spec, split_keys
 from jaxfb.parallel.sharding import shardings
@@ -29,7 +30,7 @@ HostBatch = dict[str, np.ndarray]
 class WindowReader:
     """Reads this process's rows of each window of a run plan ahead; its position is a number of rows."""
 
-    def __init__(self, rows: PackedRows, plan: RunPlan, seed: int, mesh: Mesh):
+    def __init__(self, rows: Rows, plan: RunPlan, seed: int, mesh: Mesh):
         last = plan.window(plan.total_updates - 1)
         self._loader = Loader(
             rows,
@@ -135,7 +136,7 @@ def _to_devices(leaf: np.ndarray, target: NamedSharding, plan: BatchPlan, replic
     each = plan.rows_per_microbatch
     first = {replica * each: place * each for place, replica in enumerate(replicas)}
 
-    def share(index: tuple[slice, ...]) -> np.ndarray:
+    def share(index: Any) -> np.ndarray:
         """Returns a device's part: the rows of one replica, or of all where there is one."""
         start, stop, _ = index[1].indices(plan.rows_per_global_microbatch)
         here = first[start]

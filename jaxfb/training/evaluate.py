@@ -8,7 +8,7 @@ import jax
 
 from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
 from jaxfb.data.mixture import MixedRows
-from jaxfb.data.packing import PackedRows
+from jaxfb.data.packing import Rows
 from jaxfb.position import here
 from jaxfb.training.batches import place, rows_here
 from jaxfb.training.setup import Setup
@@ -24,7 +24,7 @@ class HeldOut:
     def __init__(self, setup: Setup):
         self._setup = setup
         self._plan = setup.plan.plans["eval"]
-        self.rows: PackedRows | MixedRows = _choose_rows(setup)
+        self.rows: Rows = _choose_rows(setup)
         self._bytes_per_token = setup.corpus.bytes_per_token(self.rows) if len(self.rows) else None
 
     def evaluate(self, params: PyTree) -> dict[str, float]:
@@ -44,7 +44,7 @@ class HeldOut:
         of_sources = {f"eval/loss/{name}": loss / weight for name, (loss, _, weight) in sums.items()}
         return self._named(loss / weight, correct / weight, weight) | of_sources
 
-    def _sums(self, params: PyTree, held_out: PackedRows) -> tuple[float, float, float]:
+    def _sums(self, params: PyTree, held_out: Rows) -> tuple[float, float, float]:
         """Returns the summed loss, the correct tokens and the counted tokens of some rows."""
         loss, correct, weight = 0.0, 0.0, 0.0
         mine = rows_here(self._plan, self._setup.mesh)
@@ -79,6 +79,6 @@ class HeldOut:
         return named if bits is None else {**named, "eval/bits_per_byte": bits}
 
 
-def _choose_rows(setup: Setup) -> PackedRows | MixedRows:
+def _choose_rows(setup: Setup) -> Rows:
     rows, batches = setup.corpus.held_out, setup.config.eval.batches
     return rows if batches is None else rows.spread(batches * setup.plan.plans["eval"].rows)

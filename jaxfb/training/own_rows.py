@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxfb.batch_plan import Window
-from jaxfb.data.mixture import MixedOrder, MixedRows, Mixture
+from jaxfb.data.mixture import MixedOrder, MixedSources, Mixture
 from jaxfb.data.order import row_order
 from jaxfb.refusal import Refused
 
@@ -112,14 +112,11 @@ class _Mixed:
     num_rows = None
 
     def __init__(self, mixture: Mixture, seed: int):
-        self._sources = {name: own_rows(source, seed) for name, source in mixture.sources.items()}
-        for name, source in self._sources.items():
-            if not isinstance(source, _Indexed):
-                raise Refused(
-                    f"[data] the source {name!r} of the Mixture must be arrays or a sequence of rows"
-                )
+        self._sources = {
+            name: _indexed(name, own_rows(source, seed)) for name, source in mixture.sources.items()
+        }
         parts = {name: _Part(source.num_rows) for name, source in self._sources.items()}
-        self._order = MixedOrder(MixedRows(parts, mixture.weights), seed)
+        self._order = MixedOrder(MixedSources(parts, mixture.weights), seed)
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
         rows = [self._row(window.start + int(k)) for k in here if k < window.rows]
@@ -136,6 +133,12 @@ class _Mixed:
         return self._sources[name].row(row)
 
 
+def _indexed(name: str, rows: OwnRows) -> _Indexed:
+    if not isinstance(rows, _Indexed):
+        raise Refused(f"[data] the source {name!r} of the Mixture must be arrays or a sequence of rows")
+    return rows
+
+
 class _Streamed:
     """Rows that come one after the other. A source with `get_state` and `set_state`, such as grain's, is put back
     where it was; any other is read again up to there."""
@@ -143,7 +146,7 @@ class _Streamed:
     num_rows = None
 
     def __init__(self, source: Iterable):
-        self._source, self._rows = source, iter(source)
+        self._rows: Any = iter(source)
         self._consumed = 0
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
