@@ -24,6 +24,8 @@ POINTS = {
     "save.writing": "the arrays are being written",
     "save.renaming": "all is written, the checkpoint is about to get its name",
     "save.done": "the checkpoint has its name",
+    "local": "a local checkpoint is about to be written",
+    "local.done": "one file of a local checkpoint is written",
     "restore": "a checkpoint is about to be read",
     "restore.done": "a checkpoint was read",
     "rollout": "a rollout is about to be sampled",

@@ -39,14 +39,15 @@ def kill(point: str, count: int) -> Trial:
 
     def run(laboratory: Laboratory) -> Outcome:
         name, problems = f"kill-{point}-{count}", []
+        more = local_tier(laboratory.path(f"{name}-disk")) if point.startswith("local") else ()
         if point.startswith("restore"):
             laboratory.run(name, kill="save.done:1")
-        died = laboratory.run(name, kill=f"{point}:{count}")
+        died = laboratory.run(name, kill=f"{point}:{count}", more=more)
         if died.code == DONE:
             return Outcome(name, (), "not reached: the run was over before")
         if died.code != DIED:
             return Outcome(name, (f"exit code {died.code}, not {DIED}: {_last_line(died.output)}",))
-        again = laboratory.run(name)
+        again = laboratory.run(name, more=more)
         if again.code:
             problems.append(
                 f"started again, it ended with exit code {again.code}: {_last_line(again.output)}"
@@ -57,6 +58,11 @@ def kill(point: str, count: int) -> Trial:
         return Outcome(name, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
 
     return Trial(f"kill {point}:{count}", run)
+
+
+def local_tier(disk: Path) -> tuple[str, ...]:
+    """Returns overrides with which a run saves on its own disk between two checkpoints."""
+    return (f"checkpoint.local.dir={disk}", "checkpoint.local.every=1")
 
 
 def flipped_bit(seed: int) -> Trial:

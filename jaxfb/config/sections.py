@@ -303,9 +303,27 @@ class ParallelConfig:
 
 
 @dataclass(frozen=True)
+class LocalConfig:
+    """Checkpoints on the disk of each host, between those of the run directory; see docs/reliability.md.
+
+    every: after so many updates. keep: how many of the newest.
+    dir:   a directory of each host, such as /scratch/jaxfb, or /dev/shm/jaxfb for memory; $VARIABLES are filled in.
+    """
+
+    every: int
+    dir: str
+    keep: int = 2
+
+    def __post_init__(self):
+        positive("checkpoint.local", every=self.every, keep=self.keep)
+        directory_is_named("checkpoint.local", self.dir)
+
+
+@dataclass(frozen=True)
 class CheckpointConfig:
     """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
 
+    local: others, on the hosts' own disks, that a killed process continues from; null: none.
     keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
       was applied. While updates fail, and where the state is not finite, none is written and none is removed.
     """
@@ -314,6 +332,7 @@ class CheckpointConfig:
     keep: int = 3
     keep_best: str | None = "eval/loss"
     asynchronous: bool = True
+    local: LocalConfig | None = None
 
     def __post_init__(self):
         positive("checkpoint", every=self.every, keep=self.keep)

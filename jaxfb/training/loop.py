@@ -137,6 +137,7 @@ class _Loop:
         hosts.first(lambda: run_.directory.create(run_.config, plan, tokenizer, run_.done))
         hosts.first(lambda: self._work.write_start(run_.directory))
         _check_shared(hosts, run_.directory)
+        run_.open_local()
         if hosts.is_first:
             for title, rows in self._work.tables():
                 print_table(title, rows)
@@ -201,15 +202,17 @@ class _Loop:
             self._update(number, batch)
         # asked on every process and after every update: it meets the others where there are several
         ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
-        evaluates = run_.is_due("eval")
+        evaluates, locally = run_.is_due("eval"), run_.is_due_locally()
         self._saves = self._saves or ends or run_.is_due("checkpoint")
-        if evaluates or self._saves:
+        if evaluates or self._saves or locally:
             self._arrive()
         if evaluates:
             self._evaluate()
         if self._saves and not self._guard.failed:
             self._save()
             self._saves = False
+        elif locally and not self._guard.failed:
+            run_.save_locally()
 
     def _update(self, number: int, batch: Any) -> None:
         """Dispatches an update, and takes the numbers of the one before."""
@@ -297,6 +300,7 @@ class _Loop:
             return Result(status, path, run_.done, run_.metrics)
         prepared = self._work.prepare_end()
         summary = hosts.first(lambda: self._summary(prepared))
+        run_.remove_local()
         self._hooks.on_train_end(run_.done, run_.metrics)
         hosts.say(str(run_.goodput))
         if hosts.is_first:
@@ -349,6 +353,9 @@ def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
 
 def _after_a_loss(directory: RunDirectory) -> str:
     newest = directory.newest_update()
+    if directory.has_identity:
+        saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
+        return f"{saved}later ones may be on the hosts' own disks: start all again with --resume"
     if newest is None:
         return "nothing is saved yet: start all again"
     return f"update {newest} is saved: start all again with --resume"

@@ -4,6 +4,7 @@ config.yaml plan.json tokenizer.json      what was asked for, resolved
 config.until-<update>.yaml                the config of before, where a run went on from that update with another
 metrics.jsonl checkpoints/<update>/       what happened
 summary.json loss.png sample.txt          what came of it
+.identity                                 a name for what lies on the hosts' own disks
 .lock                                     while a run writes here (`jaxfb.training.run_lock`)
 """
 
@@ -214,6 +215,23 @@ class RunDirectory:
 
     def unmark(self) -> None:
         self._marked.unlink(missing_ok=True)
+
+    def identity(self, new: bool) -> str:
+        """Returns a name of the run that no other has, for what it keeps elsewhere.
+
+        new: whether a run begins here; then it gets a new one.
+        """
+        if new or not self._identity.is_file():
+            self._identity.write_text(secrets.token_hex(16))
+        return self._identity.read_text()
+
+    @property
+    def has_identity(self) -> bool:
+        return self._identity.is_file()
+
+    @property
+    def _identity(self) -> Path:
+        return self.path / ".identity"
 
     @property
     def _marked(self) -> Path:

@@ -21,6 +21,8 @@ from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing
 from jaxfb.training.goodput import Goodput
 from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
+from jaxfb.training.local_tier import LocalTier
+from jaxfb.training.neighbours import gathered
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.work import Work
 
@@ -91,6 +93,7 @@ class Run:
         self.phases = Phases()
         self.goodput = Goodput(here.began)
         self.kept: dict[str, Any] = {}
+        self._local: LocalTier | None = None
         self._saved: int | None = None
         self._evaluated_at: int | None = None
 
@@ -148,8 +151,25 @@ class Run:
         Raises:
           ValueError: the checkpoint is of another model, optimizer or seed, or would go on with other rows.
         """
-        if self.directory.newest_update() is None:
+        found = self._resume_local(allow_changes)
+        if found is None and self.directory.newest_update() is None:
             return False
+        state, record = found or self._resume_saved(allow_changes)
+        if changes := listing(changes_between(record["config"], self.config)):
+            self.say(f"changed since update {record['update']}:{changes}")
+        self.work.restore(state, record, allow_changes)
+        reach("restore.done")
+        self._take_up(record)
+        if found is not None:  # it is not in the run directory
+            self._saved = self._store.latest()
+        if "goodput" in record:
+            self.goodput.restore(record["goodput"])
+        self.done = record["update"]
+        self.resumed = True
+        return True
+
+    def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
+        """Returns state and record of the newest checkpoint in the run directory that can be read."""
         here.enter("restoring")
         newest = self._store.latest()
         abstract = self.work.abstract_state()
@@ -159,16 +179,51 @@ class Run:
         if record["update"] != newest:
             self._check(record, allow_changes)
         self._check_sound(state, record["update"])
-        if changes := listing(changes_between(record["config"], self.config)):
-            self.say(f"changed since update {record['update']}:{changes}")
-        self.work.restore(state, record, allow_changes)
-        reach("restore.done")
-        self._take_up(record)
-        if "goodput" in record:
-            self.goodput.restore(record["goodput"])
-        self.done = record["update"]
-        self.resumed = True
-        return True
+        return state, record
+
+    def _resume_local(self, allow_changes: bool) -> tuple[Any, dict[str, Any]] | None:
+        """Returns state and record of the newest local checkpoint; None where the run directory has a newer one."""
+        if self.config.checkpoint.local is None or not gathered(self.directory.has_identity)[0]:
+            return None
+        here.enter("restoring")
+        self._local = self._make_local(new=False)
+        newest, abstract = self._store.latest(), self.work.abstract_state()
+        found = self._local and self._local.restore(newest, abstract)
+        if not found or found[0] <= (-1 if newest is None else newest):
+            return None
+        update, state, record = found
+        self._check(record, allow_changes)
+        if unsound_leaves(_trained(state)):
+            return None
+        self.say(f"update {update} is read from the hosts' own disks")
+        return state, record
+
+    def open_local(self) -> None:
+        """Begins with local checkpoints, where the config asks for them; a new run forgets older ones."""
+        if self._local is None or not self.resumed:
+            self._local = self._make_local(new=not self.resumed)
+
+    def _make_local(self, new: bool) -> LocalTier | None:
+        settings = self.config.checkpoint.local
+        if settings is None:
+            return None
+        name = self.directory.identity(new) if jax.process_index() == 0 else None
+        return LocalTier(settings, gathered(name)[0])
+
+    def is_due_locally(self) -> bool:
+        """Returns whether this update is to be saved on the hosts' own disks."""
+        return self._local is not None and self.done % self.config.checkpoint.local.every == 0
+
+    def save_locally(self) -> None:
+        """Hands the state to the writers of the hosts' own disks.
+
+        Raises:
+          NonFiniteAbort: the state holds a nan or an inf; nothing is saved of it.
+        """
+        with self.phases("saving"):
+            state = self._sound_state()
+            if self._local is not None:
+                self._local.save(self.done, self._saved, state, self.record(self.done))
 
     def roll_back(self, past: int) -> int:
         """Restores the newest checkpoint and continues with the rows behind update `past`; returns its update."""
@@ -243,14 +298,15 @@ class Run:
         if self._saved == self.done:
             return False
         with self.phases("saving"):
-            state = self.work.state()
-            if bad := unsound_leaves(_trained(state)):
-                raise NonFiniteAbort(
-                    f"[train] the state after update {self.done} is not finite in {listed(bad)}"
-                )
-            self._store.save(self.done, state, self.record(self.done))
+            self._store.save(self.done, self._sound_state(), self.record(self.done))
         self._saved = self.done
         return True
+
+    def _sound_state(self) -> Any:
+        state = self.work.state()
+        if bad := unsound_leaves(_trained(state)):
+            raise NonFiniteAbort(f"[train] the state after update {self.done} is not finite in {listed(bad)}")
+        return state
 
     def wait_saved(self) -> None:
         """Returns when the last save is on the disk; CannotWrite if it failed."""
@@ -267,7 +323,14 @@ class Run:
 
     def __exit__(self, *_) -> None:
         self.work.close()
+        if self._local is not None:
+            self._local.wait()
         self._store.close()
+
+    def remove_local(self) -> None:
+        """Removes the local checkpoints of a run whose last one is in the run directory."""
+        if self._local is not None:
+            self._local.remove()
 
     def record(self, done: int) -> dict[str, Any]:
         """Returns the values that a checkpoint after `done` updates has beside its arrays, as JSON.

@@ -1,0 +1,212 @@
+"""Frequent checkpoints on the hosts' own disks: each process writes what its devices keep, and a copy of a neighbour's.
+
+DIR/<run>/process-<k>/<update>_<base>_<kind>   base: the newest checkpoint in the run directory then; kind: which parts
+
+A process that is killed finds its own file again; a host whose disk is lost gets its parts from the copy. Such a
+checkpoint is used only while its base is still the newest one of the run directory, and on processes that keep the same
+parts.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import shutil
+import socket
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxfb.config.sections import LocalConfig
+from jaxfb.fault_points import reach
+from jaxfb.training import neighbours
+from jaxfb.training.snapshot import kind_of, put_back, read, taken, write
+
+log = logging.getLogger(__name__)
+PyTree = Any
+PRIVATE = 0o700
+NONE = -1  # the base where the run directory has no checkpoint
+
+
+class Name(NamedTuple):
+    """The name of a file: which update, since which checkpoint, which parts."""
+
+    update: int
+    base: int
+    kind: str
+
+    @classmethod
+    def of(cls, path: Path) -> Name | None:
+        """Returns what a file is called, None for a file of another kind."""
+        update, _, rest = path.name.partition("_")
+        base, _, kind = rest.partition("_")
+        try:
+            return cls(int(update), int(base), kind) if kind.isalnum() else None
+        except ValueError:
+            return None
+
+    def __str__(self) -> str:
+        return f"{self.update}_{self.base}_{self.kind}"
+
+
+class LocalTier:
+    """The local checkpoints of one run. Every process of a job makes the same calls in the same order.
+
+    settings: of the config. run: a name that no other run has.
+    """
+
+    def __init__(self, settings: LocalConfig, run: str):
+        self._root = Path(os.path.expandvars(settings.dir)).expanduser().absolute() / run
+        self._own = self._root / f"process-{jax.process_index()}"
+        self._keep = settings.keep
+        self._writing: threading.Thread | None = None
+        self._kinds: Sequence[str] = ()  # of all processes, known from the first save on
+        self._shift: int | None = None
+
+    def save(self, update: int, base: int | None, state: PyTree, host: Mapping[str, Any]) -> None:
+        """Copies a state from the devices, and writes it while the run goes on.
+
+        A disk that cannot be written to is reported, and the run goes on without. Args as for `CheckpointStore.save`.
+        """
+        kind = kind_of(state)
+        if not self._kinds:
+            hosts, self._kinds = zip(*neighbours.gathered([socket.gethostname(), kind]), strict=True)
+            self._shift = shift(hosts, self._kinds)
+        body = taken(state, host)
+        name = Name(update, NONE if base is None else base, kind)
+        files = {name: body}
+        if self._shift is not None:
+            source = self._kinds[(jax.process_index() - self._shift) % len(self._kinds)]
+            files[name._replace(kind=source)] = neighbours.shifted(body, self._shift)
+        self.wait()
+        self._writing = threading.Thread(target=self._write, args=(files,), name="jaxfb local")
+        self._writing.start()
+
+    def wait(self) -> None:
+        """Returns when the last one is written."""
+        if self._writing is not None:
+            self._writing.join()
+            self._writing = None
+
+    def newest(self, base: int | None, abstract_state: PyTree) -> int | None:
+        """Returns the newest update that all parts are there of, as far as names tell; None if there is none."""
+        found = self._chosen(self._there(base), kind_of(abstract_state))
+        return found and found[0]
+
+    def restore(self, base: int | None, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
+        """Returns the newest update that is whole, its state and host values; None if there is none.
+
+        A damaged file is passed over with a warning, for a copy of it or an older update.
+        """
+        files, kind, me = self._there(base), kind_of(abstract_state), jax.process_index()
+        while (found := self._chosen(files, kind)) is not None:
+            update, kinds, sources = found
+            wanted = {kinds[process] for process, source in enumerate(sources) if source == me}
+            bodies = {one: body for one in wanted if (body := self._read(files, update, one)) is not None}
+            if not all(neighbours.gathered(len(bodies) == len(wanted))):
+                continue
+            body: Any = bodies.get(kind) if sources[me] == me else None
+            for process, source in enumerate(sources):
+                if source != process:
+                    given = bodies[kinds[process]] if source == me else None
+                    received = neighbours.sent(given, source, process)
+                    body = received if process == me else body
+            state, host = put_back(body, abstract_state)
+            return update, state, host
+        return None
+
+    def remove(self) -> None:
+        """Removes what this process has written."""
+        self.wait()
+        shutil.rmtree(self._own, ignore_errors=True)
+        if self._root.is_dir() and not any(self._root.iterdir()):
+            self._root.rmdir()
+
+    def _write(self, files: Mapping[Name, np.ndarray]) -> None:
+        try:
+            self._own.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
+            reach("local")
+            for name, body in files.items():
+                write(self._own / str(name), body)
+                reach("local.done")
+            self._rotate()
+        except OSError as error:
+            log.warning("[checkpoint] no local checkpoint was written to %s: %s", self._own, error.strerror)
+
+    def _rotate(self) -> None:
+        """Keeps the files of the updates that were written last; numbers may have gone back since."""
+        files = {path: name for path in self._own.iterdir() if (name := Name.of(path)) is not None}
+        latest = sorted(files, key=lambda path: path.stat().st_mtime_ns, reverse=True)
+        kept = list(dict.fromkeys(files[path].update for path in latest))[: self._keep]
+        for path, name in files.items():
+            if name.update not in kept:
+                path.unlink()
+
+    def _there(self, base: int | None) -> dict[tuple[int, str], list[Path]]:
+        """Returns the files on this machine, also of other processes, by update and kind."""
+        found: dict[tuple[int, str], list[Path]] = {}
+        for path in sorted(self._root.glob("process-*/*")):
+            name = Name.of(path)
+            if name is not None and name.base == (NONE if base is None else base):
+                found.setdefault((name.update, name.kind), []).append(path)
+        return found
+
+    def _chosen(
+        self, files: Mapping[tuple[int, str], Sequence[Path]], kind: str
+    ) -> tuple[int, Sequence[str], Sequence[int]] | None:
+        """Returns the update to restore, the kind of each process and who gives it; equal on every process."""
+        there = sorted(key for key, paths in files.items() if paths)
+        kinds, everyone = zip(*neighbours.gathered([kind, there]), strict=True)
+        found = chosen(kinds, [{(update, one) for update, one in each} for each in everyone])
+        return found and (found[0], kinds, found[1])
+
+    def _read(self, files: dict[tuple[int, str], list[Path]], update: int, kind: str) -> np.ndarray | None:
+        """Returns the body of the first sound file; damaged ones are taken out of `files`."""
+        paths = files[update, kind]
+        while paths:
+            try:
+                return read(paths[0])
+            except OSError as error:
+                log.warning("[checkpoint] passing over a local checkpoint: %s", error)
+                paths.pop(0)
+        return None
+
+
+def chosen(kinds: Sequence[str], there: Sequence[Iterable[tuple[int, str]]]) -> tuple[int, list[int]] | None:
+    """Returns the newest update of which every process can get its parts, and from whom; None if there is none.
+
+    Args:
+      kinds: the parts that each process needs. there: (update, kind) of the files that each process can read.
+    """
+    for update in sorted({update for files in there for update, _ in files}, reverse=True):
+        sources = []
+        for process, kind in enumerate(kinds):
+            holders = [one for one, files in enumerate(there) if (update, kind) in files]
+            if not holders:
+                break
+            sources.append(process if process in holders else holders[0])
+        else:
+            return update, sources
+    return None
+
+
+def shift(hosts: Sequence[str], kinds: Sequence[str]) -> int | None:
+    """Returns how many places further a process sends its copy: to another host if possible; None if none is needed.
+
+    None is where all parts of every process are on a second host anyway, as on replicas.
+    """
+    count = len(hosts)
+    where: dict[str, set[str]] = {}
+    for host, kind in zip(hosts, kinds, strict=True):
+        where.setdefault(kind, set()).add(host)
+    if count == 1 or all(len(places) > 1 for places in where.values()):
+        return None
+
+    def stays(by: int) -> int:
+        return sum(hosts[k] == hosts[(k + by) % count] for k in range(count))
+
+    return min(range(1, count), key=stays)

@@ -1,0 +1,245 @@
+"""Checkpoints on the hosts' own disks: taken, written, found again after a kill, got from a neighbour after a loss."""
+
+import logging
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from processes import finish, free_port, launch, logs
+from tiny import write_tiny
+
+import jaxfb
+from jaxfb.config.sections import LocalConfig
+from jaxfb.manifest import named_leaves
+from jaxfb.metrics import read_jsonl
+from jaxfb.parallel.totals import checksums
+from jaxfb.training.local_tier import LocalTier, chosen, shift
+from jaxfb.training.snapshot import put_back, read, taken, write
+
+EVERY = 3
+
+
+def state_on(mesh, seed=0):
+    """Leaves of several dtypes, cut and whole, with a random key."""
+    rng, whole = np.random.default_rng(seed), NamedSharding(mesh, P())
+    leaves = {
+        "cut": (rng.normal(size=(8, 8)).astype(np.float32), NamedSharding(mesh, P("fsdp", "data"))),
+        "half": (rng.normal(size=(4, 2)).astype(jnp.bfloat16), NamedSharding(mesh, P("data"))),
+        "count": (np.int32(7 + seed), whole),
+    }
+    state = {name: jax.device_put(value, place) for name, (value, place) in leaves.items()}
+    return {**state, "rng": jax.device_put(jax.random.key(seed), whole)}
+
+
+def abstract(state):
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+@pytest.fixture
+def mesh():
+    return jaxfb.make_mesh(data=2, fsdp=2, devices=jax.devices()[:4])
+
+
+def sums(state):
+    return checksums(named_leaves(state))
+
+
+def test_what_is_put_back_is_the_same_bits_in_the_same_places(mesh, tmp_path):
+    state = state_on(mesh)
+    write(tmp_path / "file", taken(state, {"update": 3}))
+    found, host = put_back(read(tmp_path / "file"), abstract(state))
+    assert host == {"update": 3} and sums(found) == sums(state)
+    for name in ("cut", "half", "count"):
+        assert found[name].sharding == state[name].sharding and found[name].dtype == state[name].dtype
+    assert jax.random.key_impl(found["rng"]) == jax.random.key_impl(state["rng"])
+
+
+def test_every_flipped_bit_and_every_cut_is_noticed(mesh, tmp_path):
+    path = tmp_path / "file"
+    write(path, taken(state_on(mesh), {}))
+    whole, rng = path.read_bytes(), np.random.default_rng(0)
+    for at in [0, 7, 8, len(whole) - 1, *rng.integers(len(whole), size=60)]:
+        changed = bytearray(whole)
+        changed[at] ^= 1 << int(rng.integers(8))
+        path.write_bytes(changed)
+        with pytest.raises(OSError, match="other bytes than were written"):
+            read(path)
+    for size in (0, 5, 30, len(whole) - 1):
+        path.write_bytes(whole[:size])
+        with pytest.raises(OSError, match="other bytes than were written"):
+            read(path)
+
+
+def test_the_newest_sound_one_since_the_same_checkpoint_is_restored(mesh, tmp_path, caplog):
+    tier = LocalTier(LocalConfig(1, str(tmp_path), keep=3), "run")
+    for update in (1, 2, 3, 4):
+        tier.save(update, 0, state_on(mesh, update), {"update": update})
+    tier.wait()
+    files = sorted(path.name.partition("_")[0] for path in (tmp_path / "run" / "process-0").iterdir())
+    assert files == ["2", "3", "4"]
+    wanted = abstract(state_on(mesh))
+    assert tier.restore(None, wanted) is None and tier.restore(5, wanted) is None
+    update, state, host = tier.restore(0, wanted)
+    assert (update, host) == (4, {"update": 4}) and sums(state) == sums(state_on(mesh, 4))
+    (newest,) = (tmp_path / "run" / "process-0").glob("4_*")
+    newest.write_bytes(newest.read_bytes()[:-1] + b"?")
+    with caplog.at_level(logging.WARNING):
+        assert tier.restore(0, wanted)[0] == 3
+    assert "passing over a local checkpoint" in caplog.text
+    other = jaxfb.make_mesh(data=4, devices=jax.devices()[:4])
+    assert tier.restore(0, abstract(state_on(other))) is None
+    tier.remove()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_full_disk_is_reported_and_the_run_goes_on(mesh, tmp_path, caplog):
+    (tmp_path / "file").write_text("")
+    tier = LocalTier(LocalConfig(1, str(tmp_path / "file")), "run")
+    with caplog.at_level(logging.WARNING):
+        tier.save(1, None, state_on(mesh), {})
+        tier.wait()
+    assert "no local checkpoint was written" in caplog.text
+
+
+def test_the_newest_update_of_which_all_parts_are_there_is_chosen():
+    a, b = "aa", "bb"
+    assert chosen([a], [[]]) is None
+    assert chosen([a, b], [[(3, a)], [(3, b)]]) == (3, [0, 1])
+    assert chosen([a, b], [[(4, a), (3, a)], [(3, b)]]) == (3, [0, 1])  # killed between the two writes of 4
+    assert chosen([a, b], [[], [(3, b), (3, a)]]) == (3, [1, 1])  # the disk of process 0 is lost
+    assert chosen([a, b], [[(3, a)], []]) is None
+    assert chosen([a, a], [[(3, a)], []]) == (3, [0, 0])  # replicas
+
+
+def test_copies_go_to_another_host_where_there_is_one():
+    assert shift(["x"], ["a"]) is None
+    assert shift(["x", "y"], ["a", "a"]) is None  # replicas are copies
+    assert shift(["x", "x"], ["a", "b"]) == 1
+    assert shift(["x", "x", "y", "y"], ["a", "b", "c", "d"]) == 2
+    assert shift(["x", "y", "x", "y"], ["a", "b", "a", "b"]) == 1  # both replicas of "a" are on x
+
+
+# a run
+
+
+def loss_fn(params, microbatch, rng):
+    error = microbatch["x"] @ params["w"] - microbatch["y"]
+    return jaxfb.Sum((error**2).sum(), 1.0 * microbatch["x"].shape[0])
+
+
+class Die(jaxfb.Callback):
+    """Ends the process's run at once, as a kill does, when an update begins."""
+
+    def __init__(self, update):
+        self.update = update
+
+    def on_step_start(self, step):
+        if step == self.update:
+            raise KeyboardInterrupt
+
+
+def train(directory, local, updates=20, every=8, resume=False, fresh=False, callbacks=()):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(64, 4)).astype(np.float32)
+    trainer = jaxfb.Trainer(
+        model=loss_fn, params={"w": np.zeros(4, np.float32)}, data={"x": x, "y": x.sum(1)},
+        optimizer=optax.adam(0.03), dir=str(directory), updates=updates, rows=8, rows_per_microbatch=2,
+        mesh={"data": 2}, callbacks=list(callbacks),
+        checkpoint={"every": every, "local": {"every": EVERY, "dir": str(local)}},
+    )  # fmt: skip
+    return trainer.train(resume=resume, fresh=fresh)
+
+
+def losses(directory):
+    records = read_jsonl(directory / "metrics.jsonl")
+    return {record["step"]: record["loss"] for record in records if "loss" in record}
+
+
+@pytest.mark.parametrize(
+    ("killed", "goes_on"), [(5, 3), (8, 6), (9, 8), (15, 12), (18, 16)], ids=lambda at: str(at)
+)
+def test_a_killed_run_goes_on_from_the_newest_of_both_tiers(tmp_path, killed, goes_on, capsys):
+    train(tmp_path / "whole", tmp_path / "disk")
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(killed)])
+    capsys.readouterr()
+    train(tmp_path / "run", tmp_path / "disk", resume=True)
+    assert f"after update {goes_on} of 20" in capsys.readouterr().out
+    assert losses(tmp_path / "run") == losses(tmp_path / "whole") and len(losses(tmp_path / "run")) == 20
+    assert not any((tmp_path / "disk").iterdir())  # nothing stays behind a finished run
+
+
+def test_a_run_that_begins_anew_forgets_local_checkpoints(tmp_path, capsys):
+    for fresh in (False, True):
+        with pytest.raises(KeyboardInterrupt):
+            train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(5)], fresh=fresh)
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(2)])
+    capsys.readouterr()
+    train(tmp_path / "run", tmp_path / "disk", updates=4, resume=True)
+    assert "starting at update 0" in capsys.readouterr().out
+
+
+def test_checkpoints_that_were_removed_take_the_later_local_ones_with_them(tmp_path, capsys):
+    with pytest.raises(KeyboardInterrupt):
+        train(tmp_path / "run", tmp_path / "disk", callbacks=[Die(11)])
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "8")
+    capsys.readouterr()
+    train(tmp_path / "run", tmp_path / "disk", updates=14, resume=True)
+    assert "after update 6 of" in capsys.readouterr().out  # of before the one that was removed
+
+
+@pytest.mark.parametrize("local", [{"every": 0, "dir": "x"}, {"every": 1, "dir": " "}, {"every": 1}])
+def test_impossible_settings_are_refused(tmp_path, local):
+    from jaxfb.config import load_config
+
+    with pytest.raises(ValueError, match=r"checkpoint\.local"):
+        load_config(write_tiny(tmp_path, checkpoint={"local": local}))
+
+
+# two processes
+
+
+def write_job(directory, **run):
+    sections = {
+        "mesh": {"data": 1, "fsdp": 4},
+        "run": {"updates": 9, **run},
+        "eval": {"every": None, "prompt": ""},
+        "checkpoint": {"every": None, "local": {"every": 2, "dir": "$DISK"}},
+        "hosts": {"lost_after": 5},
+    }
+    write_tiny(directory, **sections)
+
+
+def two(directory, monkeypatch, *arguments, dies=None):
+    """Both processes of a job, each with a disk of its own; process 1 dies at that point."""
+    jobs, place = [], ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2]
+    for index in (0, 1):
+        monkeypatch.setenv("DISK", str(directory / f"disk{index}"))
+        if dies and index:
+            monkeypatch.setenv("JAXFB_KILL_AT", dies)
+        jobs.append(launch(directory, index, 2, "train", *arguments, *place, "--process-id", index))
+    monkeypatch.delenv("JAXFB_KILL_AT", raising=False)
+    return finish(jobs)
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_two_processes_go_on_from_their_disks_though_one_is_lost(tmp_path, monkeypatch):
+    """The parameters are cut over both, so that process 0 gets what it lost from the copy that process 1 has."""
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    for directory in (whole, killed):
+        directory.mkdir()
+        write_job(directory)
+    assert two(whole, monkeypatch) == [0, 0], logs(whole, 2)
+    assert two(killed, monkeypatch, dies="update:8") == [76, -9], logs(killed, 2)
+    assert "may be on the hosts' own disks" in logs(killed, 2)[0]
+    shutil.rmtree(killed / "disk0")
+    assert two(killed, monkeypatch, "--resume") == [0, 0], logs(killed, 2)
+    assert "after update 6 of 9" in logs(killed, 2)[0]
+    assert losses(killed / "run") == losses(whole / "run") and len(losses(whole / "run")) == 9
