@@ -21,7 +21,7 @@ from jaxfb.mesh import axis_size, manual_axes, platform_here
 from jaxfb.models import splash
 from jaxfb.models.blocked_attention import blocked_attention
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
+from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
 from jaxfb.models.rope import rotate
 from jaxfb.parallel.context import within_window
 from jaxfb.parallel.tensor import constrain, residual_stream
@@ -35,7 +35,7 @@ class Attention(nnx.Module):
     """Projects to queries, keys and values, rotates, attends, projects back. H and G split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        width, size = config.hidden_size, config.head_size
+        width, size, variant = config.hidden_size, config.head_size, config.variant
         self.config = config
 
         def project(num_heads):
@@ -46,21 +46,48 @@ class Attention(nnx.Module):
         self.query = project(config.num_heads)
         self.key = project(config.num_kv_heads)
         self.value = project(config.num_kv_heads)
-        self.output = Linear(config.num_heads * size, width, kernel_init=residual_init(config), rngs=rngs)
+        self.output = Linear(
+            config.num_heads * size,
+            width,
+            use_bias=variant.output_bias,
+            kernel_init=residual_init(config),
+            rngs=rngs,
+        )
         if config.qk_norm:
-            self.query_norm = RMSNorm(size, config.norm_eps)
-            self.key_norm = RMSNorm(size, config.norm_eps)
+            whole = variant.qk_norm_over == "token"
+            self.query_norm = RMSNorm(size * (config.num_heads if whole else 1), config)
+            self.key_norm = RMSNorm(size * (config.num_kv_heads if whole else 1), config)
 
     def __call__(self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
-        query, key, value = (self._heads(project(x_RTD)) for project in (self.query, self.key, self.value))
-        if self.config.qk_norm:
-            query, key = self.query_norm(query), self.key_norm(key)
-        config = self.config
-        query, key = (rotate(x, positions_RT, config.rope_theta, config.rope_scaling) for x in (query, key))
-        context_RTHK, kept = attend(query, key, value)
+        query, key, value = self._projected(x_RTD)
+        query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
+        context_RTHK, kept = attend(self._scaled(query), key, value)
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
         out_RTD = self.output(constrain(joined, None, None, "tensor"))
         return residual_stream(out_RTD, self.config.sequence_parallel), kept
+
+    def _projected(self, x_RTD: jax.Array) -> tuple[jax.Array, jax.Array, jax.Array]:
+        """Returns (query_RTHK, key_RTGK, value_RTGK), normalised where the config has it."""
+        query, key, value = self.query(x_RTD), self.key(x_RTD), self.value(x_RTD)
+        if not self.config.qk_norm:
+            return self._heads(query), self._heads(key), self._heads(value)
+        if self.config.variant.qk_norm_over == "token":
+            query, key = self.query_norm(query), self.key_norm(key)
+            return self._heads(query), self._heads(key), self._heads(value)
+        return self.query_norm(self._heads(query)), self.key_norm(self._heads(key)), self._heads(value)
+
+    def _rotated(self, x: jax.Array, positions_RT: jax.Array) -> jax.Array:
+        config = self.config
+        size = config.variant.rotary_size(config.head_size)
+        return rotate(x, positions_RT, config.rope_theta, config.rope_scaling, size=size)
+
+    def _scaled(self, query: jax.Array) -> jax.Array:
+        """Multiplies queries so that 1 / sqrt(K), by which every kernel multiplies, becomes the config's scale."""
+        scale = self.config.variant.attention_scale
+        if scale is None:
+            return query
+        factor = scale * self.config.head_size**0.5
+        return (query.astype(statistics_dtype(query.dtype)) * factor).astype(query.dtype)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         split = x.reshape(*x.shape[:2], -1, self.config.head_size)

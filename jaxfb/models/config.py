@@ -6,11 +6,12 @@ Plain Python, so a config is read, refused and sized without a device.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from math import isqrt
 from typing import Any
 
 from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.models.variant import Variant
 from jaxfb.refusal import FLOAT32, INT32, Refused, boolean, instance, integer, number, shown
 
 # the first two are each traced or initialised by itself
@@ -57,6 +58,7 @@ class TransformerConfig:
     mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
+    variant:         a `jaxfb.models.variant.Variant`: what differs from Llama's layers (Gemma, OLMo 2, gpt-oss).
 
     num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. Of them:
     experts_per_token:    how many of them each token goes to.
@@ -115,6 +117,7 @@ class TransformerConfig:
     router_z_coefficient: float = 0.0
     router_bias_rate: float = 0.0
     expert_capacity: float | None = None
+    variant: Variant = field(default_factory=Variant)
 
     def __post_init__(self):
         _check_types(self)
@@ -137,7 +140,9 @@ def num_params(config: TransformerConfig) -> int:
     width, size = config.hidden_size, config.head_size
     heads, kv_heads = config.num_heads, config.num_kv_heads
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
-    norms = 2 * width + (2 * size if config.qk_norm else 0)
+    biases += (width if config.variant.output_bias else 0) + _mlp_biases(config)
+    normed = heads + kv_heads if config.variant.qk_norm_over == "token" else 2
+    norms = config.variant.norms_of_layer * width + (normed * size if config.qk_norm else 0)
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
     layers = (config.num_layers + config.mtp_depth) * (matmul + biases + norms)
     layers += config.mtp_depth * (_mtp_projection_params(config) + 3 * width)
@@ -190,11 +195,21 @@ def _mlp_matmul_params(config: TransformerConfig, experts: int) -> int:
     return config.hidden_size * (3 * widths + config.num_experts)
 
 
+def _mlp_biases(config: TransformerConfig) -> int:
+    """Returns the parameters of the biases of the MLP, or of all experts, the shared one and the router."""
+    if not config.variant.mlp_bias:
+        return 0
+    if not config.num_experts:
+        return 2 * config.mlp_size + config.hidden_size
+    shared = 2 * config.shared_expert_size + config.hidden_size if config.shared_expert_size else 0
+    return config.num_experts * (2 * config.expert_mlp_size + config.hidden_size + 1) + shared
+
+
 def _check_types(config: TransformerConfig) -> None:
     """Refuses a number of another kind, NaN and infinity, what is no flag and no text."""
-    for field in fields(config):
-        name, value, kind = field.name, getattr(config, field.name), str(field.type)
-        if value is None and field.default is None:
+    for one in fields(config):
+        name, value, kind = one.name, getattr(config, one.name), str(one.type)
+        if value is None and one.default is None:
             continue
         if kind.startswith("int"):
             integer(name, value, who="[model]", least=0, most=_MOST.get(name, INT32))
@@ -204,6 +219,8 @@ def _check_types(config: TransformerConfig) -> None:
             boolean(name, value, who="[model]")
         elif kind.startswith("str"):
             instance(name, value, str, "a text", who="[model]")
+        elif name == "variant":
+            instance(name, value, Variant, "a jaxfb.models.variant.Variant", who="[model]")
         elif name == "rope_scaling":
             instance(
                 name, value, RopeScaling, "a jaxfb.models.rope_scaling.RopeScaling, or None", who="[model]"
@@ -258,6 +275,7 @@ def _check_heads(config: TransformerConfig) -> None:
             f"[model] head_size={size} must be even for rotary positions; use {size + 1}",
             [{"head_size": size + 1}],
         )
+    config.variant.rotary_size(size)
 
 
 def _check_choices(config: TransformerConfig) -> None:

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from jaxfb.models.activations import gated
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain, residual_stream
@@ -37,45 +38,50 @@ def statistics_dtype(dtype) -> jnp.dtype:
 
 
 class RMSNorm(nnx.Module):
-    """x / sqrt(mean(x^2) + eps) * scale over the last dim (arXiv:1910.07467)."""
+    """x / sqrt(mean(x^2) + eps) * scale over the last dim (arXiv:1910.07467); Gemma's multiplies by 1 + scale."""
 
-    def __init__(self, size: int, eps: float):
-        self.scale = nnx.Param(jnp.ones(size))
-        self.eps = eps
+    def __init__(self, size: int, config: TransformerConfig):
+        self.scale = nnx.Param(jnp.zeros(size) if config.variant.norm_offset else jnp.ones(size))
+        self.eps, self.offset = config.norm_eps, config.variant.norm_offset
 
     def __call__(self, x: jax.Array) -> jax.Array:
         wide = x.astype(statistics_dtype(x.dtype))
         normed = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + self.eps)
-        return (normed * self.scale[...].astype(wide.dtype)).astype(x.dtype)
+        scale = self.scale[...].astype(wide.dtype)
+        return (normed * (1 + scale if self.offset else scale)).astype(x.dtype)
 
 
 class SwiGLU(nnx.Module):
-    """down(silu(gate(x)) * up(x)) (arXiv:2002.05202). [R, T, D] -> [R, T, D], F split over `tensor`."""
+    """down(act(gate(x)) * up(x)) (arXiv:2002.05202). [R, T, D] -> [R, T, D], F split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         width, mlp = config.hidden_size, config.mlp_size
-        self.gate = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
-        self.up = Linear(width, mlp, kernel_init=fan_in_init, rngs=rngs)
-        self.down = Linear(mlp, width, kernel_init=residual_init(config), rngs=rngs)
-        self.sequence_parallel = config.sequence_parallel
+        linear = partial(Linear, use_bias=config.variant.mlp_bias, rngs=rngs)
+        self.gate = linear(width, mlp, kernel_init=fan_in_init)
+        self.up = linear(width, mlp, kernel_init=fan_in_init)
+        self.down = linear(mlp, width, kernel_init=residual_init(config))
+        self.activation, self.sequence_parallel = config.variant.activation, config.sequence_parallel
 
     def __call__(self, x_RTD: jax.Array) -> jax.Array:
-        inner_RTF = nnx.silu(self.gate(x_RTD)) * self.up(x_RTD)
+        inner_RTF = gated(self.activation, self.gate(x_RTD), self.up(x_RTD))
         out_RTD = self.down(constrain(inner_RTF, None, None, "tensor"))
         return residual_stream(out_RTD, self.sequence_parallel)
 
 
 class Embed(nnx.Module):
-    """Token -> vector. [R, T] -> [R, T, D], V split over `tensor`."""
+    """Token -> vector, perhaps scaled. [R, T] -> [R, T, D], V split over `tensor`."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embedding = nnx.Param(table_init(rngs.params(), (config.vocab_size, config.hidden_size)))
-        self.sequence_parallel = config.sequence_parallel
+        self.scale, self.sequence_parallel = config.variant.embedding_scale, config.sequence_parallel
 
     def __call__(self, tokens_RT: jax.Array) -> jax.Array:
         # annotated where it is read, so that its gradient (a scatter) is made in shards as well
         embedding_VD = constrain(self.embedding[...], "tensor", None)
-        return residual_stream(embedding_VD[tokens_RT], self.sequence_parallel)
+        found_RTD = embedding_VD[tokens_RT]
+        if self.scale is not None:
+            found_RTD *= jnp.asarray(self.scale, found_RTD.dtype)
+        return residual_stream(found_RTD, self.sequence_parallel)
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
         """Embeds with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
@@ -90,7 +96,7 @@ class Outer(nnx.Module):
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         self.embed = Embed(config, rngs=rngs)
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norm = RMSNorm(config.hidden_size, config)
         if not config.tied_embeddings:
             self.head = Linear(config.hidden_size, config.vocab_size, kernel_init=table_init, rngs=rngs)
         self.tied = config.tied_embeddings

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jax import lax
 
+from jaxfb.models.activations import gated
 from jaxfb.models.balance import Routing, router_losses, router_metrics, where_counted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import grouped_matmul
@@ -35,11 +36,15 @@ class Router(nnx.Module):
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
         if config.router_bias_rate:
             self.bias = nnx.Param(jnp.zeros(config.num_experts))
+        if config.variant.mlp_bias:
+            self.logit_bias = nnx.Param(jnp.zeros(config.num_experts))
         self.config = config
 
     def __call__(self, x_RTD: jax.Array) -> Routing:
         config, wide = self.config, statistics_dtype(x_RTD.dtype)
         logits = x_RTD.astype(wide) @ self.kernel[...].astype(wide)
+        if config.variant.mlp_bias:
+            logits += self.logit_bias[...].astype(wide)
         if config.router_scores == "softmax":
             probs = scores = jax.nn.softmax(logits)
         else:
@@ -61,7 +66,9 @@ class Router(nnx.Module):
 
 
 class Experts(nnx.Module):
-    """E SwiGLUs in three arrays, [E, D, F] twice and [E, F, D]: E cut over `expert`, F over `tensor`."""
+    """E SwiGLUs in three arrays, [E, D, F] twice and [E, F, D], E cut over `expert` and F over `tensor`; with biases
+    three more, [E, F] twice and [E, D].
+    """
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         number, width, inner = config.num_experts, config.hidden_size, config.expert_mlp_size
@@ -73,12 +80,22 @@ class Experts(nnx.Module):
         self.gate = nnx.Param(read(rngs.params(), (number, width, inner)))
         self.up = nnx.Param(read(rngs.params(), (number, width, inner)))
         self.down = nnx.Param(write(rngs.params(), (number, inner, width)))
+        self.activation, self.has_biases = config.variant.activation, config.variant.mlp_bias
+        if self.has_biases:
+            self.gate_bias, self.up_bias = (nnx.Param(jnp.zeros((number, inner))) for _ in range(2))
+            self.down_bias = nnx.Param(jnp.zeros((number, width)))
 
     def __call__(self, rows_SD: jax.Array, sizes_L: jax.Array) -> jax.Array:
         """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined."""
         gate, up = (grouped_matmul(rows_SD, kernel[...], sizes_L) for kernel in (self.gate, self.up))
-        inner_SF = constrain(nnx.silu(gate) * up, None, "tensor")
-        return constrain(grouped_matmul(inner_SF, self.down[...], sizes_L), None, None)
+        if self.has_biases:
+            expert_S = _expert_of_row(sizes_L, rows_SD.shape[0])
+            gate, up = gate + _of_rows(self.gate_bias, expert_S), up + _of_rows(self.up_bias, expert_S)
+        inner_SF = constrain(gated(self.activation, gate, up), None, "tensor")
+        out_SD = grouped_matmul(inner_SF, self.down[...], sizes_L)
+        if self.has_biases:
+            out_SD += _of_rows(self.down_bias, expert_S)
+        return constrain(out_SD, None, None)
 
 
 class MoE(nnx.Module):
@@ -126,6 +143,16 @@ class MoE(nnx.Module):
         ).reshape(rows, length, -1, width)
         mixed = jnp.einsum("rtk,rtkd->rtd", weights, out.astype(weights.dtype))
         return constrain(mixed.astype(x_RTD.dtype), None, None, None)
+
+
+def _expert_of_row(sizes_L: jax.Array, num_rows: int) -> jax.Array:
+    """Returns the expert of each row, i32[S], of runs of so many rows; L for those behind the last run."""
+    return jnp.searchsorted(jnp.cumsum(sizes_L), jnp.arange(num_rows), side="right").astype(jnp.int32)
+
+
+def _of_rows(bias_LF: nnx.Param, expert_S: jax.Array) -> jax.Array:
+    """Returns each row's bias; a row behind the last run has none, so that its undefined gradient goes nowhere."""
+    return bias_LF[...].at[expert_S].get(mode="fill", fill_value=0)
 
 
 def _capacity(config: TransformerConfig, tokens: int) -> int | None:

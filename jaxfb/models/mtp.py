@@ -52,13 +52,13 @@ class Depth(nnx.Module):
     """A depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
 
     def __init__(self, config: TransformerConfig, block: Callable[..., Layer], *, rngs: nnx.Rngs):
-        width, eps = config.hidden_size, config.norm_eps
-        self.hidden_norm, self.token_norm = RMSNorm(width, eps), RMSNorm(width, eps)
+        width = config.hidden_size
+        self.hidden_norm, self.token_norm = RMSNorm(width, config), RMSNorm(width, config)
         self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
         # what is counted over the whole batch is counted in the model's own layers
         alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
         self.block = block(alone, rngs=rngs)
-        self.norm = RMSNorm(width, eps)
+        self.norm = RMSNorm(width, config)
         self.sequence_parallel = config.sequence_parallel
 
     def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):

@@ -60,12 +60,23 @@ def _kept_by_yarn(head_size: int, theta: float, scaling: RopeScaling) -> np.ndar
 
 
 def rotate(
-    x_RTHK: jax.Array, positions_RT: jax.Array, theta: float, scaling: RopeScaling | None = None
+    x_RTHK: jax.Array,
+    positions_RT: jax.Array,
+    theta: float,
+    scaling: RopeScaling | None = None,
+    *,
+    size: int | None = None,
 ) -> jax.Array:
     """Rotates the two halves of each head by its position (arXiv:2104.09864), as Llama's weights expect.
 
     Computed in float32, or float64 for float64. [R, T, H, K] -> the same.
+
+    Args:
+      size: of each head only the first so many numbers turn; None: all.
     """
+    if size is not None and size < x_RTHK.shape[-1]:
+        turned = rotate(x_RTHK[..., :size], positions_RT, theta, scaling)
+        return jnp.concatenate([turned, x_RTHK[..., size:]], axis=-1)
     wide = jnp.promote_types(x_RTHK.dtype, jnp.float32)
     angle = jnp.asarray(frequencies(x_RTHK.shape[-1], theta, scaling), wide)
     angles = positions_RT[:, :, None, None].astype(wide) * angle

@@ -6,6 +6,9 @@ What forward_backward runs. The modules are Flax; what leaves this file is pure 
      "layers": {"attention_norm", "attention": {"query", "key", "value", "output"}, "mlp_norm",
                 "mlp": {"gate", "up", "down"}}}          every leaf of "layers" stacked [num_layers, ...]
 
+A `Variant` may put "attention_out_norm" and "mlp_out_norm" beside or in place of the two norms, and biases where Llama
+has none.
+
 With experts a layer has, in place of "mlp", "moe": {"router": {"kernel", "bias" (absent without router_bias_rate)},
 "experts": {"gate", "up", "down"} in three arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a
 shared expert)}; the engine may add "expert_load" [num_layers, num_experts] beside it (`balance.py`).
@@ -42,12 +45,17 @@ HeadLoss = Callable[..., LossOutput]
 
 
 class Block(nnx.Module):
-    """A layer: attention, and an MLP or experts, each reading a normalised residual stream. [R, T, D] -> the same."""
+    """A layer: attention, and an MLP or experts, with norms before them, after them or both. [R, T, D] -> the same."""
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.attention_norm = RMSNorm(config.hidden_size, config.norm_eps)
+        self.norms = config.variant.norms
+        if self.norms != "post":
+            self.attention_norm = RMSNorm(config.hidden_size, config)
+            self.mlp_norm = RMSNorm(config.hidden_size, config)
+        if self.norms != "pre":
+            self.attention_out_norm = RMSNorm(config.hidden_size, config)
+            self.mlp_out_norm = RMSNorm(config.hidden_size, config)
         self.attention = Attention(config, rngs=rngs)
-        self.mlp_norm = RMSNorm(config.hidden_size, config.norm_eps)
         if config.num_experts:
             self.moe = MoE(config, rngs=rngs)
         else:
@@ -73,16 +81,19 @@ class Block(nnx.Module):
         `counted_RT`).
         """
         with jax.named_scope("attention"):
-            mixed, kept = self.attention(whole(self.attention_norm(x_RTD)), positions_RT, attend)
-            x_RTD = x_RTD + dropout(mixed, self.dropout, keys, site=0)
+            read = x_RTD if self.norms == "post" else self.attention_norm(x_RTD)
+            mixed, kept = self.attention(whole(read), positions_RT, attend)
+            added = mixed if self.norms == "pre" else self.attention_out_norm(mixed)
+            x_RTD = x_RTD + dropout(added, self.dropout, keys, site=0)
         out = LossOutput({})
         with jax.named_scope("mlp"):
-            normed = whole(self.mlp_norm(x_RTD))
+            read = whole(x_RTD if self.norms == "post" else self.mlp_norm(x_RTD))
             if self.has_experts:
-                answer, out = self.moe(normed, counted_RT, load_E)
+                answer, out = self.moe(read, counted_RT, load_E)
             else:
-                answer = self.mlp(normed)
-            x_RTD = x_RTD + dropout(answer, self.dropout, keys, site=1)
+                answer = self.mlp(read)
+            added = answer if self.norms == "pre" else self.mlp_out_norm(answer)
+            x_RTD = x_RTD + dropout(added, self.dropout, keys, site=1)
         return residual_stream(x_RTD, self.sequence_parallel), kept, out
 
 

@@ -30,6 +30,7 @@ _SPLIT_DIM: dict[tuple[str, ...], int] = {
     ("embed", "embedding"): -2,
     ("head", "kernel"): -1,
     **{("experts", "gate"): -1, ("experts", "up"): -1, ("experts", "down"): -2},
+    **{("experts", "gate_bias"): -1, ("experts", "up_bias"): -1},
 }
 _EXPERT_DIM = -3
 _VOCABULARY = (("embed", "embedding"), ("head", "kernel"))
@@ -140,13 +141,14 @@ def transformer_param_specs(params: Any) -> Any:
 
 def _leaf_spec(path: tuple, leaf: Any) -> P:
     names = tuple(str(getattr(entry, "key", entry)) for entry in path)
-    dim = _SPLIT_DIM.get(names[-2:])
-    if dim is None:
+    of_expert, dim = names[-2:-1] == ("experts",), _SPLIT_DIM.get(names[-2:])
+    if dim is None and not of_expert:
         return P()
     spec: list[str | None] = [None] * len(leaf.shape)
-    spec[dim] = AXIS
-    if names[-2] == "experts":
-        spec[_EXPERT_DIM] = "expert"
+    if dim is not None:
+        spec[dim] = AXIS
+    if of_expert:
+        spec[-2 if names[-1].endswith("_bias") else _EXPERT_DIM] = "expert"
     return P(*spec)
 
 

@@ -7,10 +7,10 @@ A further architecture is a file in `families/` and its name in the table below.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.variant import Variant
 from jaxfb.pretrained.family import Architecture, Values, refuse
 from jaxfb.pretrained.inert import INERT
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
@@ -21,7 +21,10 @@ ARCHITECTURES: Registry[Architecture] = Registry(
     "architecture",
     {
         name: f"jaxfb.pretrained.families.{name}:{name.upper()}"
-        for name in ("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe")
+        for name in (
+            *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
+            *("phi3", "olmo2", "gemma"),
+        )
     },
 )
 """`family.Architecture` by the `model_type` of a config.json."""
@@ -31,6 +34,7 @@ _TRAINING = frozenset(
     "dropout attention context_attention sequence_parallel loss_chunk label_smoothing z_loss mtp_weight "
     "balance_coefficient batch_balance_coefficient batch_balance_layers router_z_coefficient expert_capacity".split()
 )
+_NONE = object()
 _OF_EXPERTS = frozenset(
     "experts_per_token expert_mlp_size shared_expert_size router_scores router_renormalize router_scale "
     "router_bias_rate".split()
@@ -69,7 +73,9 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
       ValueError: an unknown architecture, a missing key, or keys that are unknown or whose value is not supported.
     """
     found, values = architecture_of(values), Values(values)
-    refuse(values, hidden_act="silu")
+    activation = found.activations.get(values.get("hidden_act", "silu"))
+    if activation is None:
+        refuse(values, hidden_act=next(iter(found.activations)))
     try:
         common = {
             "vocab_size": values["vocab_size"],
@@ -83,7 +89,9 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
             "tied_embeddings": bool(values.get("tie_word_embeddings", False)),
             **rope_sizes(values),
         }
-        sizes = TransformerConfig(**{**common, **found.sizes(values)})
+        fields = {**common, **found.sizes(values)}
+        variant = Variant(**{"activation": activation, **fields.pop("variant", {})})
+        sizes = TransformerConfig(**fields, variant=variant)
     except KeyError as error:
         raise Refused(f"[hf] config.json of a {found.model_type} model must hold {error.args[0]!r}") from None
     if unknown := [name for name in values.unread() if name not in INERT]:
@@ -126,12 +134,18 @@ def _keys(architecture: Architecture, sizes: TransformerConfig) -> dict[str, Any
         "num_attention_heads": sizes.num_heads,
         "num_key_value_heads": sizes.num_kv_heads,
         "head_dim": sizes.head_size,
-        "hidden_act": "silu",
+        "hidden_act": _hidden_act(architecture, sizes),
         "rms_norm_eps": sizes.norm_eps,
         "tie_word_embeddings": sizes.tied_embeddings,
         "rope_parameters": rope_keys(sizes),
         **architecture.keys(sizes),
     }
+
+
+def _hidden_act(architecture: Architecture, sizes: TransformerConfig) -> str:
+    """Returns the name of the activation, or of the architecture's own where it has no other."""
+    names = {ours: theirs for theirs, ours in reversed(list(architecture.activations.items()))}
+    return names.get(sizes.variant.activation, next(iter(architecture.activations)))
 
 
 def _lost(sizes: TransformerConfig, values: Mapping[str, Any]) -> list[str]:
@@ -141,9 +155,15 @@ def _lost(sizes: TransformerConfig, values: Mapping[str, Any]) -> list[str]:
     except Refused:
         again = None
     ignored = _TRAINING | ({"mlp_size"} if sizes.num_experts else _OF_EXPERTS)
+    wanted, got = _plain(sizes), {} if again is None else _plain(again)
     return [
-        f"{field.name}={getattr(sizes, field.name)}"
-        for field in fields(sizes)
-        if field.name not in ignored
-        and (again is None or getattr(sizes, field.name) != getattr(again, field.name))
+        f"{name}={value}"
+        for name, value in wanted.items()
+        if name not in ignored and got.get(name, _NONE) != value
     ]
+
+
+def _plain(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the fields, those of the variant among them."""
+    variant = {f"variant.{name}": value for name, value in vars(sizes.variant).items()}
+    return {**{name: value for name, value in vars(sizes).items() if name != "variant"}, **variant}

@@ -46,7 +46,9 @@ class Architecture:
     model_type, class_name: what its config.json calls it.
     models:      those that have it, for the table in the docs.
     tested:      what its numbers are compared with by the tests.
-    sizes:       config.json -> the fields of `TransformerConfig` that differ from the Llama family's.
+    sizes:       config.json -> the fields of `TransformerConfig` that differ from the Llama family's; those of its
+                 `variant` as a dict.
+    activations: the values of `hidden_act` -> our `variant.activation`.
     keys:        sizes -> the keys of config.json that differ from the Llama family's.
     layer_names: our path below one layer -> the tensor's name below "model.layers.N", or a `Place`.
     outer_names: our path of what is no layer -> the tensor's name.
@@ -57,6 +59,7 @@ class Architecture:
     models: str
     tested: str
     sizes: Callable[[Values], dict[str, Any]] = _nothing
+    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu"})
     keys: Callable[[TransformerConfig], dict[str, Any]] = _nothing
     layer_names: Mapping[str, str | Place] = field(default_factory=lambda: DENSE)
     outer_names: Mapping[str, str] = field(default_factory=lambda: OUTER_NAMES)
@@ -67,6 +70,17 @@ def refuse(values: Mapping[str, Any], **supported: Any) -> None:
     for name, wanted in supported.items():
         if values.get(name, wanted) != wanted:
             raise Refused(f"[hf] {name}={values[name]!r} is not supported; only {name}={wanted!r} is")
+
+
+def bias_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the fields of `attention_bias`, on all four projections, and of `mlp_bias`."""
+    attention, mlp = bool(values.get("attention_bias")), bool(values.get("mlp_bias"))
+    return {"qkv_bias": attention, "variant": {"output_bias": attention, "mlp_bias": mlp}}
+
+
+def bias_keys(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys of biases."""
+    return {"attention_bias": sizes.variant.output_bias, "mlp_bias": sizes.variant.mlp_bias}
 
 
 def only_full_attention(values: Mapping[str, Any]) -> None:

@@ -10,12 +10,25 @@ from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.pretrained.family import refuse
 from jaxfb.refusal import Refused
 
+_KNOWN = frozenset(
+    "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_slow "
+    "beta_fast attention_factor mscale mscale_all_dim truncate partial_rotary_factor".split()
+)
+
+
+def rotary_share(values: Mapping[str, Any]) -> float:
+    """Returns the part of each head that turns."""
+    rope = values.get("rope_parameters") or {}
+    return rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+
 
 def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns theta and scaling, from today's `rope_parameters` or yesterday's `rope_theta` and `rope_scaling`."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
     kind = rope.get("rope_type", rope.get("type", "default"))
+    if unknown := [name for name, value in rope.items() if name not in _KNOWN and value]:
+        raise Refused(f"[hf] rope_parameters has keys that are not known here: {', '.join(sorted(unknown))}")
     if kind == "default":
         return {"rope_theta": theta}
     if kind not in ("linear", "llama3", "yarn"):

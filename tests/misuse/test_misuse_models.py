@@ -8,6 +8,7 @@ from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.models.config import ATTENTION_BACKENDS, CONTEXT_ATTENTION, TransformerConfig
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
+from jaxfb.models.variant import ACTIVATIONS, NORMS, QK_NORM_OVER, Variant
 from jaxfb.refusal import FLOAT32
 from tests.data.test_loader import numbered_rows
 
@@ -48,8 +49,22 @@ CALLS = [
             "router_scores": one_of(("softmax", "sigmoid")),
             "batch_balance_layers": one_of(("each", "together")),
             "rope_scaling": maybe(nothing),
+            "variant": nothing,
         },
         {"mlp_size": "mlp_size|expert_mlp_size"},
+    ),
+    Call(
+        "Variant",
+        Variant,
+        dict,
+        {
+            "activation": one_of(ACTIVATIONS),
+            "norms": one_of(NORMS),
+            "qk_norm_over": one_of(QK_NORM_OVER),
+            **dict.fromkeys(("norm_offset", "output_bias", "mlp_bias"), boolean),
+            **dict.fromkeys(("embedding_scale", "attention_scale"), maybe(POSITIVE)),
+            "rotary_share": numbers(above=0, most=1),
+        },
     ),
     Call(
         "RopeScaling",

@@ -150,7 +150,7 @@ def test_tensors_that_do_not_fit_are_listed_before_anything_is_read(copied):
     [
         ({"model_type": "falcon"}, "must be one of llama, mistral, mixtral"),
         ({"hidden_act": "gelu"}, "only hidden_act='silu' is"),
-        ({"attention_bias": True}, "only attention_bias=False is"),
+        ({"attention_bias": True}, "self_attn.q_proj.bias: missing"),
         (
             {"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None},
             "default, linear, llama3, yarn",

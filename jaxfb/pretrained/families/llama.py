@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-from jaxfb.pretrained.family import Architecture, Values, refuse
-
-
-def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, attention_bias=False, mlp_bias=False)
-    return {}
-
+from jaxfb.pretrained.family import Architecture, bias_keys, bias_sizes
 
 LLAMA = Architecture(
     model_type="llama",
     class_name="LlamaForCausalLM",
-    models="Llama 2, 3, 3.1-3.3 (llama3 rope scaling), SmolLM",
+    models="Llama 2, 3, 3.1-3.3 (llama3 rope scaling), SmolLM 1 and 2",
     tested="transformers: logits, losses, gradients",
-    sizes=_sizes,
+    sizes=bias_sizes,
+    keys=bias_keys,
 )

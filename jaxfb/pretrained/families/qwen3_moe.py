@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.families.qwen3 import qwen3_sizes
+from jaxfb.pretrained.families.qwen3 import qwen3_keys, qwen3_sizes
 from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts, refuse
 from jaxfb.pretrained.tensors import ATTENTION
 
@@ -31,6 +31,7 @@ def _sizes(values: Values) -> dict[str, Any]:
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     return {
+        **qwen3_keys(sizes),
         **expert_keys(sizes),
         "num_experts": sizes.num_experts,
         "moe_intermediate_size": sizes.expert_mlp_size,

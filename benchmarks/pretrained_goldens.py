@@ -1,0 +1,86 @@
+"""Makes the tiny models of `tests/golden/hf_*_tiny` that have an expected.json, with the numbers of transformers.
+
+    python benchmarks/pretrained_goldens.py tests/golden olmo2 gemma      # or no names: all that are listed below
+
+Needs torch and transformers, which the tests do not. Weights are stored in float32 and computed with in float64, but
+for what transformers computes in float32 whatever the dtype: norms, rotary tables, a router's softmax.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import torch
+import transformers
+
+COMMON = {
+    "vocab_size": 37,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "rms_norm_eps": 1e-6,
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": None,
+}
+ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+MODELS = {
+    "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
+    "phi3": ("Phi3", {}),
+    "phi4": (
+        "Phi3",
+        {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.7}},
+    ),
+    "olmo2": ("Olmo2", {}),
+    "gemma": ("Gemma", {"head_dim": 8}),
+}
+
+
+def make(directory: Path, name: str) -> None:
+    kind, options = MODELS[name]
+    torch.manual_seed(sum(name.encode()))
+    config = getattr(transformers, f"{kind}Config")(**{**COMMON, **options})
+    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    for leaf, weight in model.named_parameters():
+        center = 1.0 if leaf.endswith("norm.weight") and kind not in ("Gemma", "Gemma2", "Gemma3") else 0.0
+        weight.data = center + torch.randn_like(weight) * (0.3 if weight.ndim > 1 or center else 0.2)
+    target = directory / f"hf_{name}_tiny"
+    model.save_pretrained(target)
+    (target / "generation_config.json").unlink(missing_ok=True)
+    (target / "expected.json").write_text(json.dumps(numbers(model.double())) + "\n")
+
+
+def numbers(model: torch.nn.Module) -> dict:
+    tokens = torch.randint(0, COMMON["vocab_size"], (2, 20))
+    logits = model(tokens).logits
+    log_probs = logits[:, :-1].log_softmax(-1)
+    loss = -log_probs.gather(-1, tokens[:, 1:, None]).mean()
+    loss.backward()
+    norms = {
+        name: weight.grad.norm().item()
+        for name, weight in model.named_parameters()
+        if weight.grad is not None
+    }
+    positions = [0, 1, 7, 18, 19]
+    return {
+        "transformers": transformers.__version__,
+        "input_ids": tokens.tolist(),
+        "positions": positions,
+        "logits": rounded(logits[:, positions]),
+        "loss": round(loss.item(), 10),
+        "grad_norms": {name: float(f"{norm:.8g}") for name, norm in norms.items()},
+    }
+
+
+def rounded(x: torch.Tensor) -> list:
+    return [[[round(one, 8) for one in row] for row in rows] for rows in x.tolist()]
+
+
+if __name__ == "__main__":
+    for each in sys.argv[2:] or MODELS:
+        make(Path(sys.argv[1]), each)

@@ -1,0 +1,54 @@
+"""Phi-3 and Phi-4: Llama with two fused tensors a layer, in some models only part of each head rotated."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.family import Architecture, Values, refuse
+from jaxfb.pretrained.rope_keys import rope_keys, rotary_share
+from jaxfb.pretrained.tensors import DENSE, Rows
+
+
+def _heads(sizes: TransformerConfig) -> tuple[int, ...]:
+    size, kv_heads = sizes.head_size or 0, sizes.num_kv_heads or 0
+    return size * sizes.num_heads, size * kv_heads, size * kv_heads
+
+
+def _halves(sizes: TransformerConfig) -> tuple[int, ...]:
+    return (sizes.mlp_size or 0,) * 2
+
+
+_NAMES = {
+    **{path: name for path, name in DENSE.items() if not path.endswith("bias")},
+    **{
+        f"attention.{name}.kernel": Rows("self_attn.qkv_proj.weight", part=part, rows=_heads)
+        for part, name in enumerate(("query", "key", "value"))
+    },
+    **{
+        f"mlp.{name}.kernel": Rows("mlp.gate_up_proj.weight", part=part, rows=_halves)
+        for part, name in enumerate(("gate", "up"))
+    },
+}
+
+
+def _sizes(values: Values) -> dict[str, Any]:
+    refuse(values, sliding_window=None, attention_bias=False)
+    values.get("original_max_position_embeddings")  # of a rope scaling that would be refused
+    return {"variant": {"rotary_share": rotary_share(values)}}
+
+
+def _keys(sizes: TransformerConfig) -> dict[str, Any]:
+    share = sizes.variant.rotary_share
+    return {"rope_parameters": {**rope_keys(sizes), "partial_rotary_factor": share}}
+
+
+PHI3 = Architecture(
+    model_type="phi3",
+    class_name="Phi3ForCausalLM",
+    models="Phi-3 and Phi-4 without longrope (4k contexts; Phi-4 14B)",
+    tested="transformers: logits, losses, gradients",
+    sizes=_sizes,
+    keys=_keys,
+    layer_names=_NAMES,
+)

@@ -1,0 +1,101 @@
+"""What differs from Llama's layers obeys the law on every axis, is counted, and is refused where it makes no sense."""
+
+import math
+from dataclasses import replace
+
+import jax
+import numpy as np
+import pytest
+
+from jaxfb import check_equivalence
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.models.variant import Variant
+
+SIZES = TransformerConfig(
+    vocab_size=24, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=24, loss_chunk=8,
+    attention="xla", mtp_weight=0.5,
+)  # fmt: skip
+VARIANTS = {
+    "gemma": replace(
+        SIZES,
+        tied_embeddings=True,
+        variant=Variant(
+            "gelu_tanh", "both", norm_offset=True, embedding_scale=4.0, attention_scale=0.3, rotary_share=0.5
+        ),
+    ),
+    "olmo2": replace(
+        SIZES,
+        qk_norm=True,
+        qkv_bias=True,
+        dropout=0.2,
+        variant=Variant(norms="post", qk_norm_over="token", output_bias=True, mlp_bias=True),
+    ),
+    "gpt_oss": replace(
+        SIZES,
+        num_experts=4,
+        expert_mlp_size=8,
+        shared_expert_size=8,
+        variant=Variant("clamped_silu", mlp_bias=True),
+    ),
+}
+LAWS = {
+    "gemma": [dict(pipe=2, tensor=2, fsdp=2)],
+    "olmo2": [dict(tensor=2, context=2, fsdp=2), dict(pipe=2, fsdp=2)],
+    "gpt_oss": [dict(expert=2, tensor=2, fsdp=2)],
+}
+
+
+def drawn(config):
+    """Parameters in float64 whose scales and biases are no ones and zeros."""
+    params = jax.jit(lambda key: init_params(config, key, "float64"))(jax.random.key(0))
+    rng = np.random.default_rng(1)
+    return jax.tree.map(lambda leaf: np.asarray(leaf) + 0.2 * rng.normal(size=leaf.shape), params)
+
+
+def batch(rows=8, length=8):
+    rng = np.random.default_rng(0)
+    tokens, targets = rng.integers(0, 24, (2, rows, length), np.int32)
+    segments = np.where(np.arange(length) < rng.integers(2, length, (rows, 1)), 1, 2).astype(np.int32)
+    segments[1, -2:] = 0
+    mask = (segments > 0).astype(np.float64)
+    return {"tokens": tokens, "targets": targets, "segments": segments, "loss_mask": mask}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LAWS)
+def test_no_mesh_changes_a_gradient(name):
+    config = VARIANTS[name]
+    rng = jax.random.key(3) if config.dropout else None
+    check_equivalence(
+        transformer(config), drawn(config), batch(), LAWS[name], ["1f1b"], rng=rng, fsdp_gather="layer"
+    ).raise_if_above(1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_parameters_are_counted(name):
+    config = replace(VARIANTS[name], mtp_depth=1)
+    shapes = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    assert sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(shapes)) == num_params(config)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"activation": "relu"}, "activation must be one of 'silu', .* did you mean 'gelu'"),
+        ({"norms": "none"}, "norms must be one of 'pre', 'post', 'both'"),
+        ({"rotary_share": 1.5}, "rotary_share"),
+        ({"embedding_scale": 0.0}, "embedding_scale"),
+        ({"attention_scale": float("nan")}, "attention_scale"),
+        ({"norm_offset": 1}, "norm_offset"),
+    ],
+)
+def test_wrong_variants_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Variant(**change)
+
+
+def test_a_share_that_makes_no_pairs_is_refused_with_one_that_does():
+    with pytest.raises(ValueError, match="must be pairs; use rotary_share 1.0") as error:
+        replace(SIZES, variant=Variant(rotary_share=0.75))
+    replace(SIZES, variant=Variant(**error.value.choices[0]))
