@@ -8,6 +8,7 @@ from typing import Any
 
 from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
 from jaxfb.checking.dice import Dice
+from jaxfb.forward_backward.by_device import runs_on
 
 NUM_DEVICES = 16
 FEW_DEVICES = 8  # unless the mesh has four axes
@@ -36,6 +37,9 @@ SCHEDULES = {
     "zero_bubble": (1, 2),
     "v_shape": (2,),
     "gpipe": (1, 2),
+    "zb_v": (2,),
+    "v_half": (2,),
+    "v_min": (2,),
     RANDOM: (1, 2),
 }
 OPTIMIZERS = (
@@ -133,7 +137,8 @@ def _pipeline(dice: Dice, model: str, mesh: dict[str, int], own: Own | None) -> 
     heavy = model in ("transformer", "moe")  # whose layers take long to compile
     own_layers = own.num_layers if own else None
     most = min(4 if heavy else FEW_DEVICES, own_layers or FEW_DEVICES)
-    fitting = {name: [c for c in chunks if c * pipe <= most] for name, chunks in SCHEDULES.items()}
+    possible = [name for name in SCHEDULES if name == RANDOM or runs_on(name, mesh, "layer")]
+    fitting = {name: [c for c in SCHEDULES[name] if c * pipe <= most] for name in possible}
     schedule = dice.one(*(name for name, chunks in fitting.items() if chunks))
     chunks = dice.one(*fitting[schedule])
     stages = pipe * chunks

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
+from jaxfb.forward_backward.by_device import runs_on
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.loss import as_loss_output
@@ -328,7 +329,9 @@ def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
 
 def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None) -> Sequence:
     sizes = dict(getattr(mesh, "shape", mesh))
-    return (KINDS.names if schedules is None else schedules) if sizes.get("pipe", 1) > 1 else (None,)
+    if sizes.get("pipe", 1) == 1:
+        return (None,)
+    return [name for name in KINDS if runs_on(name, sizes, "layer")] if schedules is None else schedules
 
 
 def _chunks(schedule: str | Schedule) -> int:

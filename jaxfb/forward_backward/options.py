@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.forward_backward.arguments import float_dtype, layer_counts
+from jaxfb.forward_backward.by_device import check_by_device
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
@@ -85,7 +86,9 @@ class EngineOptions:
         elif self.optimizer_sharding == "gradients":
             raise Refused('optimizer_sharding="gradients" needs a mesh with pipe=1; in a pipeline use "data"')
         else:
-            self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
+            schedule = self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
+            if schedule is not None and schedule.by_device:
+                check_by_device(schedule.name, mesh.shape, self.fsdp_gather)
 
     def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""

@@ -2,11 +2,13 @@
 
 A schedule's table becomes rows of integers (`jaxfb/schedules/program.py` has the format); each of its phases is one
 `lax.scan` whose body runs just the kinds of that phase, on all devices, valid or not. What an invalid entry
-gives goes to a slot that nobody reads and is masked out of every sum.
+gives goes to a slot that nobody reads and is masked out of every sum. Where the program is by device, the body branches
+instead: a device runs the kinds that are valid for it. What it sends and receives is the same for all.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -147,16 +149,20 @@ class _Tick:
     def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
         given = self._given(row["f_microbatch"])
         before = self._filled(row["f_valid"], self._input(b, row, when_embed))
-        with jax.named_scope("F"):
+
+        def run(carried):
+            residual, records, before = carried
             layers = self._layers(row["f_chunk"])
-            slot = self._slot(b.residual, row, "f_residual")
+            slot = self._slot(residual, row, "f_residual")
             hidden, out, slot = self._stage.forward(layers, before, given, slot)
-        out = _where(row["f_valid"] == 1, self._among_all(layers, out))
-        records = _add(b.layer_records, row["f_microbatch"], out)
+            out = _where(row["f_valid"] == 1, self._among_all(layers, out))
+            records = _add(records, row["f_microbatch"], out)
+            return residual if slot is None else slot.buffers, records, hidden
+
+        with jax.named_scope("F"):
+            residual, records, hidden = self._run("f", row, run, (b.residual, b.layer_records, before))
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
-        if slot is not None:
-            b = b._replace(residual=slot.buffers)
-        return b._replace(layer_records=records, arriving=arriving), hidden
+        return b._replace(residual=residual, layer_records=records, arriving=arriving), hidden
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
         arrived = _get(b.activation, row["f_input"])
@@ -192,17 +198,20 @@ class _Tick:
         chunk, given = row["b_chunk"], self._given(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
         cotangent = self._filled(row["b_valid"], _get(b.gradient, row["b_gradient"]))
-        arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
-        with jax.named_scope("B"):
+
+        def run(carried):
+            saved, sums, cotangent = carried
+            arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
             if self._splits:
-                saved = Slot(b.cotangent, row["b_cotangent"])
-                saved, before = self._stage.backward_input(*arguments, saved)
-                b = b._replace(cotangent=saved.buffers)
-            else:
-                target = Target(b.grads.layers, chunk, row["b_valid"] == 1)
-                sums, before = self._stage.backward(*arguments, target)
-                b = b._replace(grads=b.grads._replace(layers=sums))
-        return self._embed_backward(b._replace(leaving=before), row, before, when)
+                slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
+                return slot.buffers, sums, before
+            target = Target(sums, chunk, row["b_valid"] == 1)
+            return saved, *self._stage.backward(*arguments, target)
+
+        with jax.named_scope("B"):
+            saved, sums, before = self._run("b", row, run, (b.cotangent, b.grads.layers, cotangent))
+        b = b._replace(cotangent=saved, grads=b.grads._replace(layers=sums), leaving=before)
+        return self._embed_backward(b, row, before, when)
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
         given, mine = self._given(row["embed_gradient_microbatch"]), row["b_embed"] == 1
@@ -218,11 +227,20 @@ class _Tick:
         chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
         slots = Slot(b.residual, row["w_residual"]), Slot(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
-        target = Target(b.grads.layers, chunk, row["w_valid"] == 1)
-        arguments = (self._layers(chunk), *slots, seeds, given, target)
+
+        def run(sums):
+            target = Target(sums, chunk, row["w_valid"] == 1)
+            return self._stage.backward_weight(self._layers(chunk), *slots, seeds, given, target)
+
         with jax.named_scope("W"):
-            sums = self._stage.backward_weight(*arguments)
+            sums = self._run("w", row, run, b.grads.layers)
         return b._replace(grads=b.grads._replace(layers=sums))
+
+    def _run(self, kind: str, row: dict, do: Callable[[PyTree], PyTree], carried: PyTree) -> PyTree:
+        """Returns `do(carried)`; by device, where the kind is not valid, `carried` unchanged and nothing computed."""
+        if not self._program.by_device:
+            return do(carried)
+        return lax.cond(row[f"{kind}_valid"] == 1, do, lambda same: same, carried)
 
     def _filled(self, valid: jax.Array, tree: PyTree) -> PyTree:
         """Returns the input of a stage; with `poison`, in a bubble, NaN in its place.

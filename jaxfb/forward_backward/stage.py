@@ -44,8 +44,6 @@ class Given(NamedTuple):
 class Target(NamedTuple):
     """The sums to which weight gradients are added, a layer at a time, so that those of a whole stage never exist
     at once.
-    at once.
-    at once.
 
     sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.

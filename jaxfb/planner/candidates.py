@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxfb.config import Config
+from jaxfb.forward_backward.by_device import runs_on
 from jaxfb.models.config import TransformerConfig
 from jaxfb.schedules import KINDS
 
@@ -27,6 +28,8 @@ def candidates(config: Config, sizes: TransformerConfig, num_devices: int) -> It
             if config.batch.rows % (replicas * rows):
                 continue
             for gather in ("layer", "step") if mesh["fsdp"] > 1 else ("layer",):
+                if schedule is not None and not runs_on(schedule, mesh, gather):
+                    continue
                 yield _with(config, mesh, schedule, chunks, remat, rows, gather)
 
 

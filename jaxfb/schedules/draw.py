@@ -1,18 +1,18 @@
 """Pictures of a schedule (forward_backward step): a timeline as SVG or PNG, and a trace for Perfetto.
 
-Both show lockstep time: a tick is as long as its phase's body, a device that has nothing to do in it stands
+Both show lockstep time: a tick takes as long as the device that has most to do in it, and the others stand
 idle. Costs are keyword arguments of `Schedule.simulate`, one microbatch on all chunks of a device.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
 from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS
 from jaxfb.schedules.render import headline
-from jaxfb.schedules.simulate import kind_costs
+from jaxfb.schedules.simulate import executed_kinds, kind_costs
 
 COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
 IDLE = "#eceef1"
@@ -43,22 +43,32 @@ def bars(
     device.
     """
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
+    costs = {kind: cost / schedule.num_chunks for kind, cost in costs.items()}
     last = schedule.num_stages * schedule.num_chunks - 1
     losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_microbatches)} if head else {}
     found, now = [], 0.0
-    for phase in schedule.phases:
-        for tick in range(phase.start, phase.stop):
-            steps = [(kind, costs[kind] / schedule.num_chunks) for kind in phase.kinds]
-            if tick in losses:
-                steps.insert(phase.kinds.find("F") + 1, ("loss", head))
-            for kind, length in steps:
-                for device, cell in enumerate(schedule.table[tick]):
-                    done = {a.kind: (a.microbatch, a.chunk) for a in cell} | {
-                        "loss": (losses.get(tick), None)
-                    }
-                    found.append(Bar(device, kind, now, length, tick, *done.get(kind, (None, None))))
-                now += length
-    return found
+    for tick, executed in enumerate(executed_kinds(schedule)):
+        work = max(sum(costs[kind] for kind in kinds) for kinds in executed)
+        loss = (losses[tick], head) if tick in losses else None
+        for device, kinds in enumerate(executed):
+            done = {a.kind: (a.microbatch, a.chunk) for a in schedule.table[tick][device]}
+            steps = [(kind, costs[kind], *done.get(kind, (None, None))) for kind in kinds]
+            idle = work - sum(length for _, length, _, _ in steps)
+            if idle > 0:
+                steps.append(("idle", idle, None, None))
+            if loss:
+                after_f = len(steps) if schedule.by_device else kinds.find("F") + 1
+                steps.insert(after_f, ("loss", loss[1], loss[0], None))
+            found += _in_sequence(device, tick, now, steps)
+        now += work + (head if loss else 0)
+    return sorted(found, key=lambda bar: (bar.tick, bar.device, bar.start))
+
+
+def _in_sequence(device: int, tick: int, start: float, steps: Sequence[tuple]) -> Iterator[Bar]:
+    """Yields the bars of (kind, length, microbatch, chunk), one after another."""
+    for kind, length, microbatch, chunk in steps:
+        yield Bar(device, kind, start, length, tick, microbatch, chunk)
+        start += length
 
 
 def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | None = None) -> Path:

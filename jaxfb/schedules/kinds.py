@@ -24,6 +24,7 @@ class Kind:
     fill:            stages P -> microbatches of one chunk for which a device idles in all.
     in_flight:       (P, num_chunks) -> microbatches whose activations device 0 keeps at the peak.
     splits_backward: weight gradients are separate actions.
+    by_device:       each device computes its own actions alone, so a stage may have no collective in it.
     baseline:        no user would choose it; the planner's search leaves it out.
     """
 
@@ -32,6 +33,7 @@ class Kind:
     fill: Callable[[int], float] = lambda stages: stages - 1
     in_flight: Callable[[int, int], float] = lambda stages, chunks: stages + (stages - 1) / chunks
     splits_backward: bool = False
+    by_device: bool = False
     baseline: bool = False
 
     @property

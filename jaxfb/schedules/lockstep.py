@@ -63,13 +63,19 @@ def backwards(num_stages: int, num_microbatches: int, num_chunks: int, start: in
     ]
 
 
-def tabulate(name: str, timed: Sequence[Timed], placement: Placement, num_microbatches: int) -> Schedule:
+def tabulate(
+    name: str,
+    timed: Sequence[Timed],
+    placement: Placement,
+    num_microbatches: int,
+    by_device: bool = False,
+) -> Schedule:
     """Returns the schedule that runs these actions in these ticks; a cell is in the order in which a tick runs it."""
     table = [[[] for _ in placement] for _ in range(1 + max(tick for tick, _, _ in timed))]
     for tick, device, action in timed:
         table[tick][device].append(action)
     cells = tuple(tuple(tuple(sorted(c, key=_rank)) for c in row) for row in table)
-    return Schedule(name, len(placement), num_microbatches, len(placement[0]), cells, placement)
+    return Schedule(name, len(placement), num_microbatches, len(placement[0]), cells, placement, by_device)
 
 
 def _rank(action: Action) -> int:

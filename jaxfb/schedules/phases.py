@@ -24,6 +24,12 @@ class Phase(NamedTuple):
         return self.stop - self.start
 
 
+def one_phase_of(table) -> tuple[Phase, ...]:
+    """Returns all ticks as one phase."""
+    kinds = {action.kind for row in table for cell in row for action in cell}
+    return (Phase(0, len(table), _union("".join(kinds))),)
+
+
 def phases_of(table) -> tuple[Phase, ...]:
     """Runs of ticks with equal kinds; of an irregular table the cheapest at most MAX_PHASES merged runs."""
     runs = _runs(

@@ -42,6 +42,9 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       w_valid, w_microbatch, w_chunk  [t][d]
       w_residual, w_cotangent         [t][d]  slots to read
 
+With `program.by_device` a device runs F, B and W where they are valid for it and skips them elsewhere; else it runs all
+kinds of the phase, and what is not valid goes to slots that nobody reads.
+
 Weight gradients of a chunk are always accumulated in the order of microbatches, under every built-in
 schedule. A forward-only program (`schedule.forward_only().program`) has no B and W rows that are valid and no
 residual slots.
@@ -93,6 +96,7 @@ class Program:
     loss_device: int
     phases: tuple[Phase, ...]
     rows: dict[str, list]
+    by_device: bool = False
 
     def spare(self, buffer: str) -> int:
         """Returns the slot of activations or gradients that takes what nobody reads: one past the last real one."""
@@ -145,6 +149,7 @@ def program_of(schedule) -> Program:
         loss_device=schedule.device_chunk_of(last)[0],
         phases=schedule.phases,
         rows=rows,
+        by_device=schedule.by_device,
     )
 
 

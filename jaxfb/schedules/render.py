@@ -7,6 +7,8 @@ from jaxfb.schedules.action import KINDS, Action, parse_action
 
 _MOST_IDLE = 1_000_000
 
+BY_DEVICE = "each device computes its own cell"
+
 Mark = tuple[int, int, str]
 """(tick, device, kind) of a cell to mark."""
 
@@ -14,10 +16,19 @@ Mark = tuple[int, int, str]
 def render(schedule, *, width: int = 120, mark: Mark | None = None) -> str:
     """Returns a title, then blocks of ticks; a line for each device and kind, "." is idle, "|" separates phases."""
     integer("width", width, who="[schedule]")
-    phases = [f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases]
-    title = f"{headline(schedule)}; phases {', '.join(phases)}"
+    title = f"{headline(schedule)}; {BY_DEVICE if schedule.by_device else _phases(schedule)}"
     starts = {phase.start for phase in schedule.phases if phase.start}
     return "\n".join([title, *render_table(schedule.table, width=width, mark=mark, separators=starts)])
+
+
+def _phases(schedule) -> str:
+    phases = [f"{'+'.join(p.kinds) or 'idle'} {p.start}-{p.stop - 1}" for p in schedule.phases]
+    return f"phases {', '.join(phases)}"
+
+
+def is_by_device(text: str) -> bool:
+    """Returns whether the title of a printed table says that each device computes its own cell alone."""
+    return any(line.rstrip().endswith(BY_DEVICE) for line in text.splitlines())
 
 
 def headline(schedule) -> str:

@@ -29,12 +29,13 @@ def replay(program: Program, placement) -> list[tuple[str, int, int]]:
         for d in devices:
             _store_arrivals(buffers[d], cells[d], d, sent, program)
         where = [(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        where = [(*one, program.by_device) for one in where]
         outputs = [_forward(*one) if "F" in kinds[tick] else None for one in where]
         if cells[0]["loss_valid"]:
             _loss(buffers, cells, outputs, program.loss_device)
         gradients = [_backward(*one) if "B" in kinds[tick] else None for one in where]
         for one in where:
-            _weight(*one)
+            _weight(*one[:-1])
         sent = {"activation": outputs, "gradient": gradients}
     return executed
 
@@ -55,9 +56,10 @@ def _store_arrivals(buffers, cell, device, sent, program) -> None:
             )
 
 
-def _forward(buffers, cell, stages, tick, device, executed) -> Label | None:
+def _forward(buffers, cell, stages, tick, device, executed, by_device) -> Label | None:
     if not cell["f_valid"]:
-        _keep(buffers["residual"], cell["f_residual"], None)
+        if not by_device:
+            _keep(buffers["residual"], cell["f_residual"], None)
         return None
     m, stage = cell["f_microbatch"], stages[cell["f_chunk"]]
     if not cell["f_embed"]:
@@ -77,9 +79,10 @@ def _loss(buffers, cells, outputs, device) -> None:
         buffer["gradient"][cells[d]["loss_gradient"]] = ("gradient", m, above - 1)
 
 
-def _backward(buffers, cell, stages, tick, device, executed) -> Label | None:
+def _backward(buffers, cell, stages, tick, device, executed, by_device) -> Label | None:
     if not cell["b_valid"]:
-        _keep(buffers["cotangent"], cell["b_cotangent"], None)
+        if not by_device:
+            _keep(buffers["cotangent"], cell["b_cotangent"], None)
         return None
     m, stage = cell["b_microbatch"], stages[cell["b_chunk"]]
     _expect(buffers["residual"][cell["b_residual"]], ("residual", m, stage), "B", tick, device)

@@ -1,5 +1,6 @@
 """Simulates what a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from jaxfb.schedules.sizes import checked_costs
@@ -10,7 +11,7 @@ class Simulation:
     """Result of `Schedule.simulate`; times in the unit of the costs given.
 
     Attributes:
-      time: of one step: the sum over ticks of what the tick's phase executes, valid or not, on every device.
+      time: of one step: the sum over ticks of the longest that a device takes for what it executes in the tick.
       ideal_time: of one step if no device ever idled: M microbatches of everything.
       bubble_fraction: 1 - ideal_time / time, in 0 .. 1.
       peak_live_activations: by device, the most chunk activations (each 1 / num_chunks of a device's layers)
@@ -33,13 +34,12 @@ class Simulation:
 def simulate(
     schedule, *, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, head: float = 0
 ) -> Simulation:
-    """Charges each tick for its phase's whole body, which lockstep devices execute, valid or not."""
+    """Charges each tick for what the device executes that has most to do in it."""
     checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head)
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
     tick_times = [
-        sum(costs[kind] for kind in phase.kinds) / schedule.num_chunks
-        for phase in schedule.phases
-        for _ in range(phase.num_ticks)
+        max(sum(costs[kind] for kind in kinds) for kinds in by_device) / schedule.num_chunks
+        for by_device in executed_kinds(schedule)
     ]
     last = schedule.num_stages * schedule.num_chunks - 1
     for m in range(schedule.num_microbatches):
@@ -53,6 +53,14 @@ def simulate(
         peak_live_activations=schedule.slots.num["residual"],
         tick_times=tuple(tick_times),
     )
+
+
+def executed_kinds(schedule) -> Iterator[tuple[str, ...]]:
+    """Yields, tick by tick, the kinds that each device executes: all of its phase, or those of its own cell."""
+    for phase in schedule.phases:
+        for row in schedule.table[phase.start : phase.stop]:
+            own = tuple("".join(action.kind for action in cell) for cell in row)
+            yield own if schedule.by_device else (phase.kinds,) * schedule.num_stages
 
 
 def kind_costs(schedule, forward: float, backward_input: float, backward_weight: float) -> dict[str, float]:

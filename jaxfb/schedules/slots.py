@@ -12,7 +12,8 @@ of its last reader, both included (a tick writes before it reads):
 
 Intervals are coloured greedily by start, lowest free slot first, which is optimal: the number of slots is the
 largest number of intervals that overlap. What F and B write in a bubble goes to a slot that nothing occupies in that
-tick; as a rule there is one, since it is another tick that needs all of them.
+tick; as a rule there is one, since it is another tick that needs all of them. Where each device runs its own cell, a
+bubble writes nothing.
 """
 
 import heapq
@@ -57,7 +58,7 @@ def slots_of(schedule) -> Slots:
         coloured = [colour(found) for found in by_device]
         num[buffer] = tuple(count for count, _ in coloured)
         number[buffer] = {item: slot for _, slots in coloured for item, slot in slots.items()}
-        if buffer in WRITTEN_BY and number[buffer]:
+        if buffer in WRITTEN_BY and number[buffer] and not schedule.by_device:
             idle[buffer] = unoccupied(schedule, by_device, number[buffer], WRITTEN_BY[buffer])
     return Slots(num, number, idle)
 

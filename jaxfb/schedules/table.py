@@ -8,12 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxfb.refusal import instance, integer
+from jaxfb.refusal import boolean, instance, integer
 from jaxfb.schedules.action import Action, cells_of_table
-from jaxfb.schedules.phases import Phase, phases_of
+from jaxfb.schedules.earliest import earliest_forwards
+from jaxfb.schedules.phases import Phase, one_phase_of, phases_of
 from jaxfb.schedules.placement import Placement, homes_of, placement_of
 from jaxfb.schedules.program import Program, program_of
-from jaxfb.schedules.render import headline, parse_table, render
+from jaxfb.schedules.render import headline, is_by_device, parse_table, render
 from jaxfb.schedules.simulate import Simulation, simulate
 from jaxfb.schedules.slots import Slots, slots_of
 from jaxfb.schedules.validate import validate
@@ -31,6 +32,8 @@ class Schedule:
       table: table[tick][device] is a tuple of Actions, at most one of each kind, run in the order F, loss, B,
         W. What one tick computes reaches another device for the next tick.
       placement: placement[device][chunk] is the stage.
+      by_device: in a tick each device computes the actions of its own cell and no others, under a branch; else all
+        devices compute every kind of the phase. A branch allows no collective inside a stage.
     """
 
     name: str
@@ -39,10 +42,16 @@ class Schedule:
     num_chunks: int
     table: tuple[tuple[tuple[Action, ...], ...], ...]
     placement: Placement
+    by_device: bool = False
 
     @classmethod
     def from_table(
-        cls, table: Sequence[Sequence], *, name: str = "custom", placement: str | Placement = "loop"
+        cls,
+        table: Sequence[Sequence],
+        *,
+        name: str = "custom",
+        placement: str | Placement = "loop",
+        by_device: bool = False,
     ) -> "Schedule":
         """Makes a schedule from a table of your own, and validates it.
 
@@ -51,6 +60,7 @@ class Schedule:
             "F3.1+B0.1", or None for idle. Microbatches and chunks are counted from what is in it.
           placement: "loop" (stage = chunk * P + device), "v" (0 .. P-1, then P-1 .. 0), or
             placement[device][chunk].
+          by_device: each device computes its own cell alone.
         Raises:
           ValueError: with the table printed and the bad cell marked.
         """
@@ -60,12 +70,21 @@ class Schedule:
         num_chunks = 1 + max(action.chunk for action in actions)
         placement = placement_of(placement, len(cells[0]), num_chunks)
         num_microbatches = 1 + max(action.microbatch for action in actions)
-        return cls(name, len(cells[0]), num_microbatches, len(placement[0]), cells, placement).validate()
+        sizes = len(cells[0]), num_microbatches, len(placement[0])
+        by_device = boolean("by_device", by_device, who="[schedule]")
+        return cls(name, *sizes, cells, placement, by_device).validate()
 
     @classmethod
-    def from_text(cls, text: str, *, name: str = "custom", placement: str | Placement = "loop") -> "Schedule":
+    def from_text(
+        cls,
+        text: str,
+        *,
+        name: str = "custom",
+        placement: str | Placement = "loop",
+    ) -> "Schedule":
         """Makes a schedule from text in the form that `render` prints; otherwise as `from_table`."""
-        return cls.from_table(parse_table(text), name=name, placement=placement)
+        table = parse_table(text)
+        return cls.from_table(table, name=name, placement=placement, by_device=is_by_device(text))
 
     def stage_of(self, device: int, chunk: int) -> int:
         """Returns the stage, 0 .. P*V - 1, that is this chunk of this device."""
@@ -108,8 +127,11 @@ class Schedule:
 
     @cached_property
     def phases(self) -> tuple[Phase, ...]:
-        """Returns static phases (start, stop, kinds), at most six however many microbatches there are."""
-        return phases_of(self.table)
+        """Returns static phases (start, stop, kinds), at most six however many microbatches there are.
+
+        One where each device runs its own cell, since kinds that nobody runs cost nothing there.
+        """
+        return one_phase_of(self.table) if self.by_device else phases_of(self.table)
 
     @cached_property
     def slots(self) -> Slots:
@@ -161,6 +183,8 @@ class Schedule:
         table = [tuple(tuple(a for a in cell if a.kind == "F") for cell in row) for row in self.table]
         while not any(table[-1]):
             table.pop()
+        if self.by_device:  # forwards that had a tick to themselves now share it
+            table = earliest_forwards(self.table, self.placement)
         return Schedule(
             f"{self.name}, forward only",
             self.num_stages,

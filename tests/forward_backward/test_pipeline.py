@@ -258,6 +258,37 @@ UNEVEN = [
 ]
 
 
+BY_DEVICE = [
+    Case("zb_v", 4, 2, "2P+1", "data"),
+    Case("v_half", 4, 2, "P", "zero1", tied=False, remat="selective", head="rows"),
+    Case("v_min", 2, 2, "2P", "fsdp step", remat="full", normalize="microbatch"),
+    Case("zb_v", 8, 2, "P-1", remat="layer", normalize="none", dropout=False),
+    Uneven("zb_v", 2, 2, "P", "data", lengths=(1, 2, 2, 1)),
+]
+
+
+@pytest.mark.parametrize("case", some_slow(BY_DEVICE, fast=BY_DEVICE[:1]))
+def test_devices_that_compute_different_things_in_a_tick_change_nothing(case):
+    check(case)
+
+
+@pytest.mark.slow
+def test_forwards_of_a_schedule_by_device():
+    check(Case("zb_v", 4, 2, "P", "data"), forward_only=True)
+
+
+@pytest.mark.parametrize(
+    "beside, words",
+    [
+        ({"tensor": 2}, 'tensor=2; use schedule="zero_bubble"$'),
+        ({"fsdp": 2}, 'fsdp_gather="layer"; use schedule="zero_bubble" or fsdp_gather="step"'),
+    ],
+)
+def test_a_schedule_by_device_is_refused_where_stages_have_collectives(beside, words):
+    with pytest.raises(ValueError, match=words):
+        jaxfb.get_forward_backward_func(jaxfb.make_mesh(pipe=2, **beside), schedule="zb_v", num_chunks=2)
+
+
 @pytest.mark.parametrize("case", some_slow(UNEVEN, fast=(UNEVEN[0], UNEVEN[4])))
 def test_stages_of_different_lengths(case):
     check(case)

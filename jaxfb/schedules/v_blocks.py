@@ -1,0 +1,135 @@
+"""Builds schedules in a V from one repeated block (forward_backward step), for ticks that differ by device.
+
+A microbatch passes the devices four times: forward down (chunk 0) and up (chunk 1), backward down (chunk 1) and up
+(chunk 0). A `Block` gives the ticks from device to device on each of the four ways, and the ticks spent at the three
+turns. Six actions of a microbatch are a device's work, so blocks of successive microbatches start six ticks apart; a
+block whose actions fall on different ticks modulo 6 on every device never collides with its neighbours. How long an
+activation lives, and with it the memory, is the length of the block ("Pipeline Parallelism with Controllable Memory",
+arXiv:2405.15362, section 3). The bubbles at both ends are then closed: each device keeps the block's order of F and B,
+runs each as early as it can, and W wherever nothing else can run.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from jaxfb.refusal import Refused
+from jaxfb.schedules.action import Action
+from jaxfb.schedules.lockstep import Timed, tabulate
+from jaxfb.schedules.placement import v_placement
+from jaxfb.schedules.table import Schedule
+
+PERIOD = 6
+"""F, B and W of two chunks."""
+
+WAYS = (("F", 0), ("F", 1), ("B", 1), ("B", 0))
+
+
+class Block(NamedTuple):
+    """The ticks of a microbatch: `steps` to the next device on each of WAYS, `turns` between one way and the next."""
+
+    steps: tuple[int, int, int, int]
+    turns: tuple[int, int, int]
+
+    def ticks(self, num_stages: int) -> list[list[int]]:
+        """Returns ticks[way][device]."""
+        devices, tick, found = range(num_stages), 0, []
+        for (_, chunk), step, turn in zip(WAYS, self.steps, (0, *self.turns), strict=True):
+            tick += turn
+            down = chunk == 0 if len(found) < 2 else chunk == 1
+            found.append([tick + step * (d if down else num_stages - 1 - d) for d in devices])
+            tick += step * (num_stages - 1)
+        return found
+
+    def order(self, num_stages: int, num_microbatches: int) -> list[list[Action]]:
+        """Returns F and B of every device in the order of the repeated block."""
+        ticks = self.ticks(num_stages)
+        timed = [
+            [
+                (PERIOD * m + by_device[device], Action(kind, m, chunk))
+                for (kind, chunk), by_device in zip(WAYS, ticks, strict=True)
+                for m in range(num_microbatches)
+            ]
+            for device in range(num_stages)
+        ]
+        return [[action for _, action in sorted(found)] for found in timed]
+
+    def collides(self, num_stages: int) -> bool:
+        """Returns whether two actions of a device fall on the same tick modulo the period."""
+        ticks = self.ticks(num_stages)
+        return any(len({way[d] % PERIOD for way in ticks}) < len(WAYS) for d in range(num_stages))
+
+
+def v_blocks(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, blocks: Sequence[Block], most: int
+) -> Schedule:
+    """Returns the shortest of the schedules that these blocks make with at most `most` live activations a device.
+
+    Raises:
+      ValueError: num_chunks is not 2.
+    """
+    if num_chunks != 2:
+        raise Refused(
+            f"[schedule] {name} places exactly two chunks on each device; got num_chunks={num_chunks}; "
+            f"use num_chunks=2, or schedule zero_bubble for num_chunks={num_chunks}",
+            [{"num_chunks": 2}, {"name": "zero_bubble"}],
+        )
+    possible = [block for block in blocks if not block.collides(num_stages)]
+    found = [_timed(block.order(num_stages, num_microbatches), most) for block in possible]
+    shortest = min((timed for timed in found if timed), key=lambda timed: timed[-1][0])
+    return tabulate(name, shortest, v_placement(num_stages), num_microbatches, by_device=True)
+
+
+@dataclass
+class _Device:
+    """What a device has yet to do: F and B in order, and the W whose B has run. live: activations that W will free."""
+
+    order: deque[Action]
+    weights: deque[Action] = field(default_factory=deque)
+    live: int = 0
+
+
+def _timed(order: Sequence[Sequence[Action]], most: int) -> list[Timed]:
+    """Returns each action with the tick in which a device runs it, one a tick; [] if the block needs more memory."""
+    devices = [_Device(deque(actions)) for actions in order]
+    done: set[tuple[str, int, int]] = set()
+    found: list[Timed] = []
+    tick = 0
+    while any(device.order or device.weights for device in devices):
+        taken = [(d, _next(d, device, len(devices), done, most)) for d, device in enumerate(devices)]
+        ran = [(tick, d, action) for d, action in taken if action is not None]
+        if not ran:  # every device waits for another one's memory
+            return []
+        done |= {(a.kind, a.microbatch, _stage(d, a.chunk, len(devices))) for _, d, a in ran}
+        found += ran
+        tick += 1
+    return found
+
+
+def _next(d: int, device: _Device, num_stages: int, done: set, most: int) -> Action | None:
+    """Takes what the device runs now: the next of its order if that is possible, else a W, else nothing."""
+    if device.order and _possible(d, device, num_stages, done, most):
+        action = device.order.popleft()
+        device.live += action.kind == "F"
+        if action.kind == "B":
+            device.weights.append(action._replace(kind="W"))
+        return action
+    if device.weights:
+        device.live -= 1
+        return device.weights.popleft()
+    return None
+
+
+def _possible(d: int, device: _Device, num_stages: int, done: set, most: int) -> bool:
+    kind, m, chunk = device.order[0]
+    stage, last = _stage(d, chunk, num_stages), 2 * num_stages - 1
+    if kind == "F":
+        return device.live < most and (stage == 0 or ("F", m, stage - 1) in done)
+    return ("F", m, stage) in done and (stage == last or ("B", m, stage + 1) in done)
+
+
+def _stage(device: int, chunk: int, num_stages: int) -> int:
+    return device if chunk == 0 else 2 * num_stages - 1 - device
