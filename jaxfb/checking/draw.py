@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxfb.checking.case import PIPELINED, REPLICA_AXES, Case
 from jaxfb.checking.dice import Dice
-from jaxfb.forward_backward.by_device import runs_on
+from jaxfb.schedules.by_device import runs_on
 
 NUM_DEVICES = 16
 FEW_DEVICES = 8  # unless the mesh has four axes

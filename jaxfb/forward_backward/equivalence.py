@@ -19,7 +19,6 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
-from jaxfb.forward_backward.by_device import runs_on
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.loss import as_loss_output
@@ -28,6 +27,7 @@ from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
 from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
+from jaxfb.schedules.by_device import runs_on
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any

@@ -11,13 +11,13 @@ from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.forward_backward.arguments import float_dtype, layer_counts
-from jaxfb.forward_backward.by_device import check_by_device
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import data
 from jaxfb.refusal import Refused, boolean, choice, function, shown
+from jaxfb.schedules.by_device import check_by_device
 
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")

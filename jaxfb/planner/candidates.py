@@ -7,9 +7,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from jaxfb.config import Config
-from jaxfb.forward_backward.by_device import runs_on
 from jaxfb.models.config import TransformerConfig
 from jaxfb.schedules import KINDS
+from jaxfb.schedules.by_device import runs_on
 
 CHUNKS = (1, 2, 4)
 REMAT = ("none", "selective", "layer", "full")

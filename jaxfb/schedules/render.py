@@ -27,7 +27,7 @@ def _phases(schedule) -> str:
 
 
 def is_by_device(text: str) -> bool:
-    """Returns whether the title of a printed table says that each device computes its own cell alone."""
+    """Returns whether a printed table is titled as one in which each device computes its own cell alone."""
     return any(line.rstrip().endswith(BY_DEVICE) for line in text.splitlines())
 
 

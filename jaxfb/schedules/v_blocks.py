@@ -85,7 +85,7 @@ def v_blocks(
 
 @dataclass
 class _Device:
-    """What a device has yet to do: F and B in order, and the W whose B has run. live: activations that W will free."""
+    """Keeps what a device has yet to do: F and B in order, and W whose B has run; and how many activations are live."""
 
     order: deque[Action]
     weights: deque[Action] = field(default_factory=deque)

@@ -58,6 +58,7 @@ def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
         pytest.param("zero_bubble", 1, "none", marks=pytest.mark.slow),
         pytest.param("zero_bubble", 2, "selective", marks=pytest.mark.slow),
         pytest.param("v_shape", 2, "none", marks=pytest.mark.slow),
+        pytest.param("zb_v", 2, "none", marks=pytest.mark.slow),
     ],
 )
 def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(kind, chunks, remat):

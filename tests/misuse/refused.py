@@ -149,6 +149,10 @@ def packed_step(dropout=True):
     )
 
 
+def options_on_fsdp(**given):
+    return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
+
+
 def loader(**given):
     return Loader(numbered_rows(11), **{"rows_per_update": 3, **given})
 
@@ -197,6 +201,7 @@ REFUSED = [
     config("grpo_arithmetic", guard__spikes="rollback"),
     config("quickstart", lr__final=100.0),
     config("quickstart", lr__warmup=10**6),
+    (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
     (started, dict(name="quickstrt")),
     # data

@@ -228,7 +228,7 @@ CALLS = [
         make,
         dict(name="1f1b", num_stages=2, num_microbatches=4),
         lambda rng: {
-            "name": few(rng, "gpipe", "1f1b", "v_shape", "1fb1", "zero-bubble"),
+            "name": few(rng, "gpipe", "1f1b", "v_shape", "zb_v", "1fb1", "zero-bubble"),
             "num_stages": few(rng, 1, 2, 0),
             "num_microbatches": few(rng, 1, 4, -1),
             "num_chunks": few(rng, 1, 2, 3, 0),

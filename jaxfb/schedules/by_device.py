@@ -1,11 +1,11 @@
-"""Decides where a schedule may run whose devices compute different things in one tick."""
+"""Decides where a schedule by device may run (forward_backward step): no collective inside a stage."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 
 from jaxfb.refusal import Refused
-from jaxfb.schedules import kind_of
+from jaxfb.schedules.kinds import kind_of
 
 INSIDE_A_STAGE = ("tensor", "context", "expert")
 """The axes over which a stage's layers exchange data."""
