@@ -11,7 +11,7 @@ import optax
 import jaxfb
 from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
 from jaxfb.config import config_from_dict
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.sections import HostsConfig, check_sizes
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
@@ -22,6 +22,7 @@ from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.models.variant import Variant
 from jaxfb.parallel.context import zigzag
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.pipe import layout_of
@@ -153,6 +154,14 @@ def options_on_fsdp(**given):
     return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
 
 
+def sizes_of_a_directory(**given):
+    return check_sizes("a directory", {"num_layers": 4}, given)
+
+
+def rotary_size(**given):
+    return Variant(**given).rotary_size(8)
+
+
 def loader(**given):
     return Loader(numbered_rows(11), **{"rows_per_update": 3, **given})
 
@@ -201,6 +210,8 @@ REFUSED = [
     config("grpo_arithmetic", guard__spikes="rollback"),
     config("quickstart", lr__final=100.0),
     config("quickstart", lr__warmup=10**6),
+    (sizes_of_a_directory, dict(num_layers=3)),
+    (rotary_size, dict(rotary_share=0.4)),
     (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
     (started, dict(name="quickstrt")),
