@@ -24,11 +24,12 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init, statistics_dtype
 from jaxfb.models.rope import rotate
 from jaxfb.parallel.context import within_window
+from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import constrain, residual_stream
 from jaxfb.refusal import Refused
 
-# (query_RTHK, key_RTGK, value_RTGK) -> (context_RTHK, anything to hand back, such as a cache)
-Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
+# (query_RTHK, key_RTGK, value_RTGK, Scores if they are not plain) -> (context_RTHK, anything to hand back, as a cache)
+Attend = Callable[..., tuple[jax.Array, Any]]
 
 
 class Attention(nnx.Module):
@@ -53,6 +54,8 @@ class Attention(nnx.Module):
             kernel_init=residual_init(config),
             rngs=rngs,
         )
+        if variant.attention_sinks:
+            self.sinks = nnx.Param(jnp.zeros(config.num_heads))
         if config.qk_norm:
             whole = variant.qk_norm_over == "token"
             self.query_norm = RMSNorm(size * (config.num_heads if whole else 1), config)
@@ -61,7 +64,7 @@ class Attention(nnx.Module):
     def __call__(self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend) -> tuple[jax.Array, Any]:
         query, key, value = self._projected(x_RTD)
         query, key = self._rotated(query, positions_RT), self._rotated(key, positions_RT)
-        context_RTHK, kept = attend(self._scaled(query), key, value)
+        context_RTHK, kept = attend(self._scaled(query), key, value, *self._scores())
         joined = context_RTHK.reshape(*x_RTD.shape[:2], -1)
         out_RTD = self.output(constrain(joined, None, None, "tensor"))
         return residual_stream(out_RTD, self.config.sequence_parallel), kept
@@ -81,6 +84,12 @@ class Attention(nnx.Module):
         size = config.variant.rotary_size(config.head_size)
         return rotate(x, positions_RT, config.rope_theta, config.rope_scaling, size=size)
 
+    def _scores(self) -> tuple[Scores, ...]:
+        variant = self.config.variant
+        if variant.has_plain_scores:
+            return ()
+        return (Scores(variant.attention_softcap, self.sinks[...] if variant.attention_sinks else None),)
+
     def _scaled(self, query: jax.Array) -> jax.Array:
         """Multiplies queries so that 1 / sqrt(K), by which every kernel multiplies, becomes the config's scale."""
         scale = self.config.variant.attention_scale
@@ -98,6 +107,7 @@ def packed_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    scores: Scores = PLAIN,
     *,
     segments: jax.Array | None,
     backend: str,
@@ -107,6 +117,7 @@ def packed_attention(
 
     Args:
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
+      scores: soft cap and sinks.
       segments: i32[R, T] document ids, 0 for padding; None when each row is one document.
       backend: "auto", "xla", "cudnn" or "splash".
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
@@ -114,17 +125,19 @@ def packed_attention(
       float[R, T, H, K].
     """
     packed = segments is not None
-    chosen = choose_backend(backend, query, key, packed=packed)
+    chosen = choose_backend(backend, query, key, packed=packed, plain=scores.are_plain)
     if chosen == "splash":
-        return splash.splash_attention(query, key, value, segments, window=window)
+        return splash.splash_attention(query, key, value, segments, scores, window=window)
     mask = (segments[:, None, :, None] == segments[:, None, None, :]) if packed else None
-    return attention(query, key, value, mask=mask, is_causal=True, backend=chosen, window=window)
+    return attention(query, key, value, scores, mask=mask, is_causal=True, backend=chosen, window=window)
 
 
-def attention(query, key, value, *, mask=None, is_causal=False, backend="xla", window=None) -> jax.Array:
+def attention(
+    query, key, value, scores=PLAIN, *, mask=None, is_causal=False, backend="xla", window=None
+) -> jax.Array:
     """Computes softmax(query . key / sqrt(K)) . value; `mask` bool[R, 1, T, S] is True where a query may look."""
     if backend != "cudnn":
-        return blocked_attention(query, key, value, mask=mask, is_causal=is_causal, window=window)
+        return blocked_attention(query, key, value, scores, mask=mask, is_causal=is_causal, window=window)
     if mask is not None and window is not None:  # cuDNN has no window beside a bias
         near = within_window(jnp.arange(query.shape[1]), jnp.arange(key.shape[1]), window)
         mask, window = mask & near, None
@@ -139,7 +152,7 @@ def attention(query, key, value, *, mask=None, is_causal=False, backend="xla", w
     )
 
 
-def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
+def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: bool = True) -> str:
     """Chooses "xla", "cudnn" or "splash" for a config's setting: "auto" is flash attention wherever it can train.
 
     On NVIDIA GPUs that is cuDNN's, from Ampere on (compute capability 8.0), in bfloat16 or float16, with a head size
@@ -152,20 +165,24 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool) -> str:
 
     Args:
       query: [R, T, H, K], or its shape and dtype.  key: likewise, [R, T, G, K].
+      plain: scores have no soft cap and no sinks, neither of which cuDNN's has.
     Raises:
       ValueError: "cudnn" or "splash" was asked for where it cannot run.
     """
     if backend == "auto":
-        return _best(query, key, packed)
-    refused = {"cudnn": lambda: _cudnn_refusal(query, packed), "splash": lambda: splash.refusal(query, key)}
+        return _best(query, key, packed, plain)
+    refused = {
+        "cudnn": lambda: _cudnn_refusal(query, packed, plain),
+        "splash": lambda: splash.refusal(query, key),
+    }
     if backend in refused and (refusal := refused[backend]()):
         raise Refused(f"[model] attention={backend!r} {refusal}, or attention='auto'", [{"backend": "auto"}])
     return backend
 
 
-def _best(query: Any, key: Any, packed: bool) -> str:
+def _best(query: Any, key: Any, packed: bool, plain: bool) -> str:
     platform, in_engine = platform_here(), not jax.sharding.get_abstract_mesh().empty
-    if platform == "gpu" and _compute_capability() >= 8 and _cudnn_refusal(query, packed) is None:
+    if platform == "gpu" and _compute_capability() >= 8 and _cudnn_refusal(query, packed, plain) is None:
         return "cudnn"
     if platform == "tpu" and in_engine and splash.refusal(query, key) is None:
         return "splash"
@@ -185,13 +202,15 @@ def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int
         for heads in (config.num_heads, config.num_kv_heads)
     )
     with jax.sharding.use_abstract_mesh(inside):
-        choose_backend(config.attention, query, key, packed=packed)
+        choose_backend(config.attention, query, key, packed=packed, plain=config.variant.has_plain_scores)
 
 
-def _cudnn_refusal(query: Any, packed: bool) -> str | None:
+def _cudnn_refusal(query: Any, packed: bool, plain: bool) -> str | None:
     """Returns why cuDNN cannot take these queries and what it could take, or None."""
     limit = 256 if _compute_capability() >= 9 else 128
     _, length, _, size = query.shape
+    if not plain:
+        return "has neither a soft cap nor sinks; use attention='xla'"
     if query.dtype not in (jnp.bfloat16, jnp.float16):
         return f"takes bfloat16 and float16, not {query.dtype}; use compute_dtype='bfloat16'"
     if size % 8 or size > limit:

@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from jaxfb.compat import custom_vjp
 from jaxfb.models.layers import statistics_dtype
+from jaxfb.parallel.scores import PLAIN, Scores, slope, soft_capped
 
 _MOST_BLOCKS = 4  # the program grows with them; 4 save three quarters of what can be saved
 _MOST_BLOCKS_WITH_WINDOW = 16  # each sees no more than the window and itself
@@ -28,6 +29,7 @@ def blocked_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
+    scores: Scores = PLAIN,
     *,
     mask: jax.Array | None = None,
     is_causal: bool = False,
@@ -38,6 +40,7 @@ def blocked_attention(
 
     Args:
       query: float[R, T, H, K].  key, value: float[R, S, G, K]; G divides H.
+      scores: soft cap and sinks.
       mask: bool[R, 1, T, S], True where a query may look; everywhere if None.
       is_causal: query t looks at keys 0..t only; T is S.
       window: a causal query t looks at keys t - window + 1..t only; None: at all of 0..t.
@@ -47,17 +50,18 @@ def blocked_attention(
     rows, length, _, size = query.shape
     grouped = query.reshape(rows, length, key.shape[2], -1, size).transpose(0, 2, 3, 1, 4)
     key, value = (x.transpose(0, 2, 1, 3) for x in (key, value))
-    context = _attend(
-        grouped, key, value, None if mask is None else mask[:, :, None], _Look(is_causal, window)
-    )
+    sinks = None if scores.sinks is None else scores.sinks.reshape(key.shape[1], -1)
+    look = _Look(is_causal, window, scores.softcap)
+    context = _attend(grouped, key, value, sinks, None if mask is None else mask[:, :, None], look)
     return context.transpose(0, 3, 1, 2, 4).reshape(query.shape)
 
 
 class _Look(NamedTuple):
-    """Describes which keys a query sees besides what a mask hides."""
+    """Describes which keys a query sees besides what a mask hides, and the soft cap of their scores."""
 
     is_causal: bool
     window: int | None
+    softcap: float | None
 
 
 class _Block(NamedTuple):
@@ -102,23 +106,23 @@ def _blocks(num_queries: int, num_keys: int, look: _Look) -> list[_Block]:
     return causal_blocks(num_queries, look.window)
 
 
-@custom_vjp(4)
-def _attend(query, key, value, mask, look):
-    """Computes attention: [R, G, N, T, K], [R, G, S, K] twice -> [R, G, N, T, K]."""
-    return _forward(query, key, value, mask, look)[0]
+@custom_vjp(5)
+def _attend(query, key, value, sinks, mask, look):
+    """Computes attention: [R, G, N, T, K], [R, G, S, K] twice, [G, N] or None -> [R, G, N, T, K]."""
+    return _forward(query, key, value, sinks, mask, look)[0]
 
 
-def _forward(query, key, value, mask, look):
+def _forward(query, key, value, sinks, mask, look):
     probs, context = [], []
     for block in _blocks(query.shape[3], key.shape[2], look):
         here = query[..., block.first : block.end, :]
-        probs.append(_probs(here, block.keys_of(key), block.visible(mask, look)))
-        context.append(_product("rgms,rgsk->rgmk", probs[-1], block.keys_of(value)))
-    return jnp.concatenate(context, axis=3).astype(query.dtype), (query, key, value, probs)
+        probs.append(_probs(here, block.keys_of(key), sinks, block.visible(mask, look), look.softcap))
+        context.append(_product("rgms,rgsk->rgmk", probs[-1].of_keys, block.keys_of(value)))
+    return jnp.concatenate(context, axis=3).astype(query.dtype), (query, key, value, sinks, probs)
 
 
 def _backward(look, kept, cotangent):
-    query, key, value, probs = kept
+    query, key, value, sinks, probs = kept
     blocks = _blocks(query.shape[3], key.shape[2], look)
     of_blocks = [
         _block_backward(
@@ -127,14 +131,16 @@ def _backward(look, kept, cotangent):
             block.keys_of(key),
             block.keys_of(value),
             prob,
+            look.softcap,
         )
         for block, prob in zip(blocks, probs, strict=True)
     ]
-    to_query, to_key, to_value = zip(*of_blocks, strict=True)
+    to_query, to_key, to_value, to_sinks = zip(*of_blocks, strict=True)
     return (
         jnp.concatenate(to_query, axis=3).astype(query.dtype),
         _sum_of_keys(blocks, to_key).astype(key.dtype),
         _sum_of_keys(blocks, to_value).astype(value.dtype),
+        None if sinks is None else jnp.stack(to_sinks).sum(0).astype(sinks.dtype),
         None,
     )
 
@@ -142,23 +148,44 @@ def _backward(look, kept, cotangent):
 _attend.defvjp(_forward, _backward)
 
 
-def _probs(query, key, visible):
-    """Computes probabilities: [R, G, N, B, K], [R, G, seen, K] -> [R, G, N, B, seen]."""
-    scores = _product("rgmk,rgsk->rgms", query, key) / query.shape[-1] ** 0.5
+class _Probs(NamedTuple):
+    """Holds the probabilities [R, G, N, B, seen] of keys, and [R, G, N, B, 1] of the sinks if there are any."""
+
+    of_keys: jax.Array
+    of_sinks: jax.Array | None
+
+
+def _probs(query, key, sinks, visible, softcap) -> _Probs:
+    """Computes probabilities of [R, G, N, B, K] and [R, G, seen, K]."""
+    scores = _scores(query, key, softcap)
     scores = jnp.where(visible, scores, jnp.finfo(scores.dtype).min / 2)
-    return jax.nn.softmax(scores, axis=-1).astype(query.dtype)
+    if sinks is None:
+        return _Probs(jax.nn.softmax(scores, axis=-1).astype(query.dtype), None)
+    sink = sinks.astype(scores.dtype)[None, :, :, None, None]
+    top = jnp.maximum(scores.max(-1, keepdims=True), sink)
+    of_keys, of_sinks = jnp.exp(scores - top), jnp.exp(sink - top)
+    total = of_keys.sum(-1, keepdims=True) + of_sinks
+    return _Probs((of_keys / total).astype(query.dtype), of_sinks / total)
 
 
-def _block_backward(query, cotangent, key, value, prob):
-    """Returns gradients of a block's queries, and its part of those of the keys and values it sees."""
+def _scores(query, key, softcap):
+    return soft_capped(_product("rgmk,rgsk->rgms", query, key) / query.shape[-1] ** 0.5, softcap)
+
+
+def _block_backward(query, cotangent, key, value, prob: _Probs, softcap):
+    """Returns gradients of a block's queries, its part of those of the keys and values it sees, and of the sinks."""
     to_prob = _product("rgmk,rgsk->rgms", cotangent, value)
-    wide = prob.astype(to_prob.dtype)
-    centered = to_prob - jnp.sum(wide * to_prob, axis=-1, keepdims=True)
-    to_scores = (wide * centered / query.shape[-1] ** 0.5).astype(query.dtype)
+    wide = prob.of_keys.astype(to_prob.dtype)
+    mean = jnp.sum(wide * to_prob, axis=-1, keepdims=True)
+    to_scores = wide * (to_prob - mean) / query.shape[-1] ** 0.5
+    if softcap is not None:
+        to_scores *= slope(_scores(query, key, softcap), softcap)
+    to_scores = to_scores.astype(query.dtype)
     return (
         _product("rgms,rgsk->rgmk", to_scores, key),
         _over_queries(to_scores, query),
-        _over_queries(prob, cotangent),
+        _over_queries(prob.of_keys, cotangent),
+        None if prob.of_sinks is None else -jnp.sum(prob.of_sinks * mean, axis=(0, 3, 4)),
     )
 
 

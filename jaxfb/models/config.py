@@ -141,6 +141,7 @@ def num_params(config: TransformerConfig) -> int:
     heads, kv_heads = config.num_heads, config.num_kv_heads
     biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
     biases += (width if config.variant.output_bias else 0) + _mlp_biases(config)
+    biases += heads if config.variant.attention_sinks else 0
     normed = heads + kv_heads if config.variant.qk_norm_over == "token" else 2
     norms = config.variant.norms_of_layer * width + (normed * size if config.qk_norm else 0)
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)

@@ -135,10 +135,12 @@ def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperature
 def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
     """Runs the prompt: [R, P] -> hidden [R, P, D], and the cache with space for the new tokens."""
 
-    def attend(query, key, value):
+    def attend(query, key, value, *scores):
         room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
         # the backend that training names may refuse a prompt: its length and dtype are other ones
-        context = packed_attention(query, key, value, segments=None, backend="auto", window=config.window)
+        context = packed_attention(
+            query, key, value, *scores, segments=None, backend="auto", window=config.window
+        )
         return context, (jnp.pad(key, room), jnp.pad(value, room))
 
     block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
@@ -164,9 +166,9 @@ def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache
     def layer(hidden, scanned):
         layer_params, (keys, values) = scanned
 
-        def attend(query, key, value):
+        def attend(query, key, value, *scores):
             kept = keys.at[rows, slot].set(key[:, 0]), values.at[rows, slot].set(value[:, 0])
-            return attention(query, *kept, mask=visible[:, None, None, :]), kept
+            return attention(query, *kept, *scores, mask=visible[:, None, None, :]), kept
 
         return block_of(layer_params)(hidden, slot[:, None], attend)
 

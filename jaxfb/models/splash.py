@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.mesh import platform_here
+from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import AXIS, automatic_axes
 
 KEPT = "splash_attention"
@@ -30,6 +31,7 @@ def splash_attention(
     key: jax.Array,
     value: jax.Array,
     segments: jax.Array | None,
+    scores: Scores = PLAIN,
     *,
     window: int | None = None,
     interpret: bool = False,
@@ -42,14 +44,14 @@ def splash_attention(
     Args:
       query: float[R, T, H, K].  key, value: float[R, T, G, K].
       segments: i32[R, T], or None.
-      window: as that of `packed_attention`; blocks of which nothing is in it are skipped as well.
+      scores, window: as those of `packed_attention`; blocks of which nothing is in it are skipped as well.
       interpret: run the kernel step by step as plain JAX, on any platform: for tests.
     Returns:
       float[R, T, H, K].
     """
-    kernel = _kernel(query.shape[2], query.shape[1], window, interpret)
+    kernel = _kernel(query.shape[2], query.shape[1], window, scores.softcap, interpret)
     heads_first = [x.swapaxes(1, 2) for x in (_scaled(query), key, value)]
-    one_row = lambda qkv, ids: kernel(*qkv, _segment_ids(ids))  # noqa: E731
+    one_row = lambda qkv, ids: kernel(*qkv, _segment_ids(ids), scores.sinks)  # noqa: E731
     return jax.vmap(one_row)(heads_first, segments).swapaxes(1, 2)
 
 
@@ -120,8 +122,8 @@ def _segment_ids(ids: jax.Array | None) -> Any:
 
 
 @lru_cache(maxsize=64)
-def _kernel(num_heads: int, length: int, window: int | None, interpret: bool) -> Any:
-    """Returns a function of one row: (q [H, T, K], k, v [G, T, K], SegmentIds or None) -> [H, T, K].
+def _kernel(num_heads: int, length: int, window: int | None, softcap: float | None, interpret: bool) -> Any:
+    """Returns a function of one row: (q [H, T, K], k, v [G, T, K], SegmentIds or None, sinks [H] or None) -> [H, T, K].
 
     The backward is two kernels, one for queries and one for keys and values. The library's fused one computes scores
     once for both, but keeps a gradient of the queries for every block of keys: memory that grows with T * T, and sums
@@ -143,6 +145,7 @@ def _kernel(num_heads: int, length: int, window: int | None, interpret: bool) ->
         kernel = splash.make_splash_mha_single_device(
             mask=mask,
             block_sizes=splash.BlockSizes(**blocks),
+            attn_logits_soft_cap=softcap,
             residual_checkpoint_name=KEPT,
             interpret=interpret,
         )

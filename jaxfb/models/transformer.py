@@ -34,6 +34,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.parallel.context import context_attention, size_here, token_index
+from jaxfb.parallel.scores import PLAIN
 from jaxfb.parallel.tensor import on_head_shards, residual_stream, transformer_param_specs, vocabulary_dims
 from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel
 
@@ -187,18 +188,21 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-def _attend_packed(query, key, value, *, segments, backend, context, window):
+def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
     if size_here() > 1:
-        out = context_attention(query, key, value, segments=segments, method=context, window=window)
+        out = context_attention(query, key, value, scores, segments=segments, method=context, window=window)
         return out, None
-    chosen = choose_backend(backend, query, key, packed=segments is not None)
+    chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
 
-    def attend(query, key, value, segments):
-        return packed_attention(query, key, value, segments=segments, backend=chosen, window=window)
+    def attend(query, key, value, *more):
+        *sinks, segments = more
+        here = scores._replace(sinks=sinks[0].reshape(-1)) if sinks else scores
+        return packed_attention(query, key, value, here, segments=segments, backend=chosen, window=window)
 
+    heads = [query, key, value, *([] if scores.sinks is None else [scores.sinks[None, None, :, None]])]
     if chosen == "xla":
-        return attend(query, key, value, segments), None
-    return on_head_shards(attend, (query, key, value), segments), None
+        return attend(*heads, segments), None
+    return on_head_shards(attend, heads, segments), None
 
 
 def _positions(microbatch: Mapping) -> jax.Array:

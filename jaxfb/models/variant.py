@@ -26,6 +26,8 @@ class Variant:
       together (OLMo 2).
     embedding_scale: hidden states begin as the embedding times this (Gemma); null: as the embedding.
     attention_scale: what products of queries and keys are multiplied by; null: head_size ** -0.5.
+    attention_softcap: those products become softcap * tanh(products / softcap) (Gemma 2); null leaves them.
+    attention_sinks: each head has a score of a key that is not there, and whose value is 0 (gpt-oss).
     rotary_share: part of each head that rotary positions turn, its first numbers (Phi-4-mini).
     output_bias: a bias on attention's output projection.
     mlp_bias: biases on the projections of the MLP, or of every expert and of the router.
@@ -37,6 +39,8 @@ class Variant:
     qk_norm_over: Literal["head", "token"] = "head"
     embedding_scale: float | None = None
     attention_scale: float | None = None
+    attention_softcap: float | None = None
+    attention_sinks: bool = False
     rotary_share: float = 1.0
     output_bias: bool = False
     mlp_bias: bool = False
@@ -45,9 +49,9 @@ class Variant:
         choice("activation", self.activation, ACTIVATIONS, who=_WHO)
         choice("norms", self.norms, NORMS, who=_WHO)
         choice("qk_norm_over", self.qk_norm_over, QK_NORM_OVER, who=_WHO)
-        for name in ("norm_offset", "output_bias", "mlp_bias"):
+        for name in ("norm_offset", "attention_sinks", "output_bias", "mlp_bias"):
             boolean(name, getattr(self, name), who=_WHO)
-        for name in ("embedding_scale", "attention_scale"):
+        for name in ("embedding_scale", "attention_scale", "attention_softcap"):
             if getattr(self, name) is not None:
                 number(name, getattr(self, name), who=_WHO, above=0, most=FLOAT32)
         number("rotary_share", self.rotary_share, who=_WHO, above=0, most=1)
@@ -56,6 +60,11 @@ class Variant:
     def norms_of_layer(self) -> int:
         """Returns how many norms of the residual stream's width a layer has."""
         return 4 if self.norms == "both" else 2
+
+    @property
+    def has_plain_scores(self) -> bool:
+        """Returns whether attention has neither a soft cap nor sinks."""
+        return self.attention_softcap is None and not self.attention_sinks
 
     def rotary_size(self, head_size: int) -> int:
         """Returns how many numbers of a head turn.

@@ -19,6 +19,7 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfb.parallel.collectives import gather_summing_wide
+from jaxfb.parallel.scores import PLAIN, Scores, slope, soft_capped
 from jaxfb.refusal import Refused
 
 AXIS = "context"
@@ -112,12 +113,20 @@ def _first_tokens_behind(early: jax.Array, late: jax.Array, distance: int) -> li
 
 
 def context_attention(
-    query, key, value, *, segments: jax.Array | None, method: str, window: int | None = None
+    query,
+    key,
+    value,
+    scores: Scores = PLAIN,
+    *,
+    segments: jax.Array | None,
+    method: str,
+    window: int | None = None,
 ) -> jax.Array:
     """Computes causal attention inside each segment, over the whole sequence.
 
     Args:
       query: float[R, T/context, H, K].  key, value: float[R, T/context, G, K], in zigzag order.
+      scores: soft cap and sinks.
       segments: i32[R, T/context] document ids, or None.
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
         devices' share of them; "all_gather" gathers them all; "all_to_all" exchanges tokens for heads
@@ -129,11 +138,11 @@ def context_attention(
     if segments is None:
         segments = jnp.ones(query.shape[:2], jnp.int32)
     return {"ring": ring, "all_gather": gathered, "all_to_all": exchanged}[method](
-        query, key, value, segments, window
+        query, key, value, scores.sinks, segments, window, scores.softcap
     )
 
 
-def gathered(query, key, value, segments, window=None) -> jax.Array:
+def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
     """Computes attention with all keys and values gathered over context; the transpose scatters their gradients."""
     bring = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length, size = query.shape[1], size_here()
@@ -141,11 +150,11 @@ def gathered(query, key, value, segments, window=None) -> jax.Array:
     everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
     mask = _visible(token_index(length), places, segments, everywhere, window)
     q, k, v = _grouped(query, key.shape[2]), bring(key), bring(value)
-    sums = _attend(_nothing(q), q, k, v, mask)
+    sums = _attend(_nothing(q, sinks), q, k, v, mask, softcap)
     return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
 
 
-def exchanged(query, key, value, segments, window=None) -> jax.Array:
+def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
     """Computes attention on whole sequences for 1/C of the heads (DeepSpeed-Ulysses, arXiv:2309.14509)."""
     size = size_here()
     if key.shape[2] % size:
@@ -164,15 +173,17 @@ def exchanged(query, key, value, segments, window=None) -> jax.Array:
     whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
     grouped = _grouped(q, k.shape[2])
     mask = _visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
-    sums = _attend(_nothing(grouped), grouped, k, v, mask)
+    if sinks is not None:
+        sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(AXIS) * q.shape[2], q.shape[2])
+    sums = _attend(_nothing(grouped, sinks), grouped, k, v, mask, softcap)
     out = (sums.out / sums.total[..., None]).astype(query.dtype).reshape(q.shape)
     return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(4,))
-def ring(query, key, value, segments, window=None) -> jax.Array:
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def ring(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
     """Computes ring attention (arXiv:2310.01889): online softmax while keys and values are passed along the ring."""
-    return _ring_forward(query, key, value, segments, window)[0]
+    return _ring_forward(query, key, value, sinks, segments, window, softcap)[0]
 
 
 class _Block(NamedTuple):
@@ -191,14 +202,17 @@ class _Sums(NamedTuple):
     total: jax.Array
 
 
-def _ring_forward(query, key, value, segments, window):
+def _ring_forward(query, key, value, sinks, segments, window, softcap):
     q = _grouped(query, key.shape[2])
     block = _Block(key, value, segments)
 
     def add(sums, block, step):
-        return _on_visible_half(step, partial(_add_block, sums, q, _Seen(segments, window, step)), block)
+        return _on_visible_half(
+            step, partial(_add_block, sums, q, _Seen(segments, window, softcap, step)), block
+        )
 
-    sums = _attend(_nothing(q), q, key, value, _own_mask(query.shape[1], segments, window))
+    own = _own_mask(query.shape[1], segments, window)
+    sums = _attend(_nothing(q, sinks), q, key, value, own, softcap)
 
     def turn(carry, step):
         sums, block = carry
@@ -209,21 +223,20 @@ def _ring_forward(query, key, value, segments, window):
     sums = add(sums, block, last)
     out = sums.out / sums.total[..., None]
     result = out.astype(query.dtype).reshape(query.shape)
-    return result, (query, key, value, segments, out, sums.top + jnp.log(sums.total))
+    return result, (query, key, value, sinks, segments, out, sums.top + jnp.log(sums.total))
 
 
-def _ring_backward(window, residuals, cotangent):
-    query, key, value, segments, out, normalizer = residuals
+def _ring_backward(window, softcap, residuals, cotangent):
+    query, key, value, sinks, segments, out, normalizer = residuals
     q, wide = _grouped(query, key.shape[2]), out.dtype
     d_out = _grouped(cotangent, key.shape[2]).astype(wide)
     saved = (q, normalizer, d_out, jnp.sum(d_out * out, axis=-1))
-    d_query, d_key, d_value = _attend_backward(
-        *saved, key, value, _own_mask(query.shape[1], segments, window)
-    )
+    own = _own_mask(query.shape[1], segments, window)
+    d_query, d_key, d_value = _attend_backward(*saved, key, value, own, softcap)
 
     def add(carry, step):
         d_query, block, d_key, d_value = carry
-        run = partial(_block_backward, saved, _Seen(segments, window, step))
+        run = partial(_block_backward, saved, _Seen(segments, window, softcap, step))
         dq, dk, dv = _on_visible_half(step, run, block)
         return d_query + dq, block, d_key + dk, d_value + dv
 
@@ -239,8 +252,15 @@ def _ring_backward(window, residuals, cotangent):
         d_query.reshape(query.shape).astype(query.dtype),
         d_key.astype(key.dtype),
         d_value.astype(value.dtype),
+        None if sinks is None else _d_sinks(sinks, normalizer, saved[-1]),
         None,
     )
+
+
+def _d_sinks(sinks, normalizer, delta):
+    """Computes the sinks' gradient: each has taken its probability of what the other scores' values give."""
+    prob = jnp.exp(sinks.astype(delta.dtype).reshape(delta.shape[2:]) - normalizer)
+    return -jnp.sum(prob * delta, axis=(0, 1)).reshape(-1).astype(sinks.dtype)
 
 
 ring.defvjp(_ring_forward, _ring_backward)
@@ -263,6 +283,7 @@ class _Seen(NamedTuple):
 
     segments: jax.Array
     window: int | None
+    softcap: float | None
     step: jax.Array | int
 
     def mask(self, start, block):
@@ -278,14 +299,14 @@ class _Seen(NamedTuple):
 def _add_block(sums, q, seen, start, block, _):
     mask = seen.mask(start, block)
     part = jax.tree.map(lambda leaf: leaf[:, start:], sums)
-    after = _attend(part, q[:, start:], block.key, block.value, mask)
+    after = _attend(part, q[:, start:], block.key, block.value, mask, seen.softcap)
     return jax.tree.map(lambda whole, tail: jnp.concatenate([whole[:, :start], tail], 1), sums, after)
 
 
 def _block_backward(saved, seen, start, block, length):
     mask = seen.mask(start, block)
     q, normalizer, d_out, delta = (leaf[:, start:] for leaf in saved)
-    dq, dk, dv = _attend_backward(q, normalizer, d_out, delta, block.key, block.value, mask)
+    dq, dk, dv = _attend_backward(q, normalizer, d_out, delta, block.key, block.value, mask, seen.softcap)
     missing = saved[0].shape[1] - length
     tail = lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
     return jnp.pad(dq, [(0, 0), (start, 0)] + [(0, 0)] * (dq.ndim - 2)), tail(dk), tail(dv)
@@ -320,22 +341,29 @@ def _grouped(query, kv_heads):
     return query.reshape(rows, length, kv_heads, -1, size)
 
 
-def _nothing(q) -> _Sums:
+def _nothing(q, sinks) -> _Sums:
+    """Returns the sums before any key; sinks are scores whose values are 0."""
     wide = jnp.promote_types(q.dtype, jnp.float32)
-    return _Sums(
-        jnp.zeros(q.shape, wide), jnp.full(q.shape[:-1], -jnp.inf, wide), jnp.zeros(q.shape[:-1], wide)
-    )
+    shape, out = q.shape[:-1], jnp.zeros(q.shape, wide)
+    if sinks is None:
+        return _Sums(out, jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide))
+    top = jnp.broadcast_to(sinks.astype(wide).reshape(shape[2:]), shape)
+    return _Sums(out, top, jnp.ones(shape, wide))
 
 
-def _scores(q, key, mask):
+def _scores(q, key, softcap):
     wide = jnp.promote_types(q.dtype, jnp.float32)
     scores = jnp.einsum("rtgnk,rsgk->rtgns", q, key, preferred_element_type=wide) / q.shape[-1] ** 0.5
+    return soft_capped(scores, softcap)
+
+
+def _masked(scores, mask):
     return jnp.where(mask[:, :, None, None, :], scores, -jnp.inf)
 
 
-def _attend(sums: _Sums, q, key, value, mask) -> _Sums:
+def _attend(sums: _Sums, q, key, value, mask, softcap) -> _Sums:
     """Adds one more block of keys to the sums; a query that has seen nothing yet must see something in it."""
-    scores = _scores(q, key, mask)
+    scores = _masked(_scores(q, key, softcap), mask)
     top = jnp.maximum(sums.top, scores.max(-1))
     probs, scale = jnp.exp(scores - top[..., None]), jnp.exp(sums.top - top)
     added = jnp.einsum(
@@ -344,11 +372,15 @@ def _attend(sums: _Sums, q, key, value, mask) -> _Sums:
     return _Sums(sums.out * scale[..., None] + added, top, sums.total * scale + probs.sum(-1))
 
 
-def _attend_backward(q, normalizer, d_out, delta, key, value, mask):
+def _attend_backward(q, normalizer, d_out, delta, key, value, mask, softcap):
     """Computes gradients of one block: (d q, d key, d value), in the dtype of the sums."""
-    probs = jnp.exp(_scores(q, key, mask) - normalizer[..., None])
+    scores = _scores(q, key, softcap)
+    probs = jnp.exp(_masked(scores, mask) - normalizer[..., None])
     product = partial(jnp.einsum, preferred_element_type=d_out.dtype)
     d_value = product("rtgns,rtgnk->rsgk", probs.astype(value.dtype), d_out.astype(value.dtype))
     d_probs = product("rtgnk,rsgk->rtgns", d_out.astype(value.dtype), value)
-    d_scores = (probs * (d_probs - delta[..., None]) / q.shape[-1] ** 0.5).astype(q.dtype)
+    d_scores = probs * (d_probs - delta[..., None]) / q.shape[-1] ** 0.5
+    if softcap is not None:
+        d_scores *= slope(scores, softcap)
+    d_scores = d_scores.astype(q.dtype)
     return product("rtgns,rsgk->rtgnk", d_scores, key), product("rtgns,rtgnk->rsgk", d_scores, q), d_value

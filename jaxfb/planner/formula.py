@@ -281,5 +281,5 @@ def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool
     if topology.platform == "cpu" or config.mesh.context > 1 or sizes.attention == "xla":
         return False
     if topology.platform == "gpu":
-        return dtype.itemsize == 2
+        return dtype.itemsize == 2 and sizes.variant.has_plain_scores
     return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None

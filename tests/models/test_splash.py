@@ -20,6 +20,7 @@ from jaxfb.models import splash
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parallel.scores import Scores
 from jaxfb.planner.routing import equations
 
 TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
@@ -64,9 +65,10 @@ def small_blocks(monkeypatch):
 
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
-    "kv_heads, packed, window", [(HEADS, False, None), (KV_HEADS, True, None), (KV_HEADS, True, 70)]
+    "kv_heads, packed, window, softcap",
+    [(HEADS, False, None, None), (KV_HEADS, True, None, None), (KV_HEADS, True, 70, 2.0)],
 )
-def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, window):
+def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, window, softcap):
     """In float32, to 5e-6 of the largest number: both sum 256 products, in another order."""
     keys = jax.random.split(jax.random.key(0), 4)
     heads = (HEADS, kv_heads, kv_heads, HEADS)
@@ -75,8 +77,13 @@ def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, windo
     )
     how = dict(segments=documents(2) if packed else None, window=window)
 
+    sinks = [] if softcap is None else [jnp.linspace(-1, 2, HEADS, dtype=jnp.float32)]
+
     def with_gradient(run):
-        out, vjp = jax.vjp(run, *inputs)
+        def scored(query, key, value, *sinks):
+            return run(query, key, value, scores=Scores(softcap, *sinks))
+
+        out, vjp = jax.vjp(scored, *inputs, *sinks)
         return out, *vjp(cotangent)
 
     ours = jax.jit(lambda: with_gradient(partial(splash.splash_attention, **how, interpret=True)))
@@ -212,9 +219,7 @@ def test_gradients_of_a_pipeline_are_those_of_one_device_and_plain_attention(mon
     """The engine with the kernel interpreted, in float32: 2e-5 of the largest gradient of a leaf."""
     kernel = splash._kernel
     monkeypatch.setattr(splash, "platform_here", lambda: "tpu")
-    monkeypatch.setattr(
-        splash, "_kernel", lambda heads, length, window, _: kernel(heads, length, window, True)
-    )
+    monkeypatch.setattr(splash, "_kernel", lambda *sizes: kernel(*sizes[:-1], True))
     plan, one = (jaxfb.BatchPlan(rows=4, rows_per_microbatch=size) for size in (1, 4))
     tokens = jax.random.randint(jax.random.key(1), (4, LENGTH), 0, 64)
     batch = {"tokens": tokens, "targets": tokens, "loss_mask": jnp.ones((4, LENGTH), jnp.float32)}

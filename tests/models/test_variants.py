@@ -6,9 +6,11 @@ from dataclasses import replace
 import jax
 import numpy as np
 import pytest
+from whole import logits
 
 from jaxfb import check_equivalence
 from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.generate import generate
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
 
@@ -21,7 +23,13 @@ VARIANTS = {
         SIZES,
         tied_embeddings=True,
         variant=Variant(
-            "gelu_tanh", "both", norm_offset=True, embedding_scale=4.0, attention_scale=0.3, rotary_share=0.5
+            "gelu_tanh",
+            "both",
+            norm_offset=True,
+            embedding_scale=4.0,
+            attention_scale=0.3,
+            rotary_share=0.5,
+            attention_softcap=1.5,
         ),
     ),
     "olmo2": replace(
@@ -36,7 +44,7 @@ VARIANTS = {
         num_experts=4,
         expert_mlp_size=8,
         shared_expert_size=8,
-        variant=Variant("clamped_silu", mlp_bias=True),
+        variant=Variant("clamped_silu", mlp_bias=True, attention_sinks=True),
     ),
 }
 LAWS = {
@@ -44,6 +52,8 @@ LAWS = {
     "olmo2": [dict(tensor=2, context=2, fsdp=2), dict(pipe=2, fsdp=2)],
     "gpt_oss": [dict(expert=2, tensor=2, fsdp=2)],
 }
+
+whole_logits = jax.jit(logits, static_argnums=0)
 
 
 def drawn(config):
@@ -70,6 +80,18 @@ def test_no_mesh_changes_a_gradient(name):
     check_equivalence(
         transformer(config), drawn(config), batch(), LAWS[name], ["1f1b"], rng=rng, fsdp_gather="layer"
     ).raise_if_above(1e-12)
+
+
+@pytest.mark.parametrize("name", ["gemma", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+def test_a_cache_of_keys_changes_no_probability(name):
+    config, params = replace(VARIANTS[name], dropout=0.0), drawn(VARIANTS[name])
+    prompt, lengths = batch(rows=2)["tokens"], np.array([8, 3])
+    found = generate(config, params, prompt, 5, prompt_lengths=lengths)
+    for row, length in enumerate(lengths):
+        tokens = np.concatenate([prompt[row, :length], found.tokens[row]])[None]
+        wanted = jax.nn.log_softmax(whole_logits(config, params, {"tokens": tokens}))[0, length - 1 : -1]
+        np.testing.assert_array_equal(found.tokens[row], wanted.argmax(-1))
+        np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
 
 
 @pytest.mark.parametrize("name", VARIANTS)

@@ -44,7 +44,7 @@ def by(attention: str):
 @pytest.mark.parametrize("length, window, blocks", [(2048, 512, 2 * 4), (4096, 512, 2 * 8), (2048, 4096, 10)])
 def test_blocks_before_a_window_are_not_counted(length, window, blocks):
     """The table of blocks that are visited is narrower then, but no narrower in the first rows."""
-    table = _kernel(1, length, window, True).fwd_mask_info.data_next.shape
+    table = _kernel(1, length, window, None, True).fwd_mask_info.data_next.shape
     flops = kernel_flops("splash_mha_fwd_x", [table, table, (1, length, SIZE)])
     assert flops == 2 * 2 * SIZE * blocks * 512**2
 
