@@ -10,12 +10,13 @@ import jax.numpy as jnp
 from jaxfb import gradients
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.train_state import NonFinite
+from jaxfb.trainable import joined, like
 
 PyTree = Any
 
 
 class Attempt(NamedTuple):
-    """The result of one optax update, whether it will be applied or not."""
+    """The result of one optax update of the trained parameters, whether it will be applied or not."""
 
     params: PyTree
     opt_state: PyTree
@@ -36,15 +37,27 @@ class Trial(NamedTuple):
 
 
 def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
-    """Returns what was not finite, each part where it begins; without counted rows no update was wanted."""
+    """Returns what was not finite, each part where it begins; without counted rows no update was wanted.
+
+    params: all of them; of a frozen one nothing is read.
+    """
+    trained = like(grads, params)
+
+    def flagged(flags):
+        """Returns the flags of all parameters from those of the trained ones."""
+        of_trained = jax.tree.unflatten(jax.tree.structure(trained), list(flags))
+        return jnp.stack(
+            jax.tree.leaves(joined(of_trained, jax.tree.map(lambda _: jnp.bool_(False), params)))
+        )
+
     of_gradients = gradients.nonfinite_leaves(grads)
     of_updates = gradients.nonfinite_leaves(attempt.updates) & ~jnp.any(of_gradients) & counted
 
     def is_bad(old, update, new):
         return ~jnp.all(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)))
 
-    flags = jax.tree.leaves(jax.tree.map(is_bad, params, attempt.updates, attempt.params))
-    return NonFinite(~jnp.isfinite(loss), of_gradients, of_updates, jnp.stack(flags))
+    of_params = jax.tree.leaves(jax.tree.map(is_bad, trained, attempt.updates, attempt.params))
+    return NonFinite(~jnp.isfinite(loss), *map(flagged, (of_gradients, of_updates, of_params)))
 
 
 def exceeds(limits: jax.Array, loss: jax.Array, norm: jax.Array) -> jax.Array:

@@ -269,7 +269,7 @@ def _import_hf(options) -> None:
 def _export_hf(options) -> None:
     from jaxfb.training.hugging_face import export_run, lines
 
-    print(lines(export_run(options.run_dir, options.directory, options.dtype)))
+    print(lines(export_run(options.run_dir, options.directory, options.dtype, options.adapter)))
 
 
 def _check(options) -> int:

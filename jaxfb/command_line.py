@@ -154,6 +154,9 @@ def _add_pretrained(verbs) -> None:
     exporting.add_argument(
         "--dtype", help="float32, bfloat16 or float16 (default: as imported, else float32)"
     )
+    exporting.add_argument(
+        "--adapter", action="store_true", help="the adapters alone, in PEFT's format (default: merged)"
+    )
 
 
 def _add_check(verbs) -> None:

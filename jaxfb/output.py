@@ -57,7 +57,8 @@ class ForwardBackwardOutput:
 
     loss:           f32[] (f64 for f64 params), the objective of the whole global batch.
     terms:          name -> Sum over the whole global batch, reduced.
-    grads:          tree like params in the accumulation dtype, divided and reduced; None if forward_only.
+    grads:          tree like params in the accumulation dtype, divided and reduced, with None in place of each frozen
+                    leaf (see `trainable`); None if forward_only.
     metrics:        name -> Sum, Max, Min or Last over the whole global batch, reduced.
     per_microbatch: every term and metric of each microbatch, reduced over replicas: name -> Sum of [num_microbatches]
                     arrays for a term; Sum, Max, Min or Last of [num_microbatches, ...] arrays for a metric, which is

@@ -99,14 +99,14 @@ def check_gradients(out: Any, params: PyTree) -> None:
     check_complete(out)
 
 
-def check_changed_gradients(change: Any, state: Any, dtypes: PyTree) -> None:
+def check_changed_gradients(change: Any, state: Any, trained: PyTree, dtypes: PyTree) -> None:
     """Raises ValueError if `change_gradients` returns something other than gradients of these dtypes."""
 
     def abstract(leaf, dtype):
         wide = dtype if state.loss_scale is None else jnp.promote_types(dtype, jnp.float32)
         return jax.ShapeDtypeStruct(leaf.shape, wide)
 
-    grads = jax.tree.map(abstract, state.params, dtypes)
+    grads = jax.tree.map(abstract, trained, dtypes)
     _check_like("change_gradients(gradients, state)", jax.eval_shape(change, grads, state), grads)
 
 

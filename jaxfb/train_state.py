@@ -96,7 +96,7 @@ class NonFinite:
 
     Each part is flagged where it begins: the updates only where all gradients were finite, a parameter if it was
     not finite before the update or if a finite update makes it overflow. Leaves are in the order of
-    `jax.tree.leaves(params)`. A leaf whose norm overflows float32 is not finite either.
+    `jax.tree.leaves(params)`. A leaf whose norm overflows float32 is not finite either. A frozen leaf is never flagged.
 
     loss:       bool[].
     gradients:  bool[num_leaves], after loss scaling was taken out.
@@ -128,7 +128,7 @@ class StepMetrics:
     grad_norm:         global norm of the reduced, divided, unscaled gradients.
     clipped_grad_norm: the same after clipping.
     clip_coefficient:  what the gradients were multiplied by.
-    param_norm:        global norm of the parameters before the update ("weight norm").
+    param_norm:        global norm of the trained parameters before the update ("weight norm").
     update_norm:       global norm of what was added to them (0 if skipped).
     learning_rate:     the one that this update used, 0 in the first of a warmup that starts at 0; nan for an optax
                        transformation whose state does not tell (`optax.inject_hyperparams` makes it tell).

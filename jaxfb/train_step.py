@@ -24,6 +24,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.arguments import check_params
+from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
@@ -75,8 +76,8 @@ def make_train_step(
       dropout: False hands None to the model as rng; a plan that packs rows asks for that.
       count_zeros: fills in `StepMetrics.num_zeros`, at the price of another pass over the gradients.
       change_gradients: (gradients, state) -> gradients of the same shapes and dtypes, called after the gradients of the
-        global batch are reduced, divided and unscaled, before they are measured and clipped: to freeze a leaf, to
-        scale some, to add noise. It is traced, and may be called twice for an update.
+        global batch are reduced, divided and unscaled, before they are measured and clipped: to scale some, to add
+        noise. A frozen parameter's is None. It is traced, and may be called twice for an update.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
@@ -96,7 +97,9 @@ def make_train_step(
         )
     counted = model.counted if isinstance(model, Pipelined) else None
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
-    return TrainStep(fb, model, plan, dropout, Update(optimizer, counted, *options))
+    if fb.options.trainable is not None:
+        optimizer = of_trained(optimizer, fb.trained)
+    return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options))
 
 
 def _on_the_host(leaf: jax.Array) -> Any:
@@ -230,7 +233,7 @@ class TrainStep:
             consist of all calls whose weights divided them.
         """
         state = self.place(state)
-        check_gradients(gradients, state.params)
+        check_gradients(gradients, self.forward_backward.trained(state.params))
         mesh = self.forward_backward.mesh
         out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
         rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
@@ -358,8 +361,9 @@ class TrainStep:
             self._look_at(state.params)
             check_state(state, self.optimizer, self._loss_scale)
             if self._change.change_gradients is not None:
-                dtypes = self.forward_backward.grad_dtypes(state.params)
-                check_changed_gradients(self._change.change_gradients, state, dtypes)
+                fb = self.forward_backward
+                trained, dtypes = fb.trained(state.params), fb.grad_dtypes(state.params)
+                check_changed_gradients(self._change.change_gradients, state, trained, dtypes)
             self._shardings[shapes] = self.state_shardings(state)
         targets = self._shardings[shapes]
         if all(
@@ -377,7 +381,7 @@ class TrainStep:
         specs = replace(
             specs,
             params=fb.param_specs(self.model, params),
-            opt_state=moment_specs(state.opt_state, params, fb.grad_specs(self.model, params)),
+            opt_state=moment_specs(state.opt_state, fb.trained(params), fb.grad_specs(self.model, params)),
         )
         return shardings(specs, fb.mesh)
 

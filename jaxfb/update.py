@@ -19,6 +19,7 @@ from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.train_state import StepMetrics, TrainState
+from jaxfb.trainable import joined, like
 from jaxfb.types import Counted
 
 PyTree = Any
@@ -28,11 +29,13 @@ PyTree = Any
 class Update:
     """Applies gradients to a state. It sees whole arrays, which XLA cuts as parameters and optimizer state are cut.
 
+    trained: parameters -> those that are trained, with None in place of each frozen one.
     counted: leaves of the parameters that no optimizer changes, or None.
     The other fields are arguments of `make_train_step`.
     """
 
     optimizer: optax.GradientTransformation
+    trained: Callable[[PyTree], PyTree]
     counted: Counted | None
     max_grad_norm: float | None
     clip_convention: str
@@ -49,12 +52,13 @@ class Update:
         places: NamedShardings of the state.
         limits: f32[2], the largest loss and gradient norm with which it is applied; None: any.
         """
-        trial = self._try(state, out, limits)
-        params, opt_state = jax.lax.cond(
+        trial, before = self._try(state, out, limits), self.trained(state.params)
+        trained, opt_state = jax.lax.cond(
             trial.applied,
             lambda: self._kept(state, self._attempt(state, out, trial.grad_norm), places),
-            lambda: (state.params, state.opt_state),
+            lambda: (before, state.opt_state),
         )
+        params = joined(trained, state.params)
         new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
         new = jax.lax.with_sharding_constraint(new, places)
         return new, self._metrics(state, new, out, trial)
@@ -69,8 +73,8 @@ class Update:
 
         What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
         """
-        grads = self.change(state, out)
-        norm, param_norm = gradients.global_norm(grads), gradients.global_norm(state.params)
+        grads, params = self.change(state, out), self.trained(state.params)
+        norm, param_norm = gradients.global_norm(grads), gradients.global_norm(params)
         attempt = self._attempt(state, out, norm)
         counted = rows_count(out, out.origin.normalize)
         nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
@@ -83,28 +87,31 @@ class Update:
         return Trial(attempt, grads, norm, param_norm, nonfinite, spike, applied)
 
     def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Attempt:
-        """Returns the one optax update, made where the gradients live (under ZeRO-1 cut over data)."""
+        """Returns the one optax update of the trained leaves, made where the gradients live (under ZeRO-1 cut over
+        data).
+        """
+        before = self.trained(state.params)
         with jax.named_scope("optimizer"):
             grads, coefficient = gradients.clip_by_global_norm(
                 self.change(state, out), norm, self.max_grad_norm, self.clip_convention
             )
-            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, state.params)
+            grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, before)
             more = {"samples": state.samples, "value": out.loss}
             update = optax.with_extra_args_support(self.optimizer).update
-            updates, opt_state = update(grads, state.opt_state, state.params, **more)
+            updates, opt_state = update(grads, state.opt_state, before, **more)
             if self.counted is not None:
-                leaves = self.counted.leaves(state.params)
+                leaves = like(before, self.counted.leaves(state.params))
                 updates = jax.tree.map(lambda stays, u: jnp.zeros_like(u) if stays else u, leaves, updates)
-            params = optax.apply_updates(state.params, updates)
+            params = optax.apply_updates(before, updates)
         if self.counted is not None and self.counted.after is not None:
-            params = self.counted.after(params, out.metrics)
+            params = like(before, self.counted.after(joined(params, state.params), out.metrics))
         return Attempt(params, opt_state, updates, coefficient)
 
     def _kept(self, state: TrainState, attempt: Attempt, places: TrainState) -> tuple[PyTree, PyTree]:
         """Returns the parameters and the optimizer's state after an applied attempt, of the dtypes of before."""
-        old = (state.params, state.opt_state)
+        old = (self.trained(state.params), state.opt_state)
         new = jax.tree.map(of_dtype, (attempt.params, attempt.opt_state), old)
-        return jax.lax.with_sharding_constraint(new, (places.params, places.opt_state))
+        return jax.lax.with_sharding_constraint(new, (like(old[0], places.params), places.opt_state))
 
     def _advance(self, state: TrainState, trial: Trial, rows: Any) -> TrainState:
         """Returns the state with the counters and the loss scale after this attempt; a spike leaves them all alone."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from jaxfb.config.adapters import check_trained
 from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.sections import (
     BatchConfig,
@@ -48,6 +49,8 @@ class CustomConfig:
     optimizer: as for the built-in model; null where a program hands an optax transformation to `jaxfb.Trainer`.
     schedule: of the pipeline, where mesh.pipe > 1; null is 1f1b, or interleaved with several chunks.
     chunks:   parts of the model on each stage.
+    trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
+      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained.
     plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
@@ -63,6 +66,7 @@ class CustomConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     schedule: str | None = None
     chunks: int = 1
+    trainable: tuple[str, ...] | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
@@ -73,6 +77,7 @@ class CustomConfig:
 
     def __post_init__(self):
         check_pipeline(self.mesh, self.schedule, self.chunks)
+        check_trained(self)
         check_rollback(self.guard, self.checkpoint.every)
         if self.run.tokens is not None:
             raise Refused(

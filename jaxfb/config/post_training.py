@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
+from jaxfb.config.adapters import check_trained
 from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.policy import (
     AdvantageConfig,
@@ -38,6 +39,7 @@ from jaxfb.config.sections import (
     seed_in_range,
 )
 from jaxfb.losses.estimators import estimator_of
+from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused
 
@@ -213,6 +215,10 @@ class PostTrainingConfig:
     """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
 
     schedule: of the pipeline, where mesh.pipe > 1. chunks: parts of the model on each stage.
+    lora:     low-rank adapters to train in place of the model's own parameters; null: none.
+    trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
+      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
+      `lora` the adapters alone, to which these are added.
     plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
@@ -226,6 +232,8 @@ class PostTrainingConfig:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     schedule: str | None = None
     chunks: int = 1
+    lora: LoRA | None = None
+    trainable: tuple[str, ...] | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
@@ -248,6 +256,7 @@ class PostTrainingConfig:
                 [{"model": None}, {"start.run": None}] if self.model else (),
             )
         check_pipeline(self.mesh, self.schedule, self.chunks)
+        check_trained(self)
         check_rollback(self.guard, self.checkpoint.every)
 
 

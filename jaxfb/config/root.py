@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from jaxfb.config.adapters import check_trained
 from jaxfb.config.guard import GuardConfig, check_rollback
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
@@ -23,6 +24,7 @@ from jaxfb.config.sections import (
     check_pipeline,
 )
 from jaxfb.data.config import DataConfig
+from jaxfb.models.adapted import LoRA
 from jaxfb.refusal import Refused
 
 
@@ -33,6 +35,10 @@ class Config:
     schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
       null is 1f1b, or interleaved with several chunks.
     chunks:   parts of the model on each stage.
+    lora:     low-rank adapters to train in place of the model's own parameters; null: none.
+    trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
+      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
+      `lora` the adapters alone, to which these are added.
     plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
@@ -46,6 +52,8 @@ class Config:
     mesh: MeshConfig = field(default_factory=MeshConfig)
     schedule: str | None = None
     chunks: int = 1
+    lora: LoRA | None = None
+    trainable: tuple[str, ...] | None = None
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
@@ -60,6 +68,7 @@ class Config:
         check_rollback(self.guard, self.checkpoint.every)
         _check_learning_rate(self)
         _check_mixture(self)
+        check_trained(self)
 
 
 def _with_tokenizer(data: DataConfig, source: str | None) -> DataConfig:

@@ -273,11 +273,14 @@ class MeshConfig:
 class PrecisionConfig:
     """Master params are float32 (or float64 under x64). accum_dtype null: float32, or that of float64 params.
 
+    frozen_dtype: of parameters that are not trained, in memory and in checkpoints; null: as the others. They are never
+                  updated, so that bfloat16 loses nothing where they came from 16 bits.
     loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.
     """
 
     compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
     accum_dtype: Literal["float32", "bfloat16", "float64"] | None = None
+    frozen_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     loss_scale: Literal["auto", "none", "dynamic"] | float = "auto"
 
     def __post_init__(self):

@@ -81,3 +81,10 @@ def split_totals(out: LossOutput) -> tuple[dict, LossOutput]:
 def added(sums: PyTree, values: PyTree) -> PyTree:
     """Returns sums + values, in the sums' dtypes."""
     return jax.tree.map(lambda leaf, value: leaf + value.astype(leaf.dtype), sums, values)
+
+
+def empty_sums(params: PyTree, accum_dtypes: PyTree) -> PyTree:
+    """Returns zeros for the gradients of the parameters that have a dtype in `accum_dtypes`."""
+    return jax.tree.map(
+        lambda leaf, dtype: None if dtype is None else jnp.zeros(leaf.shape, dtype), params, accum_dtypes
+    )

@@ -5,7 +5,7 @@ hold -> forward_backward (or forward) -> reduce. Everything here runs on one dev
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
 
@@ -22,6 +22,7 @@ from jaxfb.forward_backward.sequential import layer_output, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
+from jaxfb.trainable import is_trained, joined, like
 from jaxfb.types import LossFn, LossOutput, Pipelined, outer_params
 
 PyTree = Any
@@ -54,8 +55,8 @@ class Core(Protocol):
 class Execution:
     """Options that accumulation and pipeline share: how params are cut, cast and recomputed.
 
-    specs, dtypes, sums: trees like params: where each leaf lives, what it is cast to for the computation, and the
-      dtype in which its gradient is summed.
+    specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
+    sums: the dtype in which each leaf's gradient is summed, None where it is frozen.
     """
 
     specs: PyTree
@@ -68,24 +69,36 @@ class Execution:
     def gathers_in_loop(self) -> bool:
         return self.fsdp_gather == "layer"
 
-    def bring(self, specs: PyTree, dtypes: PyTree):
-        """Returns a function from shards to whole parameters, for use inside the loop."""
-        return lambda shards: data.materialize(shards, specs, dtypes) if self.gathers_in_loop else shards
+    @property
+    def shard_dtypes(self) -> PyTree:
+        """Returns the dtype that a shard is kept in: that of its gradient's sum, its own where it is frozen."""
+        return joined(self.sums, self.dtypes)
+
+    def trained(self, params: PyTree, of: str = "all") -> PyTree:
+        """Returns the parameters that have a gradient; of: "all", "outer" or "layers"."""
+        return like(_part(self.sums, of), params)
+
+    def bring(self, of: str = "all"):
+        """Returns a function from shards to whole parameters, for use inside the loop; of: "all" or "outer"."""
+        specs, dtypes, sums = (_part(tree, of) for tree in (self.specs, self.dtypes, self.sums))
+        return self._bring(specs, dtypes, is_trained(sums, dtypes))
+
+    def _bring(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
+        return lambda shards: (
+            data.materialize(shards, specs, dtypes, trained) if self.gathers_in_loop else shards
+        )
 
     def bring_layer(self):
         """Returns `bring` for one layer, whose specs are those of the stacked leaves without their first dim."""
         one = jax.tree.map(
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
-        return self.bring(one, self.dtypes["layers"])
-
-    def bring_outer(self):
-        """Returns `bring` for everything beside the layers."""
-        return self.bring(outer_params(self.specs), outer_params(self.dtypes))
+        dtypes = self.dtypes["layers"]
+        return self._bring(one, dtypes, is_trained(self.sums["layers"], dtypes))
 
     def outer_to_shards(self):
         """Returns a function from gradients of what `bring_outer` gives to those of the shards."""
-        specs = outer_params(self.specs)
+        specs = self.trained(outer_params(self.specs), "outer")
         return lambda grads: data.to_shards(grads, specs) if self.gathers_in_loop else grads
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
@@ -97,7 +110,12 @@ class Execution:
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, self.remat, keep_gathered=not self.gathers_in_loop)
-        return Stage(layer, keep, **options)
+        return Stage(layer, keep, trained=partial(self.trained, of="layers"), **options)
+
+
+def _part(tree: PyTree, of: str) -> PyTree:
+    """Returns "all" of a tree like params, what is "outer", or its "layers"."""
+    return {"all": lambda: tree, "outer": lambda: outer_params(tree), "layers": lambda: tree["layers"]}[of]()
 
 
 def _over_pipe(spec: P) -> bool:
@@ -117,36 +135,41 @@ class Accumulation:
 
     def hold(self, params):
         how = self.how
-        return data.compute_params(params, how.specs, how.fsdp_gather, how.dtypes, how.sums)
+        return data.compute_params(params, how.specs, how.fsdp_gather, how.dtypes, how.shard_dtypes)
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
-        arguments = held, microbatches, keys, seeds, accum_dtypes
-        if self.scattered is not None:
-            return accumulate.accumulate(self._loss_fn(), *arguments, data.scatter_over_data(self.scattered))
-        if isinstance(self.model, Pipelined):
-            in_place = InPlace(self.model, self._stage(), self.how.bring_outer(), self.how.outer_to_shards())
-            if in_place.takes(held, microbatches, keys):
-                return in_place.run(*arguments)
-        return accumulate.accumulate(self._loss_fn(), *arguments)
+        how, rest = self.how, (microbatches, keys, seeds, accum_dtypes)
+        if isinstance(self.model, Pipelined) and self.scattered is None:
+            in_place = InPlace(self.model, self._stage(), how.bring("outer"), how.outer_to_shards())
+            if in_place.takes(held, microbatches, keys, accum_dtypes):
+                return in_place.run(held, *rest)
+        scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
+        return accumulate.accumulate(self._loss_of_trained(held), how.trained(held), *rest, scatter)
 
     def forward(self, held, microbatches, keys):
         return accumulate.forward(self._loss_fn(), held, microbatches, keys)
 
     def reduce(self, grads, grad_specs, axes):
         gather, in_loop = self.how.fsdp_gather, self.scattered is not None
-        return data.reduce_gradients(grads, self.how.specs, grad_specs, axes, gather, in_loop)
+        specs = self.how.trained(self.how.specs)
+        return data.reduce_gradients(grads, specs, grad_specs, axes, gather, in_loop)
 
     def _stage(self) -> Stage:
         keep = PIPELINE_KEEPS[self.how.remat]
         return self.how.stage(self.model, "inputs" if keep == "input" else keep)
 
+    def _loss_of_trained(self, held: PyTree) -> LossFn:
+        """Returns the loss as a function of the trained leaves of `held` alone."""
+        loss_fn = self._loss_fn()
+        return lambda trained, microbatch, rng: loss_fn(joined(trained, held), microbatch, rng)
+
     def _loss_fn(self) -> LossFn:
         how = self.how
         if not isinstance(self.model, Pipelined):
-            bring = how.bring(how.specs, how.dtypes)
+            bring = how.bring()
             return checked(lambda params, microbatch, rng: self.model(bring(params), microbatch, rng))
         remat = partial(checkpoint_layer, name=how.remat, keep_gathered=not how.gathers_in_loop)
-        return checked(sequential(self.model, remat, how.bring_outer(), how.bring_layer()))
+        return checked(sequential(self.model, remat, how.bring("outer"), how.bring_layer()))
 
 
 @dataclass(frozen=True)
@@ -162,7 +185,7 @@ class Pipelining:
 
     def hold(self, params) -> Weights:
         how = self.how
-        trees = params, how.specs, how.dtypes, how.sums
+        trees = params, how.specs, how.dtypes, how.shard_dtypes
         outer, specs, *dtypes = map(outer_params, trees)
         outer = data.compute_params(outer, specs, "step", *dtypes)
         layers, specs, *dtypes = (tree["layers"] for tree in trees)
@@ -171,22 +194,52 @@ class Pipelining:
 
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
-        return self._executor(self.schedule).run(held, microbatches, keys, seeds, dtypes)
+        outer, how = held.outer, self.how
+        if len(jax.tree.leaves(dtypes.outer)) == len(jax.tree.leaves(outer)):
+            return self._executor(self.schedule).run(held, microbatches, keys, seeds, dtypes)
+        trained = held._replace(outer=how.trained(outer, "outer"))
+        executor = self._executor(self.schedule, of_trained(self.model, outer))
+        return executor.run(trained, microbatches, keys, seeds, dtypes)
 
     def forward(self, held, microbatches, keys):
         return self._executor(self.schedule.forward_only()).run(held, microbatches, keys, None, None)[1]
 
     def reduce(self, grads: Weights, grad_specs, axes):
-        how, specs = self.how, self.how.specs
+        how, specs = self.how, self.how.trained(self.how.specs)
         layers = pipe.from_chunks(grads.layers, self.layout, sum(self.layout.layers_per_stage))
         layers = data.reduce_gradients(layers, specs["layers"], grad_specs["layers"], axes, how.fsdp_gather)
         outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 
-    def _executor(self, schedule: Schedule) -> Executor:
-        how, model, program = self.how, self.model, schedule.program
+    def _executor(self, schedule: Schedule, model: Pipelined | None = None) -> Executor:
+        """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
+        how, program = self.how, schedule.program
         keep = PIPELINE_KEEPS[how.remat]
-        stage = how.stage(model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
-        cut = jax.tree.map(_over_pipe, outer_params(how.specs), is_leaf=lambda x: isinstance(x, P))
+        stage = how.stage(self.model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
+        specs = outer_params(how.specs)
+        specs = specs if model is None else how.trained(specs, "outer")
+        cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))
+        model = self.model if model is None else model
         ends = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         return Executor(program, stage, ends, self.layout, self.poison)
+
+
+def of_trained(model: Pipelined, outer: PyTree) -> Pipelined:
+    """Returns the model as functions of the trained leaves of `outer` alone; the others are constants."""
+
+    def over(function):
+        return None if function is None else lambda trained, *args: function(joined(trained, outer), *args)
+
+    vocabulary = model.vocabulary
+    if vocabulary is not None:
+
+        def shared(trained):
+            return like(trained, vocabulary.shared(joined(trained, outer)))
+
+        vocabulary = replace(
+            vocabulary,
+            embed=over(vocabulary.embed),
+            head=over(vocabulary.head),
+            shared=None if vocabulary.shared is None else shared,
+        )
+    return replace(model, embed=over(model.embed), head=over(model.head), vocabulary=vocabulary)

@@ -36,6 +36,7 @@ from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, sharding
 from jaxfb.refusal import Refused, boolean, shown
+from jaxfb.trainable import pruned
 from jaxfb.types import LossFn, Pipelined, restrict_to
 
 PyTree = Any
@@ -55,6 +56,7 @@ def get_forward_backward_func(
     param_specs: Callable[[PyTree], PyTree] | None = None,
     head_placement: str | None = None,
     layers_per_stage: Sequence[int] | None = None,
+    trainable: Sequence[str] | None = None,
     poison_bubbles: bool = False,
 ) -> ForwardBackward:
     """Picks accumulation or, with pipe > 1, the pipeline, and returns one function over whole global batches.
@@ -87,6 +89,9 @@ def get_forward_backward_func(
         tick, the last stage's answer counts). None: "vocabulary" where it is possible, else "last".
       layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
         evenly. Every device then holds all layers' parameters and spends the time of the longest stage.
+      trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
+        name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
+        in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
       poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:
@@ -155,7 +160,8 @@ class ForwardBackward:
         out = self._jitted(_run)(how, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
         origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
-        return replace(out, grads=None if forward_only else restrict_to(params, out.grads), origin=origin)
+        grads = None if forward_only else restrict_to(self.trained(params), out.grads)
+        return replace(out, grads=grads, origin=origin)
 
     def weights(
         self,
@@ -218,17 +224,28 @@ class ForwardBackward:
         if not plan.by_tokens and not forward_only:
             _check_backward(self.schedule_for(plan.num_microbatches))
 
+    def trained(self, params: PyTree) -> PyTree:
+        """Returns the parameters that have a gradient, with None in place of each frozen one.
+
+        Raises:
+          ValueError: a pattern of `trainable` matches none.
+        """
+        return pruned(self.options.trainable, params)
+
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
         """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
         placement = self.head_placement_for(model, params) if isinstance(model, Pipelined) else None
         return resolved.param_specs(self.mesh, self.options, model, params, placement)
 
     def grad_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
+        """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well.
+
+        None where a parameter is frozen, as in the gradients themselves.
+        """
         return resolved.grad_specs(self.mesh, self.options, params, self.param_specs(model, params))
 
     def grad_dtypes(self, params: PyTree) -> PyTree:
-        """Returns the dtype of each gradient: that in which it is summed, a tree like params."""
+        """Returns the dtype of each gradient: that in which it is summed, a tree like the gradients."""
         return resolved.grad_dtypes(self.options, params)
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
@@ -267,14 +284,17 @@ def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
 def _run(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
     model, plan, complete = how.model, how.plan, params
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        check_padding(as_loss_fn(model), params, microbatches, keys)
+        cast = jax.tree.map(lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, how.dtypes.tree)
+        check_padding(as_loss_fn(model), cast, microbatches, keys)
     if _counts_before(model):
         with jax.named_scope("count"):
             metrics = _one_pass(how, True, params, microbatches, keys, 1.0, None).metrics
         complete = model.counted.before(params, metrics)
         how = resolve(how.mesh, how.options, model, complete, plan)  # for there are more leaves now
     out = _one_pass(how, forward_only, complete, microbatches, keys, grad_scale, weights)
-    return replace(out, grads=None if forward_only else restrict_to(params, out.grads))
+    if forward_only:
+        return out
+    return replace(out, grads=restrict_to(pruned(how.options.trainable, params), out.grads))
 
 
 def _weigh(how, params, microbatches, keys) -> dict:

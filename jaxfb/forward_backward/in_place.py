@@ -19,11 +19,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.accumulate import added, split_totals
+from jaxfb.forward_backward.accumulate import added, empty_sums, split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, outer_params
 
 PyTree = Any
@@ -42,11 +43,13 @@ class InPlace:
     bring_outer: Callable[[PyTree], PyTree]
     to_shards: Callable[[PyTree], PyTree]
 
-    def takes(self, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> bool:
-        """Returns whether there is something to add up, and every leaf of hidden has a cotangent (integers have
-        none).
+    def takes(
+        self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, accum_dtypes: PyTree
+    ) -> bool:
+        """Returns whether there is something to add up in the layers, and every leaf of hidden has a cotangent
+        (integers have none).
         """
-        if jax.tree.leaves(microbatches)[0].shape[0] == 1:
+        if jax.tree.leaves(microbatches)[0].shape[0] == 1 or not jax.tree.leaves(accum_dtypes["layers"]):
             return False
         hidden = self._hidden(params, _first(microbatches, keys))
         return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(hidden))
@@ -65,7 +68,7 @@ class InPlace:
             (grads, kept), (microbatch, row_keys, seed) = carry, inputs
             return self._microbatch(params, grads, kept, Given(microbatch, row_keys), seed)
 
-        zeros = jax.tree.map(lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), params, accum_dtypes)
+        zeros = empty_sums(params, accum_dtypes)
         kept = self._empty(params, _first(microbatches, keys))
         (grads, _), out = lax.scan(step, (zeros, kept), (microbatches, keys, seeds))
         return grads, out
@@ -74,11 +77,14 @@ class InPlace:
         """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
         outer = self.bring_outer(outer_params(params))
+        trained = like(outer_params(grads), outer)
         with jax.named_scope("forward"):
-            embedded, embed_vjp = jax.vjp(lambda o: self._embed(o, given), outer)
+            embedded, embed_vjp = jax.vjp(lambda o: self._embed(joined(o, outer), given), trained)
             with jax.named_scope("layers"):
                 hidden, of_layers, slot = self.stage.forward(layers, embedded, given, slot)
-            totals, head_vjp, out = jax.vjp(lambda *a: self._head(*a, given), outer, hidden, has_aux=True)
+            totals, head_vjp, out = jax.vjp(
+                lambda o, h: self._head(joined(o, outer), h, given), trained, hidden, has_aux=True
+            )
         with jax.named_scope("backward"):
             of_head, cotangent = head_vjp(_seeded(totals, seeds))
             of_terms, target = _seeded(split_totals(of_layers)[0], seeds), _only_chunk(grads["layers"])

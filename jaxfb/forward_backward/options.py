@@ -18,6 +18,7 @@ from jaxfb.mesh import axis_size
 from jaxfb.parallel import data
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
+from jaxfb.trainable import checked_patterns
 
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
@@ -42,6 +43,7 @@ class EngineOptions:
     param_specs: Callable[[PyTree], PyTree] | None = None
     head_placement: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    trainable: tuple[str, ...] | None = None
     poison_bubbles: bool = False
 
     def __post_init__(self):
@@ -68,6 +70,7 @@ class EngineOptions:
                 OPTIMIZER_SHARDINGS,
             ),
             "layers_per_stage": layer_counts(self.layers_per_stage),
+            "trainable": checked_patterns(self.trainable),
             "poison_bubbles": boolean("poison_bubbles", self.poison_bubbles),
         }
         for name, value in checked.items():

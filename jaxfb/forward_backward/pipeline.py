@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.forward_backward.accumulate import added
+from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -214,6 +214,8 @@ class _Tick:
         return self._embed_backward(b, row, before, when)
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
+        if not jax.tree.leaves(b.grads.outer):
+            return b
         given, mine = self._given(row["embed_gradient_microbatch"]), row["b_embed"] == 1
 
         def scatter(outer: PyTree) -> PyTree:
@@ -282,9 +284,7 @@ class _Tick:
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
         saved, grads = None, None
         if self._seeds is not None:
-            grads = jax.tree.map(
-                lambda leaf, dtype: jnp.zeros(leaf.shape, dtype), self._weights, accum_dtypes
-            )
+            grads = empty_sums(self._weights, accum_dtypes)
         if self._splits:
             seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
             saved = self._stage.saved(layers, hidden, seeds, given)

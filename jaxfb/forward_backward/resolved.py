@@ -19,6 +19,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.schedules import Schedule
+from jaxfb.trainable import like, pruned
 from jaxfb.types import LossFn, Pipelined, outer_params, restrict_to
 
 PyTree = Any
@@ -45,7 +46,8 @@ class Tree:
 
 @dataclass(frozen=True)
 class Resolved:
-    """Holds what is decided about a call. All trees are like its parameters.
+    """Holds what is decided about a call. All trees are like its parameters; those of gradients have None where a
+    parameter is frozen.
 
     specs, grad_specs: PartitionSpecs, where each parameter and each gradient is placed.
     dtypes, sums:      the dtype that each parameter is cast to for the computation, and that its gradient is summed in.
@@ -124,7 +126,9 @@ def param_specs(
 
 def grad_specs(mesh: Mesh, options: EngineOptions, params: PyTree, specs: PyTree) -> PyTree:
     """Returns where each gradient is placed: as its parameter, under ZeRO-1 and ZeRO-2 cut over data as well."""
-    return specs if options.optimizer_sharding == "none" else sharding.optimizer_specs(specs, params, mesh)
+    trained = pruned(options.trainable, params)
+    specs = like(trained, specs)
+    return specs if options.optimizer_sharding == "none" else sharding.optimizer_specs(specs, trained, mesh)
 
 
 def grad_dtypes(options: EngineOptions, params: PyTree) -> PyTree:
@@ -134,7 +138,7 @@ def grad_dtypes(options: EngineOptions, params: PyTree) -> PyTree:
         widest = jnp.float64 if leaf.dtype == jnp.float64 else jnp.float32
         return jnp.dtype(options.accum_dtype or widest)
 
-    return jax.tree.map(one, params)
+    return jax.tree.map(one, pruned(options.trainable, params))
 
 
 def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placement: str) -> PyTree:

@@ -17,6 +17,7 @@ from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.split_backward import SplitBackward
+from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
@@ -45,7 +46,7 @@ class Target(NamedTuple):
     """The sums to which weight gradients are added, a layer at a time, so that those of a whole stage never exist
     at once.
 
-    sums:  tree like the parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
+    sums:  tree like the trained parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.
     valid: bool[], whether what is computed counts.
     """
@@ -64,10 +65,19 @@ class Stage:
       in the backward for the inputs of the layers.
     padded: some of the layers may not be real; those leave hidden as it is.
     written_out: backwards of at most so many layers are written out, of more they are a loop.
+    trained: a layer's parameters -> those that have a gradient, with None in place of the others.
     """
 
-    def __init__(self, layer: Callable, keep: str = "residuals", padded: bool = False, written_out: int = 0):
+    def __init__(
+        self,
+        layer: Callable,
+        keep: str = "residuals",
+        padded: bool = False,
+        written_out: int = 0,
+        trained: Callable[[PyTree], PyTree] = lambda params: params,
+    ):
         self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
+        self._trained = trained
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
@@ -185,11 +195,15 @@ class Stage:
         return (after, totals), (weights, out.metrics)
 
     def _vjp(self, at_hand: PyTree, hidden: PyTree):
-        """Returns ((hidden, totals), VJP to (params, hidden), the rest) of one layer; at_hand: (params, microbatch,
-        rng).
+        """Returns ((hidden, totals), VJP to (trained params, hidden), the rest) of one layer; at_hand: (params,
+        microbatch, rng).
         """
         params, microbatch, rng = at_hand
-        return jax.vjp(lambda p, h: self._plain(p, h, microbatch, rng), params, hidden, has_aux=True)
+
+        def plain(trained, hidden):
+            return self._plain(joined(trained, params), hidden, microbatch, rng)
+
+        return jax.vjp(plain, self._trained(params), hidden, has_aux=True)
 
     def _keeping_vjp(self, layer: Layers, hidden: PyTree, given: Given):
         at_hand = (layer.params, *_context(layer, given))

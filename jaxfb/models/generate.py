@@ -83,7 +83,14 @@ def generate(
     pick = _Pick(greedy=temperature == 0, top_k=top_k, absent=absent_ids)
     stops = jnp.asarray(_stop_ids(config, stop_token), jnp.int32)
     prompt, temperatures = jnp.asarray(prompt_tokens, jnp.int32), (float(temperature), log_prob_temperature)
+    params = _in_one_dtype(params)
     return _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys)
+
+
+def _in_one_dtype(params):
+    """Returns the parameters in the widest of their dtypes: frozen ones may be stored in a narrower one."""
+    dtype = jnp.result_type(*jax.tree.leaves(params))
+    return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
 
 
 class _Pick(NamedTuple):

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxfb.models.adapted import draws, made
 from jaxfb.models.config import TransformerConfig, flops_per_token
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parts import MODELS
@@ -58,11 +59,11 @@ class _Transformer(LanguageModel):
 
 
 def transformer_model(vocab_size: int, **sizes: Any) -> LanguageModel:
-    """Makes the built-in transformer. sizes: the other fields of `TransformerConfig`."""
-    config = TransformerConfig(vocab_size=vocab_size, **sizes)
+    """Makes the built-in transformer. sizes: the other fields of `TransformerConfig`, and `lora`."""
+    config = made({"vocab_size": vocab_size, **sizes})
     init = partial(init_params, config)
     flops = partial(flops_per_token, config)
-    return _Transformer(transformer(config), init, config.dropout > 0, flops, sizes=config)
+    return _Transformer(transformer(config), init, draws(config), flops, sizes=config)
 
 
 def language_model(name: str, vocab_size: int, options: Mapping[str, Any]) -> LanguageModel:

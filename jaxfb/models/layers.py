@@ -10,6 +10,7 @@ V = vocab_size.
 from __future__ import annotations
 
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,9 +21,21 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain, residual_stream
 
-Linear = partial(nnx.Linear, use_bias=False)
 fan_in_init = nnx.initializers.lecun_normal()
 table_init = nnx.initializers.normal(0.02)
+
+
+class Linear(nnx.Linear):
+    """x @ kernel (+ bias), and what an adapter adds to it (`jaxfb.models.lora`)."""
+
+    adapter: Any = None
+
+    def __init__(self, *sizes: int, use_bias: bool = False, **options: Any):
+        super().__init__(*sizes, use_bias=use_bias, **options)
+
+    def __call__(self, inputs: jax.Array, *more: Any, **options: Any) -> jax.Array:
+        out = super().__call__(inputs, *more, **options)
+        return out if self.adapter is None else out + self.adapter(inputs)
 
 
 def residual_init(config: TransformerConfig):

@@ -27,7 +27,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfb.losses.language_model import next_token_loss
-from jaxfb.models import mtp
+from jaxfb.models import lora, mtp
+from jaxfb.models.adapted import lora_of
 from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
@@ -136,7 +137,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     def layer(layer_params, hidden, microbatch, rng=None):
         attend, counted = attend_to(microbatch.get("segments")), counted_here(microbatch)
         load = layer_params.get(LOAD)
-        block = block_of(layer_params)
+        block = block_of(layer_params, rng)
         after, _, out = block.with_router(hidden, _positions(microbatch), attend, rng, counted, load)
         return (after, out) if config.num_experts else after
 
@@ -185,6 +186,7 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     params["layers"] = jax.vmap(_init(Block, config))(jax.random.split(layers_key, config.num_layers))
     if config.mtp_depth:
         params[mtp.NAME] = mtp.init_depths(config, Block, jax.random.fold_in(key, 2))
+    params = lora.with_adapters(lora_of(config), params, jax.random.fold_in(key, 3))
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
@@ -214,11 +216,27 @@ def _init(module: Callable[..., nnx.Module], config: TransformerConfig) -> Calla
     return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
 
 
-def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[[dict], Any]:
+def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[..., Any]:
     """Returns a function from a module's dict of arrays to the module; its structure is found once, abstractly.
 
-    Arrays in the dict that are not the module's own are left out.
+    Arrays in the dict that are not the module's own are left out, but for those of adapters where the config has some.
+    A second argument is the keys of the rows, which the adapters' dropout draws from.
     """
     graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
-    names = nnx.to_pure_dict(state).keys()
-    return lambda params: nnx.merge(graph, {name: params[name] for name in names})
+    own, adapters = nnx.to_pure_dict(state), lora_of(config)
+
+    def rebuild(params: Mapping, keys: jax.Array | None = None) -> Any:
+        module = nnx.merge(graph, _own(params, own))
+        if adapters is not None:
+            lora.attach(module, params, adapters, keys)
+        return module
+
+    return rebuild
+
+
+def _own(params: Mapping, like: Mapping) -> dict:
+    """Returns the arrays of `params` that `like` has too."""
+    return {
+        name: _own(params[name], value) if isinstance(value, Mapping) else params[name]
+        for name, value in like.items()
+    }

@@ -38,13 +38,19 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
     return jax.tree.map(prepare, params, specs, dtypes, sums)
 
 
-def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree) -> PyTree:
-    """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each."""
+def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree) -> PyTree:
+    """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each.
 
-    def bring(leaf, spec, dtype):
-        return leaf if dim_of(spec, "fsdp") is None else gather_shard(leaf, spec, dtype)
+    trained: tree of bool. What is not is gathered without a rule for a gradient, whose name would hide the gather from
+      a remat policy.
+    """
 
-    return jax.tree.map(bring, shards, specs, dtypes)
+    def bring(leaf, spec, dtype, trains):
+        if dim_of(spec, "fsdp") is None:
+            return leaf
+        return gather_shard(leaf, spec, dtype) if trains else _gather(leaf.astype(dtype), spec)
+
+    return jax.tree.map(bring, shards, specs, dtypes, trained)
 
 
 @custom_vjp(1, 2)

@@ -24,9 +24,9 @@ _SPLIT_DIM: dict[tuple[str, ...], int] = {
     **{
         (name, leaf): -1
         for name in ("query", "key", "value", "gate", "up", "project")
-        for leaf in ("kernel", "bias")
+        for leaf in ("kernel", "bias", "lora_b")
     },
-    **{(name, "kernel"): -2 for name in ("output", "down")},
+    **{(name, leaf): -2 for name in ("output", "down") for leaf in ("kernel", "lora_a")},
     ("embed", "embedding"): -2,
     ("head", "kernel"): -1,
     **{("experts", "gate"): -1, ("experts", "up"): -1, ("experts", "down"): -2},

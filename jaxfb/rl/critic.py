@@ -14,6 +14,7 @@ import jax
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
+from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
@@ -28,7 +29,10 @@ SEED = 1  # folded into the run's, so that a random critic is not the random pol
 
 
 class Critic:
-    """A value model, its state, and its update. `plan`: of purpose "critic", the rows of an update."""
+    """A value model, its state, and its update. `plan`: of purpose "critic", the rows of an update.
+
+    It has no adapters, whatever the policy has: all of it is trained.
+    """
 
     def __init__(self, base: Base, plan: BatchPlan):
         plan.require("critic", caller="Critic")
@@ -41,7 +45,7 @@ class Critic:
             plan,
             max_grad_norm=self._settings.max_grad_norm,
             dropout=base.sizes.dropout > 0,
-            **step_options(config),
+            **{**step_options(config), "trainable": None},
         )
         self.forward_model = value_fn(self._model)
         self.state: TrainState = None  # type: ignore[assignment]
@@ -50,7 +54,7 @@ class Critic:
         """Makes a fresh state: the policy's layers, or random ones; the head is zero either way."""
         key = jax.random.fold_in(jax.random.key(seed), SEED)
         if self._settings.start == "policy":
-            self.state = self.step.init(critic_params(policy), key)
+            self.state = self.step.init(critic_params(self._base.whole(policy)), key)
         else:
             self.state = self.step.init(self._random, key)
 
@@ -73,7 +77,7 @@ class Critic:
     @cached_property
     def _sizes(self) -> TransformerConfig:
         # tied: there is no matrix of logits to carry along
-        return replace(self._base.sizes, tied_embeddings=True)
+        return replace(adapted(self._base.sizes, None), tied_embeddings=True)
 
     @cached_property
     def _model(self) -> Pipelined:

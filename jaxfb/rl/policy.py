@@ -41,8 +41,10 @@ from jaxfb.rl.supervised import fine_tuned
 from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
 from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
+from jaxfb.trainable import joined
 from jaxfb.training.changes import changes_between
 from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.setup import compute_dtype
 
 PyTree = Any
 WITHOUT_SIGNAL = "rollouts_without_signal"
@@ -90,7 +92,7 @@ class PolicyWork(PostTraining):
         else:
             self.train_state = self.base.begin(self.step)
         if self._config.uses_reference:
-            self._reference = _copy(self.train_state.params)
+            self._reference = _copy(self._trained(self.train_state.params))
         if self.critic:
             self.critic.start(self.train_state.params, self._config.run.seed)
 
@@ -137,7 +139,7 @@ class PolicyWork(PostTraining):
         state = self.step.abstract_state(self.base.init_params)
         arrays = {**flat(state), "rollout": self._rows_on_devices()}
         if self._config.uses_reference:
-            arrays["reference"] = state.params
+            arrays["reference"] = self._trained(state.params)
         if self.critic:
             arrays["critic"] = flat(self.critic.abstract_state())
         return arrays
@@ -181,9 +183,15 @@ class PolicyWork(PostTraining):
         """Returns the present parameters of the policy."""
         return self.train_state.params
 
+    def _trained(self, params: PyTree) -> PyTree:
+        """Returns what the reference has of its own: frozen parameters are the policy's."""
+        return self.step.forward_backward.trained(params)
+
     def _roll_out(self, number: int) -> None:
         critic = self.critic.state.params if self.critic else None
-        models = Models(self.train_state.params, self._reference, critic)
+        policy = self.train_state.params
+        reference = None if self._reference is None else joined(self._reference, policy)
+        models = Models(policy, reference, critic)
         before = self._record.get(WITHOUT_SIGNAL, 0)
         reach("rollout")
         self._rows, self._record, self._kl = self.experience.rollout(number, models, self._kl)
@@ -265,7 +273,6 @@ def make_task(config: RLConfig) -> Task:
 
 
 def _sampler(config: RLConfig, base: Base, prompt_width: int) -> Sampler:
-    dtype = config.precision.compute_dtype
     return Sampler(
         base.sizes,
         base.mesh,
@@ -275,7 +282,7 @@ def _sampler(config: RLConfig, base: Base, prompt_width: int) -> Sampler:
         absent_ids=base.absent_ids,
         temperature=config.rollout.temperature,
         top_k=config.rollout.top_k,
-        compute_dtype=None if dtype in ("float32", "float64") else dtype,
+        compute_dtype=compute_dtype(config),
     )
 
 

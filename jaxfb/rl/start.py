@@ -17,7 +17,6 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.batch_plan.plan import UPDATES
-from jaxfb.config import load_config
 from jaxfb.config.post_training import KINDS, CutConfig, PostTrainingConfig, RLConfig
 from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
@@ -25,7 +24,9 @@ from jaxfb.data.tokenizer import ByteTokenizer, absent_ids, sampled, warn_of_unk
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.models.adapted import draws
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.lora import merged, without_adapters
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
@@ -33,8 +34,9 @@ from jaxfb.refusal import Refused
 from jaxfb.train_state import TrainState
 from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.machine import check_model, check_rows
-from jaxfb.training.parameters import newest_params, params_in
+from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
 from jaxfb.training.setup import (
+    as_stored,
     enable_float64,
     engine_options,
     model_sizes,
@@ -129,7 +131,7 @@ class Base:
             plan,
             max_grad_norm=self.config.optimizer.max_grad_norm,
             clip_convention=self.config.optimizer.clip,
-            dropout=self.sizes.dropout > 0,
+            dropout=draws(self.sizes),
             **step_options(self.config),
         )
 
@@ -143,8 +145,8 @@ class Base:
         return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
     def init_params(self, key: jax.Array) -> PyTree:
-        """Draws random parameters, in the dtype of the master copy."""
-        return init_params(self.sizes, key, param_dtype(self.config))
+        """Draws random parameters, in the dtypes in which they are stored."""
+        return as_stored(self.config, init_params(self.sizes, key, param_dtype(self.config)))
 
     def begin(self, step: TrainStep) -> TrainState:
         """Returns the state of a fresh run, with the parameters that it begins with, read onto the mesh."""
@@ -154,14 +156,21 @@ class Base:
     def starting_params(self, step: TrainStep) -> PyTree | Callable[[jax.Array], PyTree]:
         """Returns the parameters of `start.run` or of `model.from`, cut as the step cuts them, or a function that draws
         them.
+
+        Adapters of that run are merged into its kernels; those of this run are new, or of `lora.adapter`.
         """
         model, run = self.config.model, self.config.start.run
         if run is None and (model is None or model.from_ is None):
-            return self.init_params
-        abstract = step.abstract_state(self.init_params).params
+            return with_given_adapter(self.config, self.init_params)
+        abstract = without_adapters(step.abstract_state(self.init_params).params)
         if run is None:
-            return params_in(model.from_, model, abstract)
-        return newest_params(run, load_config(run), abstract)[0]
+            return begun(self.config, params_in(model.from_, model, abstract))
+        return begun(self.config, params_of_run(run, self.sizes, abstract))
+
+    def whole(self, params: PyTree) -> PyTree:
+        """Returns the parameters without adapters, which are merged into the kernels, in the master copy's dtype."""
+        params = params if self.config.lora is None else merged(params, self.config.lora)
+        return jax.tree.map(lambda leaf: leaf.astype(param_dtype(self.config)), params)
 
 
 def make_base(config: PostTrainingConfig) -> Base:

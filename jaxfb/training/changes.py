@@ -20,7 +20,7 @@ ABSENT = "(absent)"
 # A restored state has its random key already, so another seed would be printed and not be used.
 FIXED_KEYS = ("run.seed",)
 # Post-training: what the saved position, rollout or reference was made from.
-FIXED_SECTIONS = ("start", "task", "warm_start")
+FIXED_SECTIONS = ("start", "task", "warm_start", "lora", "trainable")
 # The rows themselves are compared, so that a file may be moved.
 FIXED_OF_ROWS = ("held_out_fraction", "template", "learn", "sequence_length", "truncate")
 
@@ -81,6 +81,8 @@ def is_fixed(key: str) -> bool:
     section, _, name = key.partition(".")
     if section == "model":
         return name not in FREE_OF_MODEL
+    if key == "lora.dropout":
+        return False
     if section in ("conversations", "preferences"):
         return name in FIXED_OF_ROWS
     return key in FIXED_KEYS or section in FIXED_SECTIONS

@@ -16,17 +16,20 @@ import jax.numpy as jnp
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_from_dict, load_config, save_yaml
 from jaxfb.config.own_model import OwnModelConfig
+from jaxfb.models.adapted import A, B, adapted
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import init_params
-from jaxfb.pretrained.architectures import describe, sizes_of
+from jaxfb.models.lora import merged_kernel
+from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_leaf
 from jaxfb.pretrained.names import path_name
+from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.refusal import Refused
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.setup import abstract_params
 
 log = logging.getLogger(__name__)
 DTYPES = ("float32", "bfloat16", "float16")
@@ -56,20 +59,28 @@ def import_run(directory: str | Path, run_dir: str | Path) -> Path:
     return target
 
 
-def export_run(run_dir: str | Path, directory: str | Path, dtype: str | None = None) -> list[Path]:
+def export_run(
+    run_dir: str | Path, directory: str | Path, dtype: str | None = None, adapter: bool = False
+) -> list[Path]:
     """Writes the newest checkpoint of a run as a directory of Hugging Face files; returns the files.
 
     One array of the checkpoint is in memory at a time.
 
-    dtype: of the weights; None is that of the model that the run was imported from, else float32.
+    Args:
+      dtype: of the weights; None is that of the model that the run was imported from, else float32.
+      adapter: write the adapters alone, in PEFT's format; otherwise those of a run with `lora` are merged into the
+        kernels.
 
     Raises:
-      ValueError: there is no checkpoint, or no architecture of transformers computes what this model computes.
+      ValueError: there is no checkpoint, no architecture of transformers computes what this model computes, or there
+        are no adapters.
     """
     source = Path(run_dir)
     config = load_config(source)
     if dtype not in (None, *DTYPES):
         raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    if adapter:
+        return _export_adapter(source, config, Path(directory))
     if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):
         written = _export_files(files, Path(directory), dtype)
     else:
@@ -103,19 +114,21 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     origin = _origin(source, config)
     sizes, description = _described(source, config, origin)
     wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
-    shapes = {
-        path_name(path): leaf
-        for path, leaf in jax.tree_util.tree_leaves_with_path(
-            jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
-        )
-    }
+    stored, lora = _stored(config, sizes), getattr(config, "lora", None)
+    shapes = {path: leaf for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
-    store.check_fit({"params": _nested(shapes)}, store.existing(), partial=True)
+    store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
     for step in reversed(store.steps()):
 
         def read(path: str, step: int = step) -> jax.Array:
-            tree, _ = store.restore({"params": _nested({path: shapes[path]})}, step, partial=True)
-            return jax.tree.leaves(tree)[0]
+            parts = [path, *(path.removesuffix("kernel") + leaf for leaf in (A, B))]
+            wanted = {part: stored[part] for part in parts if part in stored}
+            found = _by_path(store.restore({"params": _nested(wanted)}, step, partial=True)[0]["params"])
+            arrays = [found[part] for part in parts if part in found]
+            if lora is None or len(arrays) == 1:
+                return arrays[0]
+            kernel, a, b = arrays
+            return merged_kernel(kernel, a, b, lora)
 
         try:
             found = {path: leaf.shape for path, leaf in shapes.items()}
@@ -125,6 +138,29 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
         except Exception as error:  # damage shows up as any of a dozen storage errors
             log.warning("[export] passing over update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")
+
+
+def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:
+    lora = getattr(config, "lora", None)
+    if lora is None:
+        raise Refused(f"[hf] {source} has no adapters, its config has no lora; export it without --adapter")
+    sizes, description = _described(source, config, _origin(source, config))
+    stored = _stored(config, sizes)
+    store = CheckpointStore(source / "checkpoints", keep_best=None)
+    wanted = _nested({path: leaf for path, leaf in stored.items() if path.endswith((A, B))})
+    found = _by_path(store.restore({"params": wanted}, partial=True)[0]["params"])
+    base = config.start.run if getattr(config, "start", None) else None
+    base = base or getattr(config.model, "from_", None) or source
+    return save_adapter(target, _nested(stored | found), lora, architecture_of(description), str(base))
+
+
+def _stored(config: Any, sizes: TransformerConfig) -> dict[str, jax.ShapeDtypeStruct]:
+    """Returns shape and dtype of every saved parameter by dotted path."""
+    return _by_path(abstract_params(config, adapted(sizes, getattr(config, "lora", None))))
+
+
+def _by_path(tree: Any) -> dict[str, Any]:
+    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _nested(leaves: dict[str, Any]) -> dict[str, Any]:

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+from jax.tree_util import tree_leaves_with_path, tree_map_with_path
+
 from jaxfb.checkpoint import CheckpointStore
+from jaxfb.config import load_config
 from jaxfb.config.sections import check_sizes
+from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.lora import merged, with_adapters, without_adapters
 from jaxfb.pretrained.companions import CARRIED, carry
 from jaxfb.pretrained.load import load_params
+from jaxfb.pretrained.peft import load_adapter
 from jaxfb.pretrained.repository import holds_weights, open_repository
 from jaxfb.pretrained.sizes import sizes_in
+from jaxfb.trainable import name_of
 from jaxfb.training.run_dir import RunDirectory
+from jaxfb.training.setup import abstract_params as saved_shapes
+from jaxfb.training.setup import param_dtype
 
 PyTree = Any
+ADAPTERS = 3  # folded into the run's key, which adapters are drawn from
 
 
 def newest_params(run_dir: str | Path, config: Any, abstract_params: PyTree) -> tuple[PyTree, Mapping]:
@@ -31,10 +43,51 @@ def newest_params(run_dir: str | Path, config: Any, abstract_params: PyTree) -> 
     directory = RunDirectory(Path(run_dir))
     source = weights_of(directory.path, config)
     if source is not None and directory.newest_update() is None:
-        return params_in(source, config.model, abstract_params), {"update": 0}
+        return begun(config, params_in(source, config.model, without_adapters(abstract_params))), {
+            "update": 0
+        }
     store = CheckpointStore(directory.checkpoints, keep_best=None)
     state, record = store.restore({"params": abstract_params}, partial=True)
     return state["params"], record
+
+
+def params_of_run(run_dir: str | Path, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:
+    """Returns the parameters of a run to begin another one with, its adapters merged into its kernels.
+
+    abstract_params: without adapters; shapes, dtypes and shardings of what is returned.
+
+    Raises:
+      ValueError, FileNotFoundError: as for `newest_params`.
+    """
+    config, directory = load_config(run_dir), RunDirectory(Path(run_dir))
+    lora = config.lora
+    if directory.newest_update() is None:
+        return newest_params(run_dir, replace(config, lora=None), abstract_params)[0]
+    places = {name_of(path): leaf.sharding for path, leaf in tree_leaves_with_path(abstract_params)}
+
+    def placed(path: tuple, leaf: Any) -> jax.ShapeDtypeStruct:
+        return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=places.get(name_of(path)))
+
+    shapes = tree_map_with_path(placed, saved_shapes(config, adapted(sizes, lora)))
+    params, _ = newest_params(run_dir, config, shapes)
+    params = params if lora is None else merged(params, lora)
+    return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract_params)
+
+
+def begun(config: Any, params: PyTree) -> PyTree:
+    """Returns the parameters that a run begins with, from those of a model without adapters."""
+    if config.lora is None:
+        return params
+    key = jax.random.fold_in(jax.random.key(config.run.seed), ADAPTERS)
+    params = with_adapters(config.lora, params, key, param_dtype(config))
+    return params if config.lora.adapter is None else load_adapter(config.lora.adapter, params, config.lora)
+
+
+def with_given_adapter(config: Any, init: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], PyTree]:
+    """Returns a function of a key that draws parameters, with the adapters of `lora.adapter` if there is one."""
+    if config.lora is None or config.lora.adapter is None:
+        return init
+    return lambda key: load_adapter(config.lora.adapter, init(key), config.lora)
 
 
 def weights_of(run_dir: str | Path, config: Any) -> Path | None:
@@ -47,7 +100,8 @@ def weights_of(run_dir: str | Path, config: Any) -> Path | None:
 
 
 def params_in(source: str | Path, model: TransformerConfig, abstract_params: PyTree) -> PyTree:
-    """Returns the parameters in a directory of Hugging Face files, tensor by tensor cast and sharded as asked.
+    """Returns the parameters in a directory of Hugging Face files, tensor by tensor cast and sharded as asked; of
+    adapters there are none.
 
     model: the sizes that they are to have, beside settings that do not concern the parameters.
 

@@ -13,6 +13,7 @@ import jax
 
 from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
+from jaxfb.models.lora import without_adapters
 from jaxfb.refusal import Refused
 from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
@@ -21,7 +22,7 @@ from jaxfb.training.agreement import what_is_made
 from jaxfb.training.batches import HostBatch, WindowReader, parts_of_update, place
 from jaxfb.training.evaluate import TERM, HeldOut
 from jaxfb.training.log import named_numbers
-from jaxfb.training.parameters import carry_from, params_in
+from jaxfb.training.parameters import begun, carry_from, params_in, with_given_adapter
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, optimizer, run_plan
@@ -87,11 +88,12 @@ class Pretraining:
         first, seed = self._step(self.setup.plan.window(0).plan), self.config.run.seed
         source = getattr(self.config.model, "from_", None)
         if source is None:
-            self.train_state = first.init(self.setup.init_params, seed)
+            self.train_state = first.init(with_given_adapter(self.config, self.setup.init_params), seed)
             return
         say(f"reading the weights of {source}")
-        abstract = first.abstract_state(self.setup.init_params).params
-        self.train_state = first.init(params_in(source, self.config.model, abstract), seed, donate=True)
+        abstract = without_adapters(first.abstract_state(self.setup.init_params).params)
+        params = begun(self.config, params_in(source, self.config.model, abstract))
+        self.train_state = first.init(params, seed, donate=True)
 
     def read(self, number: int) -> HostBatch:
         return self._reader.read(self.setup.plan.window(number))

@@ -18,14 +18,18 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
 from jaxfb.config import Config, load_config
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.mesh import axis_size, data_parallel, make_mesh
+from jaxfb.models.adapted import adapted
 from jaxfb.models.attention import check_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.language_model import LanguageModel, language_model
+from jaxfb.models.lora import check_targets
+from jaxfb.models.transformer import init_params
 from jaxfb.optim import (
     DynamicLossScale,
     Optimizer,
@@ -39,6 +43,7 @@ from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.position import here
 from jaxfb.refusal import Refused
 from jaxfb.train_step import TrainStep, make_train_step
+from jaxfb.trainable import stored
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.types import LossFn, Pipelined
 
@@ -96,8 +101,8 @@ class Setup:
         )
 
     def init_params(self, key: jax.Array) -> PyTree:
-        """Returns random parameters, in the dtype of the master copy."""
-        return self.language_model.init_params(key, param_dtype(self.config))
+        """Returns random parameters, in the dtypes in which they are stored."""
+        return as_stored(self.config, self.language_model.init_params(key, param_dtype(self.config)))
 
 
 def make_setup(
@@ -214,7 +219,7 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModel
       ValueError: the config's vocabulary is smaller than the tokenizer's.
     """
     if config.model is None:
-        return model_sizes(load_config(config.start.run), vocab_size)
+        return with_lora(config, adapted(model_sizes(load_config(config.start.run), vocab_size), None))
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
         raise Refused(
@@ -222,7 +227,22 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModel
             f"use {rounded}, or leave it out",
             [{"model.vocab_size": rounded}, {"model.vocab_size": None}],
         )
-    return config.model.sized(rounded)
+    return with_lora(config, config.model.sized(rounded))
+
+
+def with_lora(
+    config: Config, sizes: TransformerConfig | OwnModelConfig
+) -> TransformerConfig | OwnModelConfig:
+    """Returns the sizes with the adapters of the config.
+
+    Raises:
+      ValueError: a target of theirs is no projection of the model.
+    """
+    if getattr(config, "lora", None) is None:
+        return sizes
+    shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
+    check_targets(config.lora, shapes["layers"])
+    return adapted(sizes, config.lora)
 
 
 def optimizer(config: Config, plan: RunPlan) -> Optimizer:
@@ -256,7 +276,16 @@ def optimizer(config: Config, plan: RunPlan) -> Optimizer:
 def abstract_params(config: Config, sizes: TransformerConfig) -> PyTree:
     """Returns the parameters as shapes and dtypes, on no device in particular."""
     made, dtype = language_model_of(sizes), param_dtype(config)
-    return jax.eval_shape(lambda: made.init_params(jax.random.key(0), dtype))
+    return jax.eval_shape(lambda: as_stored(config, made.init_params(jax.random.key(0), dtype)))
+
+
+def as_stored(config: Config, params: PyTree) -> PyTree:
+    """Returns the parameters in the dtypes of the config: frozen ones may have one of their own.
+
+    Raises:
+      ValueError: a pattern of `trainable` is the name of none.
+    """
+    return stored(trained_patterns(config), params, config.precision.frozen_dtype)
 
 
 def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
@@ -282,15 +311,22 @@ def enable_float64(config: Config) -> None:
 def step_options(config: Config) -> dict[str, Any]:
     """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
     more = {"loss_scale": loss_scale(config), "count_zeros": config.log.count_zeros}
+    more |= {"trainable": trained_patterns(config)}
     return {**more, **engine_options(config)}
+
+
+def compute_dtype(config: Config) -> str | None:
+    """Returns the dtype that parameters are cast to for the computation; None where they all have it."""
+    dtype = config.precision.compute_dtype
+    stored_alike = config.precision.frozen_dtype is None and dtype in ("float32", "float64")
+    return None if stored_alike else dtype
 
 
 def engine_options(config: Config) -> dict[str, Any]:
     """Returns what `get_forward_backward_func` takes from the config."""
-    dtype = config.precision.compute_dtype
     options = {
         "accum_dtype": config.precision.accum_dtype,
-        "compute_dtype": None if dtype in ("float32", "float64") else dtype,
+        "compute_dtype": compute_dtype(config),
         "remat": config.parallel.remat,
         "fsdp_gather": config.parallel.fsdp_gather,
         "optimizer_sharding": config.optimizer.sharding if config.optimizer else "none",

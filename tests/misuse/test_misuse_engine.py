@@ -79,6 +79,9 @@ OPTIONS = {
     "layers_per_stage": maybe(
         lambda value: isinstance(value, list | tuple | range) or hasattr(value, "shape")
     ),
+    "trainable": maybe(
+        lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
+    ),
     "poison_bubbles": boolean,
 }
 

@@ -1,0 +1,147 @@
+"""Low-rank adapters as parameters beside the kernels that they adapt, and as a part of the modules that read them.
+
+    {"kernel": [layers, in, out], "lora_a": [layers, in, rank], "lora_b": [layers, rank, out]}
+
+A module is adapted after it was rebuilt from its arrays, so no module knows of adapters but `Linear`, which adds what
+its adapter answers. The kernel itself is not changed: a frozen one has no gradient.
+
+Shapes: R = rows, T = tokens of a row.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxfb.models.adapted import A, B, LoRA
+from jaxfb.models.layers import dropout
+from jaxfb.refusal import Refused
+from jaxfb.types import PyTree
+
+_SITES = 2  # of dropout, which the layers themselves use
+_NOT_LINEAR = ("router",)
+
+
+@dataclass(frozen=True)
+class Adapter:
+    """scale * (x @ a) @ b, of x with some of it dropped. keys: one a row, or None."""
+
+    a: jax.Array
+    b: jax.Array
+    lora: LoRA
+    keys: jax.Array | None
+    site: int
+
+    def __call__(self, x: jax.Array) -> jax.Array:
+        x = dropout(x, self.lora.dropout, self.keys, self.site)
+        return (x @ self.a) @ self.b * self.lora.scale
+
+
+def attach(module: nnx.Module, params: Mapping, lora: LoRA, keys: jax.Array | None, path: str = "") -> None:
+    """Gives every projection of a layer that has an adapter in `params` that adapter."""
+    for name, value in params.items():
+        if not isinstance(value, Mapping):
+            continue
+        child, below = getattr(module, name), f"{path}.{name}".lstrip(".")
+        if A in value:
+            adapter = Adapter(value[A], value[B], lora, keys, _SITES + zlib.crc32(below.encode()) % 2**30)
+            object.__setattr__(child, "adapter", adapter)  # no state of the module: its arrays are arguments
+        else:
+            attach(child, value, lora, keys, below)
+
+
+def with_adapters(lora: LoRA | None, params: PyTree, key: jax.Array, dtype: Any = jnp.float32) -> PyTree:
+    """Returns a transformer's parameters with new adapters, which are of that dtype; as they are without `lora`.
+
+    A is uniform in +-1/sqrt(in), as PEFT draws it; B is zero, so that the model computes what it did before.
+
+    Raises:
+      ValueError: a target is the name of no projection.
+    """
+    if lora is None:
+        return params
+    names = check_targets(lora, params["layers"])
+
+    def one(name: str, node: Mapping) -> dict:
+        kernel, own = node["kernel"], jax.random.fold_in(key, zlib.crc32(name.encode()))
+        layers, inputs, outputs = kernel.shape
+        bound = inputs**-0.5
+        a = jax.random.uniform(own, (layers, inputs, lora.rank), jnp.float32, -bound, bound)
+        return {**node, A: a.astype(dtype), B: jnp.zeros((layers, lora.rank, outputs), dtype)}
+
+    return {**params, "layers": changed(params["layers"], dict.fromkeys(names, one))}
+
+
+def without_adapters(params: PyTree) -> PyTree:
+    """Returns the parameters without the leaves of adapters; no kernel is changed."""
+    if not isinstance(params, Mapping):
+        return params
+    return {name: without_adapters(value) for name, value in params.items() if name not in (A, B)}
+
+
+def merged(params: PyTree, lora: LoRA) -> PyTree:
+    """Returns parameters without adapters, which are added to the kernels; in float32 at least."""
+
+    def one(_: str, node: Mapping) -> dict:
+        rest = {name: leaf for name, leaf in node.items() if name not in (A, B)}
+        return {**rest, "kernel": merged_kernel(node["kernel"], node[A], node[B], lora)}
+
+    found = {name for name, node in projections(params["layers"]) if A in node}
+    return {**params, "layers": changed(params["layers"], dict.fromkeys(found, one))}
+
+
+def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, lora: LoRA) -> jax.Array:
+    """Returns kernel + scale * a @ b, in float32 at least."""
+    dtype = jnp.promote_types(kernel.dtype, jnp.float32)
+    change = jnp.matmul(a.astype(dtype), b.astype(dtype), precision="highest") * lora.scale
+    return kernel.astype(dtype) + change
+
+
+def projections(layers: Mapping, path: str = "") -> Iterator[tuple[str, Mapping]]:
+    """Yields (dotted name, arrays) of every projection of the layers, those of experts left out."""
+    for name, value in layers.items():
+        if not isinstance(value, Mapping) or name in _NOT_LINEAR:
+            continue
+        below = f"{path}.{name}".lstrip(".")
+        if "kernel" in value:
+            yield below, value
+        else:
+            yield from projections(value, below)
+
+
+def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
+    """Returns the dotted names of the projections that have an adapter.
+
+    Raises:
+      ValueError: a target is the name of none.
+    """
+    names = [name for name, _ in projections(layers)]
+    for target in lora.targets:
+        if not any(LoRA(targets=(target,)).adapts(name) for name in names):
+            legal = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            kept = [one for one in lora.targets if any(LoRA(targets=(one,)).adapts(name) for name in names)]
+            use = kept or legal
+            raise Refused(
+                f"[lora] targets: {target!r} is no projection of a layer of this model (experts and routers have no "
+                f"adapters); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
+                [{"targets": use}],
+            )
+    return [name for name in names if lora.adapts(name)]
+
+
+def changed(layers: Mapping, functions: Mapping[str, Any], path: str = "") -> dict:
+    """Returns the layers with function(name, arrays) in place of the arrays of each named projection."""
+    found = {}
+    for name, value in layers.items():
+        below = f"{path}.{name}".lstrip(".")
+        if below in functions:
+            found[name] = functions[below](below, value)
+        else:
+            found[name] = changed(value, functions, below) if isinstance(value, Mapping) else value
+    return found

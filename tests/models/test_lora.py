@@ -1,0 +1,172 @@
+"""Adapters: their gradients are the projected ones of the merged model, on every axis, and nothing else changes."""
+
+from dataclasses import replace
+from functools import lru_cache
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import whole
+from comparisons import close
+
+import jaxfb
+from jaxfb import trainable
+from jaxfb.models.adapted import PATTERNS, PROJECTIONS, AdaptedConfig, LoRA, adapted
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.lora import merged, projections, without_adapters
+from jaxfb.models.transformer import init_params, transformer
+
+ROWS, LENGTH, RANK = 8, 8, 2
+BASE = TransformerConfig(
+    vocab_size=16, num_layers=2, hidden_size=8, num_heads=4, num_kv_heads=2, mlp_size=12, attention="xla"
+)
+ADAPTED = adapted(BASE, LoRA(rank=RANK, alpha=3.0))
+KEY = jax.random.key(5)
+
+
+@lru_cache
+def params(config=ADAPTED):
+    """float64 parameters whose adapters are not zero."""
+    tree = init_params(config, KEY, jnp.float64)
+
+    def away_from_zero(path, leaf):
+        own = jax.random.fold_in(KEY, sum(map(ord, trainable.name_of(path))))
+        return (
+            leaf + 0.3 * jax.random.normal(own, leaf.shape, leaf.dtype)
+            if "lora" in trainable.name_of(path)
+            else leaf
+        )
+
+    return jax.tree_util.tree_map_with_path(away_from_zero, tree)
+
+
+@lru_cache
+def batch(seed=0):
+    rng = np.random.default_rng(seed)
+    tokens = rng.integers(0, BASE.vocab_size, (ROWS, LENGTH + 1))
+    mask = (rng.random((ROWS, LENGTH)) > 0.3).astype(np.float64)
+    mask[2] = 0
+    return {"tokens": tokens[:, :-1], "targets": tokens[:, 1:], "loss_mask": mask}
+
+
+def objective(config, tree, rng=None):
+    keys = None if rng is None else jax.vmap(jax.random.fold_in, (None, 0))(rng, jnp.arange(ROWS))
+    out = whole.apply(transformer(config), tree, batch(), keys)
+    return sum(term.value for term in out.terms.values())
+
+
+@lru_cache
+def wanted(seed=None, config=ADAPTED):
+    """Returns the gradients of one device; seed: of dropout."""
+    tree, rng = params(config), None if seed is None else jax.random.key(seed)
+    grads = jax.jit(jax.grad(lambda tree: objective(config, tree, rng)))(tree)
+    return trainable.pruned(PATTERNS, grads)
+
+
+def test_gradients_are_the_projected_gradients_of_the_merged_model():
+    lora, tree = ADAPTED.lora, params()
+    full = jax.jit(jax.grad(lambda tree: objective(BASE, tree)))(merged(tree, lora))
+    of_kernels = dict(projections(full["layers"]))
+    for name, node in projections(wanted()["layers"]):
+        kernel, own = of_kernels[name]["kernel"], dict(projections(tree["layers"]))[name]
+        of_a = lora.scale * jnp.einsum("lio,lro->lir", kernel, own["lora_b"])
+        of_b = lora.scale * jnp.einsum("lio,lir->lro", kernel, own["lora_a"])
+        close({"lora_a": node["lora_a"], "lora_b": node["lora_b"]}, {"lora_a": of_a, "lora_b": of_b})
+        assert node["kernel"] is None
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+MESHES = [
+    ({}, 2, {}),
+    ({"data": 2, "tensor": 2}, 2, {}),
+    slow({"fsdp": 2, "context": 2}, 2, {}),
+    ({"data": 2}, 2, {"optimizer_sharding": "gradients"}),
+    slow({"pipe": 2, "fsdp": 2}, 2, {"schedule": "1f1b", "remat": "selective"}),
+    slow({"pipe": 2, "tensor": 2}, 4, {"schedule": "zero_bubble"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "count", "options"), MESHES, ids=str)
+def test_the_law_on_meshes(mesh, count, options):
+    on = jaxfb.make_mesh(**mesh)
+    plan = jaxfb.BatchPlan(
+        rows=ROWS, data_parallel=mesh.get("data", 1) * mesh.get("fsdp", 1), num_microbatches=count
+    )
+    fb = jaxfb.get_forward_backward_func(on, trainable=PATTERNS, **options)
+    out = fb(transformer(ADAPTED), params(), batch(), plan)
+    close(out.grads, wanted())
+
+
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"pipe": 2, "context": 2}], ids=str)
+def test_dropout_of_adapters_depends_on_the_row_alone(mesh):
+    config = adapted(BASE, replace(ADAPTED.lora, dropout=0.4, targets=("query", "down")))
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=mesh.get("data", 1), num_microbatches=2)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), trainable=PATTERNS)
+    out = fb(transformer(config), params(config), batch(), plan, 3)
+    close(out.grads, wanted(3, config))
+    other = jax.tree.leaves(wanted(None, config))
+    assert any(np.abs(a - b).max() > 1e-3 for a, b in zip(jax.tree.leaves(out.grads), other, strict=True))
+
+
+def test_new_adapters_change_nothing_and_leave_the_base_as_it_was_drawn():
+    base, tree = init_params(BASE, KEY, jnp.float64), init_params(ADAPTED, KEY, jnp.float64)
+    chex.assert_trees_all_equal(without_adapters(tree), base)
+    assert objective(ADAPTED, tree) == objective(BASE, base)
+    for name, node in projections(tree["layers"]):
+        assert set(node) == {"kernel", "lora_a", "lora_b"} and name.rpartition(".")[2] in PROJECTIONS
+        bound = node["kernel"].shape[1] ** -0.5
+        assert 0 < np.abs(node["lora_a"]).max() <= bound and not np.any(node["lora_b"])
+        assert np.any(node["lora_a"][0] != node["lora_a"][1])
+
+
+def test_merged_kernels_compute_the_same():
+    assert abs(objective(BASE, merged(params(), ADAPTED.lora)) / objective(ADAPTED, params()) - 1) < 1e-12
+
+
+def test_a_model_without_adapters_leaves_them_out():
+    assert objective(BASE, params()) == objective(BASE, without_adapters(params()))
+
+
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("query", "down"), {"attention.query", "mlp.down"}),
+        (("attention.*",), {f"attention.{name}" for name in ("query", "key", "value", "output")}),
+        (("mlp.up",), {"mlp.up"}),
+    ],
+)
+def test_targets_are_names_or_patterns(targets, names):
+    tree = jax.eval_shape(lambda: init_params(adapted(BASE, LoRA(targets=targets)), KEY))
+    assert {name for name, node in projections(tree["layers"]) if "lora_a" in node} == names
+
+
+def test_refusals():
+    experts = replace(BASE, num_experts=4)
+    with pytest.raises(
+        ValueError, match=r"'gate' is no projection .*use targets=\[query, key, value, output\]"
+    ) as error:
+        init_params(adapted(experts, LoRA()), KEY)
+    legal = adapted(experts, LoRA(**error.value.choices[0]))
+    assert jax.eval_shape(lambda: init_params(legal, KEY))
+    for wrong in (
+        {"rank": 0},
+        {"alpha": 0},
+        {"alpha": -1.0},
+        {"dropout": 1.0},
+        {"targets": ()},
+        {"rank": 2.0},
+    ):
+        with pytest.raises(ValueError, match=rf"\[lora\] {next(iter(wrong))}") as error:
+            LoRA(**wrong)
+        for choice in error.value.choices:
+            LoRA(**choice)
+
+
+def test_sizes_with_adapters_stay_so_when_they_are_replaced():
+    assert replace(ADAPTED, dropout=0.1).lora == ADAPTED.lora and isinstance(ADAPTED, AdaptedConfig)
+    assert adapted(ADAPTED, None) == BASE
