@@ -158,14 +158,15 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     6 per matmul parameter (2 forward, 4 backward; the embedding lookup is free, the head is not) that the token
     meets, which are the experts that it goes to and not those that there are; and for
     attention 12 * layers * heads * head_size * seq_len (PaLM, appendix B), halved because it is causal; with a window
-    the mean number of tokens that one sees takes the place of seq_len / 2.
+    the mean number of tokens that one sees takes the place of seq_len / 2. With adapters a weight is frozen and has no
+    gradient, 4 a parameter; what adapters themselves multiply, less than a hundredth, is not counted.
     """
     layer = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
     num_layers = config.num_layers + config.mtp_depth
     heads = (1 + config.mtp_depth) * config.vocab_size * config.hidden_size
     matmul = num_layers * layer + heads + config.mtp_depth * _mtp_projection_params(config)
     attention = num_layers * config.num_heads * config.head_size * twice_seen(config.window, seq_len)
-    return 6 * matmul + 6 * attention
+    return (6 if getattr(config, "lora", None) is None else 4) * matmul + 6 * attention
 
 
 def twice_seen(window: int | None, seq_len: int) -> int:

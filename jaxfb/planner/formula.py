@@ -8,16 +8,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import lru_cache
 
+import jax
 import jax.numpy as jnp
 
 from jaxfb.config import Config
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
+from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params, seen_share
+from jaxfb.models.transformer import init_params
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
 from jaxfb.schedules import Kind, default_name, kind_of
+from jaxfb.trainable import pruned
+from jaxfb.types import outer_params
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "full": 2 / 3}
 """Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
@@ -73,14 +80,16 @@ class Estimate:
 def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Estimate:
     """Estimates the step of a config whose mesh has no size left open, with AdamW's two moments in float32.
 
+    Frozen parameters have no moments and no gradients.
+
     Args:
       sizes: of the model of `config`.
       topology: without a chip nothing takes time.
     """
-    mesh, held = config.mesh, sum(_held(config, sizes))
+    mesh, held, trained = config.mesh, sum(_held(config, sizes)), sum(_trained(config, sizes))
     return Estimate(
-        parameters=4 * held / mesh.fsdp,
-        optimizer=8 * held / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1),
+        parameters=(4 * trained + _frozen_bytes(config) * (held - trained)) / mesh.fsdp,
+        optimizer=8 * trained / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1),
         batch=0,
         gradients=_gradient_bytes(config, sizes),
         activations=_kept_bytes(config, sizes, topology),
@@ -100,13 +109,36 @@ def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
     return layers / (mesh.pipe * mesh.tensor), outer / (mesh.pipe * mesh.tensor)
 
 
+def _trained(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns how many of those that `_held` counts are trained."""
+    held, patterns = _held(config, sizes), trained_patterns(config)
+    if patterns is None:
+        return held
+    layers, outer = _number(sizes, patterns)
+    cut = config.mesh.pipe * config.mesh.tensor
+    return min(layers / cut, held[0]), min(outer / cut, held[1])
+
+
+@lru_cache(maxsize=16)
+def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, int]:
+    """Returns how many parameters of the layers, and beside them, the patterns match."""
+    matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
+    parts = matched["layers"], outer_params(matched)
+    layers, outer = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+    return layers, outer
+
+
+def _frozen_bytes(config: Config) -> int:
+    return jnp.dtype(config.precision.frozen_dtype or "float32").itemsize
+
+
 def _gathers_layers(config: Config) -> bool:
     """Returns True if a layer's weights are whole only while the layer runs."""
     return config.mesh.fsdp > 1 and config.parallel.fsdp_gather == "layer"
 
 
 def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
-    layers, outer = _held(config, sizes)
+    layers, outer = _trained(config, sizes)
     if not _gathers_layers(config):
         return 4 * (layers + outer)
     return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
@@ -114,10 +146,11 @@ def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
 
 def _whole_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32."""
-    layers, outer = _held(config, sizes)
-    layer = layers * config.mesh.pipe / sizes.num_layers
+    (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
+    layer, gradient = (number * config.mesh.pipe / sizes.num_layers for number in (layers, trained))
     head = 4 * sizes.vocab_size * sizes.hidden_size / (config.mesh.pipe * config.mesh.tensor)
-    return head + 2 * outer + 2 * layer + 2 * (layer if _gathers_layers(config) else layers)
+    head = min(head, 4 * trained_outer)
+    return head + 2 * outer + 2 * gradient + 2 * (layer if _gathers_layers(config) else layers)
 
 
 def _tokens(config: Config) -> int:
@@ -207,7 +240,7 @@ def _turns(config: Config) -> tuple[float, float]:
 def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
     of_layers, of_head = _turns(config)
-    head = 6 * sizes.hidden_size * sizes.vocab_size
+    head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
     remat = config.parallel.remat
     again = _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat]
@@ -241,12 +274,13 @@ def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
 def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     """Returns the time of gathered weights, reduced gradients, sums over tensor shards, and what stages hand on."""
     mesh, held, microbatches = config.mesh, sum(_held(config, sizes)), _microbatches(config)
+    trained = sum(_trained(config, sizes))
     times = microbatches if config.parallel.fsdp_gather == "layer" else 1
     hidden = 2 * _tokens(config) * sizes.hidden_size * microbatches
     of_layers, of_head = _turns(config)
     sums = 8 * hidden * of_layers * sizes.num_layers / mesh.pipe
-    seconds = times * 8 * held * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
-    seconds += 8 * held / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
+    seconds = times * 4 * (held + trained) * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
+    seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
     seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of about five hidden states

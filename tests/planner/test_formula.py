@@ -66,3 +66,17 @@ def test_what_goes_between_hosts_takes_longer():
     sizes, machine = model_sizes(config), parse_topology("gpu:h100x16")
     near = replace(machine, chip=replace(machine.chip, island=16))
     assert estimate(config, sizes, machine).seconds > estimate(config, sizes, near).seconds
+
+
+def test_adapters_of_an_8b_model_fit_four_chips_of_16_gb():
+    config, topology = load_config("configs/lora-8b.yaml"), parse_topology("v5e:2x2")
+    found = estimated(config, topology)
+    assert found.fits and found.estimate.total < 10e9
+    whole = estimated(
+        load_config("configs/lora-8b.yaml", ["lora=null", "precision.frozen_dtype=null"]), topology
+    )
+    assert not whole.fits
+    trained = 42e6
+    assert found.estimate.optimizer == pytest.approx(8 * trained / 4, rel=0.01)
+    assert found.estimate.gradients == pytest.approx(4 * trained / 4, rel=0.01)
+    assert found.estimate.parameters == pytest.approx((2 * 8.03e9 + 4 * trained) / 4, rel=0.01)
