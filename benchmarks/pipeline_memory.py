@@ -27,8 +27,8 @@ from jaxfb.models.transformer import init_params, transformer
 
 PIPE, ROWS, SEQ = 4, 2, 128
 CONFIG = TransformerConfig(vocab_size=512, num_layers=8, hidden_size=256, num_heads=4, mlp_size=1024)
-CHUNKS = {"interleaved": 2, "v_shape": 2}
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
+CHUNKS = {"interleaved": 2, "v_shape": 2, "zb_v": 2, "v_half": 2, "v_min": 2}
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half", "v_min", "gpipe")
 REMAT = ("none", "selective", "layer", "full")
 AUTODIFF = "gpipe by autodiff"
 

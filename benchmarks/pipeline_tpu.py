@@ -40,8 +40,8 @@ from jaxfb.models.transformer import init_params, transformer
 
 PIPE, DATA, SEQ = 4, 4, 512
 CONFIG = TransformerConfig(vocab_size=4096, num_layers=8, hidden_size=512, num_heads=8, mlp_size=2048)
-CHUNKS = {"interleaved": 2, "v_shape": 2}
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe")
+CHUNKS = {"interleaved": 2, "v_shape": 2, "zb_v": 2, "v_half": 2, "v_min": 2}
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half", "v_min", "gpipe")
 REMAT = ("full", "layer", "selective", "none")
 PROGRAMS = ("step", "forward_backward")
 PATH = RESULTS / "pipeline_tpu_v5e.json"

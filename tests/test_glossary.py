@@ -1,4 +1,4 @@
-"""The glossary's pictures are those that its command draws, and pictures of the pages can be read."""
+"""The pictures of the pages are those that their commands draw, and pictures of the pages can be read."""
 
 import re
 import runpy
@@ -16,11 +16,12 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-def test_the_command_of_the_glossary_draws_its_pictures(tmp_path):
+@pytest.mark.parametrize("pictures", ["glossary", "schedules"])
+def test_the_command_of_a_page_draws_its_pictures(tmp_path, pictures):
     """By their words and by the number of their shapes: another matplotlib writes other bytes."""
     pytest.importorskip("matplotlib")
-    runpy.run_path(str(DOCS / "draw_glossary.py"))["main"](tmp_path)
-    committed = sorted((DOCS / "glossary").iterdir())
+    runpy.run_path(str(DOCS / f"draw_{pictures}.py"))["main"](tmp_path)
+    committed = sorted((DOCS / pictures).iterdir())
     assert [path.name for path in committed] == sorted(path.name for path in tmp_path.iterdir())
     for path in committed:
         new = tmp_path / path.name

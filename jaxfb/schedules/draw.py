@@ -16,6 +16,8 @@ from jaxfb.schedules.simulate import executed_kinds, kind_costs
 
 COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
 IDLE = "#eceef1"
+_MEMORY = 1.1
+"""Inches of the lines that show how much is kept."""
 LABELS = {"F": "forward", "B": "backward", "W": "weight gradient", "loss": "head and loss"}
 
 
@@ -75,7 +77,8 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     """Draws the schedule to a .svg, .png or .pdf file and returns its path.
 
     One lane a device, time to the right. Colour is the kind, its shade the chunk, the number in it the
-    microbatch, light grey the bubble; dashed lines separate the static phases.
+    microbatch, light grey the bubble; dashed lines separate the static phases. Below, the microbatches whose
+    activations a device keeps for the backward, a line a device.
     """
     path = Path(path)
     if path.suffix not in (".svg", ".png", ".pdf"):
@@ -92,11 +95,21 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     found = bars(schedule, **(costs or {}))
     result = schedule.simulate(**(costs or {}))
     per_device = len(found) / schedule.num_stages
-    figure = Figure(figsize=(min(max(8.0, 0.27 * per_device), 48.0), 1.5 + 0.5 * schedule.num_stages))
-    axes = figure.add_subplot()
+    lanes = 0.5 * schedule.num_stages
+    figure = Figure(
+        figsize=(min(max(8.0, 0.27 * per_device), 48.0), 1.5 + lanes + _MEMORY * schedule.has_backward)
+    )
+    axes, below = (
+        figure.subplots(2, sharex=True, height_ratios=(lanes, _MEMORY), gridspec_kw={"hspace": 0.15})
+        if (schedule.has_backward)
+        else (figure.add_subplot(), None)
+    )
     _draw_bars(axes, found, schedule.num_chunks, result.time, figure.get_size_inches()[0])
-    _draw_phases(axes, schedule, result.tick_times)
-    _label(axes, schedule, result, {bar.kind for bar in found})
+    if not schedule.by_device:
+        _draw_phases(axes, schedule, result.tick_times)
+    _label(axes, schedule, result, {bar.kind for bar in found}, below)
+    if below is not None:
+        _draw_memory(below, schedule, found, result.time)
     metadata = {"Date": None} if path.suffix == ".svg" else None  # the same schedule gives the same file
     figure.savefig(path, bbox_inches="tight", dpi=150, metadata=metadata)
     return path
@@ -111,16 +124,10 @@ def chrome_trace(schedule, path: str | Path, costs: Mapping[str, float] | None =
     for device in range(schedule.num_stages):
         name = {"name": f"device {device}"}
         events.append({"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": name})
-    live = [0] * schedule.num_stages
-    last_reader = "W" if schedule.splits_backward else "B"
-    for bar in bars(schedule, **(costs or {})):
-        if bar.microbatch is None:
-            continue
-        events.append(_work_event(bar))
-        change = (bar.kind == "F") - (bar.kind == last_reader)
-        if change:
-            live[bar.device] += change
-            events.append(_memory_event(bar, live[bar.device], change))
+    found = bars(schedule, **(costs or {}))
+    events += [_work_event(bar) for bar in found if bar.microbatch is not None]
+    for device in range(schedule.num_stages):
+        events += [_memory_event(device, *change) for change in live_activations(schedule, found, device)]
     path = Path(path)
     path.write_text(json.dumps({"traceEvents": events, "displayTimeUnit": "ms"}))
     return path
@@ -140,11 +147,40 @@ def _work_event(bar: Bar) -> dict:
     }
 
 
-def _memory_event(bar: Bar, live: int, change: int) -> dict:
-    """Returns a counter event: a forward's activations live from its start to the end of their last reader."""
-    time = bar.start if change > 0 else bar.start + bar.length
-    name = f"live activations, device {bar.device}"
+def _memory_event(device: int, time: float, live: int) -> dict:
+    name = f"live activations, device {device}"
     return {"ph": "C", "name": name, "pid": 0, "ts": time * 1000, "args": {"chunks": live}}
+
+
+def live_activations(schedule, found: Sequence[Bar], device: int) -> list[tuple[float, int]]:
+    """Returns (time, chunks whose activations the device keeps from then on), in order of time.
+
+    A forward's activations live from its start to the end of their last reader.
+    """
+    last_reader = "W" if schedule.splits_backward else "B"
+    mine = [bar for bar in found if bar.device == device and bar.microbatch is not None]
+    changes = [(bar.start, 1) for bar in mine if bar.kind == "F"]
+    changes += [(bar.start + bar.length, -1) for bar in mine if bar.kind == last_reader]
+    live, counted = 0, []
+    for time, change in sorted(changes):
+        live += change
+        counted.append((time, live))
+    return counted
+
+
+def _draw_memory(axes, schedule, found: Sequence[Bar], time: float) -> None:
+    from matplotlib.ticker import MaxNLocator
+
+    for device in range(schedule.num_stages):
+        changes = [(0.0, 0), *live_activations(schedule, found, device), (time, 0)]
+        times, live = zip(*changes, strict=True)
+        shade = str(0.7 * device / max(schedule.num_stages - 1, 1))  # from black, device 0, to grey
+        axes.step(times, [chunks / schedule.num_chunks for chunks in live], where="post", color=shade)
+    axes.set(ylim=(0, None))
+    axes.set_ylabel("microbatches kept\n(black: device 0)", fontsize=8.5)
+    axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
 
 
 def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: float) -> None:
@@ -188,7 +224,7 @@ def _draw_phases(axes, schedule, tick_times: tuple[float, ...]) -> None:
         )
 
 
-def _label(axes, schedule, result, kinds: set[str]) -> None:
+def _label(axes, schedule, result, kinds: set[str], below) -> None:
     from matplotlib.patches import Patch
 
     devices = range(schedule.num_stages)
@@ -199,7 +235,6 @@ def _label(axes, schedule, result, kinds: set[str]) -> None:
         loc="left", fontsize=10, pad=16,
     )  # fmt: skip
     axes.set(xlim=(0, result.time), ylim=(schedule.num_stages - 0.45, -0.55))
-    axes.set_xlabel("time", loc="left")
     axes.set_yticks(devices, [f"device {d}" for d in devices])
     axes.tick_params(length=0)
     for side in ("top", "right", "left"):
@@ -207,7 +242,9 @@ def _label(axes, schedule, result, kinds: set[str]) -> None:
     shown = [kind for kind in (*KINDS, "loss") if kind in kinds]
     labels = LABELS | ({"B": "input gradient"} if schedule.splits_backward else {})
     patches = [Patch(color=COLOURS[k], label=labels[k]) for k in shown] + [Patch(color=IDLE, label="idle")]
-    axes.legend(
+    lowest = axes if below is None else below
+    lowest.set_xlabel("time", loc="left")
+    lowest.legend(
         handles=patches, ncols=len(patches), loc="upper right", bbox_to_anchor=(1, 0), borderaxespad=2.4,
         frameon=False, fontsize=9,
     )  # fmt: skip

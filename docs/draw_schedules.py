@@ -1,0 +1,25 @@
+"""Draws the pictures of docs/schedules.md: `python docs/draw_schedules.py [DIRECTORY]` (needs matplotlib)."""
+
+import sys
+from pathlib import Path
+
+import matplotlib
+
+from jaxfb import schedules
+
+DIRECTORY = Path(__file__).parent / "schedules"
+STAGES, MICROBATCHES = 4, 4
+
+
+def main(directory: Path = DIRECTORY) -> None:
+    """Writes one SVG for each kind, of two chunks where it takes several; the same matplotlib, the same bytes."""
+    directory.mkdir(parents=True, exist_ok=True)
+    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "jaxfb", "font.size": 9}):
+        for name, kind in schedules.KINDS.items():
+            chunks = max(kind.chunks(2))
+            schedule = schedules.make(name, STAGES, MICROBATCHES, chunks)
+            schedules.timeline_figure(schedule, directory / f"{name}.svg")
+
+
+if __name__ == "__main__":
+    main(*map(Path, sys.argv[1:]))
