@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+from dataclasses import asdict
 
 import jax.numpy as jnp
 import optax
@@ -39,7 +40,7 @@ def main():
             rows[f"{remat}, {num_microbatches} microbatches"] = row = measured(mesh, remat, num_microbatches)
             print(remat, num_microbatches, row, flush=True)
     settings = {"topology": "v5e:4x4", "data": DATA, "rows_per_replica": ROWS, "seq": SEQ}
-    settings |= {"model": vars(CONFIG), "compute_dtype": "bfloat16", "accum_dtype": "float32"}
+    settings |= {"model": asdict(CONFIG), "compute_dtype": "bfloat16", "accum_dtype": "float32"}
     versions = machine() | {"libtpu": importlib.metadata.version("libtpu")}
     whole = {"benchmark": "accumulation_tpu", "settings": settings, "machine": versions}
     before = json.loads(PATH.read_text()) if PATH.exists() else {}

@@ -34,6 +34,7 @@ from gpu_profile import profile as profiled
 from gpu_step import Setting, matmul_rate, measure
 from gpu_trainer import trained
 
+from jaxfb.config.schema import build
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.training.compile_cache import use_compile_cache
 
@@ -87,7 +88,7 @@ class Bench:
         """hold: measure in this process; False leaves the device's memory to processes of their own."""
         self.scale, self._path, self._hold, self.torch_python = scale, path, hold, torch_python
         self._ends = time.monotonic() + 60 * minutes
-        about = {"model": vars(scale.sizes), "parameters": num_params(scale.sizes), "steps": scale.steps}
+        about = {"model": asdict(scale.sizes), "parameters": num_params(scale.sizes), "steps": scale.steps}
         self._found = {"benchmark": "gpu", "settings": about, "machine": report.machine()}
         if not fresh and path.exists() and (before := json.loads(path.read_text())).get("settings") == about:
             self._found |= {part: rows for part, rows in before.items() if part not in self._found}
@@ -246,7 +247,7 @@ WORK = {"rate_of": rate_of, "measure": measure, "profiled": profiled, "trained":
 
 def apart(what: str, sizes: TransformerConfig, setting: Setting, **how) -> dict:
     """One of WORK in a process of its own, started with the setting's XLA flags."""
-    request = json.dumps({"what": what, "sizes": vars(sizes), "setting": asdict(setting), "how": how})
+    request = json.dumps({"what": what, "sizes": asdict(sizes), "setting": asdict(setting), "how": how})
     flags = f"{os.environ.get('XLA_FLAGS', '')} {setting.flags}"
     environment = {name: value for name, value in os.environ.items() if name != PREALLOCATE}
     command = [sys.executable, __file__, "--one", request]
@@ -259,7 +260,7 @@ def apart(what: str, sizes: TransformerConfig, setting: Setting, **how) -> dict:
 def answer(request: str) -> None:
     """The other end of `apart`."""
     asked = json.loads(request)
-    sizes, setting = TransformerConfig(**asked["sizes"]), Setting(**asked["setting"])
+    sizes, setting = build(TransformerConfig, asked["sizes"]), Setting(**asked["setting"])
     print(json.dumps(WORK[asked["what"]](sizes, setting, **asked["how"])))
 
 

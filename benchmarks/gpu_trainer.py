@@ -6,6 +6,7 @@ import contextlib
 import json
 import sys
 import time
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean, median
 
@@ -63,7 +64,7 @@ def write_tokens(sizes: TransformerConfig, setting: Setting, updates: int, direc
 def config_of(sizes: TransformerConfig, setting: Setting, updates: int, directory: Path) -> dict:
     return {
         "model": {
-            **vars(sizes),
+            **asdict(sizes),
             "attention": setting.attention,
             "loss_chunk": setting.loss_chunk,
         },

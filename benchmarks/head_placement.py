@@ -11,6 +11,7 @@ ratios within the run.
 from __future__ import annotations
 
 import os
+from dataclasses import asdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -41,7 +42,7 @@ def main():
         for name, placed in programs.items()
     }
     settings = {"pipe": PIPE, "rows_per_microbatch": ROWS, "seq": SEQ, "num_microbatches": NUM_MICROBATCHES}
-    settings |= {"model": vars(CONFIG), "dtype": "float32", "schedule": "1f1b"}
+    settings |= {"model": asdict(CONFIG), "dtype": "float32", "schedule": "1f1b"}
     write("head_placement", settings, {"losses": losses, "rows": rows})
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import os
 import time
+from dataclasses import asdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=4"
@@ -49,7 +50,7 @@ def main():
         "pipe": PIPE,
         "rows_per_microbatch": ROWS,
         "seq": SEQ,
-        "model": vars(CONFIG),
+        "model": asdict(CONFIG),
         "chunks": CHUNKS,
     }
     settings |= {"dtype": "float32"}

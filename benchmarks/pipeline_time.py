@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import os
+from dataclasses import asdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["XLA_FLAGS"] = "--xla_force_host_platform_device_count=2 --xla_cpu_multi_thread_eigen=false"
@@ -55,7 +56,7 @@ def main():
         "pipe": PIPE,
         "rows_per_microbatch": ROWS,
         "seq": SEQ,
-        "model": vars(CONFIG),
+        "model": asdict(CONFIG),
         "dtype": "float32",
     }
     settings |= {

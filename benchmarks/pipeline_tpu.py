@@ -16,6 +16,7 @@ import importlib.metadata
 import json
 import os
 import time
+from dataclasses import asdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -143,7 +144,7 @@ def theirs(before: dict) -> dict:
 def save(rows: dict, beside: dict) -> None:
     settings = {"topology": "v5e:4x4", "pipe": PIPE, "data": DATA, "seq": SEQ, "rows_per_microbatch": 1}
     settings |= {
-        "model": vars(CONFIG),
+        "model": asdict(CONFIG),
         "compute_dtype": "bfloat16",
         "accum_dtype": "float32",
         "chunks": CHUNKS,

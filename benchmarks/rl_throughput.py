@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import mean
 from typing import Any
 
@@ -154,7 +154,7 @@ def main() -> None:
         print(json.dumps(numbers, indent=1))
         return
     settings = {
-        "model": vars(config), "parameters": num_params(config), "rows": sizes.prompts * SAMPLES,
+        "model": asdict(config), "parameters": num_params(config), "rows": sizes.prompts * SAMPLES,
         "tokens": tokens, **vars(sizes), "rollouts": ROLLOUTS, "passes": asked.passes,
     }  # fmt: skip
     write("rl_throughput", settings, numbers)

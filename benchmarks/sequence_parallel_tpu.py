@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import asdict
 
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["TPU_SKIP_MDS_QUERY"] = "1"
@@ -45,7 +46,7 @@ def main():
         "rows": ROWS,
         "length": LENGTH,
         "num_microbatches": M,
-        "model": vars(CONFIG),
+        "model": asdict(CONFIG),
         "dtype": "bfloat16",
     }
     numbers = {"benchmark": "sequence_parallel", "settings": settings, "machine": machine(), "rows": rows}

@@ -6,7 +6,8 @@ from page.markdown import Table
 from page.plots import Panel, Picture
 from page.section import Claim, Result, Section, microbatches
 
-SCHEDULES = ("1f1b", "interleaved", "zero_bubble", "v_shape", "gpipe", "gpipe by autodiff")
+V_KINDS = ("v_shape", "zb_v", "v_half", "v_min")
+SCHEDULES = ("1f1b", "interleaved", "zero_bubble", *V_KINDS, "gpipe", "gpipe by autodiff")
 REMAT = ("none", "selective", "layer", "full")
 AUTODIFF, FIRST = "gpipe by autodiff", "1f1b"
 
@@ -103,6 +104,10 @@ def tpu_facts(result: Result) -> dict:
         "reduced": cells[many]["data_axis"][0]["bytes"] / 1e6,
         "gradients": cells[many]["gradients_mb"],
         "inner": cells[many]["forward_backward_temp_mb"],
+        **{
+            f"hbm_{kind}": grid(result, " ")[kind, "none"][few]["hbm_mb"]
+            for kind in ("zero_bubble", *V_KINDS)
+        },
     }
 
 
@@ -213,7 +218,10 @@ SECTIONS = (
         VMEM only and not part of it. Gradients take {gradients:.1f} MB per chip whatever the number of
         microbatches, and forward and backward {inner:.1f} MB of temporaries besides. Gradients are reduced
         over the data axis by {reductions} collective of {reduced:.1f} MB, outside of all loops. A permute
-        counts as hidden if matrix products run between its start and its end in the compiler's order.""",
+        counts as hidden if matrix products run between its start and its end in the compiler's order.
+        Without rematerialization and with {few} microbatches the compiler plans {hbm_zero_bubble:.1f} MB for
+        zero_bubble and {hbm_v_shape:.1f} for v_shape; zb_v, v_half and v_min, in which each chip branches to its
+        own action of a tick, take {hbm_zb_v:.1f}, {hbm_v_half:.1f} and {hbm_v_min:.1f}.""",
         tpu_facts, tpu_table, tpu_claims, tpu_picture,
     ),
     Section(
