@@ -39,6 +39,7 @@ from jaxfb.training.setup import (
     as_stored,
     enable_float64,
     engine_options,
+    least_bytes,
     model_sizes,
     optimizer,
     param_dtype,
@@ -183,7 +184,7 @@ def make_base(config: PostTrainingConfig) -> Base:
     mesh = make_mesh(**vars(config.mesh))
     tokenizer = _tokenizer(config)
     sizes = model_sizes(config, tokenizer.vocab_size)
-    check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
+    check_model(sizes, mesh, least_bytes(config))
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)

@@ -13,11 +13,13 @@ from typing import Any
 import jax
 
 from jaxfb.config import changed_keys
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
 from jaxfb.data.mixture import MixedRows
 from jaxfb.display import duration
 from jaxfb.metrics import plot_losses
+from jaxfb.trainable import pruned
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
@@ -149,6 +151,12 @@ def _split(stats: SplitStats) -> str:
 
 def _model(setup: Setup) -> Iterator[tuple[str, Any]]:
     yield "parameters", f"{_num_params(setup):,}"
+    if (patterns := trained_patterns(setup.config)) is not None:
+        trained = pruned(patterns, abstract_params(setup.config, setup.sizes))
+        yield (
+            "trained",
+            f"{sum(leaf.size for leaf in jax.tree.leaves(trained)):,} of them; the others are frozen",
+        )
     if (flops := setup.flops_per_token) is not None:
         yield "flops a token", f"{flops:,} (forward and backward)"
     tokens = setup.plan.train.real_rows * setup.config.data.sequence_length

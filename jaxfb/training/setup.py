@@ -139,7 +139,7 @@ def check_fits(config: Config, sizes: TransformerConfig | OwnModelConfig, mesh: 
     """Refuses a model or a continuation that is larger than the machine; of a user's own model nothing is known."""
     if isinstance(sizes, OwnModelConfig):
         return
-    check_model(sizes, mesh, 8 if config.precision.compute_dtype == "float64" else 4)
+    check_model(sizes, mesh, least_bytes(config))
     check_continuation(sizes, config.eval.tokens)
 
 
@@ -295,6 +295,11 @@ def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
         return StaticLossScale(asked)
     dynamic = asked == "dynamic" or (asked == "auto" and config.precision.compute_dtype == "float16")
     return DynamicLossScale() if dynamic else None
+
+
+def least_bytes(config: Config) -> int:
+    """Returns the bytes that a parameter takes at least: frozen ones may be stored in fewer."""
+    return jnp.dtype(config.precision.frozen_dtype or param_dtype(config)).itemsize
 
 
 def param_dtype(config: Config) -> Any:

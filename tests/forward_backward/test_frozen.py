@@ -60,12 +60,20 @@ CASES = [
     ({"pipe": 2}, 4, ("embed",), {"schedule": "interleaved", "num_chunks": 2, "remat": "full"}),
     ({"pipe": 2, "data": 2}, 2, ("*.b",), {"schedule": "gpipe", "optimizer_sharding": "data"}),
     ({"pipe": 2}, 4, ("layers",), {"schedule": "v_shape", "num_chunks": 2, "poison_bubbles": True}),
+    ({"pipe": 2}, 4, BIASES, {"schedule": "zb_v", "num_chunks": 2}),
 ]
 NAMES = ["-".join([*(f"{a}{n}" for a, n in mesh.items()), *names, *map(str, options.values())])
          for mesh, _, names, options in CASES]  # fmt: skip
 
 
-@pytest.mark.parametrize(("mesh", "count", "names", "options"), CASES, ids=NAMES)
+SLOW = {"pipe2-fsdp2", "interleaved", "gpipe", "v_shape", "zb_v"}
+PARAMETERS = [
+    pytest.param(*case, id=name, marks=[pytest.mark.slow] if any(word in name for word in SLOW) else [])
+    for case, name in zip(CASES, NAMES, strict=True)
+]
+
+
+@pytest.mark.parametrize(("mesh", "count", "names", "options"), PARAMETERS)
 def test_gradients_of_the_trained_are_those_of_one_device(mesh, count, names, options):
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), trainable=names, **options)
     out = fb(toy.model, params(), toy.batch(), plan(mesh, count), KEY)

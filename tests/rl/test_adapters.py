@@ -175,7 +175,7 @@ def test_pretraining_takes_both_and_stores_frozen_parameters_in_16_bits(tmp_path
     of_bits = {name for name, leaf in leaves.items() if leaf.dtype == "bfloat16"}
     assert "embed.embedding" in of_bits and "norm.scale" not in of_bits
     assert not of_bits & {name for name in leaves if "lora" in name}
-    capsys.readouterr()
+    assert "the others are frozen" in capsys.readouterr().out
     assert main(["eval", str(tmp_path / "run")]) == 0
     assert main(["generate", str(tmp_path / "run"), "--prompt", "def "]) == 0
 
