@@ -179,3 +179,31 @@ def test_one_array_of_a_checkpoint_is_read_at_a_time(tmp_path, directory, monkey
     hugging_face.export_run(tmp_path / "run", tmp_path / "out", "bfloat16")
     assert set(restored) == {1}
     assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("through", [pytest.param("model.from", marks=pytest.mark.slow), "start.run"])
+def test_adapters_begin_beside_the_weights_of_a_directory(tmp_path, directory, through):
+    lora = {
+        "lora": {"rank": 2},
+        "optimizer": {"learning_rate": 0.1},
+        "precision": {"frozen_dtype": "bfloat16"},
+    }
+    if through == "start.run":
+        assert main(["import-hf", str(directory), "--out", str(tmp_path / "imported")]) == 0
+        lora |= {"model": None, "start": {"run": str(tmp_path / "imported")}}
+    config = written(tmp_path, directory, SFT, **lora)
+    assert main(["sft", str(config)]) == 0
+    out, adapter = tmp_path / "out", tmp_path / "adapter"
+    assert main(["export-hf", str(tmp_path / "run"), str(out), "--dtype", "float32"]) == 0
+    assert main(["export-hf", str(tmp_path / "run"), str(adapter), "--adapter"]) == 0
+    before, after = (load_file(side / "model.safetensors") for side in (directory, out))
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    for name, old in before.items():
+        key = f"base_model.model.{name.removesuffix('.weight')}"
+        wanted = np.asarray(jnp.asarray(old, jnp.bfloat16), np.float32)
+        if f"{key}.lora_A.weight" in tensors:
+            a, b = (tensors[f"{key}.lora_{part}.weight"] for part in "AB")
+            assert np.any(b)
+            wanted = wanted + 8.0 * b @ a  # alpha / rank
+        np.testing.assert_allclose(after[name], wanted, rtol=1e-5, atol=1e-6)
+    assert len(tensors) == 2 * 7 * 2
