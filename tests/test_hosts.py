@@ -264,6 +264,39 @@ def test_processes_that_live_but_do_not_move_end_with_the_one_behind():
         [one.stop() for one in watches]
 
 
+def test_a_process_that_becomes_a_fifth_slower_is_named_within_twenty_updates():
+    """With threads, signs through the store, and updates of a tenth of a second."""
+    store, positions = Store(), [Position() for _ in range(3)]
+    for position in positions * 10:
+        position.pace(0.01, 0.1)
+    watches = [watch(store, index, position) for index, position in enumerate(positions)]
+    began, named = 5, None
+    try:
+        for update in range(began + 20):
+            for index, position in enumerate(positions):
+                slow = index == 1 and update >= began
+                position.pace(0.03 if slow else 0.01, 0.1)
+                position.enter("update", update)
+            time.sleep(0.1)
+            if watches[0].pace()[1]:
+                named = update
+                break
+        assert named is not None and named >= began
+        assert "process 1 of 3 is slow" in watches[0].pace()[1][1]
+    finally:
+        [one.stop() for one in watches]
+
+
+def test_signs_are_not_more_frequent_than_a_large_job_can_bear():
+    def interval(count, whole):
+        position = Position()
+        position.whole = whole
+        return Watch(Store(), "job", 0, ["name"] * count, HostsConfig(), position)._interval()
+
+    assert interval(2, 0.0) == 5.0 and interval(2, 0.2) == pytest.approx(0.6) and interval(2, 60) == 5.0
+    assert interval(2, 0.001) < 0.3 and interval(4096, 0.001) == 5.0
+
+
 def test_a_coordinator_that_answers_nothing_counts_as_lost():
     """A stopped process keeps its connections: calls to it neither succeed nor fail."""
     store = Store()

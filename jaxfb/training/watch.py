@@ -28,6 +28,7 @@ BRIEFLY = (
     5.0  # seconds for what needs the disk or the coordinator while the process ends; either may be what hangs
 )
 NATIVE_MARGIN = 60.0  # seconds after which a process ends whose Python does not run at all
+SIGNS_APART = 3  # updates, at least 0.25 s, and more seconds in a job of very many processes
 STDERR = 2
 FAILED, STUCK, STOPPED = "failed", "stuck", "stopped"  # how a process ends that tells the others
 
@@ -107,7 +108,7 @@ class Watch:
     def _exchange(self) -> None:
         """Tells of this process and reads of the others; in a thread, since a stopped coordinator never answers."""
         beat = 0
-        while not self._ended.wait(self._every if beat else 0):
+        while not self._ended.wait(self._interval() if beat else 0):
             beat += 1
             with _ignored():
                 text = Sign.of(beat, self._position).write()
@@ -117,9 +118,16 @@ class Watch:
                 self._heard = signs
                 self._answered = time.monotonic()
 
+    def _interval(self) -> float:
+        """Returns seconds to the next sign: a few updates where these are short, so that a slow one is soon named."""
+        if not self._position.whole:
+            return self._every
+        least = 0.25 * (1 + len(self._names) / 64)
+        return min(self._every, max(least, SIGNS_APART * self._position.whole))
+
     def _run(self) -> None:
         looked = time.monotonic()
-        while not self._ended.wait(self._every):
+        while not self._ended.wait(self._interval()):
             now = time.monotonic()
             if now - looked > 2 * self._every + GRACE:  # suspended, with the job or with the machine
                 self._slept(now - looked)
