@@ -94,6 +94,30 @@ def test_a_killed_process_ends_the_other_and_what_is_saved_goes_on(tmp_path, dat
         assert {key: goes_on[key] for key in began} == pytest.approx(began, rel=1e-10, abs=0)
 
 
+def launched(directory, processes, *arguments, **environment):
+    """`jaxfb launch` without a restart, each process with one device; (exit code, what was printed)."""
+    command = [sys.executable, "-m", "jaxfb.cli", "launch", "--processes", str(processes), "--restarts", "0"]
+    command += ["train", str(directory / "tiny.yaml"), *arguments]
+    flags = {
+        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
+    environment = {**os.environ, **flags, **environment}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
+    return done.returncode, done.stdout + done.stderr
+
+
+def test_with_one_replica_instead_of_two_a_killed_job_goes_on_with_the_same_rows(tmp_path, data, whole):
+    write(tmp_path, data, {"data": -1})
+    code, said = launched(tmp_path, 2, JAXFB_KILL_AT=f"update:{UPDATES}")
+    assert code != 0 and "killed by SIGKILL" in said, said
+    code, said = launched(tmp_path, 1, "--resume")
+    assert code == 0 and f"after update {EVERY} of {UPDATES}" in said, said
+    assert re.search(r"data_parallel +1\n", said)
+    assert curve(tmp_path) == pytest.approx(curve(whole), rel=1e-10, abs=0)
+
+
 def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
     write(tmp_path, data, HYBRID_FSDP, run={"updates": 100_000})
     jobs = start(tmp_path, 2, 4)

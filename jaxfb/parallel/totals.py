@@ -47,9 +47,11 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, str | None]:
 
 
 def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple[int, ...]]]:
-    """Returns the checksum of the part of each array that each device keeps, by name and id of the device.
+    """Returns a sum of the part of each array that each device keeps, by name and id of the device.
 
-    Equal parts have equal sums, wherever in the array they are. Every process of a job must call it.
+    Equal parts have equal sums, wherever in the array they are; one changed bit changes the sum. It takes a fraction of
+    the time of `checksums`, and is less sure of several changes: two flips of the highest bit cancel. Every process of
+    a job must call it.
 
     Args:
       leaves: arrays on one mesh, all with a `NamedSharding`.
@@ -58,7 +60,7 @@ def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple
         return {}
     mesh = _mesh_of(next(iter(leaves.values())))
     shapes, specs = _shapes_and_specs(leaves.values())
-    rows = _gathered(_program(mesh, shapes, specs, _sums, by_device=True)(*leaves.values()))
+    rows = _gathered(_program(mesh, shapes, specs, _weighted, by_device=True)(*leaves.values()))
     devices = [device.id for device in mesh.devices.flat]
     return {
         name: {device: tuple(map(int, row[number])) for device, row in zip(devices, rows, strict=True)}
@@ -216,9 +218,26 @@ def _sum(words: Any, places: Places, seeds: tuple[int, int]) -> Any:
     for dim, indices in enumerate(leading):  # one mixed number a dim, so that no place needs the whole shape
         shape = [-1 if other == dim else 1 for other in range(len(leading))]
         rows = _mixed(rows + indices.reshape(shape), seeds[0] + 2 * dim)
-    low = (words & np.uint32(0xFFFF)) * _mixed(columns, seeds[1])
-    high = (words >> np.uint32(16)) * _mixed(columns + np.uint32(1), seeds[1])
-    return ((low + high) * (rows | np.uint32(1))[..., None]).sum(dtype=np.uint32)
+    of_low, of_high = _made((_mixed(columns, seeds[1]), _mixed(columns + np.uint32(1), seeds[1])))
+    low, high = (words & np.uint32(0xFFFF)) * of_low, (words >> np.uint32(16)) * of_high
+    return ((low + high).sum(-1, dtype=np.uint32) * (rows | np.uint32(1))).sum(dtype=np.uint32)
+
+
+def _weighted(block: jax.Array, places: Places) -> jax.Array:
+    """Returns a quicker sum, u32[1]: each word times an odd number of its row and one of its column in the block."""
+    if not block.size:
+        return jnp.zeros(1, jnp.uint32)
+    words = _words(block)
+    words = words.reshape(-1, block.shape[-1] * words.shape[-1] if block.ndim else words.shape[-1])
+    rows, columns = _made(tuple(2 * jnp.arange(size, dtype=jnp.uint32) + 1 for size in words.shape))
+    return ((words * columns).sum(1, dtype=jnp.uint32) * rows).sum(dtype=jnp.uint32)[None]
+
+
+def _made(numbers: tuple) -> tuple:
+    """Returns the same numbers; a compiler does not make them again for every element that they multiply."""
+    if isinstance(numbers[0], np.ndarray):
+        return numbers
+    return jax.lax.optimization_barrier(numbers)
 
 
 def _words(block: jax.Array) -> jax.Array:

@@ -11,14 +11,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+from jax.sharding import NamedSharding
 
 from jaxfb.guard.devices import failed_self_test
-from jaxfb.parallel.totals import checksums
+from jaxfb.parallel.totals import checksums, sums_by_device
 from jaxfb.training.guard import listed
 from jaxfb.training.work import Work
 
 PyTree = Any
-Sums = Mapping[str, str | None]
+Sums = Mapping[str, Any]  # by path of the array
 HOST = "pinned_host"
 
 
@@ -70,12 +71,19 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
 
 
 def _run(work: Work, number: int, batch: Any, kept: PyTree | None) -> tuple[Any, Sums]:
-    """Computes the update, from the kept state unless it is None; returns its answer and the new state's checksums."""
+    """Computes the update, from the kept state unless it is None; returns its answer and the new state's sums."""
     if kept is not None:
         work.train_state = _back(kept, jax.tree.map(lambda leaf: leaf.sharding, work.train_state))
     answer = work.update(number, batch)
     leaves = jax.tree_util.tree_leaves_with_path(work.train_state)
-    return answer, checksums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    return answer, _sums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+
+
+def _sums(leaves: Mapping[str, jax.Array]) -> Sums:
+    """Returns sums of every copy on every device, since any of them may be the wrong one."""
+    on_mesh = {name: leaf for name, leaf in leaves.items() if isinstance(leaf.sharding, NamedSharding)}
+    others = {name: leaf for name, leaf in leaves.items() if name not in on_mesh}
+    return {**sums_by_device(on_mesh), **checksums(others)}
 
 
 def _differing(first: Sums, second: Sums) -> list[str]:

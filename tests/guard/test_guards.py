@@ -176,10 +176,11 @@ def flip(name="w", device=1):
     return change
 
 
-def test_a_fault_that_does_not_come_back_is_outvoted(tmp_path, capsys):
+@pytest.mark.parametrize("device", [0, 1])
+def test_a_fault_that_does_not_come_back_is_outvoted(tmp_path, capsys, device):
     train(tmp_path / "plain", updates=6)
     _, records = train(
-        tmp_path / "fault", updates=6, verify_every=2, callbacks=[AfterUpdate(4, flip(device=0))]
+        tmp_path / "fault", updates=6, verify_every=2, callbacks=[AfterUpdate(4, flip(device=device))]
     )
     assert [record["step"] for record in records if record.get("guard/differed")] == [4]
     assert ".params['w']; a third run agreed with one of them" in capsys.readouterr().out
@@ -233,6 +234,16 @@ def test_the_dump_of_differing_copies_replays_without_the_updates_that_the_run_s
     written = json.loads((dump / "dump.json").read_text())
     assert (written["step"], written["past"]) == (4, 4) and written["numbers"]
     assert trainer_of(tmp_path, mesh={"data": 4}, sections=skips).replay(dump).is_same
+
+
+def test_the_environment_is_written_nowhere(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("WANDB_API_KEY", "a-secret-of-the-user")
+    with pytest.raises(DeviceFault):
+        fault = AfterUpdate(5, flip(device=2))
+        train(tmp_path, mesh={"data": 4}, compare_replicas_every=2, callbacks=[fault])
+    assert (tmp_path / "dumps").is_dir() and (tmp_path / "checkpoints").is_dir()
+    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
+    assert b"a-secret" not in written and "a-secret" not in "".join(capfd.readouterr())
 
 
 def test_equal_copies_stop_nothing(tmp_path):
