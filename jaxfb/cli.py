@@ -21,7 +21,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxfb.command_line import HOSTS, LAUNCHED, POST_TRAINING, RANDOM, SCHEDULE_COSTS, parse
+from jaxfb.command_line import FILTERS, HOSTS, LAUNCHED, POST_TRAINING, RANDOM, SCHEDULE_COSTS, parse
 from jaxfb.exit_codes import DONE, FAILED, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.refusal import Refused, StorageError, integer
 from jaxfb.training.simulated import simulate_devices, without_devices
@@ -199,6 +199,11 @@ def _lacks_memory(error: Exception, config: Any) -> bool:
 
 
 def _evaluate(options) -> int:
+    if options.text is not None or options.task:
+        from jaxfb.inference import command
+
+        command.evaluate(options)
+        return DONE
     overrides = [*options.overrides, *_hosts(options)]
     run_dir = _run_dir(options.run_dir, overrides, "train")
     from jaxfb import trainer
@@ -212,14 +217,24 @@ def _evaluate(options) -> int:
 
 
 def _generate(options) -> None:
-    run_dir = _run_dir(options.run_dir)
-    given = {name: getattr(options, name) for name in ("tokens", "temperature", "seed")}
+    if options.prompt is None or options.samples != 1 or options.out is not None:
+        from jaxfb.inference import command
+
+        command.generate(options)
+        return
+    path = _model_of(options.run_dir)
+    given = {name: getattr(options, name) for name in ("tokens", "temperature", *FILTERS, "seed")}
+    given = {name: value for name, value in given.items() if value is not None}
     from jaxfb import trainer
 
-    given = {name: value for name, value in given.items() if value is not None}
     raw = {"raw": True} if options.raw else {}
-    text = trainer.generate(run_dir, options.prompt, **given, **raw)
-    print(text)
+    print(trainer.generate(path, options.prompt, **given, **raw))
+
+
+def _chat(options) -> None:
+    from jaxfb.inference import command
+
+    command.chat(options)
 
 
 def _chaos(options) -> int:
@@ -364,6 +379,18 @@ def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = Non
     return Path(path) if Path(path).is_dir() else Path(config.run.dir)
 
 
+def _model_of(path: str) -> Path:
+    """Returns a run's directory, or the path itself: of Hugging Face files, or of a config that begins with them."""
+    if Path(path).is_dir() and not (Path(path) / "config.yaml").exists():
+        return Path(path)
+    from jaxfb.config import load_config
+
+    config = load_config(path)
+    directory = _run_dir(path)
+    begins = getattr(getattr(config, "model", None), "from_", None) is not None
+    return Path(path) if begins and not directory.exists() else directory
+
+
 def _changes(options) -> dict[str, bool]:
     """Returns allow_changes=True if the command has --allow-changes."""
     return {"allow_changes": True} if options.allow_changes else {}
@@ -386,6 +413,7 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     **dict.fromkeys(POST_TRAINING, _post_train),
     "eval": _evaluate,
     "generate": _generate,
+    "chat": _chat,
     "replay": _replay,
     "import-hf": _import_hf,
     "export-hf": _export_hf,

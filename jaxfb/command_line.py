@@ -9,6 +9,12 @@ from jaxfb import __version__
 from jaxfb.schedules import NAMES
 
 RUN = "a run directory, or a config that names it in run.dir"
+MODEL = f"{RUN}, or a directory of Hugging Face files"
+FILTERS = {
+    "top_k": (int, "draw among the k likeliest tokens"),
+    "top_p": (float, "draw among the fewest tokens whose probabilities add up to p"),
+    "min_p": (float, "draw among tokens at least p times as likely as the likeliest"),
+}
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 HOSTS = {
     "coordinator": (str, "HOST:PORT", "address of process 0 (short for hosts.coordinator=...)"),
@@ -100,21 +106,64 @@ def _add_training(verbs) -> None:
 
 
 def _add_uses_of_a_run(verbs) -> None:
-    evaluate = _verb(verbs, "eval", "held-out loss of a run's newest checkpoint")
-    evaluate.add_argument("run_dir", metavar="RUN", help=RUN)
+    evaluate = _verb(
+        verbs, "eval", "held-out loss of a run's newest checkpoint, or its scores on texts and tasks"
+    )
+    evaluate.add_argument(
+        "run_dir", metavar="RUN", help=f"{RUN}; with --text or --task also a directory of files"
+    )
+    evaluate.add_argument("--text", metavar="FILE", help="perplexity of this text")
+    evaluate.add_argument(
+        "--task",
+        metavar="FILE",
+        action="append",
+        help="JSON lines of questions, docs/generation.md; may be repeated",
+    )
+    evaluate.add_argument(
+        "--length", type=int, metavar="N", help="tokens to look at (default: of a row of training)"
+    )
+    evaluate.add_argument(
+        "--rows",
+        type=int,
+        default=8,
+        metavar="N",
+        help="scored at the same time on each replica (default: 8)",
+    )
+    evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
     _add_hosts(evaluate)
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")
-    generate.add_argument("run_dir", metavar="RUN", help=RUN)
-    generate.add_argument("--prompt", required=True, help="the text to continue")
-    generate.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
-    generate.add_argument(
-        "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
+    generate.add_argument("run_dir", metavar="RUN", help=MODEL)
+    prompt = generate.add_mutually_exclusive_group(required=True)
+    prompt.add_argument("--prompt", help="the text to continue, or the user's message of a chat")
+    prompt.add_argument(
+        "--prompts", metavar="FILE", help='a line each, or .jsonl with {"prompt"} or {"messages"}'
     )
-    generate.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    _add_sampling(generate)
+    generate.add_argument(
+        "--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
+    )
+    generate.add_argument(
+        "--batch", type=int, default=16, metavar="N", help="rows continued at the same time (default: 16)"
+    )
+    generate.add_argument("--out", metavar="FILE", help="write the answers as JSON lines")
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
     )
+    chat = _verb(verbs, "chat", "talk with a run's newest checkpoint in the terminal")
+    chat.add_argument("run_dir", metavar="RUN", help=MODEL)
+    chat.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")
+    _add_sampling(chat)
+
+
+def _add_sampling(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
+    verb.add_argument(
+        "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
+    )
+    for name, (kind, text) in FILTERS.items():
+        verb.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
+    verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
 
 
 def _add_replay(verbs) -> None:

@@ -21,7 +21,8 @@ from jaxfb.checkpoint import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.sections import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
-from jaxfb.data.chat import saved_chat
+from jaxfb.inference.complete import Sampling, check_prompt, complete, is_answered, sampling_of
+from jaxfb.inference.model import open_model
 from jaxfb.refusal import Refused, boolean, function, instance, integer, number, refuse
 from jaxfb.training import loop, report
 from jaxfb.training.agreement import what_is_made, what_runs
@@ -35,15 +36,10 @@ from jaxfb.training.parameters import newest_params
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Result
 from jaxfb.training.setup import (
     Setup,
-    abstract_params,
-    enable_float64,
     make_setup,
-    model_sizes,
-    own_model_refused,
 )
 from jaxfb.training.work import Work
 
@@ -235,52 +231,40 @@ def generate(
     *,
     tokens: int | None = None,
     temperature: float | None = None,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     seed: int = 0,
     raw: bool = False,
 ) -> str:
     """Returns the prompt and its continuation by a run's newest checkpoint; the training text is not needed.
 
-    A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or imported with one) is given the prompt as a user's
-    message, and its answer follows on its own line; raw: the prompt is continued as it stands all the same.
+    A run that has a chat template (of `jaxfb sft`, `dpo` or `rl`, or of a model that it began with) is given the prompt
+    as a user's message, and its answer follows on its own line; raw: the prompt is continued as it stands all the same.
 
-    tokens: at most so many, at least 1. temperature: at least 0, which takes the likeliest token. seed: below 2**32.
+    run_dir: a run, a config that names one, or a directory of Hugging Face files. tokens: at most so many, at least 1.
+    temperature: at least 0, which takes the likeliest token. top_k, top_p, min_p: draw among fewer tokens, see
+    `jaxfb.models.generate`. seed: below 2**32.
 
     Raises:
       ValueError: one of them is not that, or the run cannot be read.
     """
     who = "[generate]"
-    integer("seed", seed, who=who, least=0, most=2**32 - 1)
     if tokens is not None:
         integer("tokens", tokens, who=who)
     if temperature is not None:
         number("temperature", temperature, who=who, least=0)
     boolean("raw", raw, who=who)
     instance("prompt", prompt, str, "text", who=who)
-    if any("\ud800" <= character <= "\udfff" for character in prompt):
-        refuse("prompt", prompt, "text in UTF-8", who=who)
+    check_prompt(prompt)
+    how = Sampling(tokens or 1, temperature or 0.0, top_k, top_p, min_p, seed=seed)
     use_compile_cache()
-    directory, config = RunDirectory(Path(run_dir)), load_config(run_dir)
-    enable_float64(config)
-    if not directory.tokenizer.is_file():
-        raise Refused(f"[generate] {run_dir} has no tokenizer.json, so its tokens cannot become text")
-    tokenizer = load_tokenizer(directory.tokenizer)
-    sizes = model_sizes(config, tokenizer.vocab_size)
-    own_model_refused(
-        sizes, "jaxfb generate", "sample from its parameters in a program, with CheckpointStore.restore"
+    model = open_model(run_dir)
+    how = sampling_of(
+        model, tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed
     )
-    params, _ = _restore(config, directory, abstract_params(config, sizes))
-    chat = None if raw else saved_chat(run_dir, tokenizer)
-    text = continue_text(
-        sizes,
-        params,
-        tokenizer,
-        prompt,
-        tokens=tokens or config.eval.tokens,
-        temperature=config.eval.temperature if temperature is None else temperature,
-        seed=seed,
-        chat=chat,
-    )
-    return prompt + ("" if chat is None or chat.template == "none" else "\n") + text
+    text = complete(model, [prompt], how, raw=raw)[0][0]
+    return prompt + ("\n" if is_answered(model, raw) else "") + text
 
 
 def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:

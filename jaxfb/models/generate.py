@@ -1,7 +1,7 @@
 """Samples from the transformer with a cache of keys and values.
 
-One program: the prompts run through the layers at once (prefill), then a scan writes one token a step. Rows
-may have prompts of different lengths: each keeps its own position and writes over its padding.
+One program: the prompts run through the layers at once (prefill), then a loop writes one token a step, until all rows
+have stopped. Rows may have prompts of different lengths: each keeps its own position and writes over its padding.
 
 Shapes: R = rows, P = longest prompt, N = new tokens, S = P + N cache slots, L = num_layers, V = vocab_size,
 D = hidden_size, G = kv heads, K = head_size.
@@ -9,22 +9,23 @@ D = hidden_size, G = kv heads, K = head_size.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from jaxfb.losses.logits import IdRanges, capped, is_within
+from jaxfb.losses.logits import IdRanges, capped
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
+from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import Block, rebuilder
 from jaxfb.parallel.context import within_window
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, integer, number
 from jaxfb.types import outer_params
 
 Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a layer sees [R, S, G, K]
@@ -44,21 +45,23 @@ class Generated(NamedTuple):
 def generate(
     config: TransformerConfig,
     params: dict,
-    prompt_tokens: jax.Array,
+    prompt_tokens: jax.Array | np.ndarray,
     max_new_tokens: int,
     *,
-    prompt_lengths: jax.Array | None = None,
+    prompt_lengths: jax.Array | np.ndarray | None = None,
     temperature: float = 0.0,
     top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
     stop_token: int | Sequence[int] | None = None,
     absent_ids: IdRanges = (),
     key: jax.Array | None = None,
     log_prob_temperature: float = 1.0,
 ) -> Generated:
-    """Continues each row's prompt by `max_new_tokens` tokens.
+    """Continues each row's prompt by `max_new_tokens` tokens, or until every row has stopped.
 
-    Compiled once for each config, shape, top_k and choice of greedy or not. Row r draws from `key` folded
-    with r, so what one row draws does not depend on the others.
+    Compiled once for each config, shape, filter (top_k, top_p, min_p) and choice of greedy or not. Row r draws from
+    `key` folded with r, so what one row draws does not depend on the others.
 
     Args:
       config, params: of `transformer`; computes in the params' dtype.
@@ -67,24 +70,85 @@ def generate(
       prompt_lengths: i32[R], each from 1 to P; P for every row if None.
       temperature: 0 takes the likeliest token.
       top_k: draw among the k likeliest only.
+      top_p: draw among the fewest tokens whose probabilities add up to at least p.
+      min_p: draw among the tokens that are at least min_p times as likely as the likeliest.
       stop_token: ends its row; of several, any does.
       absent_ids: ranges (first, end) of ids that are never drawn and have probability 0, such as those that the
         tokenizer lacks (`jaxfb.data.tokenizer.absent_ids`).
       key: a PRNG key, needed where temperature > 0.
       log_prob_temperature: of the log-probs that are reported: 1.0 is the model itself, `temperature` the policy
-        that was sampled from (but for top_k).
+        that was sampled from (but for the filters).
     Raises:
-      ValueError: an empty prompt, no tokens asked for, a temperature, top_k or stop token out of range, or no key.
+      ValueError: an empty prompt, no tokens asked for, a temperature, filter or stop token out of range, or no key.
     """
+    how = {
+        "prompt_lengths": prompt_lengths,
+        "temperature": temperature,
+        "top_k": top_k,
+        "top_p": top_p,
+        "min_p": min_p,
+    }
+    ends = {"stop_token": stop_token, "absent_ids": absent_ids}
+    prompt, pick, rest = _request(
+        config, prompt_tokens, max_new_tokens, key, log_prob_temperature, **how, **ends
+    )
+    return _generate(config, max_new_tokens, pick, _in_one_dtype(params), prompt, *rest)
+
+
+def stream(
+    config: TransformerConfig,
+    params: dict,
+    prompt_tokens: jax.Array | np.ndarray,
+    max_new_tokens: int,
+    *,
+    every: int = 4,
+    key: jax.Array | None = None,
+    **how: Any,
+) -> Iterator[np.ndarray]:
+    """Yields the tokens of `generate` as they are made, i32[R, every] at a time (the last may be fewer).
+
+    how: as for `generate`. Ends once every row has stopped; after a stop token a row has more of it.
+
+    Raises:
+      ValueError: as `generate`, before the first token.
+    """
+    every = integer("every", every, who="[generate]")
+    prompt, pick, rest = _request(config, prompt_tokens, max_new_tokens, key, **how)
+    return _pieces(config, _in_one_dtype(params), prompt, max_new_tokens, every, pick, rest)
+
+
+def _pieces(config, params, prompt, total, every, pick, rest) -> Iterator[np.ndarray]:
+    state = _begun(config, total, params, prompt, rest[0])
+    while (done := int(state.index)) < total and not bool(state.stopped.all()):
+        state, piece = _advanced(config, min(every, total - done), pick, state, params, *rest)
+        yield np.asarray(jax.device_get(piece.tokens))
+
+
+def _request(
+    config: TransformerConfig,
+    prompt_tokens: Any,
+    max_new_tokens: int,
+    key: jax.Array | None,
+    log_prob_temperature: float = 1.0,
+    *,
+    prompt_lengths: Any = None,
+    temperature: float = 0.0,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    min_p: float | None = None,
+    stop_token: int | Sequence[int] | None = None,
+    absent_ids: IdRanges = (),
+) -> tuple[jax.Array, Pick, tuple]:
+    """Returns the prompt, what picks tokens, and (lengths, temperatures, stops, keys), checked."""
     rows, longest = prompt_tokens.shape
     _check(config, longest, max_new_tokens, temperature, top_k, key)
+    _check_shares(top_p=top_p, min_p=min_p)
     lengths = jnp.full(rows, longest) if prompt_lengths is None else jnp.asarray(prompt_lengths)
     keys = jax.vmap(partial(jax.random.fold_in, jax.random.key(0) if key is None else key))(jnp.arange(rows))
-    pick = _Pick(greedy=temperature == 0, top_k=top_k, absent=absent_ids)
+    pick = Pick(temperature == 0, top_k, top_p, min_p, absent_ids)
     stops = jnp.asarray(_stop_ids(config, stop_token), jnp.int32)
-    prompt, temperatures = jnp.asarray(prompt_tokens, jnp.int32), (float(temperature), log_prob_temperature)
-    params = _in_one_dtype(params)
-    return _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys)
+    rest = lengths, (float(temperature), log_prob_temperature), stops, keys
+    return jnp.asarray(prompt_tokens, jnp.int32), pick, rest
 
 
 def _in_one_dtype(params):
@@ -93,50 +157,64 @@ def _in_one_dtype(params):
     return jax.tree.map(lambda leaf: leaf if leaf.dtype == dtype else leaf.astype(dtype), params)
 
 
-class _Pick(NamedTuple):
-    """Chooses a token from logits; its fields are the settings that shape the program."""
+class _State(NamedTuple):
+    """A generation after `index` tokens: the logits of the next, the cache, the rows that stopped, the last tokens."""
 
-    greedy: bool
-    top_k: int | None
-    absent: IdRanges
-
-    def only_tokens(self, logits):
-        """Returns logits [R, V] with -inf at ids that are never drawn."""
-        return jnp.where(is_within(self.absent, jnp.arange(logits.shape[1])), -jnp.inf, logits)
-
-    def __call__(self, logits, temperature, keys):
-        """Picks a token for each row: [R, V] -> i32[R]."""
-        if self.greedy:
-            return jnp.argmax(logits, axis=-1).astype(jnp.int32)
-        if self.top_k is not None:
-            kth = lax.top_k(logits, self.top_k)[0][:, -1:]
-            logits = jnp.where(logits >= kth, logits, -jnp.inf)
-        return jax.vmap(jax.random.categorical)(keys, logits / temperature).astype(jnp.int32)
+    index: jax.Array
+    logits: jax.Array
+    cache: Cache
+    stopped: jax.Array
+    last: jax.Array
 
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys):
-    temperature, log_prob_temperature = temperatures
+    state = _begin(config, max_new_tokens, params, prompt, lengths)
+    return _advance(config, max_new_tokens, pick, state, params, lengths, temperatures, stops, keys)[1]
 
-    def step(state, index):
-        logits, cache, stopped, last = state
-        logits = pick.only_tokens(logits)
-        drawn = pick(logits, temperature, jax.vmap(jax.random.fold_in, (0, None))(keys, index))
-        token = jnp.where(stopped, last, drawn)
-        log_prob = jnp.take_along_axis(
-            jax.nn.log_softmax(logits / log_prob_temperature), token[:, None], axis=1
-        )[:, 0]
-        log_prob = jnp.where(stopped, 0, log_prob)
-        hidden, cache = _decode(config, params, token, lengths + index, cache)
-        stopped |= (token[:, None] == stops).any(1)
-        return (_logits(config, params, hidden), cache, stopped, token), (token, log_prob)
 
+def _begin(config, max_new_tokens, params, prompt, lengths) -> _State:
     hidden, cache = _prefill(config, params, prompt, max_new_tokens)
     last = jnp.take_along_axis(hidden, (lengths - 1)[:, None, None], axis=1)[:, 0]
     rows = prompt.shape[0]
-    state = (_logits(config, params, last), cache, jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32))
-    _, (tokens, log_probs) = lax.scan(step, state, jnp.arange(max_new_tokens))
-    return Generated(tokens.T, log_probs.T)
+    nothing = jnp.zeros(rows, bool), jnp.zeros(rows, jnp.int32)
+    return _State(jnp.int32(0), _logits(config, params, last), cache, *nothing)
+
+
+def _advance(
+    config, steps, pick, state, params, lengths, temperatures, stops, keys
+) -> tuple[_State, Generated]:
+    """Writes so many tokens, fewer where every row has stopped; the rest is then the rows' last token."""
+    temperature, log_prob_temperature = temperatures
+    first, rows = state.index, lengths.shape[0]
+
+    def step(carried):
+        state, written = carried
+        logits = pick.only_tokens(state.logits)
+        drawn = pick(logits, temperature, jax.vmap(jax.random.fold_in, (0, None))(keys, state.index))
+        token = jnp.where(state.stopped, state.last, drawn)
+        log_prob = jnp.take_along_axis(
+            jax.nn.log_softmax(logits / log_prob_temperature), token[:, None], axis=1
+        )[:, 0]
+        log_prob = jnp.where(state.stopped, 0, log_prob)
+        hidden, cache = _decode(config, params, token, lengths + state.index, state.cache)
+        stopped = state.stopped | (token[:, None] == stops).any(1)
+        at = state.index - first
+        written = Generated(written.tokens.at[:, at].set(token), written.log_probs.at[:, at].set(log_prob))
+        return _State(state.index + 1, _logits(config, params, hidden), cache, stopped, token), written
+
+    def goes_on(carried):
+        state, _ = carried
+        return (state.index < first + steps) & ~state.stopped.all()
+
+    nothing = Generated(jnp.zeros((rows, steps), jnp.int32), jnp.zeros((rows, steps), state.logits.dtype))
+    state, written = lax.while_loop(goes_on, step, (state, nothing))
+    left_out = jnp.arange(steps) >= state.index - first
+    return state, Generated(jnp.where(left_out, state.last[:, None], written.tokens), written.log_probs)
+
+
+_begun = jax.jit(_begin, static_argnums=(0, 1))
+_advanced = jax.jit(_advance, static_argnums=(0, 1, 2), donate_argnums=3)
 
 
 def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
@@ -197,6 +275,12 @@ def _stop_ids(config: TransformerConfig, stop_token: int | Sequence[int] | None)
         if not isinstance(stop, int) or not 0 <= stop < config.vocab_size:
             raise Refused(f"[generate] {stop_token=} must be ids from 0 to {config.vocab_size - 1}, or None")
     return ids
+
+
+def _check_shares(**given: float | None) -> None:
+    for name, share in given.items():
+        if share is not None and not 0 < number(name, share, who="[generate]") <= 1:
+            raise Refused(f"[generate] {name}={share} must be above 0 and at most 1; use 0.9", [{name: 0.9}])
 
 
 def _check(config, longest, max_new_tokens, temperature, top_k, key) -> None:

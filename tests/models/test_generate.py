@@ -9,7 +9,8 @@ import pytest
 from whole import logits
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.generate import generate
+from jaxfb.models.generate import generate, stream
+from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import init_params
 
 CONFIG = TransformerConfig(
@@ -83,6 +84,8 @@ def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention
         ({"temperature": 1.0}, "a key to draw from"),
         ({"temperature": float("nan")}, "temperature=nan must be 0"),
         ({"top_k": 24}, "from 1 to vocab_size=23"),
+        ({"top_p": 0.0}, "top_p=0.0 must be above 0 and at most 1"),
+        ({"min_p": 1.5}, "min_p=1.5 must be above 0 and at most 1"),
         ({"stop_token": 23}, "stop_token=23 must be ids from 0 to 22"),
         ({"stop_token": ["</s>"]}, "must be ids from 0 to 22"),
     ],
@@ -115,3 +118,39 @@ def test_absent_ids_are_never_drawn_and_the_others_probabilities_add_up(params, 
     kept = all_logits(CONFIG, params, {"tokens": whole})[:, 1:-1].at[..., gone].set(-jnp.inf) / 3
     expected = jnp.take_along_axis(jax.nn.log_softmax(kept), out.tokens[..., None], axis=-1)[..., 0]
     np.testing.assert_allclose(out.log_probs, expected, rtol=0, atol=1e-12)
+
+
+def test_filters_keep_what_their_words_mean():
+    probabilities = np.array([[0.5, 0.25, 0.15, 0.06, 0.04], [0.05, 0.05, 0.1, 0.3, 0.5]])
+    kept = lambda **how: np.isfinite(Pick(False, **how).filtered(jnp.log(probabilities)))  # noqa: E731
+    np.testing.assert_array_equal(kept(top_k=2), [[1, 1, 0, 0, 0], [0, 0, 0, 1, 1]])
+    np.testing.assert_array_equal(kept(top_p=0.76), [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]])
+    np.testing.assert_array_equal(kept(top_p=1e-6), [[1, 0, 0, 0, 0], [0, 0, 0, 0, 1]])
+    np.testing.assert_array_equal(kept(top_p=1.0), np.ones((2, 5)))
+    np.testing.assert_array_equal(kept(min_p=0.29), [[1, 1, 1, 0, 0], [0, 0, 0, 1, 1]])
+    np.testing.assert_array_equal(kept(top_k=3, top_p=0.8, min_p=0.5), [[1, 1, 0, 0, 0], [0, 0, 0, 1, 1]])
+
+
+def test_what_comes_piece_by_piece_is_what_comes_at_once(params):
+    prompts, lengths = jnp.array([[3, 1, 4], [9, 2, 0]]), jnp.array([3, 2])
+    how = {
+        "prompt_lengths": lengths,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "min_p": 0.01,
+        "key": jax.random.key(3),
+    }
+    whole = generate(CONFIG, params, prompts, 8, **how).tokens
+    pieces = list(stream(CONFIG, params, prompts, 8, every=3, **how))
+    assert [piece.shape[1] for piece in pieces] == [3, 3, 2]
+    np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
+
+
+def test_generation_ends_when_every_row_has_stopped(params):
+    prompts = jnp.array([[3, 1], [9, 2]])
+    free = np.asarray(generate(CONFIG, params, prompts, 8).tokens)
+    stops = [int(free[0, 1]), int(free[1, 2])]
+    assert len(list(stream(CONFIG, params, prompts, 8, every=1, stop_token=stops))) <= 3
+    whole = generate(CONFIG, params, prompts, 10_000, stop_token=stops)  # as many steps would take minutes
+    np.testing.assert_array_equal(whole.tokens[:, -1], whole.tokens[:, 8])
+    assert (np.asarray(whole.log_probs)[:, 3:] == 0).all()

@@ -3,7 +3,7 @@
 import importlib.util
 from pathlib import Path
 
-ROOT = Path(__file__).parent.parent.parent
+ROOT = Path(__file__).parent.parent
 _spec = importlib.util.spec_from_file_location(
     "tiny_model", ROOT / "examples" / "hugging_face" / "tiny_model.py"
 )

@@ -1,0 +1,1 @@
+"""Uses of trained parameters: continuations, chat, and scores of texts and of tasks."""

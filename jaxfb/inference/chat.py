@@ -1,0 +1,81 @@
+"""A conversation in a terminal: `jaxfb chat RUN`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from importlib import import_module
+
+from jaxfb.inference.complete import Message, Sampling, answers
+from jaxfb.inference.model import Model
+from jaxfb.refusal import Refused
+
+HELP = "/reset forgets the conversation, /exit or Ctrl-D ends, Ctrl-C stops an answer"
+
+
+def chat(
+    model: Model,
+    how: Sampling,
+    system: str | None = None,
+    read: Callable[[str], str] = input,
+    write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
+) -> list[Message]:
+    """Answers what is read until it ends; returns the conversation.
+
+    Each answer is written as it is made, and drawn from a key of its own.
+
+    Args:
+      system: the message that the conversation begins with.
+      read: a prompt -> a line; EOFError ends. write: of text, which has its own line breaks.
+    Raises:
+      ValueError: the model has no chat template.
+    """
+    if model.chat is None:
+        raise Refused(
+            f"[chat] {model.name} has no chat template; continue a text with jaxfb generate, or fine-tune it "
+            "with jaxfb sft"
+        )
+    begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+    messages, number = list(begin), 0
+    write(f"{model.name} after {model.update} updates; {HELP}\n")
+    while (line := _line(read)) is not None:
+        if line in ("/reset", "/help", ""):
+            messages = list(begin) if line == "/reset" else messages
+            write({"/reset": "forgotten\n", "/help": HELP + "\n"}.get(line, ""))
+            continue
+        messages.append({"role": "user", "content": line})
+        answer = _answer(model, messages, replace(how, seed=(how.seed + number) % 2**32), write)
+        messages.append({"role": "assistant", "content": answer})
+        number += 1
+    write("\n")
+    return messages
+
+
+def _line(read: Callable[[str], str]) -> str | None:
+    """Returns the next line, None at the end."""
+    try:
+        line = read("> ").strip()
+    except (EOFError, KeyboardInterrupt):
+        return None
+    return None if line in ("/exit", "/quit") else line
+
+
+def _answer(model: Model, messages: list[Message], how: Sampling, write: Callable[[str], None]) -> str:
+    found = []
+    try:
+        for piece in answers(model, messages, how):
+            found.append(piece)
+            write(piece)
+    except KeyboardInterrupt:
+        write(" (stopped)")
+    write("\n")
+    return "".join(found)
+
+
+def with_line_editing() -> Callable[[str], str]:
+    """Returns `input` with the arrow keys, where Python was built with them."""
+    try:
+        import_module("readline")
+    except ImportError:
+        pass
+    return input

@@ -1,0 +1,64 @@
+"""`jaxfb generate`, `jaxfb chat`, and `jaxfb eval` of a text or of tasks: options in, lines out."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from typing import Any
+
+from jaxfb.display import print_table
+from jaxfb.inference import complete, tasks
+from jaxfb.inference.chat import chat as converse
+from jaxfb.inference.chat import with_line_editing
+from jaxfb.inference.model import open_model
+from jaxfb.inference.scores import Scorer
+from jaxfb.inference.text import perplexity, read_text
+from jaxfb.training.compile_cache import use_compile_cache
+
+SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def generate(options: Namespace) -> None:
+    """Prints continuations of a prompt, or of each prompt of a file; with --out, writes them."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in (*SAMPLING, "samples")}
+    complete.Sampling(**{name: value for name, value in given.items() if value is not None})
+    prompts = [options.prompt] if options.prompts is None else complete.read_prompts(options.prompts)
+    use_compile_cache()
+    model = open_model(options.run_dir)
+    how = complete.sampling_of(model, **given)
+    found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch)
+    if options.out is not None:
+        complete.write_answers(options.out, prompts, found, print)
+        return
+    between = "\n" if complete.is_answered(model, options.raw) else ""
+    for prompt, texts in zip(prompts, found, strict=True):
+        for text in texts:
+            shown = prompt if isinstance(prompt, str) else prompt[-1]["content"]
+            print(f"{shown}{between}{text}" + "\n" * (sum(map(len, found)) > 1))
+
+
+def evaluate(options: Namespace) -> None:
+    """Prints the perplexity of a text and the scores of tasks."""
+    text = None if options.text is None else read_text(options.text)
+    files = {path: tasks.read_task(path) for path in options.task or ()}
+    use_compile_cache()
+    model = open_model(options.run_dir, options.overrides, on_mesh=True)
+    scorer = Scorer(model, options.length, options.rows)
+    found = {} if text is None else {options.text: perplexity(scorer, text)}
+    for path, items in files.items():
+        found[path] = tasks.evaluate(scorer, items)
+    if options.json:
+        print(json.dumps({"update": model.update, "scores": found}, indent=1))
+        return
+    print(f"{model.name} after {model.update} updates")
+    for name, numbers in found.items():
+        print_table(str(name), [(key, f"{value:.6g}") for key, value in numbers.items()])
+
+
+def chat(options: Namespace) -> None:
+    """Talks in the terminal until the input ends."""
+    given = {name: getattr(options, name) for name in SAMPLING}
+    complete.Sampling(**{name: value for name, value in given.items() if value is not None})
+    use_compile_cache()
+    model = open_model(options.run_dir)
+    converse(model, complete.sampling_of(model, **given), options.system, with_line_editing())

@@ -1,0 +1,238 @@
+"""Continuations of many prompts: in batches of a few widths, several samples of each."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxfb.data.conversations import ROLES
+from jaxfb.inference.model import Model
+from jaxfb.models.generate import generate, stream
+from jaxfb.refusal import Refused, integer, number, refuse
+from jaxfb.training.machine import check_continuation
+
+Message = dict[str, str]
+Prompt = str | Sequence[Message]
+WIDTH = 64  # prompts are padded to a multiple of it, so that few programs are compiled
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """Settings of a continuation.
+
+    tokens:       of each, at most. temperature: 0 takes the likeliest token.
+    top_k, top_p, min_p: draw among the k likeliest; among the fewest whose probabilities reach p; among those at least
+      min_p times as likely as the likeliest. None: among all.
+    samples:      of each prompt. seed: of the draws.
+    """
+
+    tokens: int = 128
+    temperature: float = 0.0
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    samples: int = 1
+    seed: int = 0
+
+    def __post_init__(self):
+        who = "[generate]"
+        integer("tokens", self.tokens, who=who)
+        integer("samples", self.samples, who=who)
+        integer("seed", self.seed, who=who, least=0, most=2**32 - 1)
+        number("temperature", self.temperature, who=who, least=0)
+
+    @property
+    def filters(self) -> dict[str, Any]:
+        return {name: getattr(self, name) for name in ("temperature", "top_k", "top_p", "min_p")}
+
+
+def sampling_of(model: Model, **given: Any) -> Sampling:
+    """Returns the settings that are given, and otherwise those of the run's section `eval`."""
+    ours = {"tokens": model.config.eval.tokens, "temperature": model.config.eval.temperature}
+    return Sampling(**ours | {name: value for name, value in given.items() if value is not None})
+
+
+def is_answered(model: Model, raw: bool) -> bool:
+    """Returns whether a prompt gets an answer on its own line, rather than to go on."""
+    return model.chat is not None and not raw and model.chat.template != "none"
+
+
+def complete(
+    model: Model,
+    prompts: Sequence[Prompt],
+    how: Sampling,
+    *,
+    raw: bool = False,
+    batch: int = 16,
+    stops: Sequence[str] = (),
+) -> list[list[str]]:
+    """Returns the continuations of each prompt, `how.samples` of them.
+
+    The same prompts, seed and batch give the same continuations.
+
+    Args:
+      prompts: texts, or lists of messages. With a chat template a text is a user's message.
+      raw: continue texts as they stand even so.
+      batch: rows that are continued at the same time.
+      stops: texts that end a continuation too; they are left out of it.
+    Raises:
+      ValueError: a prompt is empty or longer than memory allows, or a setting is out of range.
+    """
+    integer("batch", batch, who="[generate]")
+    check_continuation(model.sizes, how.tokens)
+    encoded = [ids_of(model, prompt, raw) for prompt in prompts]
+    rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
+    found: list[list[str]] = [[] for _ in prompts]
+    for first in range(0, len(rows), batch):
+        part = rows[first : first + batch]
+        for (k, _), text in zip(part, _texts(model, part, first, how, raw, stops), strict=True):
+            found[k].append(text)
+    return found
+
+
+def _texts(
+    model: Model, rows: list, first: int, how: Sampling, raw: bool, stops: Sequence[str]
+) -> Iterator[str]:
+    width = -(-max(len(ids) for _, ids in rows) // WIDTH) * WIDTH
+    tokens, lengths = np.zeros((len(rows), width), np.int32), np.ones(len(rows), np.int32)
+    for row, (_, ids) in enumerate(rows):
+        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
+    ends = stop_tokens(model, raw)
+    key = jax.random.key(how.seed) if not first else jax.random.fold_in(jax.random.key(how.seed), first)
+    drawn = generate(
+        model.sizes,
+        model.params,
+        tokens,
+        how.tokens,
+        prompt_lengths=lengths,
+        stop_token=ends,
+        absent_ids=model.absent_ids,
+        key=key,
+        **how.filters,
+    )
+    for row in np.asarray(jax.device_get(drawn.tokens)):
+        yield until(text_of(model, row, ends), stops)
+
+
+def answers(model: Model, messages: Sequence[Message], how: Sampling) -> Iterator[str]:
+    """Yields one answer to a conversation piece by piece, as it is made."""
+    check_continuation(model.sizes, how.tokens)
+    ids = ids_of(model, messages, raw=False)
+    width = -(-len(ids) // WIDTH) * WIDTH
+    tokens = np.zeros((1, width), np.int32)
+    tokens[0, : len(ids)] = ids
+    made, shown = [], ""
+    pieces = stream(
+        model.sizes,
+        model.params,
+        tokens,
+        how.tokens,
+        prompt_lengths=np.array([len(ids)], np.int32),
+        stop_token=model.stop_tokens,
+        absent_ids=model.absent_ids,
+        key=jax.random.key(how.seed),
+        **how.filters,
+    )
+    for piece in pieces:
+        made.extend(piece[0].tolist())
+        text = text_of(model, np.array(made), model.stop_tokens)
+        whole = text.rstrip("\ufffd")  # the first bytes of a character, until the others come
+        if whole.startswith(shown) and whole != shown:
+            yield whole[len(shown) :]
+            shown = whole
+
+
+def ids_of(model: Model, prompt: Prompt, raw: bool) -> np.ndarray:
+    """Returns the token ids of a prompt, which then waits for what is to follow."""
+    check_prompt(prompt)
+    if not isinstance(prompt, str) or (model.chat is not None and not raw):
+        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+        if model.chat is None:
+            raise Refused(
+                f"[generate] {model.name} has no chat template for messages; give the prompt as a text"
+            )
+        return model.chat.prompts([messages])[0]
+    start = [model.tokenizer.start_id] if not prompt and model.tokenizer.start_id is not None else []
+    ids = np.array([*start, *model.tokenizer.encode([prompt])[0]], np.int32)
+    if len(ids) == 0:
+        raise Refused("[generate] the prompt is empty and this tokenizer has no start token; give a prompt")
+    return ids
+
+
+def check_prompt(prompt: Prompt) -> None:
+    """Refuses what is no text, or cannot be written in UTF-8."""
+    for text in [prompt] if isinstance(prompt, str) else [message["content"] for message in prompt]:
+        if any("\ud800" <= character <= "\udfff" for character in text):
+            refuse("prompt", text, "text in UTF-8", who="[generate]")
+
+
+def stop_tokens(model: Model, raw: bool) -> tuple[int, ...]:
+    """Returns the ids that end a continuation: those of the chat, and of a text alone the end of the document."""
+    if model.chat is not None and not raw:
+        return model.chat.stop_tokens
+    return () if model.tokenizer.eos_id is None else (model.tokenizer.eos_id,)
+
+
+def text_of(model: Model, row: np.ndarray, ends: Sequence[int]) -> str:
+    """Returns the text before the first stop token."""
+    at = np.flatnonzero(np.isin(row, ends))
+    return model.tokenizer.decode(row[: at[0]] if len(at) else row)
+
+
+def until(text: str, stops: Sequence[str]) -> str:
+    """Returns the text before the first of some texts."""
+    return text[: min((at for stop in stops if (at := text.find(stop)) >= 0), default=len(text))]
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Reads prompts: of a .jsonl file {"prompt": text} or {"messages": [...]} a line, of any other file its lines.
+
+    Raises:
+      ValueError: the file is missing or empty, or a line is not that; it names the line.
+    """
+    file = Path(path)
+    if not file.is_file():
+        raise Refused(f"[generate] there is no file {file}")
+    lines = [line for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+    if not lines:
+        raise Refused(f"[generate] {file} has no prompts")
+    if file.suffix != ".jsonl":
+        return list(lines)
+    return [_prompt(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    try:
+        record = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise Refused(f"[generate] {where} is not JSON: {error}") from None
+    record = record if isinstance(record, dict) else {}
+    prompt, messages = record.get("prompt"), record.get("messages")
+    if isinstance(prompt, str):
+        return prompt
+    if isinstance(messages, list) and messages and all(map(_is_message, messages)):
+        return messages
+    raise Refused(
+        f'[generate] {where} must be {{"prompt": text}} or {{"messages": [{{"role", "content"}}, ...]}}'
+    )
+
+
+def _is_message(value: Any) -> bool:
+    return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
+
+
+def write_answers(
+    path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]], say: Callable[[str], None]
+) -> None:
+    """Writes one JSON object a line: the prompt or the messages, and the answers."""
+    with Path(path).open("w", encoding="utf-8") as file:
+        for prompt, texts in zip(prompts, found, strict=True):
+            name = "prompt" if isinstance(prompt, str) else "messages"
+            file.write(json.dumps({name: prompt, "answers": texts}, ensure_ascii=False) + "\n")
+    say(f"wrote {path}")

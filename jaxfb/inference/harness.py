@@ -1,0 +1,119 @@
+"""A model of jaxfb for lm-evaluation-harness (`pip install "jaxfb[lm-eval]"`).
+
+    import lm_eval
+    from jaxfb.inference.harness import HarnessModel
+
+    found = lm_eval.simple_evaluate(model=HarnessModel("runs/tuned"), tasks=["hellaswag"])
+
+Where the harness is installed, this module also registers the class under the name "jaxfb".
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxfb.inference.complete import Sampling, complete
+from jaxfb.inference.model import open_model
+from jaxfb.inference.scores import Scorer
+from jaxfb.inference.tasks import encode_pair
+from jaxfb.training.compile_cache import use_compile_cache
+
+try:
+    from lm_eval.api.model import LM  # pyright: ignore[reportMissingImports]  # an extra
+    from lm_eval.api.registry import register_model  # pyright: ignore[reportMissingImports]  # an extra
+except ImportError:
+    LM, register_model = object, None
+
+
+_Base: Any = LM
+
+
+class HarnessModel(_Base):
+    """The interface that the harness calls: loglikelihood, loglikelihood_rolling, generate_until.
+
+    A request is any object whose `args` are the arguments of that kind. The numbers are those of the harness's own
+    class for transformers (`hf`): contexts are cut from the left, texts are scored in windows.
+
+    Args:
+      path: a run, a config, or a directory of Hugging Face files.
+      batch_size: rows at the same time on each replica. max_length: tokens that are looked at; None is the run's
+        sequence length. max_gen_toks: of a continuation whose request does not set it.
+      overrides: of the config, such as ["mesh.fsdp=8"].
+    """
+
+    def __init__(
+        self,
+        path: str,
+        batch_size: int | str = 8,
+        max_length: int | str | None = None,
+        max_gen_toks: int | str = 256,
+        overrides: Sequence[str] = (),
+        **_: Any,
+    ):
+        super().__init__()
+        use_compile_cache()
+        given = overrides.split() if isinstance(overrides, str) else list(overrides)
+        self.model = open_model(path, given, on_mesh=True)
+        self._batch = int(batch_size)
+        self.scorer = Scorer(self.model, None if max_length is None else int(max_length), self._batch)
+        self._tokens = int(max_gen_toks)
+
+    @property
+    def max_length(self) -> int:
+        """Returns the tokens that are looked at."""
+        return self.scorer.length
+
+    @property
+    def tokenizer_name(self) -> str:
+        """Returns what distinguishes this model's requests in the harness's cache."""
+        return self.model.tokenizer.fingerprint
+
+    def chat_template(self, chat_template: bool | str = False) -> str:
+        """Returns the template's text; "" without one."""
+        return self.model.chat.template if chat_template and self.model.chat is not None else ""
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """Returns the text of messages, as the harness gives it back in requests."""
+        if self.model.chat is None:
+            return "\n".join(message["content"] for message in chat_history)
+        return self.model.chat.render(chat_history, opening=add_generation_prompt)
+
+    def loglikelihood(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
+        """Returns (log-probability of the continuation, whether it is the greedy one) of (context, continuation)."""
+        pairs = [self._pair(*request.args) for request in requests]
+        return [(score.log_prob, score.greedy) for score in self.scorer.score(pairs)]
+
+    def loglikelihood_rolling(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[float]:
+        """Returns the log-probability of each whole text, of requests (text,)."""
+        tokenizer = self.model.tokenizer
+        return [
+            self.scorer.score_text(tokenizer.encode([request.args[0]])[0]).log_prob for request in requests
+        ]
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """Returns continuations of (context, settings): until, max_gen_toks, temperature, do_sample, top_k, top_p."""
+        return [self._continuation(*request.args) for request in requests]
+
+    def _pair(self, context: str, continuation: str) -> tuple[Any, Any]:
+        if context:
+            return encode_pair(self.model.tokenizer, context, continuation)
+        return [], self.model.tokenizer.encode([continuation])[0]
+
+    def _continuation(self, context: str, settings: dict[str, Any]) -> str:
+        until = settings.get("until") or []
+        stops = [until] if isinstance(until, str) else list(until)
+        tokens = int(settings.get("max_gen_toks", self._tokens))
+        sampled = settings.get("do_sample", float(settings.get("temperature") or 0) > 0)
+        how = Sampling(tokens, float(settings.get("temperature") or 1.0) if sampled else 0.0)
+        if sampled:
+            how = Sampling(tokens, how.temperature, settings.get("top_k"), settings.get("top_p"))
+        return complete(
+            self.model, [context], how, raw=True, batch=1, stops=[stop for stop in stops if stop]
+        )[0][0]
+
+
+if register_model is not None:
+    register_model("jaxfb")(HarnessModel)

@@ -1,0 +1,145 @@
+"""The model of a run, or of a directory of Hugging Face files, ready to be used: sizes, parameters, tokenizer, chat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from jax.sharding import Mesh
+
+from jaxfb.config import config_from_dict, load_config
+from jaxfb.data import load_tokenizer
+from jaxfb.data.chat import Chat, saved_chat
+from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, absent_ids
+from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
+from jaxfb.losses.logits import IdRanges
+from jaxfb.mesh import make_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import transformer
+from jaxfb.parallel.sharding import abstract, shardings
+from jaxfb.pretrained.repository import holds_weights
+from jaxfb.refusal import Refused
+from jaxfb.training.changes import check_model
+from jaxfb.training.parameters import newest_params
+from jaxfb.training.setup import (
+    abstract_params,
+    enable_float64,
+    engine_options,
+    model_sizes,
+    own_model_refused,
+)
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Model:
+    """Parameters that are ready to be used.
+
+    name:   what it was opened by. config: of the run, or as if a run began with the directory.
+    update: of the checkpoint. chat: None where there is no template, and a prompt is continued as it stands.
+    mesh:   None where all parameters are on one device.
+    """
+
+    name: str
+    config: Any
+    sizes: TransformerConfig
+    params: PyTree
+    tokenizer: Tokenizer
+    chat: Chat | None
+    update: int
+    mesh: Mesh | None = None
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Returns the ids that end an answer, or a text where there is no chat."""
+        if self.chat is not None:
+            return self.chat.stop_tokens
+        return () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+
+    @cached_property
+    def absent_ids(self) -> IdRanges:
+        """Returns ranges of the ids in the model's vocabulary that the tokenizer lacks."""
+        return absent_ids(self.tokenizer, self.sizes.vocab_size)
+
+    @cached_property
+    def forward(self) -> ForwardBackward:
+        """Makes the engine of forward-only passes on the mesh."""
+        return get_forward_backward_func(self.mesh, **engine_options(self.config))
+
+
+def open_model(path: str | Path, overrides: Sequence[str] = (), on_mesh: bool = False) -> Model:
+    """Opens a run's newest checkpoint, or the model of a directory of Hugging Face files.
+
+    Args:
+      path: a run's directory, a config whose run.dir is one or whose `model.from` names files, or a directory of
+        Hugging Face files.
+      overrides: of the config, such as mesh.fsdp=8.
+      on_mesh: spread the parameters over the config's mesh, as training does; else one device has them all.
+    Raises:
+      ValueError: there is no such model, it has no tokenizer, or the overrides would read the parameters wrongly.
+    """
+    directory, config = _run_of(Path(path), overrides)
+    enable_float64(config)
+    tokenizer = _tokenizer(directory, config)
+    sizes = model_sizes(config, tokenizer.vocab_size)
+    own_model_refused(sizes, "this", "use its parameters in a program, with CheckpointStore.restore")
+    assert isinstance(sizes, TransformerConfig)
+    shapes = abstract_params(config, sizes)
+    mesh = make_mesh(**vars(config.mesh)) if on_mesh else None
+    if mesh is not None:
+        forward = get_forward_backward_func(mesh, **engine_options(config))
+        shapes = abstract(shapes, shardings(forward.param_specs(transformer(sizes), shapes), mesh))
+    params, record = newest_params(directory, config, shapes)
+    if "config" in record:  # not where nothing was trained yet
+        check_model(record["config"], config)
+    chat = saved_chat(directory, tokenizer)
+    return Model(str(path), config, sizes, params, tokenizer, chat, record["update"], mesh)
+
+
+def is_directory_of_files(path: str | Path) -> bool:
+    """Returns whether Hugging Face files lie there, and no run."""
+    found = Path(path)
+    return found.is_dir() and not (found / "config.yaml").exists() and (found / "config.json").is_file()
+
+
+def config_of_files(directory: str | Path, overrides: Sequence[str] = ()) -> Any:
+    """Returns the config of a run that would begin with a directory of Hugging Face files."""
+    path = Path(directory)
+    if not holds_weights(path):
+        raise Refused(f"[model] {path} has a config.json but no *.safetensors; download the whole model")
+    limit = json.loads((path / "config.json").read_text()).get("max_position_embeddings") or 1024
+    has_tokenizer = (path / "tokenizer.json").is_file()
+    values = {
+        "model": {"from": str(path)},
+        "data": {
+            "tokenizer": str(path / "tokenizer.json") if has_tokenizer else "bytes",
+            "sequence_length": max(2, min(limit, 4096)),
+        },
+        "batch": {"rows": 8, "rows_per_microbatch": 1},
+        "run": {"dir": str(path), "updates": 1},
+        "optimizer": {"learning_rate": 1e-5},
+    }
+    return config_from_dict(values, overrides)
+
+
+def _run_of(path: Path, overrides: Sequence[str]) -> tuple[Path, Any]:
+    if is_directory_of_files(path):
+        return path, config_of_files(path, overrides)
+    config = load_config(path, overrides)
+    return (path if path.is_dir() else Path(config.run.dir)), config
+
+
+def _tokenizer(directory: Path, config: Any) -> Tokenizer:
+    source = getattr(config.model, "from_", None)
+    places = [directory] if source is None else [directory, Path(source)]
+    for place in places:
+        if (place / "tokenizer.json").is_file():
+            return load_tokenizer(place / "tokenizer.json")
+    if getattr(getattr(config, "data", None), "tokenizer", None) == "bytes":
+        return ByteTokenizer()
+    raise Refused(f"[model] {directory} has no tokenizer.json, so its tokens cannot become text")

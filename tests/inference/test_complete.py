@@ -1,0 +1,119 @@
+"""`jaxfb generate` and `jaxfb chat` on a directory of Hugging Face files: batches, samples, pieces, a conversation."""
+
+import json
+
+import numpy as np
+import pytest
+from tiny_directory import make
+
+from jaxfb.cli import main
+from jaxfb.inference.chat import chat
+from jaxfb.inference.complete import Sampling, answers, complete, read_prompts, until
+from jaxfb.inference.model import open_model
+
+SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("hub") / "model", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def model(directory):
+    return open_model(directory)
+
+
+def test_prompts_of_a_file_are_continued_in_batches(directory, tmp_path, capsys):
+    lines = [
+        {"prompt": "Who?"},
+        {"messages": [{"role": "user", "content": "Who?"}]},
+        {"prompt": "What is it?"},
+    ]
+    (tmp_path / "in.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    command = [
+        "generate",
+        str(directory),
+        "--prompts",
+        str(tmp_path / "in.jsonl"),
+        "--tokens",
+        "4",
+        "--batch",
+        "2",
+    ]
+    assert main([*command, "--temperature", "0", "--out", str(tmp_path / "out.jsonl")]) == 0
+    found = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert found[0]["answers"] == found[1]["answers"] and found[1]["messages"] == lines[1]["messages"]
+    assert main(["generate", str(directory), "--prompt", "Who?", "--tokens", "4", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1] in ("Who?\n" + found[0]["answers"][0]).splitlines()
+
+
+def test_samples_differ_and_return_with_their_seed(model):
+    how = Sampling(tokens=4, temperature=1.0, top_p=0.95, samples=3, seed=7)
+    found = complete(model, ["Who?"], how, batch=4)
+    assert len(found[0]) == 3 and len(set(found[0])) > 1
+    assert complete(model, ["Who?"], how, batch=4) == found
+
+
+def test_a_text_without_the_template_goes_on(model):
+    how = Sampling(tokens=4)
+    assert complete(model, ["Who?"], how, raw=True, batch=4) != complete(model, ["Who?"], how, batch=4)
+
+
+def test_texts_may_end_a_continuation():
+    assert until("one. two.\nthree", ["\n", ". "]) == "one" and until("one", ["x"]) == "one"
+
+
+def test_a_conversation_keeps_what_was_written_until_it_is_reset(model):
+    lines, out = iter(["Hello", "/help", "And?", "/reset", "Hello"]), []
+
+    def read(prompt):
+        try:
+            return next(lines)
+        except StopIteration:
+            raise EOFError from None
+
+    last = chat(model, Sampling(tokens=4), "Be brief.", read, out.append)
+    assert [m["role"] for m in last] == ["system", "user", "assistant"]
+    text = "".join(out)
+    first, second = text.index(last[-1]["content"]), text.index("forgotten")
+    assert 0 < first < second and text.endswith("\n")
+
+
+def test_pieces_of_an_answer_are_the_answer(model):
+    messages, how = [{"role": "user", "content": "Who?"}], Sampling(tokens=6)
+    assert "".join(answers(model, messages, how)) == complete(model, [messages], how, batch=1)[0][0].rstrip(
+        "\ufffd"
+    )
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        ("", "has no prompts"),
+        ("{", "line 1 of .* is not JSON"),
+        ('{"messages": []}', 'must be {"prompt": text}'),
+    ],
+)
+def test_files_without_prompts_are_refused(tmp_path, text, message):
+    (tmp_path / "in.jsonl").write_text(text)
+    with pytest.raises(ValueError, match=message):
+        read_prompts(tmp_path / "in.jsonl")
+
+
+def test_a_vocabulary_with_padding_draws_tokens_alone(model):
+    assert model.absent_ids == ((259, 320),) and model.stop_tokens == (256, 258)
+    assert np.asarray(model.params["embed"]["embedding"]).shape == (320, 16)
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        (["--temperature", "-1"], "temperature"),
+        (["--top-p", "2"], "top_p=2.0 must be above 0 and at most 1"),
+        (["--samples", "0"], "samples must be a positive int"),
+    ],
+)
+def test_settings_out_of_range_are_refused(directory, flags, message, capsys):
+    assert main(["generate", str(directory), "--prompt", "Who?", "--tokens", "2", *flags]) == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,132 @@
+"""Perplexity, multiple choice, exact match and the adapter for lm-evaluation-harness."""
+
+import json
+import math
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from tiny_directory import make
+from whole import logits
+
+from jaxfb.cli import main
+from jaxfb.inference.harness import HarnessModel
+from jaxfb.inference.model import open_model
+from jaxfb.inference.scores import Scorer, windows
+from jaxfb.inference.tasks import encode_pair, normalized, read_task
+from jaxfb.inference.text import perplexity
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory):
+    return make(tmp_path_factory.mktemp("hub") / "model", **SMALL)
+
+
+@pytest.fixture(scope="module")
+def scorer(directory):
+    return Scorer(
+        open_model(directory, ["mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2"], on_mesh=True), 32, rows=2
+    )
+
+
+def by_hand(model, context, continuation):
+    """One forward of the whole row, without an engine."""
+    params = jax.device_get(model.params)
+    row = np.concatenate([context, continuation]).astype(np.int32)
+    found = jax.nn.log_softmax(logits(model.sizes, params, {"tokens": row[None, :-1]})[0])
+    picked = found[np.arange(len(row) - 1), row[1:]][-len(continuation) :]
+    return float(picked.sum()), bool((found.argmax(-1) == row[1:])[-len(continuation) :].all())
+
+
+def test_scores_on_a_mesh_are_those_of_a_forward_of_each_row(scorer):
+    rng = np.random.default_rng(0)
+    pairs = [
+        (rng.integers(0, 256, n), rng.integers(0, 256, m))
+        for n, m in ((3, 2), (20, 7), (0, 5), (9, 1), (1, 30))
+    ]
+    greedy = np.argmax(
+        logits(scorer.model.sizes, jax.device_get(scorer.model.params), {"tokens": np.array([[65]])})[0, 0]
+    )
+    pairs.append(([65], [int(greedy)]))
+    for (context, continuation), found in zip(pairs, scorer.score(pairs), strict=True):
+        begin = context if len(context) else [scorer.first_token]
+        log_prob, is_greedy = by_hand(scorer.model, begin, continuation)
+        np.testing.assert_allclose(found.log_prob, log_prob, rtol=1e-5)
+        assert found.greedy == is_greedy and found.tokens == len(continuation)
+    assert found.greedy
+
+
+def test_a_text_is_cut_into_windows_that_count_each_token_once(scorer):
+    cut = [(list(a), list(b)) for a, b in windows(np.arange(10), 99, 4)]
+    assert cut == [([99], [0, 1, 2, 3]), ([3], [4, 5, 6, 7]), ([5, 6, 7], [8, 9])]
+    text = "A text of more tokens than one window has."
+    found = perplexity(scorer, text)
+    ids = scorer.model.tokenizer.encode([text])[0]
+    total = sum(by_hand(scorer.model, a, b)[0] for a, b in windows(ids, scorer.first_token, 32))
+    np.testing.assert_allclose(found["nats_per_token"], -total / len(ids), rtol=1e-5)
+    np.testing.assert_allclose(found["word_perplexity"], math.exp(-total / 9), rtol=1e-4)
+    assert found["bytes"] == len(text) and found["words"] == 9
+
+
+def write_lines(path, *records):
+    path.write_text("\n".join(map(json.dumps, records)))
+    return str(path)
+
+
+def test_texts_and_tasks_from_the_command_line(directory, tmp_path, capsys, scorer):
+    choices = ["yes", "no, certainly not"]
+    prompt = "Is it?"
+    best = [by_hand(scorer.model, *encode_pair(scorer.model.tokenizer, prompt, " " + c))[0] for c in choices]
+    right = [int(np.argmax(best)), int(np.argmax(np.array(best) / [len(c) for c in choices]))]
+    record = {"prompt": prompt, "choices": choices, "answer": right[0]}
+    task = write_lines(tmp_path / "choice.jsonl", record, {**record, "answer": 1 - right[0]})
+    exact = write_lines(tmp_path / "exact.jsonl", {"prompt": "Who?", "answer": ["nobody", "no one"]})
+    (tmp_path / "text.txt").write_text("Some text.")
+    command = ["eval", str(directory), "--task", task, "--task", exact, "--text", str(tmp_path / "text.txt")]
+    mesh = ["--length", "32", "mesh.data=2", "mesh.fsdp=2", "mesh.tensor=2", "--rows", "2", "eval.tokens=4"]
+    assert main([*command, *mesh, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)["scores"]
+    assert found[task]["acc"] == found[task]["acc_norm"] == 0.5 and found[task]["questions"] == 2
+    assert found[exact]["exact_match"] == 0 and found[str(tmp_path / "text.txt")]["tokens"] == 10
+
+
+def test_answers_are_compared_without_case_articles_and_punctuation():
+    assert normalized(" The  Sky, is BLUE!") == normalized("sky is blue") != normalized("skies are blue")
+
+
+@pytest.mark.parametrize(
+    "lines, message",
+    [
+        ([], "has no questions"),
+        ([{"prompt": "a", "choices": ["b"], "answer": 1}], "line 1 of"),
+        ([{"prompt": "a", "answer": 4}], "must be"),
+        ([{"prompt": "a", "answer": "4"}, {"prompt": "a", "choices": ["b"], "answer": 0}], "make two files"),
+    ],
+)
+def test_files_that_are_no_task_are_refused(tmp_path, lines, message):
+    with pytest.raises(ValueError, match=message):
+        read_task(write_lines(tmp_path / "task.jsonl", *lines))
+
+
+def test_the_harness_gets_what_transformers_would_give(golden):
+    """Numbers of transformers' own model on the very same files."""
+    case = golden("hf_harness.json")
+    model = HarnessModel(
+        str(GOLDEN / case["model_dir"]), batch_size=2, max_length=case["max_length"], overrides="mesh.data=1"
+    )
+    requests = [SimpleNamespace(args=(one["context"], one["continuation"])) for one in case["loglikelihood"]]
+    for (log_prob, greedy), one in zip(model.loglikelihood(requests), case["loglikelihood"], strict=True):
+        np.testing.assert_allclose(log_prob, one["log_prob"], rtol=2e-5)
+        assert greedy == one["greedy"]
+    texts = [SimpleNamespace(args=(one["text"],)) for one in case["rolling"]]
+    for log_prob, one in zip(model.loglikelihood_rolling(texts), case["rolling"], strict=True):
+        np.testing.assert_allclose(log_prob, one["log_prob"], rtol=2e-5)
+    asked = [SimpleNamespace(args=(one["context"], one["settings"])) for one in case["generate"]]
+    assert model.generate_until(asked) == [one["text"] for one in case["generate"]]
+    message = [{"role": "user", "content": "Who?"}]
+    assert model.apply_chat_template(message) == "<|im_start|>user\nWho?<|im_end|>\n<|im_start|>assistant\n"
