@@ -38,6 +38,61 @@ MODELS = {
     ),
     "olmo2": ("Olmo2", {}),
     "gemma": ("Gemma", {"head_dim": 8}),
+    "gemma2": (
+        "Gemma2",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 3,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 6,
+            "attn_logit_softcapping": 2.0,
+            "final_logit_softcapping": 3.0,
+        },
+    ),
+    "gemma3": (
+        "Gemma3Text",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 5,
+            "sliding_window": 5,
+            "query_pre_attn_scalar": 12,
+            "layer_types": ["sliding_attention", "full_attention"] * 2 + ["sliding_attention"],
+            "rope_parameters": {
+                "sliding_attention": ROPE,
+                "full_attention": {"rope_theta": 100000.0, "rope_type": "linear", "factor": 8.0},
+            },
+        },
+    ),
+    "gpt_oss": (
+        "GptOss",
+        {
+            "head_dim": 8,
+            "num_hidden_layers": 4,
+            "sliding_window": 5,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "hidden_size": 16,
+            "intermediate_size": 16,
+            "rope_parameters": {
+                "rope_type": "yarn",
+                "rope_theta": 1000.0,
+                "factor": 4.0,
+                "beta_fast": 4.0,
+                "beta_slow": 1.0,
+                "truncate": False,
+                "original_max_position_embeddings": 16,
+            },
+        },
+    ),
+    "smollm3": (
+        "SmolLM3",
+        {
+            "num_hidden_layers": 5,
+            "no_rope_layer_interval": 2,
+            "use_sliding_window": True,
+            "sliding_window": 6,
+        },
+    ),
 }
 
 
@@ -45,9 +100,13 @@ def make(directory: Path, name: str) -> None:
     kind, options = MODELS[name]
     torch.manual_seed(sum(name.encode()))
     config = getattr(transformers, f"{kind}Config")(**{**COMMON, **options})
-    model = transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     for leaf, weight in model.named_parameters():
-        center = 1.0 if leaf.endswith("norm.weight") and kind not in ("Gemma", "Gemma2", "Gemma3") else 0.0
+        center = (
+            1.0 if leaf.endswith("norm.weight") and kind not in ("Gemma", "Gemma2", "Gemma3Text") else 0.0
+        )
         weight.data = center + torch.randn_like(weight) * (0.3 if weight.ndim > 1 or center else 0.2)
     target = directory / f"hf_{name}_tiny"
     model.save_pretrained(target)

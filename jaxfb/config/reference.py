@@ -10,7 +10,15 @@ from typing import Any
 
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.config.root import Config
-from jaxfb.config.schema import describe, fields_of, key_of, named_sections, section_of, sections_of
+from jaxfb.config.schema import (
+    describe,
+    fields_of,
+    key_of,
+    listed_section,
+    named_sections,
+    section_of,
+    sections_of,
+)
 
 _ENTRY = re.compile(r"^(?P<names>[a-z_0-9]+(?:, [a-z_0-9]+)*): +(?P<text>\S.*)$")
 _INLINE = re.compile(r"(?<=\. )(?=[a-z_0-9]+: )")
@@ -40,6 +48,8 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
         found, key = sections_of(hint), f"{prefix}{name}"
         if named := named_sections(hint):
             found, key = [named], f"{key}.NAME"
+        if listed := listed_section(hint):
+            found, key = [listed], f"{key}[NUMBER]"
         for section in found:
             if section not in seen:
                 seen.add(section)

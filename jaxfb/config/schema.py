@@ -143,6 +143,13 @@ def named_sections(hint: Any) -> type | None:
     return None
 
 
+def listed_section(hint: Any) -> type | None:
+    """Returns the dataclass of `tuple[dataclass, ...]`, a list of sections; None for anything else."""
+    if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]):
+        return get_args(hint)[0]
+    return None
+
+
 def _named_section(cls: type, given: Any, key: str) -> Any:
     for name in given if isinstance(given, Mapping) else ():
         if name not in fields_of(cls):
@@ -191,6 +198,10 @@ def _value(hint: Any, given: Any, key: str, root: type) -> Any:
         if not isinstance(given, Mapping):
             raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")
         return {str(name): _named_section(named, each, f"{key}.{name}") for name, each in given.items()}
+    if listed := listed_section(hint):
+        if not isinstance(given, list | tuple):
+            raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")
+        return tuple(_named_section(listed, each, f"{key}[{number}]") for number, each in enumerate(given))
     if section is None:
         return _leaf(hint, given, key)
     return None if given is None and type(None) in _options(hint) else build(section, given, f"{key}.", root)
@@ -233,6 +244,8 @@ def describe(hint: Any) -> str:
             parts.append("one of " + ", ".join(map(str, get_args(option))))
         elif registry := _registry(option):
             parts.append(f"one of {', '.join(registry.names)}, or your own as {OWN}")
+        elif listed := listed_section(option):
+            parts.append(f"a list of sections with {', '.join(fields_of(listed))}")
         elif get_origin(option) is tuple:
             parts.append(f"a list, each {describe(get_args(option)[0])}")
         elif named := named_sections(option):

@@ -81,6 +81,8 @@ class Attention(nnx.Module):
 
     def _rotated(self, x: jax.Array, positions_RT: jax.Array) -> jax.Array:
         config = self.config
+        if config.rope_theta is None:
+            return x
         size = config.variant.rotary_size(config.head_size)
         return rotate(x, positions_RT, config.rope_theta, config.rope_scaling, size=size)
 

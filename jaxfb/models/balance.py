@@ -15,7 +15,7 @@ Shapes: R = rows, T = tokens of a row, E = num_experts, K = experts_per_token, L
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import NamedTuple
 
@@ -24,6 +24,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import stack_of
 from jaxfb.parallel import expert
 from jaxfb.types import Counted, PyTree, Sum
 
@@ -126,8 +127,8 @@ def router_metrics(
 
 def counted_leaves(config: TransformerConfig) -> Counted | None:
     """Returns what a transformer with these experts counts over the whole update, for the engine; None if nothing."""
-    before = partial(_tell_load, config.batch_balance_layers) if config.batch_balance_coefficient else None
-    after = partial(_move_bias, config.router_bias_rate) if config.router_bias_rate else None
+    before = partial(_tell_load, config) if config.batch_balance_coefficient else None
+    after = partial(_move_bias, config) if config.router_bias_rate else None
     return Counted(_are_counted, before, after) if config.num_experts and (before or after) else None
 
 
@@ -139,21 +140,42 @@ def _are_counted(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_counted, params)
 
 
-def _tell_load(layers: str, params: PyTree, metrics: dict) -> PyTree:
+def _tell_load(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTree:
     """Returns params with the load of each layer's experts, [L, E], or in each layer that of all together."""
     load = metrics[LOAD]
-    if layers == "together":
-        load = jax.tree.map(lambda x: jnp.broadcast_to(x.sum(0), x.shape), load)
-    return params | {"layers": params["layers"] | {LOAD: load.value}}
+    if config.batch_balance_layers == "together":
+        load = jax.tree.map(lambda x: jnp.broadcast_to(x.reshape(-1, x.shape[-1]).sum(0), x.shape), load)
+    return _with_experts_changed(config, params, load.value, lambda layer, load: layer | {LOAD: load})
 
 
-def _move_bias(rate: float, params: PyTree, metrics: dict) -> PyTree:
-    """Returns params with every bias [L, E] a step of `rate` higher or lower; where the load is the mean it stays."""
-    moe = params["layers"]["moe"]
-    bias = moe["router"]["bias"]
-    moved = bias + jnp.asarray(rate, bias.dtype) * _too_few(metrics[LOAD].total).astype(bias.dtype)
-    moe = moe | {"router": moe["router"] | {"bias": moved}}
-    return params | {"layers": params["layers"] | {"moe": moe}}
+def _move_bias(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTree:
+    """Returns params with every bias [L, E] a step of the rate higher or lower; where the load is the mean it stays."""
+
+    def moved(layer, choices):
+        router = layer["moe"]["router"]
+        bias = router["bias"]
+        step = jnp.asarray(config.router_bias_rate, bias.dtype) * _too_few(choices).astype(bias.dtype)
+        return layer | {"moe": layer["moe"] | {"router": router | {"bias": bias + step}}}
+
+    return _with_experts_changed(config, params, metrics[LOAD].total, moved)
+
+
+def _with_experts_changed(
+    config: TransformerConfig, params: PyTree, counts: jax.Array, change: Callable[[dict, jax.Array], dict]
+) -> PyTree:
+    """Returns params with `change(layer, its counts [L, E])` in place of each layer that has experts.
+
+    Args:
+      counts: [L, E], or [L, N, E] of the N layers with experts in each of L periods.
+    """
+    stack = stack_of(config)
+    layers = stack.split(params["layers"])
+    each = iter(jnp.moveaxis(counts, 1, 0) if len(layers) > 1 else counts[None])
+    changed = [
+        change(layer, next(each)) if one.num_experts else layer
+        for one, layer in zip(stack.period, layers, strict=True)
+    ]
+    return params | {"layers": stack.joined(changed)}
 
 
 def _too_few(choices: jax.Array) -> jax.Array:

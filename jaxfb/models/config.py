@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from math import isqrt
 from typing import Any
 
+from jaxfb.models.pattern import LayerKind, settle, stack_of
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
 from jaxfb.refusal import FLOAT32, INT32, Refused, boolean, instance, integer, number, shown
@@ -36,7 +37,7 @@ class TransformerConfig:
     mlp_size:        width of the MLP; None is 8/3 hidden_size, rounded up to a multiple of 64.
     num_kv_heads:    key and value heads, which divide the query heads into groups; None is num_heads.
     head_size:       numbers of one head; None is hidden_size / num_heads.
-    rope_theta:      base of the rotary positions' wavelengths.
+    rope_theta:      base of the rotary positions' wavelengths; None: no rotary positions.
     norm_eps:        added to the mean square in every RMSNorm.
     tied_embeddings: the head is the transposed embedding.
     rope_scaling:    a `jaxfb.models.rope_scaling.RopeScaling` for longer sequences (Llama 3.1, yarn); None: none.
@@ -45,6 +46,9 @@ class TransformerConfig:
     dropout:         rate on both residual branches of a layer, drawn per row; 0 for none.
     attention:       "auto": flash attention where it is supported, on GPUs "cudnn", on TPUs "splash"
                      (`jaxfb.models.attention.choose_backend`), else "xla"; or one of these.
+    pattern:         the kinds of a period of layers (`jaxfb.models.pattern.LayerKind`), which is repeated; () if
+                     all layers are alike. A remainder of `num_layers` comes first, as leading layers.
+    leading:         the kinds of layers before the first period, beside the embedding in a pipeline.
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
                      None: all before it.
     context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
@@ -87,13 +91,15 @@ class TransformerConfig:
     mlp_size: int = _DERIVED
     num_kv_heads: int = _DERIVED
     head_size: int = _DERIVED
-    rope_theta: float = 10_000.0
+    rope_theta: float | None = 10_000.0
     rope_scaling: RopeScaling | None = None
     norm_eps: float = 1e-5
     tied_embeddings: bool = False
     qkv_bias: bool = False
     qk_norm: bool = False
     dropout: float = 0.0
+    pattern: tuple[LayerKind, ...] = ()
+    leading: tuple[LayerKind, ...] = ()
     attention: str = "auto"
     window: int | None = None
     context_attention: str = "ring"
@@ -133,21 +139,19 @@ class TransformerConfig:
         _check_loss(self)
         if self.num_experts:
             _check_experts(self)
+        for name, value in settle(self).items():
+            object.__setattr__(self, name, value)
 
 
 def num_params(config: TransformerConfig) -> int:
     """Returns how many parameters `init_params(config, ...)` has, tied weights counted once."""
-    width, size = config.hidden_size, config.head_size
-    heads, kv_heads = config.num_heads, config.num_kv_heads
-    biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
-    biases += (width if config.variant.output_bias else 0) + _mlp_biases(config)
-    biases += heads if config.variant.attention_sinks else 0
-    normed = heads + kv_heads if config.variant.qk_norm_over == "token" else 2
-    norms = config.variant.norms_of_layer * width + (normed * size if config.qk_norm else 0)
-    matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
-    layers = (config.num_layers + config.mtp_depth) * (matmul + biases + norms)
-    layers += config.mtp_depth * (_mtp_projection_params(config) + 3 * width)
-    layers += config.num_layers * config.num_experts if config.router_bias_rate else 0
+    width, stack = config.hidden_size, stack_of(config)
+    layers = sum(number * _layer_params(one) for one, number in stack.counted())
+    layers += config.mtp_depth * (
+        _layer_params(stack.period[-1]) + _mtp_projection_params(config) + 3 * width
+    )
+    if config.router_bias_rate:
+        layers += sum(number * one.num_experts for one, number in stack.counted())
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
 
@@ -161,12 +165,33 @@ def flops_per_token(config: TransformerConfig, seq_len: int) -> int:
     the mean number of tokens that one sees takes the place of seq_len / 2. With adapters a weight is frozen and has no
     gradient, 4 a parameter; what adapters themselves multiply, less than a hundredth, is not counted.
     """
-    layer = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
-    num_layers = config.num_layers + config.mtp_depth
+    stack = stack_of(config)
     heads = (1 + config.mtp_depth) * config.vocab_size * config.hidden_size
-    matmul = num_layers * layer + heads + config.mtp_depth * _mtp_projection_params(config)
-    attention = num_layers * config.num_heads * config.head_size * twice_seen(config.window, seq_len)
-    return (6 if getattr(config, "lora", None) is None else 4) * matmul + 6 * attention
+    rest = _per_product(config) * (heads + config.mtp_depth * _mtp_projection_params(config))
+    layers = sum(number * _layer_flops(one, seq_len) for one, number in stack.counted())
+    return layers + config.mtp_depth * _layer_flops(stack.period[-1], seq_len) + rest
+
+
+def _layer_params(config: TransformerConfig) -> int:
+    """Returns the parameters of a layer, but for the bias of its router."""
+    heads, kv_heads, size = config.num_heads, config.num_kv_heads, config.head_size
+    biases = (heads + 2 * kv_heads) * size if config.qkv_bias else 0
+    biases += (config.hidden_size if config.variant.output_bias else 0) + _mlp_biases(config)
+    biases += heads if config.variant.attention_sinks else 0
+    normed = heads + kv_heads if config.variant.qk_norm_over == "token" else 2
+    norms = config.variant.norms_of_layer * config.hidden_size + (normed * size if config.qk_norm else 0)
+    matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
+    return matmul + biases + norms
+
+
+def _layer_flops(config: TransformerConfig, seq_len: int) -> int:
+    matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
+    attention = config.num_heads * config.head_size * twice_seen(config.window, seq_len)
+    return _per_product(config) * matmul + 6 * attention
+
+
+def _per_product(config: TransformerConfig) -> int:
+    return 6 if getattr(config, "lora", None) is None else 4
 
 
 def twice_seen(window: int | None, seq_len: int) -> int:
@@ -178,7 +203,8 @@ def twice_seen(window: int | None, seq_len: int) -> int:
 
 def seen_share(config: TransformerConfig, seq_len: int) -> float:
     """Returns the tokens that attention looks at, as a share of those that it does without windows."""
-    return twice_seen(config.window, seq_len) / seq_len
+    seen = sum(number * twice_seen(one.window, seq_len) for one, number in stack_of(config).counted())
+    return seen / (seq_len * config.num_layers)
 
 
 def _attention_matmul_params(config: TransformerConfig) -> int:
@@ -211,7 +237,7 @@ def _check_types(config: TransformerConfig) -> None:
     """Refuses a number of another kind, NaN and infinity, what is no flag and no text."""
     for one in fields(config):
         name, value, kind = one.name, getattr(config, one.name), str(one.type)
-        if value is None and one.default is None:
+        if value is None and (one.default is None or "None" in kind):
             continue
         if kind.startswith("int"):
             integer(name, value, who="[model]", least=0, most=_MOST.get(name, INT32))
@@ -237,7 +263,7 @@ def _fill(config: TransformerConfig, **defaults) -> None:
 
 def _check_positive(config: TransformerConfig, names: tuple[str, ...]) -> None:
     for name in names:
-        if not getattr(config, name) > 0:
+        if getattr(config, name) is not None and not getattr(config, name) > 0:
             least = {
                 "hidden_size": 2 * (config.num_heads or 1),
                 "head_size": 2,

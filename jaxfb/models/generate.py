@@ -22,13 +22,16 @@ from jaxfb.losses.logits import IdRanges, capped
 from jaxfb.models.attention import attention, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
+from jaxfb.models.pattern import LEADING, layer_name, stack_of
 from jaxfb.models.pick import Pick
 from jaxfb.models.transformer import Block, rebuilder
 from jaxfb.parallel.context import within_window
 from jaxfb.refusal import Refused, integer, number
 from jaxfb.types import outer_params
 
-Cache = tuple[jax.Array, jax.Array]  # keys and values, each [L, R, S, G, K]; a layer sees [R, S, G, K]
+Kept = tuple[jax.Array, jax.Array]  # keys and values of a layer, each [R, S, G, K]
+# of each leading layer; of each layer of a period, [number of periods, R, S, G, K]
+Cache = tuple[list[Kept], list[Kept]]
 
 
 class Generated(NamedTuple):
@@ -220,45 +223,65 @@ _advanced = jax.jit(_advance, static_argnums=(0, 1, 2), donate_argnums=3)
 def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
     """Runs the prompt: [R, P] -> hidden [R, P, D], and the cache with space for the new tokens."""
 
-    def attend(query, key, value, *scores):
+    def attend(window, _, query, key, value, *scores):
         room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
         # the backend that training names may refuse a prompt: its length and dtype are other ones
-        context = packed_attention(
-            query, key, value, *scores, segments=None, backend="auto", window=config.window
-        )
+        context = packed_attention(query, key, value, *scores, segments=None, backend="auto", window=window)
         return context, (jnp.pad(key, room), jnp.pad(value, room))
 
-    block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
     positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
-
-    def layer(hidden, layer_params):
-        return block_of(layer_params)(hidden, positions, attend)
-
-    return lax.scan(layer, outer.embed(prompt), params["layers"])
+    return _through_layers(config, params, prompt, positions, attend, None)
 
 
 def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache]:
     """Runs one token of each row, [R] at position `slot` [R], through the layers: hidden [R, D] and the longer
     cache.
     """
-    block_of, outer = rebuilder(Block, config), rebuilder(Outer, config)(outer_params(params))
-    places = jnp.arange(cache[0].shape[2])
-    visible = places <= slot[:, None]
-    if config.window is not None:
-        visible &= within_window(slot, places, config.window)
     rows = jnp.arange(slot.shape[0])
 
-    def layer(hidden, scanned):
-        layer_params, (keys, values) = scanned
+    def attend(window, before, query, key, value, *scores):
+        keys, values = before
+        kept = keys.at[rows, slot].set(key[:, 0]), values.at[rows, slot].set(value[:, 0])
+        places = jnp.arange(keys.shape[1])
+        visible = places <= slot[:, None]
+        if window is not None:
+            visible &= within_window(slot, places, window)
+        return attention(query, *kept, *scores, mask=visible[:, None, None, :]), kept
 
-        def attend(query, key, value, *scores):
-            kept = keys.at[rows, slot].set(key[:, 0]), values.at[rows, slot].set(value[:, 0])
-            return attention(query, *kept, *scores, mask=visible[:, None, None, :]), kept
-
-        return block_of(layer_params)(hidden, slot[:, None], attend)
-
-    hidden, cache = lax.scan(layer, outer.embed(token[:, None]), (params["layers"], cache))
+    hidden, cache = _through_layers(config, params, token[:, None], slot[:, None], attend, cache)
     return hidden[:, 0], cache
+
+
+def _through_layers(
+    config, params, tokens, positions, attend, cache: Cache | None
+) -> tuple[jax.Array, Cache]:
+    """Runs tokens [R, T] through all layers.
+
+    Args:
+      attend: (window, what the layer kept before, query, key, value, scores if they are not plain) -> (context, what
+        it keeps).
+      cache: of the tokens before; None: there are none.
+    """
+    stack = stack_of(config)
+    of_leading, of_periods = cache or ([None] * len(stack.leading), [None] * len(stack.period))
+    hidden = rebuilder(Outer, config)(outer_params(params)).embed(tokens)
+
+    def run(configs, layers, hidden, before):
+        kept = []
+        for one, layer_params, last in zip(configs, layers, before, strict=True):
+            block = rebuilder(Block, one)(layer_params)
+            hidden, now = block(hidden, positions, partial(attend, one.window, last))
+            kept.append(now)
+        return hidden, kept
+
+    def period(hidden, scanned):
+        layer_params, before = scanned
+        return run(stack.period, stack.split(layer_params), hidden, before)
+
+    leading = [params[LEADING][layer_name(place)] for place in range(len(stack.leading))]
+    hidden, of_leading = run(stack.leading, leading, hidden, of_leading)
+    hidden, of_periods = lax.scan(period, hidden, (params["layers"], of_periods))
+    return hidden, (of_leading, of_periods)
 
 
 def _logits(config, params, hidden):

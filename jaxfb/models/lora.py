@@ -21,6 +21,7 @@ from flax import nnx
 
 from jaxfb.models.adapted import A, B, LoRA
 from jaxfb.models.layers import dropout
+from jaxfb.models.pattern import LEADING, is_layer
 from jaxfb.refusal import Refused
 from jaxfb.types import PyTree
 
@@ -46,7 +47,9 @@ class Adapter:
 def attach(module: nnx.Module, params: Mapping, lora: LoRA, keys: jax.Array | None, path: str = "") -> None:
     """Gives every projection of a layer that has an adapter in `params` that adapter."""
     for name, value in params.items():
-        if not isinstance(value, Mapping):
+        if not isinstance(value, Mapping) or not hasattr(
+            module, name
+        ):  # leading layers are none of the embedding's
             continue
         child, below = getattr(module, name), f"{path}.{name}".lstrip(".")
         if A in value:
@@ -68,14 +71,14 @@ def with_adapters(lora: LoRA | None, params: PyTree, key: jax.Array, dtype: Any 
         return params
     names = check_targets(lora, params["layers"])
 
-    def one(name: str, node: Mapping) -> dict:
-        kernel, own = node["kernel"], jax.random.fold_in(key, zlib.crc32(name.encode()))
-        layers, inputs, outputs = kernel.shape
+    def one(path: str, node: Mapping) -> dict:
+        kernel, own = node["kernel"], jax.random.fold_in(key, zlib.crc32(path.encode()))
+        *layers, inputs, outputs = kernel.shape
         bound = inputs**-0.5
-        a = jax.random.uniform(own, (layers, inputs, lora.rank), jnp.float32, -bound, bound)
-        return {**node, A: a.astype(dtype), B: jnp.zeros((layers, lora.rank, outputs), dtype)}
+        a = jax.random.uniform(own, (*layers, inputs, lora.rank), jnp.float32, -bound, bound)
+        return {**node, A: a.astype(dtype), B: jnp.zeros((*layers, lora.rank, outputs), dtype)}
 
-    return {**params, "layers": changed(params["layers"], dict.fromkeys(names, one))}
+    return _with_all_layers_changed(params, dict.fromkeys(names, one))
 
 
 def without_adapters(params: PyTree) -> PyTree:
@@ -93,7 +96,12 @@ def merged(params: PyTree, lora: LoRA) -> PyTree:
         return {**rest, "kernel": merged_kernel(node["kernel"], node[A], node[B], lora)}
 
     found = {name for name, node in projections(params["layers"]) if A in node}
-    return {**params, "layers": changed(params["layers"], dict.fromkeys(found, one))}
+    return _with_all_layers_changed(params, dict.fromkeys(found, one))
+
+
+def _with_all_layers_changed(params: Mapping, functions: Mapping[str, Any]) -> dict:
+    leading = {LEADING: changed(params[LEADING], functions, path=LEADING)} if LEADING in params else {}
+    return {**params, "layers": changed(params["layers"], functions), **leading}
 
 
 def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, lora: LoRA) -> jax.Array:
@@ -104,11 +112,11 @@ def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, lora: LoRA) -> 
 
 
 def projections(layers: Mapping, path: str = "") -> Iterator[tuple[str, Mapping]]:
-    """Yields (dotted name, arrays) of every projection of the layers, those of experts left out."""
+    """Yields (dotted name below its layer, arrays) of every projection of the layers, those of experts left out."""
     for name, value in layers.items():
         if not isinstance(value, Mapping) or name in _NOT_LINEAR:
             continue
-        below = f"{path}.{name}".lstrip(".")
+        below = path if is_layer(name) else f"{path}.{name}".lstrip(".")
         if "kernel" in value:
             yield below, value
         else:
@@ -121,7 +129,7 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
     Raises:
       ValueError: a target is the name of none.
     """
-    names = [name for name, _ in projections(layers)]
+    names = list(dict.fromkeys(name for name, _ in projections(layers)))
     for target in lora.targets:
         if not any(LoRA(targets=(target,)).adapts(name) for name in names):
             legal = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
@@ -135,13 +143,19 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
     return [name for name in names if lora.adapts(name)]
 
 
-def changed(layers: Mapping, functions: Mapping[str, Any], path: str = "") -> dict:
-    """Returns the layers with function(name, arrays) in place of the arrays of each named projection."""
+def changed(layers: Mapping, functions: Mapping[str, Any], own: str = "", path: str = "") -> dict:
+    """Returns the layers with function(path, arrays) in place of the arrays of each named projection.
+
+    Args:
+      functions: by dotted names below a layer.
+      own, path: the names above, below the layer and in all.
+    """
     found = {}
     for name, value in layers.items():
-        below = f"{path}.{name}".lstrip(".")
+        below = own if is_layer(name) else f"{own}.{name}".lstrip(".")
+        whole = f"{path}.{name}".lstrip(".")
         if below in functions:
-            found[name] = functions[below](below, value)
+            found[name] = functions[below](whole, value)
         else:
-            found[name] = changed(value, functions, below) if isinstance(value, Mapping) else value
+            found[name] = changed(value, functions, below, whole) if isinstance(value, Mapping) else value
     return found

@@ -149,11 +149,6 @@ def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
     return {"targets": later(microbatch["targets"], depth), "loss_mask": mask}
 
 
-def is_mtp(outer: dict) -> dict:
-    """Returns tree like `outer` of bool: the leaves that are of multi-token prediction."""
-    return {name: jax.tree.map(lambda _, n=name: n == NAME, leaves) for name, leaves in outer.items()}
-
-
 class _Whole:
     """Computes all rows on one device."""
 

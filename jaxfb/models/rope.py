@@ -53,8 +53,10 @@ def _kept_by_yarn(head_size: int, theta: float, scaling: RopeScaling) -> np.ndar
         """Returns which pair makes so many turns within the original length."""
         return head_size * math.log(length / (turns * 2 * math.pi)) / (2 * math.log(theta))
 
-    first = max(math.floor(pair_of(scaling.beta_fast)), 0)
-    last = min(math.ceil(pair_of(scaling.beta_slow)), head_size - 1)
+    first, last = pair_of(scaling.beta_fast), pair_of(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_size - 1)
     ramp = (np.arange(head_size // 2) - first) / max(last - first, 0.001)
     return 1 - np.clip(ramp, 0, 1)
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxfb.refusal import FLOAT32, Refused, choice, integer, number
+from jaxfb.refusal import FLOAT32, Refused, boolean, choice, integer, number
 
 KINDS = ("linear", "llama3", "yarn")
 _WHO = "[model.rope_scaling]"
@@ -27,6 +27,7 @@ class RopeScaling:
     low_frequency_factor, high_frequency_factor: of "llama3", turns within the original length below which a
       frequency is divided by the whole factor, and above which it is kept.
     beta_slow, beta_fast: the same two bounds of "yarn".
+    truncate: of "yarn", the bounds are whole pairs; false leaves them between two (gpt-oss).
     attention_factor: of "yarn", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1.
     """
 
@@ -38,6 +39,7 @@ class RopeScaling:
     beta_slow: float = 1.0
     beta_fast: float = 32.0
     attention_factor: float | None = None
+    truncate: bool = True
 
     def __post_init__(self):
         choice("kind", self.kind, KINDS, who=_WHO)
@@ -49,6 +51,7 @@ class RopeScaling:
                 f"{_WHO} kind={self.kind} needs original_length, the tokens of a sequence in training; use 8192",
                 [{"original_length": 8192}],
             )
+        boolean("truncate", self.truncate, who=_WHO)
         if self.attention_factor is not None:
             number("attention_factor", self.attention_factor, who=_WHO, above=0, most=FLOAT32)
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):

@@ -13,14 +13,17 @@ With experts a layer has, in place of "mlp", "moe": {"router": {"kernel", "bias"
 "experts": {"gate", "up", "down"} in three arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a
 shared expert)}; the engine may add "expert_load" [num_layers, num_experts] beside it (`balance.py`).
 
+With layers of several kinds "layers" has {"layer_0": ..., "layer_1": ...}, those of a period, every leaf stacked
+[num_periods, ...], and beside it "leading" the layers before the first period, by the same names, not stacked.
+
 Shapes: R = rows, T = tokens of a row, D = hidden_size, V = vocab_size.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,8 @@ from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
+from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
+from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.scores import PLAIN
 from jaxfb.parallel.tensor import on_head_shards, residual_stream, transformer_param_specs, vocabulary_dims
@@ -111,9 +116,11 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         config's label smoothing, z-loss and soft cap, and multi-token prediction. Your own loss goes
         without the latter.
     """
+    stack = stack_of(config)
+    period, last = [_layer_of(one) for one in stack.period], stack.period[-1]
     multi_token = None
     if loss is None and config.mtp_depth:
-        multi_token = mtp.MultiToken(config, rebuilder(partial(mtp.Depth, block=Block), config))
+        multi_token = mtp.MultiToken(config, rebuilder(partial(mtp.Depth, block=Block), last))
     if loss is None:
         loss = partial(
             next_token_loss,
@@ -122,37 +129,39 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
             z_loss=config.z_loss,
             logit_softcap=config.logit_softcap,
         )
-    outer_of, block_of = rebuilder(Outer, config), rebuilder(Block, config)
+    outer_of, leading = rebuilder(Outer, config), _leading_of(config)
+
+    def read(microbatch, rng):
+        counted = counted_tokens(microbatch) if config.num_experts else None
+        return _Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
 
     def embed(outer, microbatch, rng=None):
-        return outer_of(outer).embed(microbatch["tokens"])
-
-    def attend_to(segments):
-        how = dict(backend=config.attention, context=config.context_attention, window=config.window)
-        return partial(_attend_packed, segments=segments, **how)
-
-    def counted_here(microbatch):
-        return counted_tokens(microbatch) if config.num_experts else None
+        hidden = outer_of(outer).embed(microbatch["tokens"])
+        return jax.checkpoint(leading)(outer[LEADING], hidden, read(microbatch, rng)) if leading else hidden
 
     def layer(layer_params, hidden, microbatch, rng=None):
-        attend, counted = attend_to(microbatch.get("segments")), counted_here(microbatch)
-        load = layer_params.get(LOAD)
-        block = block_of(layer_params, rng)
-        after, _, out = block.with_router(hidden, _positions(microbatch), attend, rng, counted, load)
-        return (after, out) if config.num_experts else after
+        given, outs = read(microbatch, rng), []
+        for place, (run, own) in enumerate(zip(period, stack.split(layer_params), strict=True)):
+            hidden, out = run(own, hidden, given.of_layer(place) if len(period) > 1 else given)
+            outs.append(out)
+        return (hidden, _of_period(outs)) if config.num_experts else hidden
 
     def head(outer, hidden, microbatch, rng=None, **axis):
         module = outer_of(outer)
         out = loss(whole(module.norm(hidden)), module.head_kernel, microbatch, **axis)
         if multi_token is None:
             return out
-        segments, counted = microbatch.get("segments"), counted_here(microbatch)
-        read = mtp.Read(_positions(microbatch), segments, counted, rng, attend_to)
-        more = multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, read, axis.get("axis"))
+        given = mtp.Read(*read(microbatch, rng), partial(_attend_to, last))
+        more = multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis.get("axis"))
         return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
 
     def embed_part(outer, microbatch, rng, axis):
-        return outer_of(outer).embed.part(microbatch["tokens"], axis)
+        part = outer_of(outer).embed.part(microbatch["tokens"], axis)
+        if leading is None:
+            return part
+        own = jax.tree.map(partial(shared_rows.own, axis=axis), read(microbatch, rng))
+        hidden = leading(outer[LEADING], shared_rows.take_sum(part, axis), own)
+        return shared_rows.place(hidden, axis, part.shape[0])
 
     def head_part(outer, hidden, microbatch, rng, axis):
         return head(outer, hidden, microbatch, rng, axis=axis)
@@ -163,7 +172,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
             whole(module.norm(hidden)), module.head_kernel, config.logit_softcap, config.loss_chunk
         )
 
-    shared = mtp.is_mtp if multi_token else None
+    shared = _shares_rows if multi_token or leading else None
     vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part, shared)
     return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed, counted_leaves(config))
 
@@ -183,11 +192,82 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     """
     outer_key, layers_key = jax.random.split(key)
     params = _init(Outer, config)(outer_key)
-    params["layers"] = jax.vmap(_init(Block, config))(jax.random.split(layers_key, config.num_layers))
+    stack, keys = stack_of(config), jax.random.split(layers_key, config.num_layers)
+    first = len(stack.leading)
+    in_periods = keys[first:].reshape(stack.num_periods, len(stack.period))
+    params["layers"] = stack.joined(
+        [jax.vmap(_init(Block, one))(in_periods[:, place]) for place, one in enumerate(stack.period)]
+    )
+    if first:
+        made = [_init(Block, one)(key) for one, key in zip(stack.leading, keys, strict=False)]
+        params[LEADING] = named(made)
     if config.mtp_depth:
-        params[mtp.NAME] = mtp.init_depths(config, Block, jax.random.fold_in(key, 2))
+        params[mtp.NAME] = mtp.init_depths(stack.period[-1], Block, jax.random.fold_in(key, 2))
     params = lora.with_adapters(lora_of(config), params, jax.random.fold_in(key, 3))
     return jax.tree.map(lambda x: x.astype(dtype), params)
+
+
+class _Read(NamedTuple):
+    """Holds the inputs of layers besides hidden states, for the rows that this device works on."""
+
+    positions: jax.Array
+    segments: jax.Array | None
+    counted: jax.Array | None
+    keys: jax.Array | None
+
+    def of_layer(self, number: int) -> _Read:
+        """Returns the same with row keys folded with a number."""
+        if self.keys is None:
+            return self
+        return self._replace(keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
+
+
+def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], tuple[jax.Array, LossOutput]]:
+    """Returns a function of a layer's parameters, hidden and `_Read` to (hidden, its router's terms and metrics)."""
+    block_of = rebuilder(Block, config)
+
+    def run(params, hidden, read):
+        attend, load = _attend_to(config, read.segments), params.get(LOAD)
+        block = block_of(params, read.keys)
+        after, _, out = block.with_router(hidden, read.positions, attend, read.keys, read.counted, load)
+        return after, out
+
+    return run
+
+
+def _leading_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], jax.Array] | None:
+    """Returns a function that runs the layers before the first period; None where there are none."""
+    layers = [_layer_of(one) for one in stack_of(config).leading]
+    behind = config.num_layers + config.mtp_depth  # numbers that no other layer's keys are folded with
+
+    def run(params, hidden, read):
+        for place, layer in enumerate(layers):
+            hidden, _ = layer(params[layer_name(place)], hidden, read.of_layer(behind + place))
+        return hidden
+
+    return run if layers else None
+
+
+def _of_period(outs: Sequence[LossOutput]) -> LossOutput:
+    """Returns the sums of the layers' terms, and their metrics [layers with experts, ...], or of one layer [...]."""
+    if len(outs) == 1:
+        return outs[0]
+    reporting = [out for out in outs if out.metrics]
+    terms = jax.tree.map(lambda *parts: sum(parts), *[out.terms for out in reporting])
+    return LossOutput(terms, jax.tree.map(lambda *each: jnp.stack(each), *[out.metrics for out in reporting]))
+
+
+def _shares_rows(outer: dict) -> dict:
+    """Returns tree like `outer` of bool: the leaves that each stage uses for its own rows."""
+    return {
+        name: jax.tree.map(lambda _, n=name: n in (mtp.NAME, LEADING), leaves)
+        for name, leaves in outer.items()
+    }
+
+
+def _attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
+    how = dict(backend=config.attention, context=config.context_attention, window=config.window)
+    return partial(_attend_packed, segments=segments, **how)
 
 
 def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):

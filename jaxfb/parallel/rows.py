@@ -64,6 +64,14 @@ def take_sum(x: jax.Array, axis: str) -> jax.Array:
     return psum_scatter_of_one(padded, axis, 0)
 
 
+def place(x: jax.Array, axis: str, rows: int) -> jax.Array:
+    """Returns this device's rows [n, ...] at their places among [R, ...] and zeros elsewhere: a part of a sum over
+    `axis`.
+    """
+    everywhere = jnp.zeros((lax.axis_size(axis) * x.shape[0], *x.shape[1:]), x.dtype)
+    return lax.dynamic_update_slice_in_dim(everywhere, x, lax.axis_index(axis) * x.shape[0], 0)[:rows]
+
+
 @custom_vjp(1)
 def total(x: jax.Array, axis: str) -> jax.Array:
     """Sums over `axis` on every device; each part's gradient is that of the sum."""

@@ -173,7 +173,11 @@ def check_tensor_divides(config: Any, tensor: int) -> None:
     Raises:
       ValueError: names the field, both numbers and the nearest legal choice.
     """
-    mlp = ("expert_mlp_size", "shared_expert_size") if getattr(config, "num_experts", 0) else ("mlp_size",)
+    mlp: tuple[str, ...] = ("mlp_size",)
+    if getattr(config, "num_experts", 0):
+        kinds = (*config.pattern, *config.leading)
+        dense = mlp if any(not kind.experts for kind in kinds) else ()
+        mlp = ("expert_mlp_size", "shared_expert_size", *dense)
     sizes = {name: getattr(config, name) for name in ("num_heads", "num_kv_heads", *mlp, "vocab_size")}
     for name, value in sizes.items():
         if value % tensor:

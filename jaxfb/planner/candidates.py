@@ -8,6 +8,7 @@ from dataclasses import replace
 
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import stack_of
 from jaxfb.schedules import KINDS
 from jaxfb.schedules.by_device import runs_on
 
@@ -47,7 +48,7 @@ def label(config: Config) -> str:
 def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[dict[str, int]]:
     context = config.mesh.context
     tensors = [n for n in _divisors(devices // context, MOST_TENSOR) if _tensor_divides(sizes, n)]
-    pipes = [n for n in _divisors(devices // context, MOST_PIPE) if sizes.num_layers % n == 0]
+    pipes = [n for n in _divisors(devices // context, MOST_PIPE) if stack_of(sizes).num_periods % n == 0]
     experts = _divisors(devices // context, sizes.num_experts) if sizes.num_experts else [1]
     for tensor, pipe, expert in itertools.product(tensors, pipes, experts):
         rest, left = divmod(devices, context * tensor * pipe * expert)
@@ -66,7 +67,7 @@ def _schedules(mesh: dict[str, int], sizes: TransformerConfig) -> list[tuple[str
     choices = dict.fromkeys(
         (name, v) for name in kinds for asked in CHUNKS for v in KINDS[name].chunks(asked)
     )
-    return [one for one in choices if sizes.num_layers % (mesh["pipe"] * one[1]) == 0]
+    return [one for one in choices if stack_of(sizes).num_periods % (mesh["pipe"] * one[1]) == 0]
 
 
 def _with(config: Config, mesh, schedule, chunks, remat, rows, gather) -> Config:

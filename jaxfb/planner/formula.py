@@ -19,6 +19,7 @@ from jaxfb.mesh import AXES
 from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params, seen_share
+from jaxfb.models.pattern import stack_of
 from jaxfb.models.transformer import init_params
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
@@ -104,7 +105,8 @@ def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
     """Returns (parameters of layers, of embedding and head) that a device and its peers over fsdp have together."""
     mesh = config.mesh
     outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
-    experts = 3 * sizes.num_layers * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    experts = 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
     layers = num_params(sizes) - outer - experts + experts / mesh.expert
     return layers / (mesh.pipe * mesh.tensor), outer / (mesh.pipe * mesh.tensor)
 
@@ -206,10 +208,11 @@ def _kind(config: Config) -> Kind:
     return kind_of(config.schedule or default_name(config.chunks))
 
 
-def _products(sizes: TransformerConfig) -> int:
-    """Returns how many numbers a layer's products with weights give, a token."""
+def _products(sizes: TransformerConfig) -> float:
+    """Returns how many numbers a layer's products with weights give, a token, in the mean."""
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
-    return width + 3 * _mlp_width(sizes)
+    of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
+    return width + 3 * of_mlps / sizes.num_layers
 
 
 def _mlp_width(sizes: TransformerConfig) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.variant import Variant
+from jaxfb.pretrained import mxfp4
 from jaxfb.pretrained.family import Architecture, Values, refuse
 from jaxfb.pretrained.inert import INERT
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
@@ -23,7 +24,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         name: f"jaxfb.pretrained.families.{name}:{name.upper()}"
         for name in (
             *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-            *("phi3", "olmo2", "gemma"),
+            *("phi3", "olmo2", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt_oss"),
         )
     },
 )
@@ -54,7 +55,7 @@ def architecture_of(values: Mapping[str, Any]) -> Architecture:
         raise Refused(
             f"[hf] model_type={kind!r} cannot be read; it must be one of {', '.join(ARCHITECTURES)}"
         )
-    if values.get("quantization_config"):
+    if values.get("quantization_config") and not (kind == "gpt_oss" and mxfp4.is_used(values)):
         method = values["quantization_config"].get("quant_method", "an unknown method")
         raise Refused(f"[hf] the weights are quantised ({method}); use the model's bfloat16 or float32 files")
     return ARCHITECTURES[kind]
@@ -73,6 +74,7 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
       ValueError: an unknown architecture, a missing key, or keys that are unknown or whose value is not supported.
     """
     found, values = architecture_of(values), Values(values)
+    values.get("quantization_config")  # one that is not refused: the weights are read as if there were none
     activation = found.activations.get(values.get("hidden_act", "silu"))
     if activation is None:
         refuse(values, hidden_act=next(iter(found.activations)))

@@ -79,7 +79,8 @@ def export_arrays(
             file.abandon()
         raise
     written = [file.close() for file in files]
-    _write_json(target / "config.json", {**config, "dtype": name, "torch_dtype": name})
+    values = {key: value for key, value in config.items() if key != "quantization_config"}
+    _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
     index = [_write_index(target, files)] if len(files) > 1 else []
     carried = [] if companions is None else copy_companions(companions, target)
     return [target / "config.json", *index, *written, *carried]

@@ -83,14 +83,6 @@ def bias_keys(sizes: TransformerConfig) -> dict[str, Any]:
     return {"attention_bias": sizes.variant.output_bias, "mlp_bias": sizes.variant.mlp_bias}
 
 
-def only_full_attention(values: Mapping[str, Any]) -> None:
-    """Refuses layers with a sliding window, as Qwen's config.json may have."""
-    refuse(values, use_sliding_window=False)
-    values.get("max_window_layers")  # of windows that are not used
-    if other := sorted(set(values.get("layer_types") or ()) - {"full_attention"}):
-        raise Refused(f"[hf] layer_types={other} are not supported; only 'full_attention' is")
-
-
 def experts(number: int, values: Values) -> dict[str, Any]:
     """Returns the fields of a mixture; its balance loss is that of all layers together, as transformers computes it."""
     coefficient = values.get("router_aux_loss_coef", 0.001)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import jax
 
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import LEADING, place_of, stack_of
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained.family import Architecture
 from jaxfb.pretrained.tensors import Place, Shape
@@ -35,7 +36,8 @@ class Part(NamedTuple):
         filled = [*index, *[slice(None)] * (len(self.shape) - len(index))]
         cut = [*self.cut, *[slice(None)] * (len(self.shape) - len(self.cut))]
         ranges = [range(n)[of][part] for n, of, part in zip(self.shape, cut, filled, strict=True)]
-        return tuple(slice(r.start, r.stop, r.step) for r in ranges)
+        # the stop of every other one may be beyond the end
+        return tuple(slice(r.start, min(r.stop, n), r.step) for r, n in zip(ranges, self.shape, strict=True))
 
 
 class Leaf(NamedTuple):
@@ -79,27 +81,46 @@ def tensor_shapes(leaves: Mapping[str, Leaf]) -> dict[str, Shape]:
 
 
 def _leaf(architecture: Architecture, sizes: TransformerConfig, path: str, shape: Shape) -> Leaf:
-    in_layer = path.startswith("layers.")
-    names = architecture.layer_names if in_layer else architecture.outer_names
-    found = names.get(path.removeprefix("layers."))
+    below, layers = _layers_at(path, sizes)
+    found = (architecture.layer_names if layers else architecture.outer_names).get(below)
     if found is None:
         raise Refused(
             f"[hf] {architecture.class_name} has no tensor for {path}; such a model cannot be exported"
         )
     place = Place(found) if isinstance(found, str) else found
     turned = bool(_TURNED.search(path)) if place.turned is None else place.turned
-    numbered = list(_of_layers(place.name, sizes) if in_layer else [(place.name, ())])
+    numbered = list(_of_layers(place.name, layers, sizes) if layers else [(place.name, ())])
     own = turn(shape[len(numbered[0][1]) :], turned)
     parts = tuple(Part(name, index, *place.within(own, sizes)) for name, index in numbered)
     return Leaf(path, shape, turned, parts)
 
 
-def _of_layers(name: str, sizes: TransformerConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def _layers_at(path: str, sizes: TransformerConfig) -> tuple[str, list[tuple[int, tuple[int, ...]]]]:
+    """Returns the path below one layer, and the number of each layer that the array has with its place in it; a path of
+    no layer, and an empty list, otherwise.
+    """
+    part, _, below = path.partition(".")
+    stack, first = stack_of(sizes), 0
+    if part == LEADING:
+        name, _, below = below.partition(".")
+        return below, [(place_of(name), ())]
+    if part != "layers":
+        return path, []
+    if len(stack.period) > 1:
+        name, _, below = below.partition(".")
+        first = place_of(name)
+    periods = range(stack.num_periods)
+    return below, [(len(stack.leading) + len(stack.period) * k + first, (k,)) for k in periods]
+
+
+def _of_layers(
+    name: str, layers: list[tuple[int, tuple[int, ...]]], sizes: TransformerConfig
+) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yields the name of each layer's tensor, or of each expert's, with its place in our array."""
     name = "model.layers.{layer}." + name
-    for layer in range(sizes.num_layers):
+    for layer, index in layers:
         if "{expert}" not in name:
-            yield name.format(layer=layer), (layer,)
+            yield name.format(layer=layer), index
             continue
         for expert in range(sizes.num_experts):
-            yield name.format(layer=layer, expert=expert), (layer, expert)
+            yield name.format(layer=layer, expert=expert), (*index, expert)

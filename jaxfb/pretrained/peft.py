@@ -13,6 +13,7 @@ import numpy as np
 
 from jaxfb.models.adapted import A, B, LoRA
 from jaxfb.models.lora import changed, projections
+from jaxfb.models.pattern import LEADING, is_layer
 from jaxfb.pretrained.family import Architecture
 from jaxfb.pretrained.tensors import DENSE
 from jaxfb.refusal import Refused
@@ -50,6 +51,7 @@ def save_adapter(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory")
+    _check_one_kind(params)
     names = {name: _module(name, architecture) for name, node in projections(params["layers"]) if A in node}
     tensors = _tensors(params, names)
     target.mkdir(parents=True, exist_ok=True)
@@ -85,6 +87,7 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
                 f"[lora] adapter={str(path)!r} has no file {name}; give a directory that PEFT wrote"
             )
     _check_config(path, json.loads((path / CONFIG).read_text(encoding="utf-8")), lora)
+    _check_one_kind(params)
     nodes = {name: node for name, node in projections(params["layers"]) if A in node}
     wanted = {key: leaf for name in nodes for key, leaf in _keys(name, _module(name), nodes[name]).items()}
     found = _read(path / WEIGHTS)
@@ -111,6 +114,14 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
         return {**node, **stacks}
 
     return {**params, "layers": changed(params["layers"], dict.fromkeys(nodes, replaced))}
+
+
+def _check_one_kind(params: PyTree) -> None:
+    if LEADING in params or any(map(is_layer, params["layers"])):
+        raise Refused(
+            "[lora] adapters of a model with layers of several kinds are not read or written in PEFT's format; export "
+            "the merged model, without --adapter"
+        )
 
 
 def _check_config(path: Path, values: Mapping[str, Any], lora: LoRA) -> None:

@@ -4,34 +4,37 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from jaxfb.pretrained import mxfp4
 from jaxfb.refusal import Refused
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F64", "F32", "F16", "BF16")
+DTYPES = ("F64", "F32", "F16", "BF16", mxfp4.DTYPE)
 
 
 @dataclass(frozen=True)
 class Repository:
     """An open directory.
 
-    config: config.json. tensors: name -> (file, shape, dtype), from the files' headers alone.
+    config: config.json. tensors: name -> (file, shape, dtype), from the files' headers alone; of weights of 4 bits, as
+      what they are read as. packed: likewise, as they are stored, where that is something else.
     """
 
     path: Path
     config: Mapping[str, Any]
     tensors: Mapping[str, tuple[Path, tuple[int, ...], str]]
+    packed: Mapping[str, tuple[Path, tuple[int, ...], str]] = field(default_factory=dict)
 
     @property
     def files(self) -> list[Path]:
         """Returns the files of the weights, and their index where there is one."""
         index = self.path / INDEX
-        weights = sorted({file for file, _, _ in self.tensors.values()})
+        weights = sorted({file for file, _, _ in (self.packed or self.tensors).values()})
         return [index, *weights] if index.is_file() else weights
 
     def read(self, name: str, index: tuple[slice, ...] = ()) -> np.ndarray:
@@ -41,9 +44,17 @@ class Repository:
         from safetensors import safe_open
 
         index = index or (slice(None),)
+        if self.tensors[name][2] == mxfp4.DTYPE:
+            return self._unpacked(name, index)
         with safe_open(self.tensors[name][0], "numpy") as file:
             found = file.get_slice(name)[tuple(slice(one.start, one.stop) for one in index)]
         return found[tuple(slice(None, None, one.step) for one in index)]
+
+    def _unpacked(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
+        stored = Repository(self.path, self.config, self.packed)
+        part = mxfp4.of_stored(index)
+        found = mxfp4.numbers(*(stored.read(name + end, part) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
+        return found[:, index[1]] if len(index) > 1 else found
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()) -> None:
         """Refuses a directory whose tensors are not those wanted, before one is read.
@@ -78,6 +89,8 @@ def open_repository(directory: str | Path) -> Repository:
     tensors = {}
     for file in _files(path):
         tensors |= _header(file)
+    if mxfp4.is_used(config):
+        return Repository(path, config, mxfp4.joined(tensors), packed=tensors)
     return Repository(path, config, tensors)
 
 

@@ -8,6 +8,7 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.pretrained.family import refuse
+from jaxfb.pretrained.layer_types import TYPES
 from jaxfb.refusal import Refused
 
 _KNOWN = frozenset(
@@ -25,7 +26,13 @@ def rotary_share(values: Mapping[str, Any]) -> float:
 def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns theta and scaling, from today's `rope_parameters` or yesterday's `rope_theta` and `rope_scaling`."""
     rope = dict(values.get("rope_parameters") or values.get("rope_scaling") or {})
+    if set(rope) & set(TYPES):  # one for each type of layers, which the architecture reads itself
+        return {}
     theta = rope.get("rope_theta", values.get("rope_theta", 10_000.0))
+    if theta is None:
+        raise Refused(
+            "[hf] rope_theta must be a number; only layers of some architectures have no rotary positions"
+        )
     kind = rope.get("rope_type", rope.get("type", "default"))
     if unknown := [name for name, value in rope.items() if name not in _KNOWN and value]:
         raise Refused(f"[hf] rope_parameters has keys that are not known here: {', '.join(sorted(unknown))}")
@@ -50,7 +57,7 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
             low_frequency_factor=rope["low_freq_factor"],
             high_frequency_factor=rope["high_freq_factor"],
         )
-    refuse(rope, mscale=None, mscale_all_dim=None, truncate=True)
+    refuse(rope, mscale=None, mscale_all_dim=None)
     return RopeScaling(
         "yarn",
         rope["factor"],
@@ -58,6 +65,7 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
         beta_slow=rope.get("beta_slow") or 1.0,
         beta_fast=rope.get("beta_fast") or 32.0,
         attention_factor=rope.get("attention_factor"),
+        truncate=rope.get("truncate", True),
     )
 
 
@@ -76,6 +84,8 @@ def rope_keys(sizes: TransformerConfig) -> dict[str, Any]:
         }
     if scaling.kind == "yarn":
         values |= {"beta_slow": scaling.beta_slow, "beta_fast": scaling.beta_fast}
+        if not scaling.truncate:
+            values["truncate"] = False
         if scaling.attention_factor is not None:
             values["attention_factor"] = scaling.attention_factor
     return values

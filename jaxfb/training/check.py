@@ -56,9 +56,9 @@ def narrow(model: ModelConfig) -> TransformerConfig:
     """Returns the same model with small widths; features that it does not have stay off."""
     kv_heads = min(model.num_kv_heads, 2)
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2)
-    experts = min(model.num_experts, 4)
+    experts, sized = min(model.num_experts, 4), model.sized(VOCAB)
     return dataclasses.replace(
-        model.sized(VOCAB),
+        sized,
         vocab_size=VOCAB,
         hidden_size=HEAD * heads,
         num_heads=heads,
@@ -70,7 +70,18 @@ def narrow(model: ModelConfig) -> TransformerConfig:
         num_experts=experts,
         experts_per_token=min(model.experts_per_token, experts or model.experts_per_token),
         attention="xla",
+        **_narrow_windows(sized),
     )
+
+
+def _narrow_windows(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the windows as parts of a row of `synthetic_batch`, or they would hide nothing."""
+    narrow = lambda window: window and min(window, LENGTH // 2)  # noqa: E731
+    kinds = {
+        name: tuple(dataclasses.replace(kind, window=narrow(kind.window)) for kind in getattr(sizes, name))
+        for name in ("pattern", "leading")
+    }
+    return {"window": narrow(sizes.window), **kinds}
 
 
 def synthetic_batch(rows: int) -> dict[str, np.ndarray]:

@@ -21,6 +21,7 @@ from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
 from jaxfb.parallel.context import zigzag
@@ -242,6 +243,11 @@ REFUSED = [
     # models and meshes
     (make_mesh, dict(data=-1, fsdp=-1)),
     *((TransformerConfig, {**SIZES, "num_experts": 2, "experts_per_token": number}) for number in (0, 3)),
+    *((TransformerConfig, {**SIZES, **wrong}) for wrong in (
+        dict(window=0), dict(window=3, pattern=(LayerKind(),)), dict(pattern=3), dict(leading=(LayerKind(layers=7),)),
+        dict(leading=(LayerKind(layers=999),) * 2), dict(num_experts=2, pattern=(LayerKind(experts=False),)),
+        dict(num_experts=2, num_layers=3, pattern=(LayerKind(), LayerKind(window=2))),
+    )),
     *((RopeScaling, {"factor": 2.0, "original_length": 8, **wrong}) for wrong in (
         dict(kind="yarm"), dict(kind="yarn", factor=0.5), dict(kind="llama3", original_length=None),
     )),

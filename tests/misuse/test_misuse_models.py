@@ -7,6 +7,7 @@ from wrong import Call, pool
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.models.config import ATTENTION_BACKENDS, CONTEXT_ATTENTION, TransformerConfig
+from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
 from jaxfb.models.variant import ACTIVATIONS, NORMS, QK_NORM_OVER, Variant
 from jaxfb.refusal import FLOAT32
@@ -19,6 +20,11 @@ COEFFICIENT, SHARE = numbers(0, FLOAT32), numbers(0, below=1)
 def paths(value):
     """A path, or several."""
     return texts(value) or (isinstance(value, list | tuple) and all(map(texts, value)))
+
+
+def empty(value):
+    """A list of no kinds."""
+    return isinstance(value, list | tuple) and not len(value)
 
 
 CALLS = [
@@ -35,8 +41,9 @@ CALLS = [
             ),
             **dict.fromkeys(("mtp_depth", "num_experts", "shared_expert_size"), COUNT),
             "experts_per_token": integers(1, 4),
-            **dict.fromkeys(("rope_theta", "norm_eps", "router_scale"), POSITIVE),
-            **dict.fromkeys(("logit_softcap", "expert_capacity"), maybe(POSITIVE)),
+            **dict.fromkeys(("norm_eps", "router_scale"), POSITIVE),
+            **dict.fromkeys(("rope_theta", "logit_softcap", "expert_capacity"), maybe(POSITIVE)),
+            **dict.fromkeys(("pattern", "leading"), empty),
             **dict.fromkeys(("dropout", "label_smoothing"), SHARE),
             **dict.fromkeys(("z_loss", "mtp_weight", "balance_coefficient"), COEFFICIENT),
             **dict.fromkeys(
@@ -52,6 +59,18 @@ CALLS = [
             "variant": nothing,
         },
         {"mlp_size": "mlp_size|expert_mlp_size"},
+    ),
+    Call(
+        "LayerKind",
+        LayerKind,
+        dict,
+        {
+            "layers": integers(1, 1000),
+            "window": maybe(positive_int),
+            "rope_theta": maybe(POSITIVE),
+            "rope_scaling": maybe(nothing),
+            **dict.fromkeys(("rope", "experts"), boolean),
+        },
     ),
     Call(
         "Variant",
@@ -79,6 +98,7 @@ CALLS = [
             "beta_slow": numbers(above=0, below=32),
             "beta_fast": numbers(above=1),
             "attention_factor": maybe(POSITIVE),
+            "truncate": boolean,
         },
         {"high_frequency_factor": "(high|low)_frequency_factor", "beta_fast": "beta_(fast|slow)"},
     ),

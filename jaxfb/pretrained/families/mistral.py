@@ -1,21 +1,26 @@
-"""Mistral: Llama, the first version with a sliding window."""
+"""Mistral: Llama, with a sliding window in the first version."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.pretrained.family import Architecture, Values, refuse
+from jaxfb.models.config import TransformerConfig
+from jaxfb.pretrained.family import Architecture, Values
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, sliding_window=None)
-    return {}
+    return {"window": values.get("sliding_window", 4096)}
+
+
+def _keys(sizes: TransformerConfig) -> dict[str, Any]:
+    return {"sliding_window": sizes.window}
 
 
 MISTRAL = Architecture(
     model_type="mistral",
     class_name="MistralForCausalLM",
-    models="Mistral without a sliding window (v0.2 and later)",
+    models="Mistral, with and without a sliding window",
     tested="transformers: logits",
     sizes=_sizes,
+    keys=_keys,
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts, refuse
+from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts
 from jaxfb.pretrained.tensors import ATTENTION
 
 _NAMES = {
@@ -18,12 +18,16 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, sliding_window=None)
-    return experts(values["num_local_experts"], values) | {"expert_mlp_size": values["intermediate_size"]}
+    return {
+        **experts(values["num_local_experts"], values),
+        "expert_mlp_size": values["intermediate_size"],
+        "window": values.get("sliding_window"),
+    }
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
-    return {**expert_keys(sizes), "intermediate_size": sizes.expert_mlp_size}
+    window = {"sliding_window": sizes.window} if sizes.window else {}
+    return {**expert_keys(sizes), **window, "intermediate_size": sizes.expert_mlp_size}
 
 
 MIXTRAL = Architecture(

@@ -33,14 +33,15 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, sliding_window=None, attention_bias=False)
+    refuse(values, attention_bias=False)
     values.get("original_max_position_embeddings")  # of a rope scaling that would be refused
-    return {"variant": {"rotary_share": rotary_share(values)}}
+    return {"window": values.get("sliding_window"), "variant": {"rotary_share": rotary_share(values)}}
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     share = sizes.variant.rotary_share
-    return {"rope_parameters": {**rope_keys(sizes), "partial_rotary_factor": share}}
+    rope = {**rope_keys(sizes), "partial_rotary_factor": share}
+    return {"rope_parameters": rope, "sliding_window": sizes.window}
 
 
 PHI3 = Architecture(

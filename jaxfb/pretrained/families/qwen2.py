@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.pretrained.family import Architecture, Values, only_full_attention
+from jaxfb.pretrained.family import Architecture, Values
+from jaxfb.pretrained.layer_types import qwen_window_keys, qwen_windows
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    only_full_attention(values)
-    return {"qkv_bias": True}
+    return {"qkv_bias": True, **qwen_windows(values)}
 
 
 QWEN2 = Architecture(
@@ -17,5 +17,6 @@ QWEN2 = Architecture(
     class_name="Qwen2ForCausalLM",
     models="Qwen2, Qwen2.5",
     tested="transformers: logits, losses, gradients",
+    keys=qwen_window_keys,
     sizes=_sizes,
 )

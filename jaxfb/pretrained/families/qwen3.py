@@ -5,18 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.family import Architecture, Values, bias_sizes, only_full_attention
+from jaxfb.pretrained.family import Architecture, Values, bias_sizes
+from jaxfb.pretrained.layer_types import qwen_window_keys, qwen_windows
 
 
-def qwen3_sizes(values: Values) -> dict[str, Any]:
-    """Returns what both the dense models and those with experts have."""
-    only_full_attention(values)
-    return {**bias_sizes(values), "qk_norm": True}
+def _sizes(values: Values) -> dict[str, Any]:
+    return {**bias_sizes(values), "qk_norm": True, **qwen_windows(values)}
 
 
-def qwen3_keys(sizes: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys of both."""
-    return {"attention_bias": sizes.variant.output_bias}
+def _keys(sizes: TransformerConfig) -> dict[str, Any]:
+    return {"attention_bias": sizes.variant.output_bias, **qwen_window_keys(sizes)}
 
 
 QWEN3 = Architecture(
@@ -24,6 +22,6 @@ QWEN3 = Architecture(
     class_name="Qwen3ForCausalLM",
     models="Qwen3",
     tested="transformers: logits, losses, gradients",
-    sizes=qwen3_sizes,
-    keys=qwen3_keys,
+    sizes=_sizes,
+    keys=_keys,
 )

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.families.qwen3 import qwen3_keys, qwen3_sizes
-from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts, refuse
+from jaxfb.pretrained.family import Architecture, Values, bias_sizes, expert_keys, experts, refuse
 from jaxfb.pretrained.tensors import ATTENTION
 
 _NAMES = {
@@ -20,9 +19,12 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, mlp_only_layers=[], decoder_sparse_step=1)
+    values.get("max_window_layers")  # read by no model: all layers have the window
     today, before = values.get("num_local_experts"), values.get("num_experts")
     return {
-        **qwen3_sizes(values),
+        **bias_sizes(values),
+        "qk_norm": True,
+        "window": values.get("sliding_window") if values.get("use_sliding_window") else None,
         **experts(before or today or values["num_experts"], values),
         "expert_mlp_size": values["moe_intermediate_size"],
         "router_renormalize": values.get("norm_topk_prob", False),
@@ -31,8 +33,9 @@ def _sizes(values: Values) -> dict[str, Any]:
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     return {
-        **qwen3_keys(sizes),
+        "attention_bias": sizes.variant.output_bias,
         **expert_keys(sizes),
+        **({"use_sliding_window": True, "sliding_window": sizes.window} if sizes.window else {}),
         "num_experts": sizes.num_experts,
         "moe_intermediate_size": sizes.expert_mlp_size,
         "norm_topk_prob": sizes.router_renormalize,

@@ -1,0 +1,68 @@
+"""gpt-oss: experts in every layer, biases everywhere, attention sinks, and a window in every other layer."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import LayerKind
+from jaxfb.pretrained.family import Architecture, Values, expert_keys, experts, refuse
+from jaxfb.pretrained.layer_types import FULL, SLIDING, stack_sizes, types_in, types_of, window_in
+from jaxfb.pretrained.tensors import ATTENTION, Every, Place
+
+_NAMES = {
+    **ATTENTION,
+    "attention.sinks": "self_attn.sinks",
+    "moe.router.kernel": "mlp.router.weight",
+    "moe.router.logit_bias": "mlp.router.bias",
+    "moe.experts.gate": Every("mlp.experts.gate_up_proj", turned=False, first=0),
+    "moe.experts.up": Every("mlp.experts.gate_up_proj", turned=False, first=1),
+    "moe.experts.down": Place("mlp.experts.down_proj", turned=False),
+    "moe.experts.gate_bias": Every("mlp.experts.gate_up_proj_bias", turned=False, first=0),
+    "moe.experts.up_bias": Every("mlp.experts.gate_up_proj_bias", turned=False, first=1),
+    "moe.experts.down_bias": Place("mlp.experts.down_proj_bias", turned=False),
+}
+
+
+def _sizes(values: Values) -> dict[str, Any]:
+    refuse(values, attention_bias=True, swiglu_alpha=1.702, swiglu_limit=7.0)
+    values.get("experts_per_token")  # what else num_experts_per_tok is called in the same file
+    window, number = values.get("sliding_window", 128), values["num_hidden_layers"]
+    types = types_of(values, [FULL if layer % 2 else SLIDING for layer in range(number)])
+    kinds = [LayerKind(window=window if kind == SLIDING else None) for kind in types]
+    return {
+        **experts(values.get("num_local_experts") or values["num_experts"], values),
+        **stack_sizes(kinds, has_experts=True),
+        "head_size": values.get("head_dim", 64),
+        "expert_mlp_size": values["intermediate_size"],
+        "qkv_bias": True,
+        "variant": {
+            "activation": "clamped_silu",
+            "attention_sinks": True,
+            "output_bias": True,
+            "mlp_bias": True,
+        },
+    }
+
+
+def _keys(sizes: TransformerConfig) -> dict[str, Any]:
+    return {
+        **expert_keys(sizes),
+        "intermediate_size": sizes.expert_mlp_size,
+        "attention_bias": True,
+        "swiglu_alpha": 1.702,
+        "swiglu_limit": 7.0,
+        "sliding_window": window_in(sizes),
+        "layer_types": types_in(sizes),
+    }
+
+
+GPT_OSS = Architecture(
+    model_type="gpt_oss",
+    class_name="GptOssForCausalLM",
+    models="gpt-oss (MXFP4 is read as bfloat16)",
+    tested="transformers: logits, losses, gradients",
+    sizes=_sizes,
+    keys=_keys,
+    layer_names=_NAMES,
+)

@@ -1,0 +1,68 @@
+"""Reads and writes windows of some layers in config.json, with the logits of transformers."""
+
+import json
+from pathlib import Path
+
+import chex
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from whole import logits
+
+from jaxfb.models.pattern import stack_of
+from jaxfb.models.transformer import init_params
+from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
+from jaxfb.pretrained.architectures import describe
+from jaxfb.pretrained.repository import Repository
+
+GOLDEN = Path(__file__).parent.parent / "golden"
+CASES = json.loads((GOLDEN / "hf_layer_kinds.json").read_text())["cases"]
+BY_NAME = pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+all_logits = jax.jit(logits, static_argnums=0)
+
+
+def loaded(case, dtype=jnp.float64):
+    repository = open_repository(GOLDEN / case["inputs"]["model_dir"])
+    repository = Repository(
+        repository.path, {**repository.config, **case["inputs"]["config"]}, repository.tensors
+    )
+    sizes = sizes_of(repository.config)
+    shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0), dtype))
+    return repository, sizes, load_params(repository, sizes, shapes)
+
+
+@BY_NAME
+def test_logits_are_those_of_transformers(case):
+    _, sizes, params = loaded(case)
+    ours = all_logits(sizes, params, {"tokens": np.asarray(case["inputs"]["input_ids"])})
+    picked = np.asarray(ours)[:, case["inputs"]["positions"]]
+    np.testing.assert_allclose(picked, case["expected"]["logits"], rtol=0, atol=5e-5)
+
+
+@BY_NAME
+def test_a_round_trip_is_bitwise_and_a_description_is_read_as_the_same_stack(case, tmp_path):
+    repository, sizes, params = loaded(case, jnp.float32)
+    export_model(tmp_path / "out", params, repository.config)
+    again = open_repository(tmp_path / "out")
+    assert set(again.tensors) == set(repository.tensors)
+    chex.assert_trees_all_equal(load_params(again, sizes_of(again.config), params), params)
+    for name in again.tensors:
+        np.testing.assert_array_equal(again.read(name), repository.read(name))
+    written = sizes_of(describe(sizes))
+    assert stack_of(written).period == stack_of(sizes).period
+    assert stack_of(written).leading == stack_of(sizes).leading
+
+
+@pytest.mark.parametrize(
+    "keys, sentence",
+    [
+        ({"layer_types": ["full_attention", "linear_attention"]}, "'linear_attention'.* are not supported"),
+        ({"layer_types": ["full_attention"]}, "has 1 entries for num_hidden_layers=2 layers"),
+        ({"layer_types": ["sliding_attention"] * 2}, "use_sliding_window is false or sliding_window null"),
+    ],
+)
+def test_layers_of_other_types_are_refused(keys, sentence):
+    config = json.loads((GOLDEN / "hf_qwen2_tiny" / "config.json").read_text())
+    with pytest.raises(ValueError, match=sentence):
+        sizes_of({**config, **keys})
