@@ -20,6 +20,13 @@ from jaxfb.pretrained import export_model, load_params, open_repository, sizes_o
 from jaxfb.pretrained.names import path_name
 
 GOLDEN = Path(__file__).parent.parent / "golden"
+MORE = [
+    "hf_llama31_tiny",
+    "hf_llama_linear_tiny",
+    "hf_mistral_tiny",
+    "hf_qwen3_moe_tiny",
+    "hf_qwen3_yarn_tiny",
+]
 MODELS = [f"hf_{name}_tiny" for name in ("llama", "mixtral", "qwen2", "qwen3")]
 
 
@@ -90,7 +97,7 @@ def test_a_tensor_axis_gets_the_same_bits(copied):
     chex.assert_trees_all_equal(params, jax.device_get(cut))
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [*MODELS, *MORE])
 @pytest.mark.parametrize("file_bytes", [10**9, 20_000])
 def test_a_round_trip_is_bitwise(name, file_bytes, tmp_path):
     repository, _, params = loaded(GOLDEN / name)
