@@ -28,6 +28,7 @@ from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
 from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.schedules.by_device import runs_on
+from jaxfb.trainable import checked_patterns, pruned
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
@@ -158,7 +159,7 @@ def check_equivalence(
       dtype: "float64", "float32", "bfloat16" or "float16"; None is float64 where x64 is enabled (`JAX_ENABLE_X64=1`),
         else float32. The one device computes in float64 or float32 whatever the dtype, from the same rounded numbers.
       report: called with each `Difference` as it is found; a case takes seconds to compile.
-      options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, head_placement.
+      options: of `get_forward_backward_func`, such as remat, fsdp_gather, optimizer_sharding, trainable.
     Returns:
       `Equivalence`: print it, or call `.raise_if_above(tolerance)`. A mesh or schedule that does not fit the model
       is listed with the reason.
@@ -181,7 +182,8 @@ def check_equivalence(
     dtype = _check_dtype(dtype or widest, widest)
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
-    whole = _whole(model, *_cast((params, batch), widest), rng)
+    loss, grads = _whole(model, *_cast((params, batch), widest), rng)
+    whole = loss, pruned(checked_patterns(options.get("trainable")), grads)
     found = []
     for mesh in meshes:
         for schedule in _kinds(mesh, schedules):

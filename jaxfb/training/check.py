@@ -14,16 +14,20 @@ import jax
 import numpy as np
 
 from jaxfb.config import Config
+from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.sections import MeshConfig, ModelConfig
 from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_equivalence
 from jaxfb.mesh import data_parallel, make_mesh
+from jaxfb.models.adapted import B, adapted, draws
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
+from jaxfb.trainable import name_of
 from jaxfb.training.setup import engine_options, own_model_refused
+from jaxfb.types import PyTree
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
-_OPTIONS = ("remat", "fsdp_gather", "optimizer_sharding")
+_OPTIONS = ("remat", "fsdp_gather", "optimizer_sharding", "trainable")
 
 
 def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:
@@ -35,9 +39,9 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
       ValueError: the config's mesh does not fit the devices.
     """
     own_model_refused(config.model, "jaxfb check", "call jaxfb.check_equivalence on it in a program")
-    sizes = narrow(config.model)
-    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
-    rng = jax.random.key(1) if sizes.dropout else None
+    sizes = adapted(narrow(config.model), config.lora)
+    model, params = transformer(sizes), _adapters_at_work(init_params(sizes, jax.random.key(0)))
+    rng = jax.random.key(1) if draws(sizes) else None
     if config.mesh == MeshConfig():
         batch = synthetic_batch(ROWS)
         return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config, *_OPTIONS))
@@ -50,6 +54,17 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
         model, params, synthetic_batch(rows), [mesh], [schedule],
         rng=rng, rows_per_microbatch=rows_per_microbatch, report=report, **options,
     )  # fmt: skip
+
+
+def _adapters_at_work(params: PyTree) -> PyTree:
+    """Returns the parameters with half of each adapter, which is zero at the start, at random."""
+
+    def one(path: tuple, leaf: jax.Array) -> jax.Array:
+        if not name_of(path).endswith(B):
+            return leaf
+        return 0.1 * jax.random.normal(jax.random.key(len(name_of(path))), leaf.shape, leaf.dtype)
+
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def narrow(model: ModelConfig) -> TransformerConfig:
@@ -106,5 +121,5 @@ def synthetic_batch(rows: int) -> dict[str, np.ndarray]:
 
 def _options(config: Config, *names: str) -> dict[str, Any]:
     """Returns some of the options with which the config runs the engine."""
-    options = engine_options(config)
+    options = {**engine_options(config), "trainable": trained_patterns(config)}
     return {name: options[name] for name in names}

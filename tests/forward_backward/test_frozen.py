@@ -182,6 +182,13 @@ def test_what_is_not_finite_is_named_among_all_parameters():
     assert causes["parameters"] == causes["gradients"] == ["['layers']['b']"]
 
 
+def test_the_comparison_with_one_device_is_of_the_trained_alone():
+    found = jaxfb.check_equivalence(
+        toy.model, params(), toy.batch(), [{"data": 2}], dtype="float64", trainable=["head"]
+    )
+    assert found.worst.leaf == "head" and found.worst.relative < 1e-12
+
+
 def test_refusals():
     mesh = jaxfb.make_mesh()
     fb = jaxfb.get_forward_backward_func(mesh, trainable=["layers.c"])
