@@ -1,5 +1,6 @@
 """A checkpoint comes back as the same bits, on any mesh, or says in one sentence why not."""
 
+import json
 import logging
 import os
 import resource
@@ -259,3 +260,16 @@ def test_a_changed_record_is_no_record(tmp_path):
     record.write_text(record.read_text().replace("160", "161"))
     store = CheckpointStore(tmp_path / "c")
     assert store.steps() == [10] and store.restore(state)[1] == {"step": 10, "rows": 80}
+
+
+def test_a_checkpoint_of_the_format_without_checksums_is_restored(tmp_path):
+    state = make_state(mesh_of(data=1))
+    with CheckpointStore(tmp_path) as store:
+        store.save(10, state, {"step": 10})
+    record = tmp_path / "10" / "jaxfb" / "data.json"
+    values = json.loads(record.read_text())
+    record.write_text(json.dumps({"format": 1, "leaves": values["leaves"], "host": values["host"]}))
+    restored, host = CheckpointStore(tmp_path).restore(state)
+    assert bits(restored) == bits(state) and host == {"step": 10}
+    record.write_text(json.dumps({**values, "format": 3}))
+    assert CheckpointStore(tmp_path).steps() == []

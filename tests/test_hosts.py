@@ -324,6 +324,15 @@ def test_processes_that_differ_stop_with_one_sentence_before_they_compute(tmp_pa
 
 
 @pytest.mark.processes
+def test_a_process_that_never_comes_is_said_in_time(tmp_path):
+    write_tiny(tmp_path)
+    place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2, "--process-id", 0]
+    codes = finish([launch(tmp_path, 0, 1, "train", *place, "hosts.timeout=2")])
+    said = logs(tmp_path, 1)[0]
+    assert codes == [76] and "not all of the 2 processes came to 127.0.0.1" in said, said
+    assert "Traceback" not in said
+
+
 def test_a_coordinator_that_cannot_be_reached_is_said_in_time(tmp_path):
     write_tiny(tmp_path)
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2, "--process-id", 1]

@@ -14,6 +14,7 @@ from processes import finish, free_port, launch, logs
 from tiny import write_tiny
 
 import jaxfb
+from jaxfb.checkpoint import CannotWrite
 from jaxfb.config.sections import LocalConfig
 from jaxfb.manifest import named_leaves
 from jaxfb.metrics import read_jsonl
@@ -192,6 +193,22 @@ def test_checkpoints_that_were_removed_take_the_later_local_ones_with_them(tmp_p
     capsys.readouterr()
     train(tmp_path / "run", tmp_path / "disk", updates=14, resume=True)
     assert "after update 6 of" in capsys.readouterr().out  # of before the one that was removed
+
+
+class Remove(jaxfb.Callback):
+    def __init__(self, directory):
+        self.directory = directory
+
+    def on_step_start(self, step):
+        if step == 7:
+            shutil.rmtree(self.directory)
+
+
+def test_a_run_whose_directory_is_removed_ends_with_a_sentence(tmp_path):
+    directory = tmp_path / "run"
+    with pytest.raises(CannotWrite, match="was removed or replaced while the run was in progress"):
+        train(directory, tmp_path / "disk", callbacks=[Remove(directory)])
+    assert not (directory / "checkpoints").exists()
 
 
 @pytest.mark.parametrize("local", [{"every": 0, "dir": "x"}, {"every": 1, "dir": " "}, {"every": 1}])

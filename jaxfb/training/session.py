@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.fault_points import reach
 from jaxfb.position import here
@@ -293,10 +293,15 @@ class Run:
 
         Raises:
           NonFiniteAbort: the state holds a nan or an inf; nothing is saved of it.
-          CannotWrite: this save failed, or the one before.
+          CannotWrite: this save failed, or the one before, or the run directory is gone.
         """
         if self._saved == self.done:
             return False
+        if not self.directory.is_run():
+            raise CannotWrite(
+                f"[run] dir={self.directory.path} was removed or replaced while the run was in progress; nothing more "
+                "is written to it; put it back, or start again in another run.dir"
+            )
         with self.phases("saving"):
             self._store.save(self.done, self._sound_state(), self.record(self.done))
         self._saved = self.done
