@@ -19,8 +19,11 @@ from jaxfb.forward_backward.ends import check_rows, choose_placement
 from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
+from jaxfb.models.adapted import LoRA
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate import _check_shares as check_shares
+from jaxfb.models.lora import check_targets
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
@@ -28,12 +31,14 @@ from jaxfb.parallel.context import zigzag
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.pipe import layout_of
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.pretrained.peft import _check_config as peft_config
 from jaxfb.rl.advice import changed
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.supervised import row_length
 from jaxfb.rl.tasks import Arithmetic
 from jaxfb.schedules import KINDS, make
 from jaxfb.schedules.draw import timeline_figure
+from jaxfb.trainable import checked_patterns, pruned
 from jaxfb.training.cluster import find_place
 from jaxfb.training.machine import check_continuation
 from jaxfb.training.setup import model_sizes
@@ -163,6 +168,19 @@ def rotary_size(**given):
     return Variant(**given).rotary_size(8)
 
 
+def targets(**given):
+    return check_targets(LoRA(**given), {"attention": {"query": {"kernel": np.ones(1)}}})
+
+
+def config_of_an_adapter(**given):
+    values = {"r": 4, "lora_alpha": 16.0}
+    return peft_config(pathlib.Path("adapter"), values, LoRA(rank=given["lora.rank"]))
+
+
+def trained(**given):
+    return pruned(checked_patterns(given["trainable"]), {"head": {"kernel": np.ones(1)}})
+
+
 def loader(**given):
     return Loader(numbered_rows(11), **{"rows_per_update": 3, **given})
 
@@ -211,6 +229,13 @@ REFUSED = [
     config("grpo_arithmetic", guard__spikes="rollback"),
     config("quickstart", lr__final=100.0),
     config("quickstart", lr__warmup=10**6),
+    config("quickstart", precision__frozen_dtype="bfloat16"),
+    (LoRA, dict(alpha=-1.0)),
+    (targets, dict(targets=("keys",))),
+    (config_of_an_adapter, {"lora.rank": 8}),
+    (trained, dict(trainable="head.*")),
+    (trained, dict(trainable=["haed.*"])),
+    (check_shares, dict(top_p=1.5)),
     (sizes_of_a_directory, dict(num_layers=3)),
     (rotary_size, dict(rotary_share=0.4)),
     (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
