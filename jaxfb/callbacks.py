@@ -35,16 +35,32 @@ class RunInProgress(Protocol):
     metrics:   numbers of the last evaluation, by name. outputs: its arrays, where it returned some.
     """
 
-    config: Any
-    directory: Any
-    mesh: Any
-    state: Any
-    done: int
-    total: int
-    metrics: Mapping[str, float]
-    outputs: Mapping[str, Any]
+    @property
+    def config(self) -> Any: ...
 
-    def say(self, text: str) -> None:
+    @property
+    def directory(self) -> Any: ...
+
+    @property
+    def mesh(self) -> Any: ...
+
+    @property
+    def state(self) -> Any: ...
+
+    @property
+    def done(self) -> int: ...
+
+    @property
+    def total(self) -> int: ...
+
+    @property
+    def metrics(self) -> Mapping[str, float]: ...
+
+    @property
+    def outputs(self) -> Mapping[str, Any]: ...
+
+    @property
+    def say(self) -> Callable[[str], None]:
         """Prints a line without disturbing the live progress line."""
         ...
 

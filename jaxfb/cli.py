@@ -317,9 +317,9 @@ def _check_random(options) -> int:
 
     if options.config is not None or options.tolerance is not None:
         raise Refused("--random draws everything itself; leave out the config and --tolerance")
-    how = {name: getattr(options, name) for name in RANDOM}
-    axes = None if options.axes is None else options.axes.split(",")
-    return FAILED if random_check(options.random, **how | {"axes": axes}).findings else 0
+    how: dict[str, Any] = {name: getattr(options, name) for name in RANDOM}
+    how["axes"] = None if options.axes is None else options.axes.split(",")
+    return FAILED if random_check(options.random, **how).findings else 0
 
 
 def _schedule(options) -> None:
@@ -367,7 +367,7 @@ def _config(options) -> None:
     from jaxfb.display import print_table
 
     if options.config is None:
-        options.refuse("show needs a CONFIG, such as quickstart")
+        return options.refuse("show needs a CONFIG, such as quickstart")
     print_table(options.config, table(load_config(options.config, options.overrides)))
 
 
@@ -391,7 +391,7 @@ def _model_of(path: str) -> Path:
     return Path(path) if begins and not directory.exists() else directory
 
 
-def _changes(options) -> dict[str, bool]:
+def _changes(options) -> dict[str, Any]:
     """Returns allow_changes=True if the command has --allow-changes."""
     return {"allow_changes": True} if options.allow_changes else {}
 

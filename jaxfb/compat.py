@@ -129,6 +129,11 @@ def custom_vjp(*nondiff_argnums: int) -> Callable[[Callable[..., Result]], jax.c
     return decorated
 
 
+def config_value(name: str) -> Any:
+    """Returns an option of `jax.config`, whose names JAX adds as it is imported, unseen by type checkers."""
+    return getattr(jax.config, name)
+
+
 def is_tracing() -> bool:
     """Returns whether a function is being traced at this moment, such as the caller's own under `jax.jit`."""
     return not core.trace_state_clean()

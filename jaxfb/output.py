@@ -74,7 +74,7 @@ class ForwardBackwardOutput:
     metrics: dict[str, Any]
     per_microbatch: dict[str, Any]
     outputs: PyTree
-    origin: Origin | None = None
+    origin: Origin
 
     def __add__(self, other: ForwardBackwardOutput) -> ForwardBackwardOutput:
         if not isinstance(other, ForwardBackwardOutput):

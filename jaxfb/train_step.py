@@ -153,8 +153,8 @@ class TrainStep:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        limits = None if limits is None else self._everywhere(np.float32(check_limits(limits)))
-        return self._jitted(state, batch, self._rows(real_rows), plan, limits)
+        bounds = None if limits is None else self._everywhere(np.array(check_limits(limits), np.float32))
+        return self._jitted(state, batch, self._rows(real_rows), plan, bounds)
 
     def gradients(
         self,
@@ -183,14 +183,14 @@ class TrainStep:
           ValueError: as for a call of the step, or weights are not those of the terms.
         """
         state = self.place(state)
-        model, plan, keys = self._of_call(state, model, plan, first_row)
-        rows, packed = plan.real_rows, None
-        if plan.by_tokens:
-            packed = Packed(batch, plan)
-            batch, plan, keys = packed.batch, packed.plan, packed.keys(keys)
+        model, cut, keys = self._of_call(state, model, plan, first_row)
+        rows, packed = cut.real_rows, None
+        if cut.by_tokens:
+            packed = Packed(batch, cut)
+            batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
         everywhere = NamedSharding(self.forward_backward.mesh, P())
         run = self._differentiated[cpu.wants_options(self.forward_backward.mesh)]
-        out = run(state, adopt(batch, everywhere), keys, weights, model, plan)
+        out = run(state, adopt(batch, everywhere), keys, weights, model, cut)
         outputs = out.outputs if packed is None else packed.restore(out.outputs)
         return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
 
@@ -205,11 +205,13 @@ class TrainStep:
     ) -> dict[str, jax.Array]:
         """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
         state = self.place(state)
-        model, plan, keys = self._of_call(state, model, plan, first_row)
+        model, cut, keys = self._of_call(state, model, plan, first_row)
         keys = self.key_of(state) if keys is None else keys
-        return self.forward_backward.weights(model, state.params, batch, plan, keys)
+        return self.forward_backward.weights(model, state.params, batch, cut, keys)
 
-    def _of_call(self, state: TrainState, model: Any, plan: Any, first_row: int) -> tuple:
+    def _of_call(
+        self, state: TrainState, model: Any, plan: Any, first_row: int
+    ) -> tuple[LossFn | Pipelined, BatchPlan, jax.Array | None]:
         """Returns the model and the plan of one call, and the keys of its rows unless they are the first."""
         model = self.model if model is None else model
         plan = instance("plan", self.plan if plan is None else plan, BatchPlan, "a jaxfb.BatchPlan")
@@ -236,7 +238,7 @@ class TrainStep:
         check_gradients(gradients, self.forward_backward.trained(state.params))
         mesh = self.forward_backward.mesh
         out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
-        rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
+        applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
         used = (
             {} if out.origin.normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
         )
@@ -244,7 +246,7 @@ class TrainStep:
         scale = jax.tree.map(jnp.copy, out.origin.grad_scale)
         origin = replace(out.origin, rows=None, weights=None, grad_scale=scale)
         out = replace(out, per_microbatch=used, origin=origin)
-        return self._applied[cpu.wants_options(mesh)](state, out, self._rows(rows))
+        return self._applied[cpu.wants_options(mesh)](state, out, self._rows(applied_rows))
 
     @property
     def _jitted(self):
@@ -255,7 +257,7 @@ class TrainStep:
         if not isinstance(rows, int):
             return rows
         if rows not in self._numbers:
-            self._numbers[rows] = self._everywhere(np.int32(rows))
+            self._numbers[rows] = self._everywhere(np.array(rows, np.int32))
         return self._numbers[rows]
 
     def _everywhere(self, numbers: np.ndarray) -> jax.Array:
@@ -297,14 +299,14 @@ class TrainStep:
             self._look_at(shapes.params, concrete=False)
             return jax.jit(create, out_shardings=self.state_shardings(shapes))(key)
         self._look_at(params)
-        donated = {"donate_argnums": 0} if boolean("donate", donate) else {}
+        donated = (0,) if boolean("donate", donate) else ()
         mesh = self.forward_backward.mesh
         places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
         if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
             shapes = jax.eval_shape(self._create, params, key)
-            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), **donated)
+            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), donate_argnums=donated)
             return made(jax.tree.map(_on_the_host, params), key)
-        create = jax.jit(self._create, **donated) if donate else self._copied
+        create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
         return create(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:

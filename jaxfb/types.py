@@ -18,6 +18,7 @@ from jaxfb.refusal import Refused
 
 PyTree = Any
 LossFn = Callable[[PyTree, PyTree, "jax.Array | None"], "LossOutput | Sum"]
+CheckedLossFn = Callable[[PyTree, PyTree, "jax.Array | None"], "LossOutput"]
 
 
 class _Reduced:

@@ -117,7 +117,9 @@ class Update:
         """Returns the state with the counters and the loss scale after this attempt; a spike leaves them all alone."""
         applied, failed = trial.applied, trial.nonfinite.any
         empty = ~failed & ~applied
-        scale = self.loss_scale and self.loss_scale.update(state.loss_scale, jnp.isfinite(trial.grad_norm))
+        scale = state.loss_scale
+        if self.loss_scale is not None and scale is not None:
+            scale = self.loss_scale.update(scale, jnp.isfinite(trial.grad_norm))
         if (spike := trial.spike) is not None:
             empty = empty & ~spike
             scale = jax.tree.map(lambda new, old: jnp.where(spike, old, new), scale, state.loss_scale)

@@ -2,9 +2,11 @@
 
 import ast
 import json
+import shutil
 import subprocess
 import sys
 from importlib import import_module
+from importlib.metadata import version
 from pathlib import Path
 from types import ModuleType
 
@@ -59,15 +61,37 @@ def test_a_wrong_name_is_answered_with_those_there_are():
         _ = jaxfb.make_meshes
 
 
+def built_wheel(directory: Path) -> Path:
+    """Returns the files that users install: those of the wheel, unpacked."""
+    (directory / "source").mkdir()
+    for name in ("jaxfb", "pyproject.toml", "README.md", "LICENSE", "MANIFEST.in"):
+        source = ROOT.parent / name
+        copy = shutil.copytree if source.is_dir() else shutil.copy
+        copy(source, directory / "source" / name)
+    # an older setuptools cannot read this project's metadata; then build fetches a newer one for itself
+    recent = int(version("setuptools").partition(".")[0]) >= 77
+    command = [sys.executable, "-m", "build", "--wheel", "-o", str(directory), "source"]
+    subprocess.run(
+        command + ["--no-isolation"] * recent, cwd=directory, check=True, capture_output=True, timeout=300
+    )
+    shutil.unpack_archive(next(directory.glob("*.whl")), directory / "installed", "zip")
+    return directory / "installed"
+
+
 @pytest.mark.slow
 def test_a_type_checker_accepts_a_correct_program_and_finds_a_misspelt_keyword(tmp_path):
-    correct, wrong = tmp_path / "correct.py", tmp_path / "wrong.py"
+    for name in ("wheel", "program"):
+        (tmp_path / name).mkdir()
+    installed = built_wheel(tmp_path / "wheel")
+    program = tmp_path / "program"
+    correct, wrong = program / "correct.py", program / "wrong.py"
     correct.write_text(CORRECT)
     wrong.write_text(CORRECT.replace("rows_per_microbatch=", "rows_per_microbach="))
-    (tmp_path / "pyrightconfig.json").write_text(
-        json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(ROOT.parent)]})
+    (program / "pyrightconfig.json").write_text(
+        json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(installed)]})
     )
-    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", str(tmp_path)]
-    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=tmp_path)
+    command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", str(program)]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=program)
     errors = [line for line in found.stdout.splitlines() if "error:" in line]
     assert len(errors) == 1 and "wrong.py" in errors[0] and "rows_per_microbach" in errors[0], found.stdout
+    assert (installed / "jaxfb" / "py.typed").is_file()

@@ -108,7 +108,8 @@ class RunPlan:
         _check_some_updates(self)
 
     @property
-    def _by_purpose(self) -> Mapping[str, BatchPlan]:
+    def by_purpose(self) -> Mapping[str, BatchPlan]:
+        """Returns the plans by their purposes, also where the train plan was given alone."""
         return cast(Mapping[str, BatchPlan], self.plans)  # since __post_init__
 
     @property
@@ -118,7 +119,7 @@ class RunPlan:
     @property
     def train(self) -> BatchPlan:
         """Returns the plan of a full update, after any ramp-up."""
-        return self._by_purpose["train"]
+        return self.by_purpose["train"]
 
     @cached_property
     def total_updates(self) -> int:
@@ -171,7 +172,7 @@ class RunPlan:
         return {
             **{name: getattr(self, name) for name in names},
             "ramp_up": [list(step) for step in self._ramp.steps] if self._ramp else None,
-            "plans": {purpose: plan.to_dict() for purpose, plan in self._by_purpose.items()},
+            "plans": {purpose: plan.to_dict() for purpose, plan in self.by_purpose.items()},
         }
 
     def _first(self, first: int) -> int:

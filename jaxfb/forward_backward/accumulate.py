@@ -16,13 +16,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.types import LossFn, LossOutput
+from jaxfb.types import CheckedLossFn, LossOutput
 
 PyTree = Any
 
 
 def accumulate(
-    loss_fn: LossFn,
+    loss_fn: CheckedLossFn,
     params: PyTree,
     microbatches: PyTree,
     keys: jax.Array | None,
@@ -63,7 +63,9 @@ def accumulate(
     return lax.scan(step, zeros, (microbatches, keys, seeds))
 
 
-def forward(loss_fn: LossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None) -> LossOutput:
+def forward(
+    loss_fn: CheckedLossFn, params: PyTree, microbatches: PyTree, keys: jax.Array | None
+) -> LossOutput:
     """Computes every microbatch's LossOutput, leaves [num_microbatches, ...], without a backward."""
 
     def step(_, inputs):

@@ -122,17 +122,17 @@ def check_accum_dtype(accum_dtype: Any, plan: BatchPlan) -> None:
 
 def checked_scale(grad_scale: Any) -> float | jax.Array:
     """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is no number or not finite."""
-    if isinstance(grad_scale, (np.ndarray, jax.Array)):
-        is_number = not grad_scale.shape and jnp.issubdtype(grad_scale.dtype, jnp.floating)
-    else:
-        is_number = (
-            isinstance(grad_scale, Real) and not isinstance(grad_scale, bool) and _is_finite(grad_scale)
-        )
-    if not is_number:
+    if not _is_scale(grad_scale):
         raise Refused(
             f"grad_scale must be one number, finite, which gradients are multiplied by, got {shown(grad_scale)}"
         )
     return grad_scale if hasattr(grad_scale, "dtype") else float(grad_scale)
+
+
+def _is_scale(value: Any) -> bool:
+    if isinstance(value, (np.ndarray, jax.Array)):
+        return not value.shape and bool(jnp.issubdtype(value.dtype, jnp.floating))
+    return isinstance(value, Real) and not isinstance(value, bool) and _is_finite(value)
 
 
 def checked_weights(weights: Any, normalize: str) -> dict | None:
@@ -185,7 +185,7 @@ def prng_keys(rng: Any) -> jax.Array | None:
         return jax.random.key(integer("rng", rng, least=-INT64 - 1, most=INT64))
     if isinstance(rng, (jax.Array, np.ndarray)) and rng.ndim:
         with contextlib.suppress(TypeError):  # raised for data that is no key
-            rng = jax.random.wrap_key_data(rng) if rng.dtype == jnp.uint32 else rng
+            rng = jax.random.wrap_key_data(jnp.asarray(rng)) if rng.dtype == jnp.uint32 else rng
     if isinstance(rng, jax.Array) and jnp.issubdtype(rng.dtype, jax.dtypes.prng_key):
         return rng
     raise Refused(

@@ -5,6 +5,7 @@ hold -> forward_backward (or forward) -> reduce. Everything here runs on one dev
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -23,7 +24,7 @@ from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import is_trained, joined, like
-from jaxfb.types import LossFn, LossOutput, Pipelined, outer_params
+from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, outer_params
 
 PyTree = Any
 
@@ -140,7 +141,7 @@ class Accumulation:
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
         how, rest = self.how, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            in_place = InPlace(self.model, self._stage(), how.bring("outer"), how.outer_to_shards())
+            in_place = InPlace(self.model, self._stage(self.model), how.bring("outer"), how.outer_to_shards())
             if in_place.takes(held, microbatches, keys, accum_dtypes):
                 return in_place.run(held, *rest)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
@@ -154,22 +155,22 @@ class Accumulation:
         specs = self.how.trained(self.how.specs)
         return data.reduce_gradients(grads, specs, grad_specs, axes, gather, in_loop)
 
-    def _stage(self) -> Stage:
+    def _stage(self, model: Pipelined) -> Stage:
         keep = PIPELINE_KEEPS[self.how.remat]
-        return self.how.stage(self.model, "inputs" if keep == "input" else keep)
+        return self.how.stage(model, "inputs" if keep == "input" else keep)
 
-    def _loss_of_trained(self, held: PyTree) -> LossFn:
+    def _loss_of_trained(self, held: PyTree) -> CheckedLossFn:
         """Returns the loss as a function of the trained leaves of `held` alone."""
         loss_fn = self._loss_fn()
         return lambda trained, microbatch, rng: loss_fn(joined(trained, held), microbatch, rng)
 
-    def _loss_fn(self) -> LossFn:
-        how = self.how
-        if not isinstance(self.model, Pipelined):
+    def _loss_fn(self) -> CheckedLossFn:
+        how, model = self.how, self.model
+        if not isinstance(model, Pipelined):
             bring = how.bring()
-            return checked(lambda params, microbatch, rng: self.model(bring(params), microbatch, rng))
+            return checked(lambda params, microbatch, rng: model(bring(params), microbatch, rng))
         remat = partial(checkpoint_layer, name=how.remat, keep_gathered=not how.gathers_in_loop)
-        return checked(sequential(self.model, remat, how.bring("outer"), how.bring_layer()))
+        return checked(sequential(model, remat, how.bring("outer"), how.bring_layer()))
 
 
 @dataclass(frozen=True)
@@ -227,19 +228,18 @@ class Pipelining:
 def of_trained(model: Pipelined, outer: PyTree) -> Pipelined:
     """Returns the model as functions of the trained leaves of `outer` alone; the others are constants."""
 
-    def over(function):
-        return None if function is None else lambda trained, *args: function(joined(trained, outer), *args)
+    def over(function: Callable) -> Callable:
+        return lambda trained, *args: function(joined(trained, outer), *args)
+
+    def shared_of(function: Callable) -> Callable:
+        return lambda trained: like(trained, function(joined(trained, outer)))
 
     vocabulary = model.vocabulary
     if vocabulary is not None:
-
-        def shared(trained):
-            return like(trained, vocabulary.shared(joined(trained, outer)))
-
         vocabulary = replace(
             vocabulary,
             embed=over(vocabulary.embed),
             head=over(vocabulary.head),
-            shared=None if vocabulary.shared is None else shared,
+            shared=None if vocabulary.shared is None else shared_of(vocabulary.shared),
         )
     return replace(model, embed=over(model.embed), head=over(model.head), vocabulary=vocabulary)

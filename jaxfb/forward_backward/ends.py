@@ -9,6 +9,7 @@ All devices run the same tick, so what one end does costs everybody. Three ways 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -22,7 +23,7 @@ from jaxfb.forward_backward.stage import Given
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
-from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
+from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum, VocabularyParallel
 
 PyTree = Any
 
@@ -178,6 +179,13 @@ class RowEnds(_WholeModel):
 class VocabularyEnds(Ends):
     """Embeds and scores each device's share of the vocabulary, for all rows."""
 
+    @property
+    def _vocabulary(self) -> VocabularyParallel:
+        assert (
+            self._model.vocabulary is not None
+        )  # `choose_placement` takes it only where the model offers it
+        return self._model.vocabulary
+
     def embed(self, outer, given):
         with jax.named_scope("embed"):
             return psum_of_one(self._part(outer, given), "pipe")
@@ -188,12 +196,11 @@ class VocabularyEnds(Ends):
             return self._own(vjp(psum_of_one(_masked(mine, cotangent), "pipe"))[0])
 
     def _part(self, outer, given):
-        return self._model.vocabulary.embed(outer, given.microbatch, given.keys, "pipe")
+        return self._vocabulary.embed(outer, given.microbatch, given.keys, "pipe")
 
     def _head(self, outer, hidden, given):
         with jax.named_scope("head"):
-            head = self._model.vocabulary.head
-            return as_loss_output(head(outer, hidden, given.microbatch, given.keys, "pipe"))
+            return as_loss_output(self._vocabulary.head(outer, hidden, given.microbatch, given.keys, "pipe"))
 
     def _spread(self, hidden, given):
         return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), given
@@ -205,9 +212,9 @@ class VocabularyEnds(Ends):
         """Returns this device's gradient contribution: its shard of sharded leaves, its partial sum of row-shared
         leaves; replicated leaves count on loss_device only.
         """
-        here, parts = self._answers(), self._cut
-        if self._model.vocabulary.shared is not None:
-            parts = jax.tree.map(max, parts, self._model.vocabulary.shared(grads))
+        here, parts, shared = self._answers(), self._cut, self._vocabulary.shared
+        if shared is not None:
+            parts = jax.tree.map(max, parts, shared(grads))
         return jax.tree.map(lambda grad, part: grad if part else _masked(here, grad), grads, parts)
 
     def _answers(self):
@@ -290,7 +297,7 @@ def _psum(leaf: jax.Array) -> jax.Array:
     return across(lax.psum, leaf, ("pipe",))
 
 
-def _of(metrics: dict, *kinds: type) -> dict:
+def _of(metrics: Mapping, *kinds: type) -> dict:
     return {name: metric for name, metric in metrics.items() if isinstance(metric, kinds)}
 
 

@@ -250,7 +250,7 @@ class ForwardBackward:
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
-        return self.options.schedule_for(self.pipe, num_microbatches)
+        return None if self.pipe == 1 else self.options.schedule_for(self.pipe, num_microbatches)
 
     def head_placement_for(self, model: Pipelined, params: PyTree) -> str | None:
         """Returns where a pipeline computes this model's head: "vocabulary", "rows" or "last"; None without one."""

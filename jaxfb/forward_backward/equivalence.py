@@ -18,6 +18,7 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.compat import config_value
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.engine import get_forward_backward_func
@@ -178,11 +179,12 @@ def check_equivalence(
             "schedules", schedules, list | tuple, "a list of names, (name, num_chunks) or Schedules, or None"
         )
     meshes = _allowed(model) if meshes is None else _check_meshes(meshes)
-    widest = "float64" if jax.config.jax_enable_x64 else "float32"
+    widest = "float64" if config_value("jax_enable_x64") else "float32"
     dtype = _check_dtype(dtype or widest, widest)
     params, batch = _cast((params, batch), dtype)
     rows = len(jax.tree.leaves(batch)[0])
-    loss, grads = _whole(model, *_cast((params, batch), widest), rng)
+    wide_params, wide_batch = _cast((params, batch), widest)
+    loss, grads = _whole(model, wide_params, wide_batch, rng)
     whole = loss, pruned(checked_patterns(options.get("trainable")), grads)
     found = []
     for mesh in meshes:
@@ -204,7 +206,7 @@ class _Comparison:
     options: dict
 
     def __call__(self, mesh: Mapping | Mesh, schedule: ScheduleChoice | None, whole: tuple) -> Difference:
-        sizes = {axis: size for axis, size in dict(getattr(mesh, "shape", mesh)).items() if size > 1}
+        sizes = {axis: size for axis, size in _sizes(mesh).items() if size > 1}
         names = (" ".join(f"{axis}={size}" for axis, size in sizes.items()) or "one device", _name(schedule))
         try:
             plan, out = self._run(mesh if isinstance(mesh, Mesh) else make_mesh(**mesh), schedule)
@@ -217,7 +219,7 @@ class _Comparison:
         rows = len(jax.tree.leaves(self.batch)[0])
         plan = BatchPlan(rows=rows, rows_per_microbatch=self.rows_per_microbatch, data_parallel=replicas)
         options = dict(self.options)
-        if axis_size(mesh, "pipe") > 1:
+        if schedule is not None and axis_size(mesh, "pipe") > 1:
             name, chunks = schedule if isinstance(schedule, tuple) else (schedule, _chunks(schedule))
             options |= {"schedule": name, "num_chunks": chunks, "poison_bubbles": True}
         else:
@@ -274,7 +276,8 @@ def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -
 
     def loss(params, batch, keys):
         if isinstance(model, Pipelined) and model.counted is not None and model.counted.before is not None:
-            params = model.counted.before(params, lax.stop_gradient(loss_fn(params, batch, keys).metrics))
+            metrics = dict(as_loss_output(loss_fn(params, batch, keys)).metrics)
+            params = model.counted.before(params, lax.stop_gradient(metrics))
         terms = as_loss_output(loss_fn(params, batch, keys)).terms
         return sum(term.value for term in terms.values())
 
@@ -330,10 +333,14 @@ def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
 
 
 def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None) -> Sequence:
-    sizes = dict(getattr(mesh, "shape", mesh))
+    sizes = _sizes(mesh)
     if sizes.get("pipe", 1) == 1:
         return (None,)
-    return [name for name in KINDS if runs_on(name, sizes, "layer")] if schedules is None else schedules
+    return [name for name in KINDS if runs_on(name, dict(sizes), "layer")] if schedules is None else schedules
+
+
+def _sizes(mesh: Mapping | Mesh) -> Mapping[str, int]:
+    return mesh.shape if isinstance(mesh, Mesh) else mesh
 
 
 def _chunks(schedule: str | Schedule) -> int:
@@ -346,7 +353,7 @@ def _name(schedule: ScheduleChoice | None) -> str:
     if schedule is None:
         return ""
     name, chunks = schedule if isinstance(schedule, tuple) else (schedule, _chunks(schedule))
-    name = getattr(name, "name", name)
+    name = name.name if isinstance(name, Schedule) else name
     return name if chunks == 1 else f"{name} x{chunks}"
 
 

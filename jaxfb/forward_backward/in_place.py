@@ -82,6 +82,7 @@ class InPlace:
             embedded, embed_vjp = jax.vjp(lambda o: self._embed(joined(o, outer), given), trained)
             with jax.named_scope("layers"):
                 hidden, of_layers, slot = self.stage.forward(layers, embedded, given, slot)
+                assert slot is not None  # one was given
             totals, head_vjp, out = jax.vjp(
                 lambda o, h: self._head(joined(o, outer), h, given), trained, hidden, has_aux=True
             )

@@ -9,12 +9,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.refusal import Refused
-from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, Sum
+from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, Pipelined, Sum
 
 PyTree = Any
 
 
-def checked(loss_fn: LossFn) -> LossFn:
+def checked(loss_fn: LossFn) -> CheckedLossFn:
     """Wraps `loss_fn` to turn a bare Sum into a LossOutput and to refuse whatever breaks the contract.
 
     Raises (when traced):

@@ -149,11 +149,12 @@ def _check_batch(batch: PyTree, plan: BatchPlan) -> None:
 
 def check_leaves(batch: PyTree) -> None:
     """Raises ValueError for a batch that is no tree of arrays of numbers [rows, ...]."""
-    parts = isinstance(batch, (list, tuple)) and batch and all(isinstance(part, Mapping) for part in batch)
+    listed = isinstance(batch, (list, tuple)) and batch and all(isinstance(part, Mapping) for part in batch)
+    parts = f" of {len(batch)} dicts" if listed else ""
     if parts or isinstance(batch, Iterator):
         raise Refused(
             "batch must be the whole global batch, one tree of arrays [rows, ...], got a "
-            f"{type(batch).__name__}{f' of {len(batch)} dicts' if parts else ''}; concatenate microbatches, "
+            f"{type(batch).__name__}{parts}; concatenate microbatches, "
             "jax.tree.map(lambda *parts: jnp.concatenate(parts), *batch), and the plan cuts them again"
         )
     leaves = leaves_of("batch", batch)

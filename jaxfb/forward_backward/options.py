@@ -93,10 +93,8 @@ class EngineOptions:
             if schedule is not None and schedule.by_device:
                 check_by_device(schedule.name, mesh.shape, self.fsdp_gather)
 
-    def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule | None:
-        """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
-        if pipe == 1:
-            return None
+    def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule:
+        """Returns the schedule of a pipeline that a plan with so many microbatches runs under."""
         if isinstance(self.schedule, schedules.Schedule):
             return _check_schedule(self.schedule, pipe, num_microbatches)
         name = schedules.default_name(self.num_chunks) if self.schedule is None else self.schedule

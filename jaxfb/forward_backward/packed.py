@@ -28,7 +28,7 @@ class Packed:
     """
 
     def __init__(self, batch: dict, plan: BatchPlan):
-        self.arrangement = arrange(plan, row_lengths(batch, plan))
+        self.arrangement = arrange(plan, row_lengths(batch, plan).tolist())
         self.plan = self.arrangement.plan
         _check_lengths(batch, plan)
         self._packing = plan.packing

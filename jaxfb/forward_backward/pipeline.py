@@ -8,7 +8,7 @@ instead: a device runs the kinds that are valid for it. What it sends and receiv
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -46,7 +46,7 @@ class Buffers(NamedTuple):
     cotangent: PyTree
     arriving: dict[str, PyTree]
     leaving: PyTree
-    grads: Weights | None
+    grads: Any  # Weights; None in a program without a backward
     records: LossOutput
     layer_records: LossOutput
 
@@ -264,8 +264,9 @@ class _Tick:
     def _given(self, microbatch: jax.Array) -> Given:
         return Given(*_get((self._microbatches, self._keys), microbatch))
 
-    def _seed(self, microbatch: jax.Array, terms: dict) -> dict:
-        return {name: self._seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
+    def _seed(self, microbatch: jax.Array, terms: Mapping) -> dict:
+        seeds = self._seeds or {}
+        return {name: seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
 
     def _among_all(self, layers: Layers, out: LossOutput) -> LossOutput:
         """Puts metrics [l, ...] of a chunk's layers at their places among all layers, [num_layers, ...]."""

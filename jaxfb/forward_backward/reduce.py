@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -22,7 +22,7 @@ def reduce_records(values: PyTree, axes: tuple[str, ...]) -> PyTree:
     return _in_blocks(values, lambda padded: across(lax.psum, padded, axes))
 
 
-def reduce_metrics(metrics: dict, axes: tuple[str, ...]) -> tuple[dict, dict]:
+def reduce_metrics(metrics: Mapping, axes: tuple[str, ...]) -> tuple[dict, dict]:
     """Returns metrics of the global batch and those of each microbatch, both reduced over replicas and context.
 
     metrics: name -> Sum, Max, Min or Last with [num_microbatches, ...] leaves. The second result costs nothing where

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.extend.core import ClosedJaxpr, Literal
+from jax.extend.core import Literal
 
 from jaxfb.compat import evaluate, inlined
 from jaxfb.forward_backward.split_backward import needed
@@ -36,11 +36,8 @@ class Residual:
     """
 
     def __init__(self, vjp_of: Callable[[PyTree, PyTree], Callable], at_hand: PyTree, hidden: PyTree):
-        def leaves(at_hand, hidden):
-            found, self._tree = jax.tree.flatten(vjp_of(at_hand, hidden))
-            return found
-
-        self._program: ClosedJaxpr = inlined(jax.make_jaxpr(leaves)(at_hand, hidden))
+        traced, shapes = jax.make_jaxpr(vjp_of, return_shape=True)(at_hand, hidden)
+        self._tree, self._program = jax.tree.structure(shapes), inlined(traced)
         self._num_at_hand = len(jax.tree.leaves(at_hand))
         lasting = self._lasting()
         self._leaves = self._program.jaxpr.outvars

@@ -70,11 +70,17 @@ class Resolved:
         """Returns the way from seeds to gradients on this mesh."""
         options, dtypes = self.options, self.dtypes.tree
         sums = dtypes if forward_only else self.sums.tree
-        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, options.remat)
-        if self.schedule is None:
-            scattered = self.grad_specs.tree if options.optimizer_sharding == "gradients" else None
-            return Accumulation(self.model, how, scattered)
-        return Pipelining(self.model, how, self.schedule, self.layout, self.placement, options.poison_bubbles)
+        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, options.remat or "none")
+        model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
+        if (
+            isinstance(model, Pipelined)
+            and schedule is not None
+            and layout is not None
+            and placement is not None
+        ):
+            return Pipelining(model, how, schedule, layout, placement, options.poison_bubbles)
+        scattered = self.grad_specs.tree if options.optimizer_sharding == "gradients" else None
+        return Accumulation(model, how, scattered)
 
 
 def resolve(
@@ -86,21 +92,26 @@ def resolve(
       ValueError: the parameters do not fit the mesh or the options, or the plan's rows do not fit the head's placement.
     """
     size, placement, schedule, layout = axis_size(mesh, "pipe"), None, None, None
-    layers = num_layers(params) if isinstance(model, Pipelined) else 0
-    if size > 1:
+    if isinstance(model, Pipelined) and size > 1:
         placement = placement_for(mesh, options, model, params)
     specs = param_specs(mesh, options, model, params, placement)
-    if size > 1 and not plan.by_tokens:  # the plan that it is arranged into is resolved again
+    if placement is not None and not plan.by_tokens:  # the plan that it is arranged into is resolved again
         schedule = options.schedule_for(size, plan.num_microbatches)
-        layout = pipe.layout_of(layers, schedule.placement, options.layers_per_stage)
+        layout = pipe.layout_of(num_layers(params), schedule.placement, options.layers_per_stage)
         check_rows(placement, plan.rows_per_microbatch, size)
-    trees = (
-        specs,
-        grad_specs(mesh, options, params, specs),
-        _compute_dtypes(options, model, params),
-        grad_dtypes(options, params),
+    return Resolved(
+        mesh,
+        options,
+        model,
+        plan,
+        specs=Tree.of(specs),
+        grad_specs=Tree.of(grad_specs(mesh, options, params, specs)),
+        dtypes=Tree.of(_compute_dtypes(options, model, params)),
+        sums=Tree.of(grad_dtypes(options, params)),
+        schedule=schedule,
+        layout=layout,
+        placement=placement,
     )
-    return Resolved(mesh, options, model, plan, *map(Tree.of, trees), schedule, layout, placement)
 
 
 def placement_for(mesh: Mesh, options: EngineOptions, model: Pipelined, params: PyTree) -> str:
@@ -120,7 +131,9 @@ def param_specs(
         if rule
         else annotations.tensor_specs(params, mesh, stacked=pipelined)
     )
-    dims = None if placement is None else restrict_to(params, _pipe_dims(options, model, params, placement))
+    dims = None
+    if isinstance(model, Pipelined) and placement is not None:
+        dims = restrict_to(params, _pipe_dims(options, model, params, placement))
     return sharding.param_specs(params, mesh, tensor_specs, dims, stacked=pipelined)
 
 
@@ -144,7 +157,7 @@ def grad_dtypes(options: EngineOptions, params: PyTree) -> PyTree:
 def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placement: str) -> PyTree:
     """Returns the dim of each leaf that the stages share out, -1 where each has all of it."""
     outer = outer_params(params)
-    if placement == "vocabulary":
+    if placement == "vocabulary" and model.vocabulary is not None:
         dims = model.vocabulary.dims(outer)
     else:
         dims = jax.tree.map(lambda _: -1, outer)

@@ -13,7 +13,7 @@ from jax import lax
 from jaxfb.forward_backward.arguments import leaves_of
 from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term, checked
 from jaxfb.refusal import Refused, shown
-from jaxfb.types import LossFn, LossOutput, Pipelined, Sum, outer_params
+from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, Sum, outer_params
 
 PyTree = Any
 Bring = Callable[[PyTree], PyTree]
@@ -22,8 +22,8 @@ Bring = Callable[[PyTree], PyTree]
 def sequential(
     model: Pipelined,
     remat: Callable = lambda layer: layer,
-    bring_outer: Bring = None,
-    bring_layer: Bring = None,
+    bring_outer: Bring | None = None,
+    bring_layer: Bring | None = None,
 ) -> LossFn:
     """Returns the model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics
     stacked.
@@ -32,14 +32,14 @@ def sequential(
       remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
       bring_outer, bring_layer: make whole parameters out of shards where they are used (FSDP).
     """
-    bring_outer, bring_layer = bring_outer or _as_is, bring_layer or _as_is
+    whole_outer, whole_layer = bring_outer or _as_is, bring_layer or _as_is
 
     @remat
     def run_layer(shards, hidden, microbatch, rng):
-        return layer_output(model.layer(bring_layer(shards), hidden, microbatch, rng))
+        return layer_output(model.layer(whole_layer(shards), hidden, microbatch, rng))
 
     def loss_fn(params, microbatch, rng) -> LossOutput:
-        outer = bring_outer(outer_params(params))
+        outer = whole_outer(outer_params(params))
         with jax.named_scope("embed"):
             hidden = as_hidden("embed", model.embed(outer, microbatch, rng), rows_of(microbatch))
 
@@ -142,7 +142,7 @@ def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
     return LossOutput({**out.terms, **layers.terms}, {**out.metrics, **layers.metrics}, out.outputs)
 
 
-def _layer_metric(name: str, metric: Any) -> Sum:
+def _layer_metric(name: str, metric: Any) -> Sum | Max | Min | Last:
     if not isinstance(metric, Sum):
         raise Refused(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
     return as_metric(name, metric)

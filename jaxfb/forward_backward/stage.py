@@ -141,6 +141,7 @@ class Stage:
 
         def one(sums, inputs):
             place, layer = inputs[0], Layers(*inputs[1])
+            assert self._split is not None  # `backward_input` made it
             kept = slot.get(place) if self._keep == "residuals" else None
             _, always = self._arguments(layer, kept, None, seeds, given)
             return self._add(sums, target, place, layer, self._split.later(saved.get(place), always)), None
@@ -214,6 +215,7 @@ class Stage:
     def _layer_backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, given: Given):
         at_hand = (layer.params, *_context(layer, given))
         if self._keep == "residuals":
+            assert self._residual is not None  # the forward made it
             vjp = self._residual.rebuilt(kept, at_hand)
         else:
             _, vjp, _ = self._vjp(at_hand, kept)

@@ -112,7 +112,7 @@ def reads_microbatch(traced: Traced, name: str) -> bool:
 def _run(traced: Traced, places: dict[str, int], microbatches: PyTree, keys: jax.Array | None) -> dict:
     """Computes those results in every microbatch: name -> [num_microbatches]."""
     function = traced.function(*places.values())
-    names = sorted(places, key=places.get)
+    names = sorted(places, key=lambda name: places[name])
 
     def one(_, data):
         return None, dict(zip(names, function(None, *data), strict=True))

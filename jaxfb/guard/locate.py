@@ -94,7 +94,7 @@ def _objective(out: LossOutput) -> jax.Array:
             jnp.float32
         )
         for term in out.terms.values()
-    )
+    )  # pyright: ignore[reportReturnType]  # there is at least one term
 
 
 def _is_finite(tree: PyTree) -> jax.Array:

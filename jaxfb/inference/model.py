@@ -27,10 +27,10 @@ from jaxfb.training.changes import check_model
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.setup import (
     abstract_params,
+    built_in,
     enable_float64,
     engine_options,
     model_sizes,
-    own_model_refused,
 )
 
 PyTree = Any
@@ -87,7 +87,7 @@ def open_model(path: str | Path, overrides: Sequence[str] = (), on_mesh: bool = 
     enable_float64(config)
     tokenizer = _tokenizer(directory, config)
     sizes = model_sizes(config, tokenizer.vocab_size)
-    own_model_refused(sizes, "this", "use its parameters in a program, with CheckpointStore.restore")
+    built_in(sizes, "this", "use its parameters in a program, with CheckpointStore.restore")
     assert isinstance(sizes, TransformerConfig)
     shapes = abstract_params(config, sizes)
     mesh = make_mesh(**vars(config.mesh)) if on_mesh else None

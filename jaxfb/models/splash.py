@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfb.compat import config_value
 from jaxfb.mesh import platform_here
 from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import AXIS, automatic_axes
@@ -70,7 +71,7 @@ def _refused_here(kv_heads: int) -> str | None:
         return f"runs on TPUs, not on a {platform}; use attention='xla'"
     if others:
         return f"cannot be cut over automatic axes, here {', '.join(others)}; run it inside jax.shard_map over them"
-    if jax.config.read("jax_enable_x64"):  # grouped heads mix int32 and int64 in it
+    if config_value("jax_enable_x64"):  # grouped heads mix int32 and int64 in it
         return "needs jax_enable_x64 off; turn it off"
     if kv_heads % shards:
         nearest = kv_heads + shards - kv_heads % shards

@@ -11,7 +11,7 @@ no accumulation in here: `jaxfb.gradients` clips, and `forward_backward` hands o
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -153,7 +153,7 @@ def muon_matrices(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_matrix, params)
 
 
-def _as_schedule(who: str, name: str, rate: Rate):
+def _as_schedule(who: str, name: str, rate: Rate) -> Callable[[Any], jax.Array]:
     """Returns the rate as a function of a count; a function that gives no number for a count is refused."""
     if is_injected(rate):
         return Schedule(lambda count: jnp.asarray(rate, count.dtype))

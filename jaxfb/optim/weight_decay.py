@@ -26,7 +26,8 @@ def weight_decay_schedule(
     who = f"weight_decay_schedule({name!r})"
     choose("unit", unit, UNITS)
     given = {"initial": initial, "final": final, "total": total}
-    initial, final, total = (real(who, argument, value) for argument, value in given.items())
+    for argument, value in given.items():
+        real(who, argument, value)
     check(0 <= initial, f"{who}: initial={initial} must not be negative; use 0")
     check(initial <= final, f"{who}: initial={initial} must not be above final={final}; use at most {final}")
     check(

@@ -47,7 +47,7 @@ class Chip:
 
         A ring over several islands leaves each by the network of all its members there, as NCCL's rings do.
         """
-        if self.island is None:
+        if self.island is None or self.outer_bandwidth is None:
             return self.axis_bandwidth
         members = Counter(position // self.island for position in group)
         if len(members) == 1:

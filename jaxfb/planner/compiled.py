@@ -199,7 +199,7 @@ def _mesh(config: Config, topology: Topology):
 def _devices(topology: Topology) -> list:
     import jax
 
-    if topology.platform == "cpu":
+    if topology.chip is None:
         return jax.devices()
     if topology.platform == "gpu":
         return gpu.devices(topology.chip, topology.num_devices)

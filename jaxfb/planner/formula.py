@@ -157,7 +157,7 @@ def _whole_bytes(config: Config, sizes: TransformerConfig) -> float:
 
 def _tokens(config: Config) -> int:
     """Returns the tokens of a microbatch on one device."""
-    return config.batch.rows_per_microbatch * config.data.sequence_length // config.mesh.context
+    return _rows_per_microbatch(config) * config.data.sequence_length // config.mesh.context
 
 
 def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -221,9 +221,14 @@ def _mlp_width(sizes: TransformerConfig) -> int:
     return sizes.experts_per_token * sizes.expert_mlp_size + sizes.shared_expert_size
 
 
+def _rows_per_microbatch(config: Config) -> int:
+    assert config.batch.rows_per_microbatch is not None  # `make_verdict` fills it in
+    return config.batch.rows_per_microbatch
+
+
 def _microbatches(config: Config) -> float:
     mesh = config.mesh
-    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / config.batch.rows_per_microbatch
+    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / _rows_per_microbatch(config)
 
 
 def _turns(config: Config) -> tuple[float, float]:
@@ -256,6 +261,7 @@ def _flops(config: Config, sizes: TransformerConfig, devices: int) -> float:
 
 def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     chip, length = topology.chip, config.data.sequence_length
+    assert chip is not None  # times are asked of chips with a known peak alone
     tokens = config.batch.rows * length / topology.num_devices
     of_layers, of_head = _turns(config)
     moved = _MOVED

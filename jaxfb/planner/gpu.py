@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
+from typing import Any
 
 from jaxfb.config import Config
 from jaxfb.mesh import across_slices, mesh_sizes
@@ -105,7 +106,7 @@ def devices(chip: Chip, count: int = 1) -> list:
 
     if not is_installed():
         raise Refused(f"[plan] XLA's compiler for GPUs is not installed; {INSTALL}")
-    each = min(count, chip.island)
+    each = min(count, chip.island or count)
     try:
         described = topologies.get_topology_desc(
             platform="cuda", target_config=target_config(chip), topology=f"1x{count // each}x{each}"
@@ -123,7 +124,8 @@ def check_hosts(config: Config, topology: Topology) -> None:
     """
     if topology.platform != "gpu":
         return
-    hosts = topology.num_devices // min(topology.num_devices, topology.chip.island)
+    island = topology.chip.island if topology.chip else None
+    hosts = topology.num_devices // min(topology.num_devices, island or topology.num_devices)
     if hosts > 1:
         across_slices(mesh_sizes(vars(config.mesh), topology.num_devices, "gpu"), hosts)
 
@@ -138,14 +140,15 @@ def takes_flash(config: Config, topology: Topology) -> bool:
     from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
     from jaxfb.training.setup import check_attention
 
-    if config.model.attention not in ("auto", "cudnn") or config.mesh.context > 1:
+    chosen = getattr(config.model, "attention", None)
+    if chosen not in ("auto", "cudnn") or config.mesh.context > 1:
         return False
     asked = with_attention(config, "cudnn")
-    mesh = abstract_mesh(config, topology.num_devices, abstract_device(topology))
+    mesh: Any = abstract_mesh(config, topology.num_devices, abstract_device(topology))
     try:
         check_attention(asked, model_sizes(asked), mesh)
     except ValueError:
-        if config.model.attention == "cudnn":
+        if chosen == "cudnn":
             raise
         return False
     return True
@@ -158,13 +161,12 @@ def with_attention(config: Config, attention: str) -> Config:
 
 def _not_taken(error: Exception) -> str:
     import jax
-    import jaxlib
 
     found = ", ".join(f"{name} {one}" for name in _packages() if (one := _version(name)))
     cuda = "12" if found.startswith("jax-cuda12") else "13"
     said = (str(error).splitlines() or [""])[0]
     return (
-        f"[plan] jax {jax.__version__} (jaxlib {jaxlib.__version__}) does not compile for GPUs with {found}: {said}; "
+        f"[plan] jax {jax.__version__} (jaxlib {_version('jaxlib')}) does not compile for GPUs with {found}: {said}; "
         f"pip install 'jax[cuda{cuda}]=={jax.__version__}' gives the plugin of the same version"
     )
 

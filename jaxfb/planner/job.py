@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 from jaxfb.batch_plan import BatchPlan
@@ -71,12 +72,14 @@ def make_job(config: Config, mesh: Mesh | AbstractMesh, sizes: TransformerConfig
       ValueError: what `jaxfb train` would refuse before it compiles.
     """
     sizes = sizes or model_sizes(config)
+    on: Any = mesh  # sizes and names of its axes are all that is read of it
     check_tensor_divides(sizes, mesh.shape["tensor"])
     check_expert_divides(sizes, mesh.shape["expert"])
-    setup.check_attention(config, sizes, mesh)
-    plan = setup.train_plan(config, mesh)
+    setup.check_attention(config, sizes, on)
+    plan = setup.train_plan(config, on)
     run = setup.run_plan(config, {"train": plan}, MANY_ROWS)
-    made = setup.Setup(config, mesh, run, None, sizes, transformer(sizes), setup.optimizer(config, run))
+    text: Any = None  # nothing reads it
+    made = setup.Setup(config, on, run, text, sizes, transformer(sizes), setup.optimizer(config, run))
     step = made.train_step(plan)
     state = step.abstract_state(made.init_params)
     step.forward_backward.check(step.model, state.params, plan)
@@ -87,14 +90,16 @@ def model_sizes(config: Config) -> TransformerConfig:
     """Returns the transformer's sizes without its text; a tokenizer.json on another machine must give its
     vocabulary.
     """
-    setup.own_model_refused(config.model, "jaxfb plan", "compile its step with make_train_step(...).lower")
+    what, instead = "jaxfb plan", "compile its step with make_train_step(...).lower"
+    model = setup.built_in(config.model, what, instead)
     known = {"bpe": config.data.vocab_size, "bytes": 257}
-    if config.model.vocab_size is None and config.data.tokenizer not in known:
+    if model.vocab_size is None and config.data.tokenizer not in known:
         raise Refused(
             f"[plan] the vocabulary of {config.data.tokenizer} is not known without the file; "
             "add model.vocab_size=128256"
         )
-    return setup.model_sizes(config, known.get(config.data.tokenizer, config.model.vocab_size))
+    vocabulary = known.get(config.data.tokenizer, model.vocab_size or 0)
+    return setup.built_in(setup.model_sizes(config, vocabulary), what, instead)
 
 
 def abstract_mesh(config: Config, num_devices: int, device: AbstractDevice | None) -> AbstractMesh:
@@ -134,7 +139,7 @@ def _shard_shape(leaf: jax.ShapeDtypeStruct) -> tuple[int, ...]:
 
 
 def _itemsize(dtype) -> int:
-    return 8 if jax.dtypes.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
+    return 8 if jnp.issubdtype(dtype, jax.dtypes.prng_key) else dtype.itemsize
 
 
 def _batch(config: Config, plan: BatchPlan, mesh) -> Microbatches:

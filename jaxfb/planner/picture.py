@@ -35,7 +35,7 @@ def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> 
                 [verdict.needed / 1e9] * 2, [place - 0.4, place + 0.4], color="black", lw=2.5, label=name
             )
         axes.text(max(left, verdict.needed / 1e9), place, _beside(verdict), va="center", fontsize=8)
-    limit = rows[0][1].available / 1e9
+    limit = (rows[0][1].available or 0) / 1e9
     axes.axvline(limit, color="#b00020", ls="--", label=f"HBM a program may use: {limit:.1f} GB")
     axes.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=8)
     axes.set_ylim(len(rows) - 0.4, -0.6)

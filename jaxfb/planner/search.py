@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -104,7 +105,7 @@ def table(found: list[Found], most: int = 12) -> str:
         by = "formula" if verdict.compiled is None else "compiler"
         size = "too large" if isinstance(verdict.compiled, TooLarge) else f"{verdict.needed / 1e9:.2f}"
         lines.append(
-            f"{size:>8} {verdict.available / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
+            f"{size:>8} {(verdict.available or 0) / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
             f"{verdict.tokens_per_second:>10,.0f} {verdict.mfu:>6.1%} {by:>9}  {label(one.config)}"
         )
     return "\n".join(lines)
@@ -144,7 +145,8 @@ def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config
             f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"
         )
-    fitting = [pair for pair in counted if pair[0].total <= topology.chip.memory]
+    memory = topology.chip.memory if topology.chip else math.inf
+    fitting = [pair for pair in counted if pair[0].total <= memory]
     say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
     ordered = sorted(fitting, key=lambda pair: pair[0].seconds) or sorted(
         counted, key=lambda pair: pair[0].total

@@ -70,8 +70,9 @@ def _gpus(shape: str, text: str) -> Topology:
             f"{', '.join(GPUS)}, such as gpu:h100x8"
         )
     chip, count = GPUS[found[1]], _count(found[2], text)
-    if count > chip.island and count % chip.island:
-        nearest = chip.island * round(count / chip.island)
+    island = chip.island or count
+    if count > island and count % island:
+        nearest = island * round(count / island)
         raise Refused(
             f"[plan] more than {chip.island} GPUs are hosts of {chip.island}, {text!r} does not fill them; "
             f"the nearest is gpu:{chip.name}x{nearest}"

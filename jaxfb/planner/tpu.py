@@ -40,7 +40,9 @@ def devices(topology: Topology) -> list:
     """
     from jax.experimental import topologies
 
-    options: dict[str, Any] = {"chip_config_name": "megacore"} if topology.chip.name == "v4" else {}
+    options: dict[str, Any] = (
+        {"chip_config_name": "megacore"} if topology.chip and topology.chip.name == "v4" else {}
+    )
     if max(topology.shape) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:

@@ -89,8 +89,8 @@ class Verdict:
 
     @property
     def work_seconds(self) -> float:
-        answered = isinstance(self.compiled, Compiled)
-        return self.compiled.work_seconds if answered else self.estimate.work_seconds
+        found = self.compiled if isinstance(self.compiled, Compiled) else self.estimate
+        return found.work_seconds
 
     @property
     def exposed_seconds(self) -> float:

@@ -75,8 +75,9 @@ def _in_config(config: Any, error: PlanError, choice: Mapping[str, Any]) -> dict
     """
     who = re.match(r"\[(\w+)\]", str(error))
     changes = {name: value for name, value in choice.items() if name != "plans"}
-    found = {_key(config, who[1] if who else "", name): value for name, value in changes.items()}
-    return None if None in found or not found else found
+    keyed = {name: _key(config, who[1] if who else "", name) for name in changes}
+    found = {key: changes[name] for name, key in keyed.items() if key is not None}
+    return found if found and None not in keyed.values() else None
 
 
 def _key(config: Any, who: str, name: str) -> str | None:

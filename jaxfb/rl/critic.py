@@ -13,6 +13,7 @@ from typing import Any
 import jax
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.config.post_training import RLConfig
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
 from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
@@ -34,10 +35,12 @@ class Critic:
     It has no adapters, whatever the policy has: all of it is trained.
     """
 
-    def __init__(self, base: Base, plan: BatchPlan):
+    def __init__(self, base: Base[RLConfig], plan: BatchPlan):
         plan.require("critic", caller="Critic")
         config = base.config
-        self._base, self._settings, self.plan = base, config.critic, plan
+        settings = config.critic
+        assert settings is not None  # a config without one has no critic
+        self._base, self._settings, self.plan = base, settings, plan
         self.step = make_train_step(
             value_loss_fn(self._model, ValueLoss(self._settings.clip)),
             make_optimizer("adamw", learning_rate=self._settings.learning_rate),

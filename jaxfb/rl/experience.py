@@ -64,7 +64,7 @@ class Experience:
       be costly or random, so they are computed once.
     """
 
-    base: Base
+    base: Base[RLConfig]
     task: Task
     plan: RolloutPlan
     sampler: Sampler
@@ -150,7 +150,7 @@ class Experience:
         train, sizes = self.task.train, self._config.rollout
         chosen = rng.choice(len(train), sizes.prompts, replace=len(train) < sizes.prompts)
         groups = np.repeat(np.arange(sizes.prompts), sizes.samples_per_prompt)
-        check_whole_groups(groups, sizes.samples_per_prompt)
+        check_whole_groups(groups.tolist(), sizes.samples_per_prompt)
         return [train[chosen[group]] for group in groups], groups
 
     def _encoded(self, problems: list[Problem]) -> list[np.ndarray]:
@@ -201,7 +201,7 @@ class Experience:
             record |= {f"importance_{name}": value for name, value in statistics.items()}
         if self._config.uses_reference:
             scores["ref_log_probs"] = self._pass("logprob_ref", models.reference, rows)
-        if models.critic is not None:
+        if models.critic is not None and self.value_model is not None:
             plan = self.plan.plan("value")
             scores["values"] = self._forward(self.value_model, models.critic, rows, plan)["values"]
             scores["old_values"] = scores["values"]

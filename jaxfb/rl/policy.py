@@ -54,7 +54,7 @@ WITHOUT_SIGNAL = "rollouts_without_signal"
 class PolicyWork(PostTraining):
     """A run of rollouts and updates. Made by `make_policy_work`."""
 
-    base: Base
+    base: Base[RLConfig]
     task: Task
     plan: RolloutPlan
     experience: Experience
@@ -62,7 +62,7 @@ class PolicyWork(PostTraining):
     critic: Critic | None
 
     def __post_init__(self):
-        self._config: RLConfig = self.base.config
+        self._config = self.base.config
         self.train_state: TrainState = None  # type: ignore[assignment]
         self.say: Callable[[str], None] = print
         self._reference: PyTree | None = None
@@ -199,10 +199,11 @@ class PolicyWork(PostTraining):
         if "groups_without_signal" in self._record:
             self._count_signal(number, before)
 
-    def _count_signal(self, number: int, before: int) -> None:
+    def _count_signal(self, number: int, before: float) -> None:
         """Counts rollouts whose rewards teach nothing, and reports them at 1, 2, 4, 8, ... of them."""
         nothing = self._record["groups_without_signal"] == 1
-        found = self._record[WITHOUT_SIGNAL] = before + nothing
+        found = int(before) + nothing
+        self._record[WITHOUT_SIGNAL] = found
         if nothing and found & (found - 1) == 0:
             self.say(
                 f"rollout {number + 1}: all samples of each prompt have the same reward, so its updates learn nothing "
@@ -292,8 +293,8 @@ def _row_length(base: Base, sampler: Sampler) -> int:
     return -(-slots // multiple) * multiple
 
 
-def _rollout_plan(base: Base, length: int) -> RolloutPlan:
-    config: RLConfig = base.config
+def _rollout_plan(base: Base[RLConfig], length: int) -> RolloutPlan:
+    config = base.config
     sizes = config.rollout
     rows, update = sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update
     needed = {

@@ -52,7 +52,7 @@ class PreferenceWork(SupervisedWork):
 
     def _reference_of(self, rows: Rows) -> np.ndarray:
         """Returns float[rows, length], the log-probs by the present parameters, with the plan "logprob_ref"."""
-        plan, model = self.plan.plans["logprob_ref"], log_prob_fn(self.base.model)
+        plan, model = self.plan.by_purpose["logprob_ref"], log_prob_fn(self.base.model)
         out = rows[REFERENCE].copy()
         inputs = {name: leaf for name, leaf in rows.items() if name != REFERENCE}
         for number, batch in enumerate(batches(inputs, plan)):
@@ -77,7 +77,8 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     dtype = np.float64 if config.precision.compute_dtype == "float64" else np.float32
     rows = [pair_rows(sides, length, dtype) for sides in encoded]
     loss = PreferenceLoss(section.kind, section.beta, section.label_smoothing)
-    return work_on(PreferenceWork, base, *rows, policy_loss_fn(base.model, loss), ("logprob_ref",))
+    model = policy_loss_fn(base.model, loss)
+    return work_on(PreferenceWork, base, rows[0], rows[1], model, ("logprob_ref",))
 
 
 def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> Rows:
@@ -86,7 +87,8 @@ def pair_rows(sides: Sequence[tuple[list, list]], length: int, dtype: type) -> R
     sides: (ids, counts) of the chosen conversations, and of the rejected ones.
     """
     half = length // 2
-    return _side_by_side(*(token_rows(*cut_to(*side, half), half) for side in sides), length, dtype)
+    chosen, rejected = (token_rows(*cut_to(*side, half), half) for side in sides)
+    return _side_by_side(chosen, rejected, length, dtype)
 
 
 def _side_by_side(chosen: Rows, rejected: Rows, length: int, dtype: type) -> Rows:

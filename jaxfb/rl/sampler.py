@@ -125,7 +125,7 @@ class Sampler:
         for row, prompt in enumerate(prompts):
             rows[row, : len(prompt)], lengths[row] = prompt, len(prompt)
         sharding = NamedSharding(self.mesh, P(axes))
-        return tuple(to_devices(leaf, sharding) for leaf in (rows, lengths))
+        return to_devices(rows, sharding), to_devices(lengths, sharding)
 
 
 def to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
@@ -147,5 +147,5 @@ def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: tuple[int, ...]
     return Responses(
         [row[:n] for row, n in zip(tokens, lengths, strict=True)],
         [row[:n] for row, n in zip(log_probs, lengths, strict=True)],
-        ended,
+        np.asarray(ended),
     )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -36,7 +36,9 @@ from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.machine import check_model, check_rows
 from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
 from jaxfb.training.setup import (
+    POST_TRAINING,
     as_stored,
+    built_in,
     enable_float64,
     engine_options,
     least_bytes,
@@ -50,14 +52,17 @@ from jaxfb.types import LossFn, Pipelined
 PyTree = Any
 
 
+Kind = TypeVar("Kind", bound=PostTrainingConfig, covariant=True)
+
+
 @dataclass(frozen=True)
-class Base:
+class Base(Generic[Kind]):
     """A model that is about to be trained further.
 
     model: the transformer, whose head is replaced by the loss at hand (`losses.heads`).
     """
 
-    config: PostTrainingConfig
+    config: Kind
     mesh: Mesh
     tokenizer: Tokenizer
     sizes: TransformerConfig
@@ -97,7 +102,7 @@ class Base:
             )
         return {purpose: self._plan(purpose, number, length) for purpose, number in rows.items()}
 
-    def _plan(self, purpose: str, rows: int, length: int) -> BatchPlan:
+    def _plan(self, purpose: Any, rows: int, length: int) -> BatchPlan:
         cut: CutConfig = getattr(self.config.plans, purpose)
         budget = cut.max_tokens_per_microbatch is not None
         exact = purpose in UPDATES or budget
@@ -164,9 +169,10 @@ class Base:
         if run is None and (model is None or model.from_ is None):
             return with_given_adapter(self.config, self.init_params)
         abstract = without_adapters(step.abstract_state(self.init_params).params)
-        if run is None:
-            return begun(self.config, params_in(model.from_, model, abstract))
-        return begun(self.config, params_of_run(run, self.sizes, abstract))
+        if run is not None:
+            return begun(self.config, params_of_run(run, self.sizes, abstract))
+        assert model is not None and model.from_ is not None  # by the first condition
+        return begun(self.config, params_in(model.from_, model, abstract))
 
     def whole(self, params: PyTree) -> PyTree:
         """Returns the parameters without adapters, which are merged into the kernels, in the master copy's dtype."""
@@ -174,7 +180,7 @@ class Base:
         return jax.tree.map(lambda leaf: leaf.astype(param_dtype(self.config)), params)
 
 
-def make_base(config: PostTrainingConfig) -> Base:
+def make_base(config: Kind) -> Base[Kind]:
     """Reads what the config starts from.
 
     Raises:
@@ -183,7 +189,7 @@ def make_base(config: PostTrainingConfig) -> Base:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     tokenizer = _tokenizer(config)
-    sizes = model_sizes(config, tokenizer.vocab_size)
+    sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
@@ -204,9 +210,9 @@ def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
         raise Refused(
             "[start] needs tokenizer where there is no run to take it from; use start.tokenizer=bytes"
         )
-    path = (
-        _tokenizer_directory(config) / "tokenizer.json" if not asked or Path(asked).is_dir() else Path(asked)
-    )
+    path = Path(asked or _source(config) or "")
+    if not asked or path.is_dir():
+        path = (_tokenizer_directory(config) or path) / "tokenizer.json"
     if not path.is_file():
         raise Refused(f"[start] there is no tokenizer {path}; give start.tokenizer, or a run that has one")
     return load_tokenizer(path)

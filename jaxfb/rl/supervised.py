@@ -15,7 +15,7 @@ import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.config.policy import WarmStartConfig
-from jaxfb.config.post_training import SFTConfig
+from jaxfb.config.post_training import DPOConfig, SFTConfig
 from jaxfb.data.chat import Message
 from jaxfb.data.conversations import cut_to, longest, read_conversations, split_held_out
 from jaxfb.data.token_rows import token_rows
@@ -62,7 +62,7 @@ class SupervisedWork(PostTraining):
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rows", [("train", count(self.stream.rows)), ("held out", count(self.held_out))]
-        for purpose, plan in self.plan.plans.items():
+        for purpose, plan in self.plan.by_purpose.items():
             yield f"batch plan: {purpose}", plan.table()[1:]
         yield "run plan", self.plan.table()
 
@@ -90,7 +90,7 @@ class SupervisedWork(PostTraining):
     def evaluate(self) -> dict[str, float]:
         if not count(self.held_out):
             return {}
-        plan = self.plan.plans["eval"]
+        plan = self.plan.by_purpose["eval"]
         found = held_out_means(self.base.forward, self.model, self.train_state.params, self.held_out, plan)
         loss = found.pop(f"eval/{TERM}", None)
         return found if loss is None else {"eval/loss": loss, **found}
@@ -140,11 +140,16 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     encoded = [base.chat.encode(conversations, section.learn) for conversations in (train, held_out)]
     length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
-    return work_on(SupervisedWork, base, *rows, base.model)
+    return work_on(SupervisedWork, base, rows[0], rows[1], base.model)
 
 
 def work_on(
-    kind: type, base: Base, train: Rows, held_out: Rows, model: Any, purposes: Sequence[str] = ()
+    kind: type,
+    base: Base[SFTConfig] | Base[DPOConfig],
+    train: Rows,
+    held_out: Rows,
+    model: Any,
+    purposes: Sequence[str] = (),
 ) -> Any:
     """Builds that kind of work on these rows, with plans, optimizer and step by the config.
 
@@ -223,5 +228,5 @@ def _answered(base: Base, pairs: Sequence[tuple[Sequence[Message], str]], length
     whole = [(*prompt, {"role": "assistant", "content": answer}) for prompt, answer in pairs]
     ids, counts = base.chat.encode(whole, "last", "task")
     ends = [int(np.flatnonzero(one)[-1]) + 1 for one in counts]
-    kept = [[one[:end] for one, end in zip(part, ends, strict=True)] for part in (ids, counts)]
-    return token_rows(*kept, length)
+    kept = lambda part: [one[:end] for one, end in zip(part, ends, strict=True)]  # noqa: E731
+    return token_rows(kept(ids), kept(counts), length)

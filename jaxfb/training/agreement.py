@@ -39,7 +39,7 @@ def what_is_made(setup: Setup) -> dict[str, Any]:
     return {
         **{f"text: {name}": f"{split.fingerprint} ({len(split):,} rows)" for name, split in rows.items()},
         "vocabulary": corpus.vocab_size,
-        **{f"plan: {purpose}": plan.fingerprint() for purpose, plan in setup.plan.plans.items()},
+        **{f"plan: {purpose}": plan.fingerprint() for purpose, plan in setup.plan.by_purpose.items()},
         "updates": setup.plan.total_updates,
         **devices_and_mesh(setup.mesh),
     }

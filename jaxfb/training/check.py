@@ -23,7 +23,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
 from jaxfb.trainable import name_of
-from jaxfb.training.setup import engine_options, own_model_refused
+from jaxfb.training.setup import built_in, engine_options
 from jaxfb.types import PyTree
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
@@ -38,8 +38,8 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     Raises:
       ValueError: the config's mesh does not fit the devices.
     """
-    own_model_refused(config.model, "jaxfb check", "call jaxfb.check_equivalence on it in a program")
-    sizes = adapted(narrow(config.model), config.lora)
+    own = built_in(config.model, "jaxfb check", "call jaxfb.check_equivalence on it in a program")
+    sizes = adapted(narrow(own), config.lora)
     model, params = transformer(sizes), _adapters_at_work(init_params(sizes, jax.random.key(0)))
     rng = jax.random.key(1) if draws(sizes) else None
     if config.mesh == MeshConfig():

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import jax
 
+from jaxfb.compat import config_value
 from jaxfb.data.cache import cache_directory
 
 PRIVATE = 0o700
@@ -21,7 +22,7 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
     write to is not used. That of JAX_COMPILATION_CACHE_DIR or an earlier `jax.config.update` is used as it is, unless
     others can write to it. Of a bucket (gs://...) nothing can be known here.
     """
-    if given := jax.config.jax_compilation_cache_dir:
+    if given := config_value("jax_compilation_cache_dir"):
         return _checked(given)
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)

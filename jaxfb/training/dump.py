@@ -151,7 +151,7 @@ def _save_rows(path: Path, batch: PyTree) -> Any:
         tree = _described(batch, arrays)
     except TypeError:
         return None
-    np.savez(path, **{f"a{index}": array for index, array in enumerate(arrays)})
+    np.savez(path, allow_pickle=False, **{f"a{index}": array for index, array in enumerate(arrays)})
     return tree
 
 

@@ -23,7 +23,7 @@ class HeldOut:
 
     def __init__(self, setup: Setup):
         self._setup = setup
-        self._plan = setup.plan.plans["eval"]
+        self._plan = setup.plan.by_purpose["eval"]
         self.rows: Rows = _choose_rows(setup)
         self._bytes_per_token = setup.corpus.bytes_per_token(self.rows) if len(self.rows) else None
 
@@ -81,4 +81,4 @@ class HeldOut:
 
 def _choose_rows(setup: Setup) -> Rows:
     rows, batches = setup.corpus.held_out, setup.config.eval.batches
-    return rows if batches is None else rows.spread(batches * setup.plan.plans["eval"].rows)
+    return rows if batches is None else rows.spread(batches * setup.plan.by_purpose["eval"].rows)

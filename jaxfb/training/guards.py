@@ -98,7 +98,7 @@ class Guards:
           SpikeAbort: too many returns to that checkpoint.
         """
         self._run.wait_saved()
-        saved = self._run.newest_saved
+        saved = self._run.newest_saved or 0
         count = self._rollbacks[saved] = self._rollbacks.get(saved, 0) + 1
         if count > self._config.max_rollbacks:
             raise SpikeAbort(
@@ -170,9 +170,9 @@ def _is_due(every: int | None, update: int) -> bool:
 def _places(mesh: Mesh, devices: list[int]) -> str:
     """Returns `device 5 (data 1, fsdp 0)`, for each of them."""
     named = []
-    for place in np.ndindex(mesh.devices.shape):
-        if mesh.devices[place].id in devices:
+    for place, device in np.ndenumerate(mesh.devices):
+        if device.id in devices:
             sizes = zip(mesh.axis_names, mesh.devices.shape, place, strict=True)
             where = ", ".join(f"{name} {index}" for name, size, index in sizes if size > 1)
-            named.append(f"device {mesh.devices[place].id} ({where})")
+            named.append(f"device {device.id} ({where})")
     return ", ".join(named)

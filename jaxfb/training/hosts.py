@@ -59,7 +59,7 @@ class Hosts:
         return self.index == 0
 
     def __enter__(self) -> Hosts:
-        if self.index:
+        if self.index and self._coordinator is not None:
             speak_before_abort(self._coordinator, self._without_coordinator, LOST)
         if self.count > 1 or self.config.stuck_after is not None:
             client = self._client if self.count > 1 else None

@@ -8,7 +8,7 @@ What an update is, what is saved and what is logged belong to a `Work`. On sever
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import Any
@@ -72,11 +72,11 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
         spikes come again and again (SpikeAbort), a device computes wrongly (DeviceFault); of that nothing is saved.
       CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """
-    callbacks, directory = combine(callbacks), RunDirectory.of(config)
+    hooks, directory = combine(callbacks), RunDirectory.of(config)
     reach("start")
     with Interrupt() as interrupt:
         try:
-            return _run(make_work, config, start, callbacks, directory, interrupt)
+            return _run(make_work, config, start, hooks, directory, interrupt)
         except Stopped as stopped:
             print(f"{stopped_early(str(stopped))}; {_after_a_loss(directory)}", flush=True)
             return Result("interrupted", directory.path, directory.newest_update() or 0, {})
@@ -227,7 +227,7 @@ class _Loop:
         reach("update")
         self._arrive((self._run.done, metrics))
 
-    def _dispatch(self, number: int, batch: Any) -> tuple[StepMetrics, dict[str, Any]]:
+    def _dispatch(self, number: int, batch: Any) -> tuple[StepMetrics, Mapping[str, Any]]:
         """Starts an update. Before the first one has compiled there is nothing that a signal should save."""
         self._interrupt.begun = self._dispatched
         metrics = self._guard.update(number, batch)

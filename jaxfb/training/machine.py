@@ -9,6 +9,7 @@ import os
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -36,7 +37,7 @@ def device_memory(mesh: Mesh) -> int | None:
     return bytes_of_device(mesh.local_devices)
 
 
-def bytes_of_device(devices: Sequence[jax.Device]) -> int | None:
+def bytes_of_device(devices: Sequence[Any]) -> int | None:
     """Returns the bytes of one of this process's devices; None where that is unknown. CPU devices share the host's."""
     if devices[0].platform == "cpu":
         host = host_memory()

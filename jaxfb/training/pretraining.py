@@ -10,9 +10,11 @@ from functools import cached_property
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
+from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.lora import without_adapters
 from jaxfb.refusal import Refused
 from jaxfb.train_state import Limits
@@ -86,13 +88,13 @@ class Pretraining:
 
     def start(self, say: Say) -> None:
         first, seed = self._step(self.setup.plan.window(0).plan), self.config.run.seed
-        source = getattr(self.config.model, "from_", None)
-        if source is None:
+        model = self.config.model
+        if isinstance(model, OwnModelConfig) or model.from_ is None:
             self.train_state = first.init(with_given_adapter(self.config, self.setup.init_params), seed)
             return
-        say(f"reading the weights of {source}")
+        say(f"reading the weights of {model.from_}")
         abstract = without_adapters(first.abstract_state(self.setup.init_params).params)
-        params = begun(self.config, params_in(source, self.config.model, abstract))
+        params = begun(self.config, params_in(model.from_, model, abstract))
         self.train_state = first.init(params, seed, donate=True)
 
     def read(self, number: int) -> HostBatch:
@@ -182,10 +184,10 @@ class Pretraining:
 
     def _next_rate(self, config: Config) -> float:
         """Returns the learning rate that this config gives the next update; behind the end of its run the final one."""
-        plan = run_plan(config, dict(self.setup.plan.plans), self.rows_an_epoch)
+        plan = run_plan(config, dict(self.setup.plan.by_purpose), self.rows_an_epoch)
         count = self.train_state.samples if config.lr.unit == "samples" else self.train_state.step
         with warnings.catch_warnings(action="ignore"):
-            return float(optimizer(config, plan).learning_rate(int(count)))
+            return float(optimizer(config, plan).learning_rate(jnp.asarray(int(count))))
 
     def _check_same_rows(self, host: Mapping[str, Any]) -> None:
         plan, saved = self.setup.plan, host["plan"]

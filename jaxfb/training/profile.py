@@ -50,7 +50,8 @@ class Profile(Callback):
         jax.profiler.stop_trace()
         traces = sorted(Path(self._where).rglob("*.trace.json.gz"), key=lambda path: path.stat().st_mtime)
         opened = f"open {traces[-1]} at https://ui.perfetto.dev, or " if traces else ""
+        first = self._first or 0
         self._run.say(
-            f"traced updates {self._first} to {self._first + self._steps - 1} into {self._where}: {opened}"
+            f"traced updates {first} to {first + self._steps - 1} into {self._where}: {opened}"
             f"tensorboard --logdir {self._where}"
         )

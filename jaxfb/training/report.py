@@ -25,6 +25,7 @@ from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, abstract_params
 from jaxfb.training.work import Table
+from jaxfb.types import Pipelined
 
 
 def start_tables(setup: Setup) -> Iterator[Table]:
@@ -34,7 +35,7 @@ def start_tables(setup: Setup) -> Iterator[Table]:
     yield "text", _text(setup)
     yield "model", _model(setup)
     yield "mesh", _mesh(setup)
-    for purpose, plan in setup.plan.plans.items():
+    for purpose, plan in setup.plan.by_purpose.items():
         yield f"batch plan: {purpose}", plan.table()[1:]
     yield "run plan", setup.plan.table()
 
@@ -82,7 +83,7 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
     yield f'go on with: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
 
 
-def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
+def loss_lines(summary: Mapping[str, Any]) -> Iterator[str]:
     """Returns one line for each model: nats a token, bits a byte."""
     yield f"{'held-out loss':<16}{'nats/token':>12}{'bits/byte':>12}"
     names = {"held_out": "this model", "unigram": "unigram", "bigram": "bigram"}
@@ -93,12 +94,12 @@ def loss_lines(summary: dict[str, Any]) -> Iterator[str]:
 
 def sample(setup: Setup, params: Any) -> str | None:
     """Returns the prompt of the config and its continuation; None without a prompt or a tokenizer."""
-    settings, tokenizer = setup.config.eval, setup.corpus.tokenizer
-    own = isinstance(setup.sizes, OwnModelConfig)  # whose next token is not known how to sample
-    if not settings.prompt or tokenizer is None or own:
+    settings, tokenizer, sizes = setup.config.eval, setup.corpus.tokenizer, setup.sizes
+    # of a model of the user's own it is not known how to sample the next token
+    if not settings.prompt or tokenizer is None or isinstance(sizes, OwnModelConfig):
         return None
     text = continue_text(
-        setup.sizes,
+        sizes,
         params,
         tokenizer,
         settings.prompt,
@@ -175,9 +176,7 @@ def _mesh(setup: Setup) -> Iterator[tuple[str, Any]]:
     yield "axes", " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "one device"
     yield "processes", jax.process_count()
     schedule = setup.eval_forward.schedule_for(setup.plan.train.num_microbatches)
-    if schedule is not None:
+    if schedule is not None and isinstance(model := setup.model, Pipelined):
+        params = abstract_params(setup.config, setup.sizes)
         yield "pipeline", schedule.summary()
-        yield (
-            "head",
-            setup.eval_forward.head_placement_for(setup.model, abstract_params(setup.config, setup.sizes)),
-        )
+        yield "head", setup.eval_forward.head_placement_for(model, params)

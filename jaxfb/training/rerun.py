@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxfb.guard.devices import failed_self_test
@@ -95,7 +96,7 @@ def _kept(state: PyTree) -> PyTree:
 
     def copy(leaf):
         has_host = any(memory.kind == HOST for memory in next(iter(leaf.devices())).addressable_memories())
-        if not has_host or jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key):
+        if not has_host or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
             return leaf.copy()
         return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
 

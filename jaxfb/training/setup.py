@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -19,7 +19,9 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan, RunPlan, horizon_warning
 from jaxfb.config import Config, load_config
 from jaxfb.config.adapters import trained_patterns
+from jaxfb.config.custom import CustomConfig
 from jaxfb.config.own_model import OwnModelConfig
+from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
@@ -48,6 +50,9 @@ from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.types import LossFn, Pipelined
 
 PyTree = Any
+AnyConfig = Config | PostTrainingConfig | CustomConfig
+Sizes = TypeVar("Sizes", bound=TransformerConfig)
+POST_TRAINING = ("post-training", "train it with jaxfb.Trainer")
 VOCAB_MULTIPLE = (
     128  # the vocabulary is rounded up, so that its size does not depend on the mesh that cuts it
 )
@@ -57,13 +62,13 @@ VOCAB_MULTIPLE = (
 class Setup:
     """A run before its first update; every part a plain value that can be used alone.
 
-    corpus: None where a run is only planned (`jaxfb.planner`), from shapes alone.
+    corpus: the text; absent where a run is only planned (`jaxfb.planner`), from shapes alone.
     """
 
     config: Config
     mesh: Mesh
     plan: RunPlan
-    corpus: Corpus | None
+    corpus: Corpus
     sizes: TransformerConfig | OwnModelConfig
     model: Pipelined | LossFn
     optimizer: Optimizer
@@ -146,7 +151,7 @@ def check_fits(config: Config, sizes: TransformerConfig | OwnModelConfig, mesh: 
 def language_model_of(sizes: TransformerConfig | OwnModelConfig) -> LanguageModel:
     """Returns the model of these sizes, or the one of the user's own that they name."""
     if isinstance(sizes, OwnModelConfig):
-        return language_model(sizes.name, sizes.vocab_size, sizes.options)
+        return language_model(sizes.name, sizes.vocab_size or 0, sizes.options)
     return language_model("transformer", **_arguments(sizes))
 
 
@@ -155,12 +160,13 @@ def _arguments(sizes: TransformerConfig) -> dict[str, Any]:
     return {"vocab_size": options.pop("vocab_size"), "options": options}
 
 
-def own_model_refused(sizes: Any, what: str, instead: str) -> None:
-    """Refuses what only the built-in transformer can do."""
+def built_in(sizes: Sizes | OwnModelConfig, what: str, instead: str) -> Sizes:
+    """Returns the sizes of the built-in transformer; refuses what only it can do for a model of the user's own."""
     if isinstance(sizes, OwnModelConfig):
         raise Refused(
             f"[model] name={sizes.name!r}: {what} works for the built-in transformer alone; {instead}"
         )
+    return sizes
 
 
 def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> None:
@@ -169,16 +175,16 @@ def check_attention(config: Config, sizes: TransformerConfig, mesh: Mesh) -> Non
     check_backend(sizes, mesh, dtype, config.data.sequence_length, packed=packed)
 
 
-def train_plan(config: Config, mesh: Mesh) -> BatchPlan:
+def train_plan(config: Config | CustomConfig, mesh: Mesh) -> BatchPlan:
     """Returns how the rows of one update are cut on this mesh."""
     batch = config.batch
+    cut: dict[str, Any] = {name: getattr(batch, name) for name in ("rows_per_microbatch", "num_microbatches")}
     return BatchPlan(
         "train",
         rows=batch.rows,
-        rows_per_microbatch=batch.rows_per_microbatch,
-        num_microbatches=batch.num_microbatches,
         data_parallel=data_parallel(mesh),
         remainder=batch.remainder,
+        **cut,
     )
 
 
@@ -210,7 +216,7 @@ def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> Ru
     )
 
 
-def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModelConfig:
+def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> TransformerConfig | OwnModelConfig:
     """Returns the transformer's sizes: the config's vocabulary, or the tokenizer's rounded up to a multiple of 128.
 
     A post-training config without a model has that of the run it starts from.
@@ -218,8 +224,10 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModel
     Raises:
       ValueError: the config's vocabulary is smaller than the tokenizer's.
     """
-    if config.model is None:
-        return with_lora(config, adapted(model_sizes(load_config(config.start.run), vocab_size), None))
+    if isinstance(config, PostTrainingConfig) and config.model is None:
+        sizes = model_sizes(load_config(config.start.run or ""), vocab_size)
+        return with_lora(config, adapted(built_in(sizes, *POST_TRAINING), None))
+    assert config.model is not None  # a config of pretraining has one
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
         raise Refused(
@@ -231,23 +239,25 @@ def model_sizes(config: Config, vocab_size: int) -> TransformerConfig | OwnModel
 
 
 def with_lora(
-    config: Config, sizes: TransformerConfig | OwnModelConfig
+    config: Config | PostTrainingConfig, sizes: TransformerConfig | OwnModelConfig
 ) -> TransformerConfig | OwnModelConfig:
     """Returns the sizes with the adapters of the config.
 
     Raises:
       ValueError: a target of theirs is no projection of the model.
     """
-    if getattr(config, "lora", None) is None:
+    lora = getattr(config, "lora", None)
+    if lora is None:
         return sizes
-    shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
-    check_targets(config.lora, shapes["layers"])
-    return adapted(sizes, config.lora)
+    own = built_in(sizes, "lora", "leave it out")
+    check_targets(lora, jax.eval_shape(lambda: init_params(own, jax.random.key(0)))["layers"])
+    return adapted(own, lora)
 
 
-def optimizer(config: Config, plan: RunPlan) -> Optimizer:
+def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     """Returns the optimizer with its schedules, which end with the run unless the config sets something else."""
     settings, lr = config.optimizer, config.lr
+    assert settings is not None  # without it, a program hands its own optimizer over
     last = plan.window(plan.total_updates - 1)
     length = {"updates": plan.total_updates, "samples": last.start + last.rows}[lr.unit]
     horizon = lr.total or length
@@ -270,16 +280,17 @@ def optimizer(config: Config, plan: RunPlan) -> Optimizer:
         decay = weight_decay_schedule(
             settings.weight_decay_ramp, initial=first, final=decay, total=length, unit=lr.unit
         )
-    return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **settings.options)
+    options: dict[str, Any] = settings.options
+    return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **options)
 
 
-def abstract_params(config: Config, sizes: TransformerConfig) -> PyTree:
+def abstract_params(config: AnyConfig, sizes: TransformerConfig | OwnModelConfig) -> PyTree:
     """Returns the parameters as shapes and dtypes, on no device in particular."""
     made, dtype = language_model_of(sizes), param_dtype(config)
     return jax.eval_shape(lambda: as_stored(config, made.init_params(jax.random.key(0), dtype)))
 
 
-def as_stored(config: Config, params: PyTree) -> PyTree:
+def as_stored(config: AnyConfig, params: PyTree) -> PyTree:
     """Returns the parameters in the dtypes of the config: frozen ones may have one of their own.
 
     Raises:
@@ -288,7 +299,7 @@ def as_stored(config: Config, params: PyTree) -> PyTree:
     return stored(trained_patterns(config), params, config.precision.frozen_dtype)
 
 
-def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
+def loss_scale(config: AnyConfig) -> DynamicLossScale | StaticLossScale | None:
     """Loss scaling: by default dynamic for float16, none otherwise."""
     asked = config.precision.loss_scale
     if isinstance(asked, float | int):
@@ -297,37 +308,37 @@ def loss_scale(config: Config) -> DynamicLossScale | StaticLossScale | None:
     return DynamicLossScale() if dynamic else None
 
 
-def least_bytes(config: Config) -> int:
+def least_bytes(config: AnyConfig) -> int:
     """Returns the bytes that a parameter takes at least: frozen ones may be stored in fewer."""
     return jnp.dtype(config.precision.frozen_dtype or param_dtype(config)).itemsize
 
 
-def param_dtype(config: Config) -> Any:
+def param_dtype(config: AnyConfig) -> Any:
     """Returns the dtype of the master parameters: float32, or float64 where the whole run is."""
     return jnp.float64 if config.precision.compute_dtype == "float64" else jnp.float32
 
 
-def enable_float64(config: Config) -> None:
+def enable_float64(config: AnyConfig) -> None:
     """Enables float64 arrays in JAX, once for the process."""
     if config.precision.compute_dtype == "float64":
         jax.config.update("jax_enable_x64", True)
 
 
-def step_options(config: Config) -> dict[str, Any]:
+def step_options(config: AnyConfig) -> dict[str, Any]:
     """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
     more = {"loss_scale": loss_scale(config), "count_zeros": config.log.count_zeros}
     more |= {"trainable": trained_patterns(config)}
     return {**more, **engine_options(config)}
 
 
-def compute_dtype(config: Config) -> str | None:
+def compute_dtype(config: AnyConfig) -> str | None:
     """Returns the dtype that parameters are cast to for the computation; None where they all have it."""
     dtype = config.precision.compute_dtype
     stored_alike = config.precision.frozen_dtype is None and dtype in ("float32", "float64")
     return None if stored_alike else dtype
 
 
-def engine_options(config: Config) -> dict[str, Any]:
+def engine_options(config: AnyConfig) -> dict[str, Any]:
     """Returns what `get_forward_backward_func` takes from the config."""
     options = {
         "accum_dtype": config.precision.accum_dtype,

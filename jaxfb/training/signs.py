@@ -137,8 +137,8 @@ class Signs:
 
         Compared is what a process does on its own; in the computation all take as long as the slowest.
         """
-        seconds, found = self.own_seconds(), {}
-        for k, own in enumerate(seconds or []):
+        seconds, found = self.own_seconds() or [], {}
+        for k, own in enumerate(seconds):
             others = statistics.median([one for j, one in enumerate(seconds) if j != k] or [own])
             share = (own - others) / self._signs[k].whole
             if share > SLOW:

@@ -33,6 +33,7 @@ class Work(Protocol):
     tokenizer:      is saved with the run; None where there is no text.
     say:            prints a line above the progress; the loop sets it.
     limits:         with which the next update is applied, None for any; the guards set it.
+    train_state:    what the next update reads; the guards put an earlier one back.
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
     """
 
@@ -53,14 +54,10 @@ class Work(Protocol):
 
     say: Say
     limits: Limits | None
+    train_state: TrainState
 
     @property
     def starts_with_evaluation(self) -> bool: ...
-
-    @property
-    def train_state(self) -> TrainState:
-        """Returns the state that the next update reads."""
-        ...
 
     @property
     def abstract_params(self) -> PyTree:
@@ -96,7 +93,7 @@ class Work(Protocol):
         """Returns the rows of update `number`, counted from 0, on the host."""
         ...
 
-    def update(self, number: int, batch: Any) -> tuple[StepMetrics, dict[str, Any]]:
+    def update(self, number: int, batch: Any, /) -> tuple[StepMetrics, Mapping[str, Any]]:
         """Dispatches one update; returns its numbers on the device, and others by name."""
         ...
 
