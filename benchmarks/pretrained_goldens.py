@@ -10,10 +10,12 @@ from __future__ import annotations
 
 import json
 import sys
+import tempfile
 from pathlib import Path
 
 import torch
 import transformers
+from safetensors.torch import load_file
 
 COMMON = {
     "vocab_size": 37,
@@ -29,6 +31,15 @@ COMMON = {
     "pad_token_id": None,
 }
 ROPE = {"rope_theta": 10000.0, "rope_type": "default"}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16,
+    "mscale": 1.0, "mscale_all_dim": 0.7,
+}  # fmt: skip
+DEEPSEEK = {
+    "kv_lora_rank": 10, "qk_rope_head_dim": 4, "qk_nope_head_dim": 6, "v_head_dim": 8, "first_k_dense_replace": 0,
+    "moe_intermediate_size": 12, "n_routed_experts": 8, "n_shared_experts": 2, "num_experts_per_tok": 3, "n_group": 4,
+    "topk_group": 2, "num_key_value_heads": 4, "num_nextn_predict_layers": 0, "routed_scaling_factor": 1.5,
+}  # fmt: skip
 MODELS = {
     "llama_bias": ("Llama", {"attention_bias": True, "mlp_bias": True, "head_dim": 6}),
     "phi3": ("Phi3", {}),
@@ -37,6 +48,17 @@ MODELS = {
         {"rope_parameters": {"rope_theta": 10000.0, "rope_type": "default", "partial_rotary_factor": 0.7}},
     ),
     "olmo2": ("Olmo2", {}),
+    "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 12}),
+    "deepseek_v3_yarn": (
+        "DeepseekV3",
+        {
+            **DEEPSEEK,
+            "q_lora_rank": None,
+            "rope_interleave": False,
+            "rope_parameters": YARN,
+            "norm_topk_prob": False,
+        },
+    ),
     "gemma": ("Gemma", {"head_dim": 8}),
     "gemma2": (
         "Gemma2",
@@ -108,6 +130,9 @@ def make(directory: Path, name: str) -> None:
             1.0 if leaf.endswith("norm.weight") and kind not in ("Gemma", "Gemma2", "Gemma3Text") else 0.0
         )
         weight.data = center + torch.randn_like(weight) * (0.3 if weight.ndim > 1 or center else 0.2)
+    for leaf, buffer in model.named_buffers():
+        if leaf.endswith("correction_bias"):
+            buffer.copy_(torch.randn_like(buffer) * 0.2)
     target = directory / f"hf_{name}_tiny"
     model.save_pretrained(target)
     (target / "generation_config.json").unlink(missing_ok=True)
@@ -120,11 +145,7 @@ def numbers(model: torch.nn.Module) -> dict:
     log_probs = logits[:, :-1].log_softmax(-1)
     loss = -log_probs.gather(-1, tokens[:, 1:, None]).mean()
     loss.backward()
-    norms = {
-        name: weight.grad.norm().item()
-        for name, weight in model.named_parameters()
-        if weight.grad is not None
-    }
+    norms = gradient_norms(model)
     positions = [0, 1, 7, 18, 19]
     return {
         "transformers": transformers.__version__,
@@ -134,6 +155,16 @@ def numbers(model: torch.nn.Module) -> dict:
         "loss": round(loss.item(), 10),
         "grad_norms": {name: float(f"{norm:.8g}") for name, norm in norms.items()},
     }
+
+
+def gradient_norms(model: torch.nn.Module) -> dict[str, float]:
+    """Returns the norms by the names of the tensors that are stored, which may be parts of the model's own."""
+    for weight in model.parameters():
+        weight.data = torch.zeros_like(weight) if weight.grad is None else weight.grad
+    with tempfile.TemporaryDirectory() as directory:
+        model.save_pretrained(directory)
+        stored = load_file(Path(directory) / "model.safetensors")
+    return {name: grad.norm().item() for name, grad in stored.items() if "correction_bias" not in name}
 
 
 def rounded(x: torch.Tensor) -> list:

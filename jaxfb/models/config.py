@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, fields
 from math import isqrt
 from typing import Any
 
+from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind, settle, stack_of
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
@@ -62,6 +63,7 @@ class TransformerConfig:
     mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
+    latent:          a `jaxfb.models.latent.Latent`: attention over short vectors (DeepSeek-V3); None: plain.
     variant:         a `jaxfb.models.variant.Variant`: what differs from Llama's layers (Gemma, OLMo 2, gpt-oss).
 
     num_experts:     experts of each layer, in place of its MLP (Mixtral, DeepSeek); 0 for none. Of them:
@@ -78,6 +80,9 @@ class TransformerConfig:
     router_z_coefficient: of the squared log normalizer of the router; the mean over layers and tokens.
     router_bias_rate:     after each update an expert's bias, which takes part in the choice and nowhere else,
                           goes up by this if it had fewer tokens than the mean, else down; 0: no bias.
+    router_bias:          there is such a bias though it does not move (an imported DeepSeek-V3's).
+    router_groups:        experts are in so many groups, of which each token's may be in the best
+    router_top_groups:    so many, by the sum of the two best scores of each (DeepSeek-V3).
     expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
                           share of a device's microbatch: faster, but results then depend on how rows are split.
 
@@ -123,7 +128,11 @@ class TransformerConfig:
     router_z_coefficient: float = 0.0
     router_bias_rate: float = 0.0
     expert_capacity: float | None = None
+    router_bias: bool = False
+    router_groups: int = 1
+    router_top_groups: int = 1
     variant: Variant = field(default_factory=Variant)
+    latent: Latent | None = None
 
     def __post_init__(self):
         _check_types(self)
@@ -142,6 +151,11 @@ class TransformerConfig:
         for name, value in settle(self).items():
             object.__setattr__(self, name, value)
 
+    @property
+    def has_router_bias(self) -> bool:
+        """Returns whether each expert has a bias in the choice."""
+        return self.router_bias or self.router_bias_rate > 0
+
 
 def num_params(config: TransformerConfig) -> int:
     """Returns how many parameters `init_params(config, ...)` has, tied weights counted once."""
@@ -150,7 +164,7 @@ def num_params(config: TransformerConfig) -> int:
     layers += config.mtp_depth * (
         _layer_params(stack.period[-1]) + _mtp_projection_params(config) + 3 * width
     )
-    if config.router_bias_rate:
+    if config.has_router_bias:
         layers += sum(number * one.num_experts for one, number in stack.counted())
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
@@ -180,13 +194,15 @@ def _layer_params(config: TransformerConfig) -> int:
     biases += heads if config.variant.attention_sinks else 0
     normed = heads + kv_heads if config.variant.qk_norm_over == "token" else 2
     norms = config.variant.norms_of_layer * config.hidden_size + (normed * size if config.qk_norm else 0)
+    norms += config.latent.norm_params if config.latent else 0
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.num_experts)
     return matmul + biases + norms
 
 
 def _layer_flops(config: TransformerConfig, seq_len: int) -> int:
     matmul = _attention_matmul_params(config) + _mlp_matmul_params(config, config.experts_per_token)
-    attention = config.num_heads * config.head_size * twice_seen(config.window, seq_len)
+    value_size = config.latent.value_size if config.latent else config.head_size
+    attention = config.num_heads * (config.head_size + value_size) * twice_seen(config.window, seq_len) // 2
     return _per_product(config) * matmul + 6 * attention
 
 
@@ -208,6 +224,8 @@ def seen_share(config: TransformerConfig, seq_len: int) -> float:
 
 
 def _attention_matmul_params(config: TransformerConfig) -> int:
+    if config.latent:
+        return config.latent.matmul_params(config.hidden_size, config.num_heads, config.head_size)
     return config.hidden_size * 2 * config.head_size * (config.num_heads + config.num_kv_heads)
 
 
@@ -247,6 +265,8 @@ def _check_types(config: TransformerConfig) -> None:
             boolean(name, value, who="[model]")
         elif kind.startswith("str"):
             instance(name, value, str, "a text", who="[model]")
+        elif name == "latent":
+            instance(name, value, Latent, "a jaxfb.models.latent.Latent, or None", who="[model]")
         elif name == "variant":
             instance(name, value, Variant, "a jaxfb.models.variant.Variant", who="[model]")
         elif name == "rope_scaling":
@@ -304,6 +324,27 @@ def _check_heads(config: TransformerConfig) -> None:
             [{"head_size": size + 1}],
         )
     config.variant.rotary_size(size)
+    if config.latent:
+        _check_latent(config, config.latent)
+
+
+def _check_latent(config: TransformerConfig, latent: Latent) -> None:
+    latent.check_head(config.head_size)
+    without = {"num_kv_heads": config.num_heads, "qkv_bias": False, "qk_norm": False}
+    for name, wanted in without.items():
+        if getattr(config, name) != wanted:
+            raise Refused(
+                f"[model] {name}={getattr(config, name)} does not go with latent attention; use {wanted}",
+                [{name: wanted}],
+            )
+    plain = Variant()
+    for name in ("attention_sinks", "output_bias", "rotary_share"):
+        if getattr(config.variant, name) != getattr(plain, name):
+            raise Refused(
+                f"[model] variant.{name}={getattr(config.variant, name)} does not go with latent attention; use "
+                f"{getattr(plain, name)}",
+                [{name: getattr(plain, name)}],
+            )
 
 
 def _check_choices(config: TransformerConfig) -> None:
@@ -343,13 +384,35 @@ def _check_loss(config: TransformerConfig) -> None:
             )
 
 
+def _check_groups(config: TransformerConfig) -> None:
+    groups, best, number = config.router_groups, config.router_top_groups, config.num_experts
+    if groups > 1 and (number % groups or number // groups < 2):
+        raise Refused(
+            f"[model] num_experts={number} must be a multiple of router_groups={groups} and twice it at least; use "
+            "router_groups 1",
+            [{"router_groups": 1, "router_top_groups": 1}],
+        )
+    if not 1 <= best <= groups:
+        raise Refused(
+            f"[model] router_top_groups={best} must be from 1 to router_groups={groups}; use {groups}",
+            [{"router_top_groups": groups}],
+        )
+    if config.experts_per_token > best * (number // groups):
+        raise Refused(
+            f"[model] experts_per_token={config.experts_per_token} must be at most the {best * (number // groups)} "
+            f"experts of router_top_groups={best} groups; use router_top_groups {groups}",
+            [{"router_top_groups": groups}],
+        )
+
+
 def _check_experts(config: TransformerConfig) -> None:
-    _check_positive(config, ("experts_per_token", "expert_mlp_size", "router_scale"))
+    _check_positive(config, ("experts_per_token", "expert_mlp_size", "router_scale", "router_groups"))
     if config.experts_per_token > config.num_experts:
         raise Refused(
             f"[model] experts_per_token={config.experts_per_token} must be at most num_experts="
             f"{config.num_experts}; use experts_per_token {config.num_experts}",
             [{"experts_per_token": config.num_experts}],
         )
+    _check_groups(config)
     for name, legal in (("router_scores", ROUTER_SCORES), ("batch_balance_layers", BALANCED_LAYERS)):
         _check_word(config, name, legal)

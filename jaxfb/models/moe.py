@@ -34,7 +34,7 @@ class Router(nnx.Module):
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         shape = (config.hidden_size, config.num_experts)
         self.kernel = nnx.Param(nnx.initializers.lecun_normal()(rngs.params(), shape))
-        if config.router_bias_rate:
+        if config.has_router_bias:
             self.bias = nnx.Param(jnp.zeros(config.num_experts))
         if config.variant.mlp_bias:
             self.logit_bias = nnx.Param(jnp.zeros(config.num_experts))
@@ -50,7 +50,7 @@ class Router(nnx.Module):
         else:
             scores = jax.nn.sigmoid(logits)
             probs = scores / scores.sum(-1, keepdims=True)
-        experts = lax.top_k(self._biased(scores), config.experts_per_token)[1]
+        experts = lax.top_k(self._in_best_groups(self._biased(scores)), config.experts_per_token)[1]
         weights = jnp.take_along_axis(scores, experts, axis=-1)
         if config.router_renormalize:
             weights = weights / weights.sum(-1, keepdims=True)
@@ -60,9 +60,19 @@ class Router(nnx.Module):
         """Returns the scores by which experts are chosen; answers are weighted by the unbiased scores
         (arXiv:2408.15664).
         """
-        if not self.config.router_bias_rate:
+        if not self.config.has_router_bias:
             return scores
         return scores + lax.stop_gradient(self.bias[...]).astype(scores.dtype)
+
+    def _in_best_groups(self, scores: jax.Array) -> jax.Array:
+        """Returns the scores of the experts of each token's best groups, -inf for the others."""
+        groups, best = self.config.router_groups, self.config.router_top_groups
+        if best == groups:
+            return scores
+        grouped = scores.reshape(*scores.shape[:-1], groups, -1)
+        of_groups = lax.top_k(grouped, 2)[0].sum(-1)
+        chosen = jax.nn.one_hot(lax.top_k(of_groups, best)[1], groups, dtype=bool).any(-2)
+        return jnp.where(chosen[..., None], grouped, -jnp.inf).reshape(scores.shape)
 
 
 class Experts(nnx.Module):

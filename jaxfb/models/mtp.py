@@ -56,7 +56,7 @@ class Depth(nnx.Module):
         self.hidden_norm, self.token_norm = RMSNorm(width, config), RMSNorm(width, config)
         self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
         # what is counted over the whole batch is counted in the model's own layers
-        alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
+        alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0, router_bias=False)
         self.block = block(alone, rngs=rngs)
         self.norm = RMSNorm(width, config)
         self.sequence_parallel = config.sequence_parallel

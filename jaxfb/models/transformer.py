@@ -6,8 +6,9 @@ What forward_backward runs. The modules are Flax; what leaves this file is pure 
      "layers": {"attention_norm", "attention": {"query", "key", "value", "output"}, "mlp_norm",
                 "mlp": {"gate", "up", "down"}}}          every leaf of "layers" stacked [num_layers, ...]
 
-A `Variant` may put "attention_out_norm" and "mlp_out_norm" beside or in place of the two norms, and biases where Llama
-has none.
+With `latent` attention has {"query_down", "query_down_norm", "query_up" (or "query" alone), "key_value_down",
+"key_value_down_norm", "key_value_up", "output"}. A `Variant` may put "attention_out_norm" and "mlp_out_norm" beside or
+in place of the two norms, and biases where Llama has none.
 
 With experts a layer has, in place of "mlp", "moe": {"router": {"kernel", "bias" (absent without router_bias_rate)},
 "experts": {"gate", "up", "down"} in three arrays [num_layers, num_experts, ...], "shared" like "mlp" (absent without a
@@ -35,6 +36,7 @@ from jaxfb.models.adapted import lora_of
 from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.latent_attention import LatentAttention
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
@@ -62,7 +64,7 @@ class Block(nnx.Module):
         if self.norms != "pre":
             self.attention_out_norm = RMSNorm(config.hidden_size, config)
             self.mlp_out_norm = RMSNorm(config.hidden_size, config)
-        self.attention = Attention(config, rngs=rngs)
+        self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
         if config.num_experts:
             self.moe = MoE(config, rngs=rngs)
         else:

@@ -23,7 +23,7 @@ AXIS = "tensor"
 _SPLIT_DIM: dict[tuple[str, ...], int] = {
     **{
         (name, leaf): -1
-        for name in ("query", "key", "value", "gate", "up", "project")
+        for name in ("query", "query_up", "key", "value", "key_value_up", "gate", "up", "project")
         for leaf in ("kernel", "bias", "lora_b")
     },
     **{(name, leaf): -2 for name in ("output", "down") for leaf in ("kernel", "lora_a")},

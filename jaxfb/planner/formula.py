@@ -211,6 +211,10 @@ def _kind(config: Config) -> Kind:
 def _products(sizes: TransformerConfig) -> float:
     """Returns how many numbers a layer's products with weights give, a token, in the mean."""
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    if sizes.latent:
+        expanded = 2 * sizes.head_size - sizes.latent.rotary_size + sizes.latent.value_size
+        short = sizes.latent.norm_params + sizes.latent.rotary_size
+        width = short + sizes.num_heads * expanded + sizes.hidden_size
     of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
     return width + 3 * of_mlps / sizes.num_layers
 

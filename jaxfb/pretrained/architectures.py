@@ -24,7 +24,7 @@ ARCHITECTURES: Registry[Architecture] = Registry(
         name: f"jaxfb.pretrained.families.{name}:{name.upper()}"
         for name in (
             *("llama", "mistral", "mixtral", "qwen2", "qwen3", "qwen3_moe"),
-            *("phi3", "olmo2", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt_oss"),
+            *("phi3", "olmo2", "gemma", "gemma2", "gemma3_text", "smollm3", "gpt_oss", "deepseek_v3"),
         )
     },
 )

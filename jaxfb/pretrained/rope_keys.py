@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.rope_scaling import RopeScaling
-from jaxfb.pretrained.family import refuse
 from jaxfb.pretrained.layer_types import TYPES
 from jaxfb.refusal import Refused
 
@@ -57,16 +57,49 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
             low_frequency_factor=rope["low_freq_factor"],
             high_frequency_factor=rope["high_freq_factor"],
         )
-    refuse(rope, mscale=None, mscale_all_dim=None)
     return RopeScaling(
         "yarn",
-        rope["factor"],
+        _factor(rope, values),
         original,
         beta_slow=rope.get("beta_slow") or 1.0,
         beta_fast=rope.get("beta_fast") or 32.0,
-        attention_factor=rope.get("attention_factor"),
+        attention_factor=_attention_factor(rope, values),
         truncate=rope.get("truncate", True),
     )
+
+
+def _factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float:
+    return rope.get("factor") or values["max_position_embeddings"] / rope["original_max_position_embeddings"]
+
+
+def _attention_factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float | None:
+    """Returns the factor of yarn; None for the usual one."""
+    both = rope.get("mscale"), rope.get("mscale_all_dim")
+    if rope.get("attention_factor") is not None or not all(both):
+        return rope.get("attention_factor")
+    above, below = (_grown(_factor(rope, values), mscale) for mscale in both)
+    return above / below
+
+
+def _grown(factor: float, mscale: Any) -> float:
+    return 1.0 if factor <= 1 else 0.1 * mscale * math.log(factor) + 1.0
+
+
+def grown_scale(values: Mapping[str, Any]) -> float | None:
+    """Returns what DeepSeek multiplies the scale of attention by for `mscale_all_dim`; None for nothing."""
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    all_dim = rope.get("mscale_all_dim")
+    is_plain = rope.get("rope_type", rope.get("type", "default")) == "default"
+    return None if is_plain or not all_dim else _grown(_factor(rope, values), all_dim) ** 2
+
+
+def grown_keys(sizes: TransformerConfig) -> dict[str, float]:
+    """Returns the key of `rope_parameters` from which `grown_scale` gives the scale of attention."""
+    scale, scaling = sizes.variant.attention_scale, sizes.rope_scaling
+    if scale is None or scaling is None or scaling.factor <= 1:
+        return {}
+    root = math.sqrt(scale * sizes.head_size**0.5)
+    return {"mscale_all_dim": round((root - 1) / (0.1 * math.log(scaling.factor)), 9)}
 
 
 def rope_keys(sizes: TransformerConfig) -> dict[str, Any]:

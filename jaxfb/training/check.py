@@ -20,6 +20,7 @@ from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_eq
 from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.adapted import B, adapted, draws
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.latent import Latent
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
 from jaxfb.trainable import name_of
@@ -69,7 +70,7 @@ def _adapters_at_work(params: PyTree) -> PyTree:
 
 def narrow(model: ModelConfig) -> TransformerConfig:
     """Returns the same model with small widths; features that it does not have stay off."""
-    kv_heads = min(model.num_kv_heads, 2)
+    kv_heads, groups = min(model.num_kv_heads, 2), min(model.router_groups, 2)
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2)
     experts, sized = min(model.num_experts, 4), model.sized(VOCAB)
     return dataclasses.replace(
@@ -77,13 +78,19 @@ def narrow(model: ModelConfig) -> TransformerConfig:
         vocab_size=VOCAB,
         hidden_size=HEAD * heads,
         num_heads=heads,
-        num_kv_heads=kv_heads,
+        num_kv_heads=heads if model.latent else kv_heads,
         head_size=HEAD,
         mlp_size=32,
         expert_mlp_size=16,
         shared_expert_size=min(model.shared_expert_size, 16),
         num_experts=experts,
-        experts_per_token=min(model.experts_per_token, experts or model.experts_per_token),
+        experts_per_token=min(model.experts_per_token, experts // groups or model.experts_per_token),
+        router_groups=groups,
+        router_top_groups=1,
+        variant=dataclasses.replace(
+            model.variant, rotary_share=1.0 if model.variant.rotary_share == 1 else 0.5
+        ),
+        latent=_narrow_latent(model.latent),
         attention="xla",
         **_narrow_windows(sized),
     )
@@ -97,6 +104,13 @@ def _narrow_windows(sizes: TransformerConfig) -> dict[str, Any]:
         for name in ("pattern", "leading")
     }
     return {"window": narrow(sizes.window), **kinds}
+
+
+def _narrow_latent(latent: Latent | None) -> Latent | None:
+    if latent is None:
+        return None
+    rank = None if latent.query_rank is None else 6
+    return Latent(6, HEAD // 2, HEAD // 2, rank, latent.interleaved)
 
 
 def synthetic_batch(rows: int) -> dict[str, np.ndarray]:

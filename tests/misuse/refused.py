@@ -23,6 +23,7 @@ from jaxfb.models.adapted import LoRA
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import _check_shares as check_shares
+from jaxfb.models.latent import Latent
 from jaxfb.models.lora import check_targets
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import RopeScaling
@@ -164,6 +165,14 @@ def sizes_of_a_directory(**given):
     return check_sizes("a directory", {"num_layers": 4}, given)
 
 
+def latent_head(**given):
+    return Latent(**given).check_head(8)
+
+
+LATENT = dict(key_value_rank=4, rotary_size=4, value_size=4)
+SIZES = dict(vocab_size=32, num_layers=2, hidden_size=32, num_heads=4)
+
+
 def rotary_size(**given):
     return Variant(**given).rotary_size(8)
 
@@ -238,6 +247,11 @@ REFUSED = [
     (check_shares, dict(top_p=1.5)),
     (sizes_of_a_directory, dict(num_layers=3)),
     (rotary_size, dict(rotary_share=0.4)),
+    (latent_head, {**LATENT, "value_size": 10}),
+    (Latent, {**LATENT, "rotary_size": 3}),
+    (TransformerConfig, dict(**SIZES, num_kv_heads=2, latent=Latent(**LATENT))),
+    (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=3)),
+    (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=2, router_top_groups=3)),
     (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
     (started, dict(name="quickstrt")),

@@ -7,6 +7,7 @@ from wrong import Call, pool
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.models.config import ATTENTION_BACKENDS, CONTEXT_ATTENTION, TransformerConfig
+from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
 from jaxfb.models.variant import ACTIVATIONS, NORMS, QK_NORM_OVER, Variant
@@ -57,6 +58,10 @@ CALLS = [
             "batch_balance_layers": one_of(("each", "together")),
             "rope_scaling": maybe(nothing),
             "variant": nothing,
+            "latent": maybe(nothing),
+            "router_bias": boolean,
+            "router_groups": integers(1, 1),
+            "router_top_groups": integers(1, 1),
         },
         {"mlp_size": "mlp_size|expert_mlp_size"},
     ),
@@ -70,6 +75,17 @@ CALLS = [
             "rope_theta": maybe(POSITIVE),
             "rope_scaling": maybe(nothing),
             **dict.fromkeys(("rope", "experts"), boolean),
+        },
+    ),
+    Call(
+        "Latent",
+        Latent,
+        lambda: dict(key_value_rank=4, rotary_size=4, value_size=4),
+        {
+            **dict.fromkeys(("key_value_rank", "value_size"), positive_int),
+            "rotary_size": lambda value: positive_int(value) and value % 2 == 0,
+            "query_rank": maybe(positive_int),
+            "interleaved": boolean,
         },
     ),
     Call(
@@ -92,13 +108,13 @@ CALLS = [
         {
             "kind": one_of(KINDS),
             "factor": numbers(1),
+            "truncate": boolean,
             "original_length": positive_int,
             "low_frequency_factor": numbers(above=0, below=4),
             "high_frequency_factor": numbers(above=1),
             "beta_slow": numbers(above=0, below=32),
             "beta_fast": numbers(above=1),
             "attention_factor": maybe(POSITIVE),
-            "truncate": boolean,
         },
         {"high_frequency_factor": "(high|low)_frequency_factor", "beta_fast": "beta_(fast|slow)"},
     ),

@@ -9,10 +9,13 @@ import pytest
 from whole import logits
 
 from jaxfb import check_equivalence
+from jaxfb.config.sections import ModelConfig
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import generate
+from jaxfb.models.latent import Latent
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
+from jaxfb.training.check import narrow
 
 SIZES = TransformerConfig(
     vocab_size=24, num_layers=2, hidden_size=16, num_heads=4, num_kv_heads=2, mlp_size=24, loss_chunk=8,
@@ -47,7 +50,20 @@ VARIANTS = {
         variant=Variant("clamped_silu", mlp_bias=True, attention_sinks=True),
     ),
 }
+VARIANTS["deepseek"] = replace(
+    VARIANTS["gpt_oss"],
+    num_experts=8,
+    num_kv_heads=4,
+    head_size=8,
+    router_scores="sigmoid",
+    router_bias=True,
+    router_groups=4,
+    router_top_groups=2,
+    latent=Latent(key_value_rank=6, rotary_size=4, value_size=6, query_rank=8),
+    variant=Variant(attention_scale=0.3),
+)
 LAWS = {
+    "deepseek": [dict(tensor=2, context=2, expert=2), dict(pipe=2, tensor=2)],
     "gemma": [dict(pipe=2, tensor=2, fsdp=2)],
     "olmo2": [dict(tensor=2, context=2, fsdp=2), dict(pipe=2, fsdp=2)],
     "gpt_oss": [dict(expert=2, tensor=2, fsdp=2)],
@@ -82,7 +98,14 @@ def test_no_mesh_changes_a_gradient(name):
     ).raise_if_above(1e-12)
 
 
-@pytest.mark.parametrize("name", ["gemma", pytest.param("gpt_oss", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "gemma",
+        pytest.param("gpt_oss", marks=pytest.mark.slow),
+        pytest.param("deepseek", marks=pytest.mark.slow),
+    ],
+)
 def test_a_cache_of_keys_changes_no_probability(name):
     config, params = replace(VARIANTS[name], dropout=0.0), drawn(VARIANTS[name])
     prompt, lengths = batch(rows=2)["tokens"], np.array([8, 3])
@@ -92,6 +115,15 @@ def test_a_cache_of_keys_changes_no_probability(name):
         wanted = jax.nn.log_softmax(whole_logits(config, params, {"tokens": tokens}))[0, length - 1 : -1]
         np.testing.assert_array_equal(found.tokens[row], wanted.argmax(-1))
         np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_the_check_of_a_config_keeps_what_a_layer_has(name):
+    own = {**vars(VARIANTS[name]), "head_size": 40, "num_layers": 4}
+    small = narrow(ModelConfig(**own))
+    assert small.head_size == 8 and small.num_layers == 4
+    assert small.variant.norms == own["variant"].norms and bool(small.latent) == bool(own["latent"])
+    assert small.router_groups == min(own["router_groups"], 2)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -115,6 +147,37 @@ def test_parameters_are_counted(name):
 def test_wrong_variants_are_refused(change, message):
     with pytest.raises(ValueError, match=message):
         Variant(**change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"num_kv_heads": 2}, "num_kv_heads=2 does not go with latent attention; use 4"),
+        ({"qkv_bias": True}, "qkv_bias=True does not go with latent attention; use False"),
+        ({"variant": Variant(attention_sinks=True)}, "variant.attention_sinks=True does not go with latent"),
+        ({"head_size": 4}, "value_size=6 must be at most head_size=4"),
+        ({"router_groups": 3}, "must be a multiple of router_groups=3"),
+        ({"router_top_groups": 5}, "router_top_groups=5 must be from 1 to router_groups=4; use 4"),
+        ({"experts_per_token": 5}, "at most the 4 experts of router_top_groups=2 groups"),
+    ],
+)
+def test_what_does_not_go_with_latents_and_groups_is_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(VARIANTS["deepseek"], **change)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"rotary_size": 3}, "rotary_size=3 must be even; use 4"),
+        ({"key_value_rank": 0}, "key_value_rank"),
+        ({"query_rank": 0}, "query_rank"),
+        ({"interleaved": 1}, "interleaved"),
+    ],
+)
+def test_wrong_latents_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        Latent(**{"key_value_rank": 6, "rotary_size": 4, "value_size": 6, **change})
 
 
 def test_a_share_that_makes_no_pairs_is_refused_with_one_that_does():

@@ -43,7 +43,10 @@ def test_logits_loss_and_gradient_norms_are_those_of_transformers(name, tmp_path
     export_model(tmp_path / "gradients", grads, repository.config)
     stored = open_repository(tmp_path / "gradients")
     norms = {tensor: np.linalg.norm(stored.read(tensor)) for tensor in stored.tensors}
-    assert set(norms) == set(expected["grad_norms"])
+    without = set(norms) - set(
+        expected["grad_norms"]
+    )  # those of no parameter: a bias that gradients do not move
+    assert not any(norms[tensor] for tensor in without) and set(expected["grad_norms"]) <= set(norms)
     for tensor, theirs in expected["grad_norms"].items():
         np.testing.assert_allclose(norms[tensor], theirs, rtol=5e-5, atol=1e-6, err_msg=tensor)
 
