@@ -86,3 +86,9 @@ def test_every_file_says_first_what_it_is():
     for parts, path in FILES.items():
         text = path.read_text()
         assert not text.strip() or ast.get_docstring(ast.parse(text)), "/".join(parts)
+
+
+def test_no_two_files_of_tests_have_one_name():
+    """For pytest imports each by its name alone."""
+    names = [path.name for path in Path(__file__).parent.rglob("*.py") if path.name != "__init__.py"]
+    assert sorted(names) == sorted(set(names))

@@ -133,7 +133,7 @@ LATIN = "caf\xe9 au lait".encode("latin1")
         ("a.txt", "text", b"0123456789" + LATIN, "a.txt is not UTF-8: byte 0xe9 at offset 13; convert it"),
         ("a.txt", "text", WORDS.encode("utf-16"), "no text: there is a zero byte at offset"),
         ("a.txt", "text", "\ufeff".encode("utf-16-le") + b"\xd8\xd8", "is not UTF-8: byte 0xff at offset 0"),
-        ("a.txt", "text", gzip.compress(WORDS.encode()), "a.txt is compressed by gzip; unpack it"),
+        ("a.txt", "text", gzip.compress(WORDS.encode(), mtime=0), "a.txt is compressed by gzip; unpack it"),
         ("a.txt", "text", b"x" * 5000 + b"\0", "a.txt is no text: there is a zero byte at offset 5000"),
         (
             "a.jsonl",
@@ -141,7 +141,12 @@ LATIN = "caf\xe9 au lait".encode("latin1")
             b'{"text": "a"}\n{"text": "' + LATIN + b'"}\n',
             "a.jsonl:2 is not UTF-8: byte 0xe9 at offset 27",
         ),
-        ("a.jsonl.gz", "jsonl", gzip.compress(b'{"text": "abc"}\n' * 900)[:-20], "cannot be read to its end"),
+        (
+            "a.jsonl.gz",
+            "jsonl",
+            gzip.compress(b'{"text": "abc"}\n' * 900, mtime=0)[:-20],
+            "cannot be read to its end",
+        ),
         ("a.jsonl.gz", "jsonl", b'{"text": "abc"}\n', "cannot be read to its end: Not a gzipped file"),
         ("a.jsonl", "jsonl", b"[" * 100_000, "a.jsonl:1 is not a JSON record"),
         ("a.npy", "tokens", b"\x93NUMPY\x01\0v\0{'descr'", "a.npy is no whole .npy of numbers"),

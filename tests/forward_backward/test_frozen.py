@@ -62,7 +62,13 @@ CASES = [
     ({"pipe": 2}, 4, ("layers",), {"schedule": "v_shape", "num_chunks": 2, "poison_bubbles": True}),
     ({"pipe": 2}, 4, BIASES, {"schedule": "zb_v", "num_chunks": 2}),
 ]
-NAMES = ["-".join([*(f"{a}{n}" for a, n in mesh.items()), *names, *map(str, options.values())])
+
+
+def written(option):
+    return getattr(option, "__name__", str(option))
+
+
+NAMES = ["-".join([*(f"{a}{n}" for a, n in mesh.items()), *names, *map(written, options.values())])
          for mesh, _, names, options in CASES]  # fmt: skip
 
 
