@@ -49,6 +49,10 @@ MODELS = {
     ),
     "olmo2": ("Olmo2", {}),
     "deepseek_v3": ("DeepseekV3", {**DEEPSEEK, "q_lora_rank": 12}),
+    "deepseek_v3_dense": (
+        "DeepseekV3",
+        {**DEEPSEEK, "q_lora_rank": 12, "first_k_dense_replace": 1, "num_hidden_layers": 3},
+    ),
     "deepseek_v3_yarn": (
         "DeepseekV3",
         {

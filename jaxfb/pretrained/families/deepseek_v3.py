@@ -6,6 +6,7 @@ from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.latent import Latent
+from jaxfb.models.pattern import LayerKind, stack_of
 from jaxfb.pretrained.family import Architecture, Values, experts, refuse
 from jaxfb.pretrained.rope_keys import grown_keys, grown_scale, rope_keys
 from jaxfb.pretrained.tensors import ATTENTION, MLP
@@ -34,7 +35,7 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, first_k_dense_replace=0, num_nextn_predict_layers=0, num_mtp_layers=0, moe_layer_freq=1)
+    refuse(values, num_nextn_predict_layers=0, num_mtp_layers=0, moe_layer_freq=1)
     refuse(values, scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False, rms_norm_eps=1e-6)
     for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts"):
         values.get(derived)
@@ -42,7 +43,7 @@ def _sizes(values: Values) -> dict[str, Any]:
         values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
         values["moe_intermediate_size"],
     )
-    grown = grown_scale(values)
+    grown, dense = grown_scale(values), values["first_k_dense_replace"]
     return {
         **experts(values["n_routed_experts"], values),
         "head_size": head_size,
@@ -54,6 +55,7 @@ def _sizes(values: Values) -> dict[str, Any]:
             query_rank=values.get("q_lora_rank"),
             interleaved=values.get("rope_interleave", True),
         ),
+        "leading": (LayerKind(layers=dense, experts=False),) if dense else (),
         "expert_mlp_size": width,
         "shared_expert_size": width * values["n_shared_experts"],
         "router_scores": "sigmoid",
@@ -75,7 +77,7 @@ def _keys(sizes: TransformerConfig) -> dict[str, Any]:
         "n_routed_experts": sizes.num_experts,
         "n_shared_experts": sizes.shared_expert_size // width,
         "moe_intermediate_size": width,
-        "first_k_dense_replace": 0,
+        "first_k_dense_replace": len(stack_of(sizes).leading),
         "head_dim": latent.rotary_size,
         "qk_rope_head_dim": latent.rotary_size,
         "qk_nope_head_dim": sizes.head_size - latent.rotary_size,
@@ -95,7 +97,7 @@ def _keys(sizes: TransformerConfig) -> dict[str, Any]:
 DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3 and R1 in bfloat16 with experts in every layer, without their layer of multi-token prediction",
+    models="DeepSeek-V3 and R1 in bfloat16, without their layer of multi-token prediction",
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,
