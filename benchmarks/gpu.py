@@ -89,6 +89,7 @@ class Bench:
         self.scale, self._path, self._hold, self.torch_python = scale, path, hold, torch_python
         self._ends = time.monotonic() + 60 * minutes
         about = {"model": asdict(scale.sizes), "parameters": num_params(scale.sizes), "steps": scale.steps}
+        about = json.loads(json.dumps(about))  # as a file has it: tuples are lists there
         self._found = {"benchmark": "gpu", "settings": about, "machine": report.machine()}
         if not fresh and path.exists() and (before := json.loads(path.read_text())).get("settings") == about:
             self._found |= {part: rows for part, rows in before.items() if part not in self._found}

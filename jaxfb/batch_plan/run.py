@@ -290,8 +290,8 @@ def _check_length(run: RunPlan) -> None:
 
 
 def _check_epochs(epochs: Any) -> None:
-    is_number = isinstance(epochs, Real) and not isinstance(epochs, bool)
-    if not (is_number and 0 < float(epochs) < MOST_ROWS):
+    value: Any = epochs if isinstance(epochs, Real) and not isinstance(epochs, bool) else 0
+    if not 0 < value < MOST_ROWS:
         raise PlanError(f"[run] epochs must be a positive number, got {shown(epochs)}")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -25,7 +26,7 @@ from jaxfb.config.sections import (
 )
 from jaxfb.data.config import DataConfig
 from jaxfb.models.adapted import LoRA
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 
 @dataclass(frozen=True)
@@ -80,13 +81,13 @@ def _with_tokenizer(data: DataConfig, source: str | None) -> DataConfig:
     if source is None or data.tokenizer != "bpe":
         return data
     file = Path(source) / "tokenizer.json"
-    if file.is_file():
+    if os.path.isfile(file):  # unlike pathlib's, False for what cannot be a name
         return replace(data, tokenizer=str(file))
     if all(one.source == "tokens" for one in (data.mixture.values() or [data])):
         return data
     raise Refused(
-        f"[data] {source} has no tokenizer.json, and a tokenizer that is trained on the text would give ids another "
-        "meaning than the model's; use data.tokenizer=path/to/tokenizer.json, or data.source=tokens"
+        f"[data] {shown(source)} has no tokenizer.json, and a tokenizer that is trained on the text would give ids "
+        "another meaning than the model's; use data.tokenizer=path/to/tokenizer.json, or data.source=tokens"
     )
 
 

@@ -52,7 +52,7 @@ class Schedule:
 
     function: Callable[[jax.Array], jax.Array]
     unit: str = "updates"
-    total: int | None = None
+    total: int | float | None = None
 
     def __call__(self, count: jax.typing.ArrayLike) -> jax.Array:
         return self.function(jnp.asarray(count, float))

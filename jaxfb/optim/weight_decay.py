@@ -25,17 +25,16 @@ def weight_decay_schedule(
     rise = choose("weight-decay ramp", name, RAMPS)
     who = f"weight_decay_schedule({name!r})"
     choose("unit", unit, UNITS)
-    given = {"initial": initial, "final": final, "total": total}
-    for argument, value in given.items():
-        real(who, argument, value)
+    initial, final = real(who, "initial", initial), real(who, "final", final)
+    steps = real(who, "total", total)
     check(0 <= initial, f"{who}: initial={initial} must not be negative; use 0")
     check(initial <= final, f"{who}: initial={initial} must not be above final={final}; use at most {final}")
     check(
         name != "constant" or initial == final, f"{who}: initial={initial} is not final={final}; use 'linear'"
     )
-    check(total > 0, f"{who}: total={total} must be positive; use 1 or more")
+    check(steps > 0, f"{who}: total={total} must be positive; use 1 or more")
     return Schedule(
-        lambda count: initial + (final - initial) * rise(jnp.clip(count / total, 0, 1)), unit, total
+        lambda count: initial + (final - initial) * rise(jnp.clip(count / steps, 0, 1)), unit, steps
     )
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import sizes_of
 from jaxfb.pretrained.repository import read_json
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 
 
 def sizes_in(directory: str | Path) -> TransformerConfig:
@@ -17,6 +18,8 @@ def sizes_in(directory: str | Path) -> TransformerConfig:
       ValueError: there is no config.json, or it describes a model that cannot be read.
     """
     path = Path(directory)
-    if not (path / "config.json").is_file():
-        raise Refused(f"[model] from={path} must be a directory with config.json and *.safetensors")
+    if not os.path.isfile(path / "config.json"):  # unlike pathlib's, False for what cannot be a name
+        raise Refused(
+            f"[model] from={shown(str(path))} must be a directory with config.json and *.safetensors"
+        )
     return sizes_of(read_json(path / "config.json"))
