@@ -158,7 +158,7 @@ class TransformerConfig:
 
 
 def num_params(config: TransformerConfig) -> int:
-    """Returns how many parameters `init_params(config, ...)` has, tied weights counted once."""
+    """Returns how many parameters `init_params(config, ...)` has, tied weights counted once and adapters not."""
     width, stack = config.hidden_size, stack_of(config)
     layers = sum(number * _layer_params(one) for one, number in stack.counted())
     layers += config.mtp_depth * (
