@@ -264,8 +264,8 @@ MUTATIONS = (
     Mutation(
         "moments_of_a_skipped_update_kept",
         "update.py",
-        "lambda: (state.params, state.opt_state),",
-        "lambda: (state.params, self._kept(state, trial.attempt, places)[1]),",
+        "lambda: (before, state.opt_state),",
+        "lambda: (before, self._kept(state, trial.attempt, places)[1]),",
         "test_skipped_updates.py::test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been",
     ),
     Mutation(
@@ -314,7 +314,7 @@ MUTATIONS = (
     # checkpoint
     Mutation(
         "dtypes_unchecked",
-        "checkpoint.py",
+        "manifest.py",
         "if name in saved and saved[name] != leaf",
         'if name in saved and saved[name]["shape"] != leaf["shape"]',
         "test_checkpoint.py::test_refuses_what_orbax_would_cast",

@@ -7,7 +7,16 @@ import re
 import pytest
 from mutations import MUTATIONS, ROOT, outcome
 
-AREAS = ("schedules", "batch_plan", "forward_backward", "parallel", "losses", "optim", "data", "checkpoint")
+AREAS = (
+    "schedules",
+    "batch_plan",
+    "forward_backward",
+    "parallel",
+    "losses",
+    "optim",
+    "data",
+    ("checkpoint", "manifest"),
+)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda one: one.name)
