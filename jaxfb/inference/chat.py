@@ -20,13 +20,14 @@ def chat(
     read: Callable[[str], str] = input,
     write: Callable[[str], None] = lambda text: print(text, end="", flush=True),
 ) -> list[Message]:
-    """Answers what is read until it ends; returns the conversation.
+    """Answers every line that is read until there are no more, and returns the conversation.
 
-    Each answer is written as it is made, and drawn from a key of its own.
+    Each answer is written piece by piece, and sampled with another random key than those before it.
 
     Args:
       system: the message that the conversation begins with.
-      read: a prompt -> a line; EOFError ends. write: of text, which has its own line breaks.
+      read: shows a prompt and returns a line; EOFError ends the conversation.
+      write: prints text without adding a line break.
     Raises:
       ValueError: the model has no chat template.
     """
@@ -37,7 +38,7 @@ def chat(
         )
     begin: list[Message] = [] if system is None else [{"role": "system", "content": system}]
     messages, number = list(begin), 0
-    write(f"{model.name} after {model.update} updates; {HELP}\n")
+    write(f"{model.title}; {HELP}\n")
     while (line := _line(read)) is not None:
         if line in ("/reset", "/help", ""):
             messages = list(begin) if line == "/reset" else messages

@@ -50,7 +50,7 @@ def evaluate(options: Namespace) -> None:
     if options.json:
         print(json.dumps({"update": model.update, "scores": found}, indent=1))
         return
-    print(f"{model.name} after {model.update} updates")
+    print(model.title)
     for name, numbers in found.items():
         print_table(str(name), [(key, f"{value:.6g}") for key, value in numbers.items()])
 

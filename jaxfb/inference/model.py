@@ -55,6 +55,11 @@ class Model:
     mesh: Mesh | None = None
 
     @property
+    def title(self) -> str:
+        """Returns the name and, of a run, how far it was trained."""
+        return f"{self.name} after {self.update} updates" if self.update else self.name
+
+    @property
     def stop_tokens(self) -> tuple[int, ...]:
         """Returns the ids that end an answer, or a text where there is no chat."""
         if self.chat is not None:

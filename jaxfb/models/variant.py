@@ -72,7 +72,7 @@ class Variant:
         Raises:
           ValueError: they are no pairs.
         """
-        size = int(head_size * self.rotary_share)
+        size = int(head_size * self.rotary_share + 1e-6)  # 44 * (30 / 44) is a little less than 30
         if size % 2 or not size:
             near = max(2, size + size % 2) / head_size
             raise Refused(

@@ -83,6 +83,11 @@ def bias_keys(sizes: TransformerConfig) -> dict[str, Any]:
     return {"attention_bias": sizes.variant.output_bias, "mlp_bias": sizes.variant.mlp_bias}
 
 
+def attention_bias_keys(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the key of biases in attention alone, for architectures whose MLPs never have any."""
+    return {"attention_bias": bias_keys(sizes)["attention_bias"]}
+
+
 def experts(number: int, values: Values) -> dict[str, Any]:
     """Returns the fields of a mixture; its balance loss is that of all layers together, as transformers computes it."""
     coefficient = values.get("router_aux_loss_coef", 0.001)

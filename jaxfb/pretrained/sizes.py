@@ -12,7 +12,7 @@ from jaxfb.refusal import Refused, shown
 
 
 def sizes_in(directory: str | Path) -> TransformerConfig:
-    """Returns the transformer that a directory of Hugging Face files holds; no weights are looked at.
+    """Returns the transformer that config.json of a directory of Hugging Face files describes; no weights are read.
 
     Raises:
       ValueError: there is no config.json, or it describes a model that cannot be read.

@@ -184,7 +184,7 @@ class PolicyWork(PostTraining):
         return self.train_state.params
 
     def _trained(self, params: PyTree) -> PyTree:
-        """Returns what the reference has of its own: frozen parameters are the policy's."""
+        """Returns the trained parameters, which are those that the reference does not share with the policy."""
         return self.step.forward_backward.trained(params)
 
     def _roll_out(self, number: int) -> None:

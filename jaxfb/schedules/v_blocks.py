@@ -19,7 +19,7 @@ from typing import NamedTuple
 from jaxfb.refusal import Refused
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.lockstep import Timed, tabulate
-from jaxfb.schedules.placement import v_placement
+from jaxfb.schedules.placement import Placement, v_placement
 from jaxfb.schedules.table import Schedule
 
 PERIOD = 6
@@ -78,9 +78,10 @@ def v_blocks(
             [{"num_chunks": 2}, {"name": "zero_bubble"}],
         )
     possible = [block for block in blocks if not block.collides(num_stages)]
-    found = [_timed(block.order(num_stages, num_microbatches), most) for block in possible]
+    placement = v_placement(num_stages)
+    found = [_timed(block.order(num_stages, num_microbatches), placement, most) for block in possible]
     shortest = min((timed for timed in found if timed), key=lambda timed: timed[-1][0])
-    return tabulate(name, shortest, v_placement(num_stages), num_microbatches, by_device=True)
+    return tabulate(name, shortest, placement, num_microbatches, by_device=True)
 
 
 @dataclass
@@ -92,26 +93,27 @@ class _Device:
     live: int = 0
 
 
-def _timed(order: Sequence[Sequence[Action]], most: int) -> list[Timed]:
+def _timed(order: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[Timed]:
     """Returns each action with the tick in which a device runs it, one a tick; [] if the block needs more memory."""
     devices = [_Device(deque(actions)) for actions in order]
     done: set[tuple[str, int, int]] = set()
     found: list[Timed] = []
-    tick = 0
+    pairs = list(zip(devices, placement, strict=True))
+    tick, last = 0, 2 * len(devices) - 1
     while any(device.order or device.weights for device in devices):
-        taken = [(d, _next(d, device, len(devices), done, most)) for d, device in enumerate(devices)]
+        taken = [(d, _next(device, stages, last, done, most)) for d, (device, stages) in enumerate(pairs)]
         ran = [(tick, d, action) for d, action in taken if action is not None]
         if not ran:  # every device waits for another one's memory
             return []
-        done |= {(a.kind, a.microbatch, _stage(d, a.chunk, len(devices))) for _, d, a in ran}
+        done |= {(a.kind, a.microbatch, placement[d][a.chunk]) for _, d, a in ran}
         found += ran
         tick += 1
     return found
 
 
-def _next(d: int, device: _Device, num_stages: int, done: set, most: int) -> Action | None:
+def _next(device: _Device, stages: Sequence[int], last: int, done: set, most: int) -> Action | None:
     """Takes what the device runs now: the next of its order if that is possible, else a W, else nothing."""
-    if device.order and _possible(d, device, num_stages, done, most):
+    if device.order and _possible(device, stages, last, done, most):
         action = device.order.popleft()
         device.live += action.kind == "F"
         if action.kind == "B":
@@ -123,13 +125,9 @@ def _next(d: int, device: _Device, num_stages: int, done: set, most: int) -> Act
     return None
 
 
-def _possible(d: int, device: _Device, num_stages: int, done: set, most: int) -> bool:
+def _possible(device: _Device, stages: Sequence[int], last: int, done: set, most: int) -> bool:
     kind, m, chunk = device.order[0]
-    stage, last = _stage(d, chunk, num_stages), 2 * num_stages - 1
+    stage = stages[chunk]
     if kind == "F":
         return device.live < most and (stage == 0 or ("F", m, stage - 1) in done)
     return ("F", m, stage) in done and (stage == last or ("B", m, stage + 1) in done)
-
-
-def _stage(device: int, chunk: int, num_stages: int) -> int:
-    return device if chunk == 0 else 2 * num_stages - 1 - device

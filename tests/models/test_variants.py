@@ -184,3 +184,10 @@ def test_a_share_that_makes_no_pairs_is_refused_with_one_that_does():
     with pytest.raises(ValueError, match="must be pairs; use rotary_share 1.0") as error:
         replace(SIZES, variant=Variant(rotary_share=0.75))
     replace(SIZES, variant=Variant(**error.value.choices[0]))
+
+
+def test_the_share_of_a_head_that_is_proposed_is_legal():
+    """Though a product of floats may be a little less than the number it stands for, as 44 * (30 / 44) is."""
+    for head_size in range(2, 300, 2):
+        for size in range(2, head_size + 1, 2):
+            assert Variant(rotary_share=size / head_size).rotary_size(head_size) == size

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.family import Architecture, Values, bias_keys, bias_sizes, refuse
+from jaxfb.pretrained.family import Architecture, Values, attention_bias_keys, bias_sizes, refuse
 
 
 def gemma_variant(values: Values) -> dict[str, Any]:
@@ -22,17 +21,13 @@ def _sizes(values: Values) -> dict[str, Any]:
     return {**biases, "tied_embeddings": tied, "variant": {**biases["variant"], **gemma_variant(values)}}
 
 
-def _keys(sizes: TransformerConfig) -> dict[str, Any]:
-    return {"attention_bias": bias_keys(sizes)["attention_bias"]}
-
-
 GEMMA = Architecture(
     model_type="gemma",
     class_name="GemmaForCausalLM",
     models="Gemma (the first)",
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
-    keys=_keys,
+    keys=attention_bias_keys,
     # transformers reads "gelu" of the first published files as the approximation, which it was trained with
     activations={"gelu_pytorch_tanh": "gelu_tanh", "gelu": "gelu_tanh"},
 )

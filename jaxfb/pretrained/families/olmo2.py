@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.family import Architecture, Values, bias_keys, bias_sizes
+from jaxfb.pretrained.family import Architecture, Values, attention_bias_keys, bias_sizes
 from jaxfb.pretrained.tensors import DENSE
 
 _NAMES = {
@@ -21,16 +20,12 @@ def _sizes(values: Values) -> dict[str, Any]:
     return {**biases, "qk_norm": True, "variant": variant}
 
 
-def _keys(sizes: TransformerConfig) -> dict[str, Any]:
-    return {"attention_bias": bias_keys(sizes)["attention_bias"]}
-
-
 OLMO2 = Architecture(
     model_type="olmo2",
     class_name="Olmo2ForCausalLM",
     models="OLMo 2",
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
-    keys=_keys,
+    keys=attention_bias_keys,
     layer_names=_NAMES,
 )
