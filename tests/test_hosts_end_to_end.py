@@ -110,7 +110,7 @@ def launched(directory, processes, *arguments, **environment):
 
 def test_with_one_replica_instead_of_two_a_killed_job_goes_on_with_the_same_rows(tmp_path, data, whole):
     write(tmp_path, data, {"data": -1})
-    code, said = launched(tmp_path, 2, JAXFB_KILL_AT=f"update:{UPDATES}")
+    code, said = launched(tmp_path, 2, JAXFB_KILL_AT="save.done")
     assert code != 0 and "killed by SIGKILL" in said, said
     code, said = launched(tmp_path, 1, "--resume")
     assert code == 0 and f"after update {EVERY} of {UPDATES}" in said, said
