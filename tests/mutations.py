@@ -323,8 +323,8 @@ MUTATIONS = (
     Mutation(
         "memory_of_a_v_ignored",
         "schedules/v_blocks.py",
-        "return device.live < most and",
-        "return",
+        '(action.kind != "F" or device.live < most) and ',
+        "",
         "schedules/test_v_schedules.py::test_memory_is_one_half_and_one_third_of_1f1b",
     ),
     Mutation(

@@ -40,6 +40,7 @@ SCHEDULES = {
     "zb_v": (2,),
     "v_half": (2,),
     "v_min": (2,),
+    "dualpipe_v": (2,),
     RANDOM: (1, 2),
 }
 OPTIMIZERS = (

@@ -67,7 +67,7 @@ def get_forward_backward_func(
     Args:
       mesh: from `make_mesh`; None is one device. The rows are split over data, fsdp and expert.
       schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half",
-        "v_min", or your own `Schedule` for the plan's number of microbatches. None: "1f1b", or
+        "v_min", "dualpipe_v", or your own `Schedule` for the plan's number of microbatches. None: "1f1b", or
         "interleaved" if num_chunks > 1.
       num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is

@@ -1,12 +1,22 @@
 """Schedules by name (forward_backward step)."""
 
 from jaxfb.refusal import Refused, instance
-from jaxfb.schedules import gpipe, interleaved, one_f_one_b, v_half, v_min, v_shape, zb_v, zero_bubble  # noqa: F401
+from jaxfb.schedules import (  # noqa: F401
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    v_half,
+    v_min,
+    v_shape,
+    zb_v,
+    zero_bubble,
+)
 from jaxfb.schedules.kinds import KINDS, kind_of
 from jaxfb.schedules.sizes import checked_sizes
 from jaxfb.schedules.table import Schedule
 
-# Importing a file registers its kind. A new built-in kind is one file, and its name in the line above.
+# Importing a file registers its kind. A new built-in kind is one file, and its name in the import above.
 
 
 def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
@@ -17,7 +27,7 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
       num_stages: P, devices on the pipe axis.
       num_microbatches: M, any number from 1; it need not be a multiple of P.
       num_chunks: V, stages a device holds; the model is cut into P * V. Exactly 2 for v_shape, zb_v,
-        v_half and v_min.
+        v_half, v_min and dualpipe_v.
     Raises:
       ValueError: an unknown name, a size below 1, or num_chunks that the kind cannot use.
     """

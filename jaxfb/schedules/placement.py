@@ -24,6 +24,16 @@ def v_placement(num_stages: int) -> Placement:
     return tuple((d, 2 * num_stages - 1 - d) for d in range(num_stages))
 
 
+def check_two_chunks(name: str, num_chunks: int, instead: str) -> None:
+    """Raises ValueError unless num_chunks is the two of a V; `instead` is a schedule for other numbers."""
+    if num_chunks != 2:
+        raise Refused(
+            f"[schedule] {name} places exactly two chunks on each device; got num_chunks={num_chunks}; "
+            f"use num_chunks=2, or schedule {instead} for num_chunks={num_chunks}",
+            [{"num_chunks": 2}, {"name": instead}],
+        )
+
+
 def placement_of(given: Any, num_stages: int, num_chunks: int) -> Placement:
     """Returns the placement that is asked for: "loop", "v", or placement[device][chunk]."""
     if isinstance(given, str) and given == "loop":

@@ -16,10 +16,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from jaxfb.refusal import Refused
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.earliest import possible
 from jaxfb.schedules.lockstep import Timed, tabulate
-from jaxfb.schedules.placement import Placement, v_placement
+from jaxfb.schedules.placement import Placement, check_two_chunks, v_placement
 from jaxfb.schedules.table import Schedule
 
 PERIOD = 6
@@ -71,12 +71,7 @@ def v_blocks(
     Raises:
       ValueError: num_chunks is not 2.
     """
-    if num_chunks != 2:
-        raise Refused(
-            f"[schedule] {name} places exactly two chunks on each device; got num_chunks={num_chunks}; "
-            f"use num_chunks=2, or schedule zero_bubble for num_chunks={num_chunks}",
-            [{"num_chunks": 2}, {"name": "zero_bubble"}],
-        )
+    check_two_chunks(name, num_chunks, instead="zero_bubble")
     possible = [block for block in blocks if not block.collides(num_stages)]
     placement = v_placement(num_stages)
     found = [_timed(block.order(num_stages, num_microbatches), placement, most) for block in possible]
@@ -126,8 +121,5 @@ def _next(device: _Device, stages: Sequence[int], last: int, done: set, most: in
 
 
 def _possible(device: _Device, stages: Sequence[int], last: int, done: set, most: int) -> bool:
-    kind, m, chunk = device.order[0]
-    stage = stages[chunk]
-    if kind == "F":
-        return device.live < most and (stage == 0 or ("F", m, stage - 1) in done)
-    return ("F", m, stage) in done and (stage == last or ("B", m, stage + 1) in done)
+    action = device.order[0]
+    return (action.kind != "F" or device.live < most) and possible(action, stages, last, done)

@@ -1,10 +1,9 @@
 """V-shape (forward_backward step): two chunks a device, down the devices and up again; even memory."""
 
-from jaxfb.refusal import Refused
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.lockstep import tabulate
-from jaxfb.schedules.placement import homes_of, v_placement
+from jaxfb.schedules.placement import check_two_chunks, homes_of, v_placement
 from jaxfb.schedules.table import Schedule
 
 
@@ -20,12 +19,7 @@ def v_shape(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule
     1F1B's time (M + P - 1) * (f + b) with 2P half-stages live on every device. Embedding and loss are both on
     device 0, so tied weights are used on one device only. ValueError unless num_chunks is 2.
     """
-    if num_chunks != 2:
-        raise Refused(
-            f"[schedule] v_shape places exactly two chunks on each device; got num_chunks={num_chunks}; "
-            f"use num_chunks=2, or schedule interleaved for num_chunks={num_chunks}",
-            [{"num_chunks": 2}, {"name": "interleaved"}],
-        )
+    check_two_chunks("v_shape", num_chunks, instead="interleaved")
     placement = v_placement(num_stages)
     timed = []
     for stage, (device, chunk) in enumerate(homes_of(placement)):

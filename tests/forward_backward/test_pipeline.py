@@ -260,6 +260,7 @@ UNEVEN = [
 
 BY_DEVICE = [
     Case("zb_v", 4, 2, "2P+1", "data"),
+    Case("dualpipe_v", 4, 2, "2P+1", "data"),
     Case("v_half", 4, 2, "P", "zero1", tied=False, remat="selective", head="rows"),
     Case("v_min", 2, 2, "2P", "fsdp step", remat="full", normalize="microbatch"),
     Case("zb_v", 8, 2, "P-1", remat="layer", normalize="none", dropout=False),

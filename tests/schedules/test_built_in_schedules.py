@@ -10,7 +10,7 @@ from jaxfb.schedules import KINDS, NAMES, make
 from jaxfb.schedules.replay import replay
 
 PIPED = [name for name in NAMES if name != "gpipe"]
-IN_A_V = ("v_shape", "zb_v", "v_half", "v_min")
+IN_A_V = ("v_shape", "zb_v", "v_half", "v_min", "dualpipe_v")
 SHARED = [name for name in NAMES if not KINDS[name].by_device]
 
 

@@ -5,7 +5,7 @@ import re
 
 import pytest
 
-from jaxfb.schedules import NAMES, Action, Schedule, make
+from jaxfb.schedules import KINDS, NAMES, Action, Schedule, make
 from jaxfb.schedules.phases import MAX_PHASES
 from jaxfb.schedules.replay import replay
 
@@ -21,7 +21,7 @@ device 1  .     F0.0+B0.0  F1.0+B1.0  .     .
 @pytest.mark.parametrize("width", [40, 120])
 def test_text_is_read_back_as_the_same_table(name, width):
     schedule = make(name, 3, 7, 2)
-    placement = "v" if name.startswith("v_") or name == "zb_v" else "loop"
+    placement = "v" if KINDS[name].chunks(4) == (2,) else "loop"
     read = from_text(schedule.render(width=width), placement=placement)
     assert (read.table, read.by_device) == (schedule.table, schedule.by_device)
     assert from_table(schedule.table, placement=schedule.placement).table == schedule.table

@@ -1,4 +1,4 @@
-"""ZB-V, V-Half and V-Min, in which each device runs one action of its own a tick: time, memory, program."""
+"""ZB-V, V-Half, V-Min and DualPipeV, in which each device runs one action of its own a tick: time, memory, program."""
 
 import pytest
 
@@ -38,7 +38,7 @@ def test_memory_is_one_half_and_one_third_of_1f1b(num_stages):
             assert max(result.peak_live_activations) <= most
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", (*KINDS, "dualpipe_v"))
 def test_a_device_runs_one_action_a_tick_and_writes_nothing_in_a_bubble(name):
     schedule = make(name, 4, 9, 2)
     assert schedule.by_device and len(schedule.phases) == 1
@@ -70,3 +70,39 @@ def test_a_block_that_collides_or_needs_more_memory_is_passed_over():
     assert colliding.collides(4) and not large.collides(4) and not small.collides(4)
     assert v_blocks("mine", 4, 8, 2, (colliding, large, small), most=8).num_ticks == 51
     assert v_blocks("mine", 4, 8, 2, (colliding, large, small), most=5).num_ticks == 59
+
+
+@pytest.mark.parametrize("num_stages, num_microbatches", SIZES)
+def test_dualpipe_v_is_as_short_as_zb_v_with_one_half_stage_more(num_stages, num_microbatches):
+    schedule = make("dualpipe_v", num_stages, num_microbatches, 2)
+    if num_microbatches >= 2 * num_stages:
+        assert schedule.num_ticks == 6 * num_microbatches + num_stages - 1
+    assert max(schedule.simulate().peak_live_activations) <= 2 * num_stages + 1
+
+
+def test_the_order_of_dualpipe_v_is_the_published_one():
+    """The eight steps of device 0 and of the last of 4 devices (DeepSeek's DualPipeV), written out for 10 microbatches.
+
+    F0 is a forward of chunk 0, B1 a backward of chunk 1 with its weight gradient, b1 one without, w a late one.
+    """
+    first = "F0 F0 F0 F0 F0 F0|F0 F1|b1 w F1 b1 w F1 b1 w F1|F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0|B1 F1 B0 B1 F1 B0 B1 F1 B0|B1 b0|w b0 w b0 w b0|w"  # noqa: E501
+    last = "|F0 F1 F0 F1 F0 F1 F0 F1||F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0||B1 B0 B1 B0 b1 b0 b1 b0||w w w w"  # noqa: E501
+    schedule = make("dualpipe_v", 4, 10, 2)
+    for device, wanted in ((0, first), (3, last)):
+        actions = [action for row in schedule.table for action in row[device]]
+        assert short(actions) == wanted.replace("|", " ").split()
+
+
+def short(actions):
+    """F0, B1 (W follows at once), b1 (it does not) and w, as in the published steps."""
+    found, late = [], set()
+    for action, following in zip(actions, [*actions[1:], None], strict=True):
+        if action.kind == "B":
+            follows = following == action._replace(kind="W")
+            found.append(("B" if follows else "b") + str(action.chunk))
+            late |= set() if follows else {action._replace(kind="W")}
+        elif action.kind == "F":
+            found.append(f"F{action.chunk}")
+        elif action in late:
+            found.append("w")
+    return found
