@@ -81,28 +81,24 @@ def test_dualpipe_v_is_as_short_as_zb_v_with_one_half_stage_more(num_stages, num
 
 
 def test_the_order_of_dualpipe_v_is_the_published_one():
-    """The eight steps of device 0 and of the last of 4 devices (DeepSeek's DualPipeV), written out for 10 microbatches.
-
-    F0 is a forward of chunk 0, B1 a backward of chunk 1 with its weight gradient, b1 one without, w a late one.
-    """
-    first = "F0 F0 F0 F0 F0 F0|F0 F1|b1 w F1 b1 w F1 b1 w F1|F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0|B1 F1 B0 B1 F1 B0 B1 F1 B0|B1 b0|w b0 w b0 w b0|w"  # noqa: E501
-    last = "|F0 F1 F0 F1 F0 F1 F0 F1||F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0 F0 B1 F1 B0||B1 B0 B1 B0 b1 b0 b1 b0||w w w w"  # noqa: E501
+    """The eight steps of the first and the last of 4 devices (DeepSeek's DualPipeV), for 10 microbatches; W is w."""
+    main = "F0 B1 w1 F1 B0 w0 "
+    first = (
+        6 * "F0 "
+        + "F0 F1 "
+        + 3 * "B1 w1 F1 "
+        + 3 * main
+        + 3 * "B1 w1 F1 B0 w0 "
+        + "B1 w1 B0 "
+        + 3 * "w0 B0 "
+        + "w0"
+    )
+    last = 4 * "F0 F1 " + 6 * main + 2 * "B1 w1 B0 w0 " + 2 * "B1 B0 " + 2 * "w1 w0 "
     schedule = make("dualpipe_v", 4, 10, 2)
     for device, wanted in ((0, first), (3, last)):
         actions = [action for row in schedule.table for action in row[device]]
-        assert short(actions) == wanted.replace("|", " ").split()
-
-
-def short(actions):
-    """F0, B1 (W follows at once), b1 (it does not) and w, as in the published steps."""
-    found, late = [], set()
-    for action, following in zip(actions, [*actions[1:], None], strict=True):
-        if action.kind == "B":
-            follows = following == action._replace(kind="W")
-            found.append(("B" if follows else "b") + str(action.chunk))
-            late |= set() if follows else {action._replace(kind="W")}
-        elif action.kind == "F":
-            found.append(f"F{action.chunk}")
-        elif action in late:
-            found.append("w")
-    return found
+        assert [f"{a.kind}{a.chunk}".replace("W", "w") for a in actions] == wanted.split()
+        for kind in "FBW":  # microbatches of a kind and chunk in their order
+            for chunk in (0, 1):
+                ordered = [a.microbatch for a in actions if (a.kind, a.chunk) == (kind, chunk)]
+                assert ordered == list(range(10))
