@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -32,6 +32,7 @@ from typing import Any
 import numpy as np
 from report import RESULTS, machine
 
+from jaxfb import compiler
 from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
@@ -39,7 +40,8 @@ from jaxfb.planner import hlo_cost, parse_topology, tpu
 
 ROOT = Path(__file__).parent.parent
 PATH = RESULTS / "real_sizes_tpu.json"
-SIDES = ("jaxfb", "maxtext")
+SIDES = ("jaxfb", "jaxfb_best", "maxtext", "maxtext_best")
+"""`_best`: with the options of `jaxfb/compiler.py`; the others with those that the compiler has by itself."""
 
 
 @dataclass(frozen=True)
@@ -88,7 +90,7 @@ def main() -> None:
         return
     for name in asked.only:
         for side in asked.sides:
-            if side == "jaxfb" or JOBS[name].maxtext is not None:
+            if side.startswith("jaxfb") or JOBS[name].maxtext is not None:
                 row = (
                     read_again(name, side, asked.reread)
                     if asked.reread
@@ -122,7 +124,8 @@ def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
     def compiled(lowered):
         began, cpu = time.perf_counter(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
-            program = lowered.compile(tpu.report_into(Path(folder)))
+            options = options_of(JOBS[name]) if side == "maxtext_best" else {}
+            program = lowered.compile(options | tpu.report_into(Path(folder)))
             row["hbm_gb"] = gigabytes(tpu.reported_bytes(Path(folder)))
         row["compile_s"] = round(time.perf_counter() - began, 1)
         row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
@@ -133,7 +136,10 @@ def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
             text_path(keep, name, side).write_text(text)
         return program
 
-    {"jaxfb": compile_jaxfb, "maxtext": compile_maxtext}[side](JOBS[name], compiled)
+    if side.startswith("maxtext"):
+        compile_maxtext(JOBS[name], compiled)
+    else:
+        compile_jaxfb(JOBS[name], compiled, side == "jaxfb_best")
     return row | {"peak_memory_gb": gigabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
 
 
@@ -184,12 +190,21 @@ def sizes(config):
     return model_sizes(config)
 
 
-def compile_jaxfb(job: Job, compiled) -> None:
-    """The step of `jaxfb train`."""
+def options_of(job: Job) -> dict[str, Any]:
+    """The options by kind of chip."""
+    chip = parse_topology(job.topology).chip
+    assert chip is not None
+    return dict(compiler.TABLE.get(chip.kind, {}))
+
+
+def compile_jaxfb(job: Job, compiled, best: bool) -> None:
+    """The step of `jaxfb train`, which sets the options of the chip; without them if not `best`."""
     from jaxfb.mesh import make_mesh
     from jaxfb.planner.job import make_job
 
     config, topology = jaxfb_config(job), parse_topology(job.topology)
+    none = None if best else dict.fromkeys(options_of(job))
+    config = replace(config, parallel=replace(config.parallel, compiler_options=none))
     made = make_job(config, make_mesh(**vars(config.mesh), devices=tpu.devices(topology)))
     compiled(made.step.trace(made.state, made.batch).lower())
 
@@ -248,7 +263,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--only", nargs="+", default=[*JOBS], choices=[*JOBS], metavar="ROW")
-    parser.add_argument("--sides", nargs="+", default=SIDES, choices=SIDES)
+    parser.add_argument("--sides", nargs="+", default=["jaxfb", "jaxfb_best", "maxtext"], choices=SIDES)
     parser.add_argument("--keep", metavar="DIR", help="the compiled programs' texts, too")
     parser.add_argument("--reread", metavar="DIR", help="compile nothing, read the texts of --keep again")
     parser.add_argument("--one", choices=[*JOBS], help=argparse.SUPPRESS)

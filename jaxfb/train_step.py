@@ -19,9 +19,9 @@ import optax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb import cpu
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
+from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim import of_trained
@@ -128,9 +128,9 @@ class TrainStep:
     def _compile(self) -> None:
         """Forgets what was traced."""
         donating = {"donate_argnums": 0}
-        self._updated = _compiled(self._update, static_argnums=3, **donating)
-        self._applied = _compiled(self._apply, **donating)
-        self._differentiated = _compiled(self._differentiate, static_argnums=(4, 5))
+        self._updated = per_options(self._update, static_argnums=3, **donating)
+        self._applied = per_options(self._apply, **donating)
+        self._differentiated = per_options(self._differentiate, static_argnums=(4, 5))
         self._copied = jax.jit(self._create)
         self._shardings: dict = {}
 
@@ -189,7 +189,7 @@ class TrainStep:
             packed = Packed(batch, cut)
             batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
         everywhere = NamedSharding(self.forward_backward.mesh, P())
-        run = self._differentiated[cpu.wants_options(self.forward_backward.mesh)]
+        run = self._differentiated(self.forward_backward.compiler_options)
         out = run(state, adopt(batch, everywhere), keys, weights, model, cut)
         outputs = out.outputs if packed is None else packed.restore(out.outputs)
         return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
@@ -246,11 +246,12 @@ class TrainStep:
         scale = jax.tree.map(jnp.copy, out.origin.grad_scale)
         origin = replace(out.origin, rows=None, weights=None, grad_scale=scale)
         out = replace(out, per_microbatch=used, origin=origin)
-        return self._applied[cpu.wants_options(mesh)](state, out, self._rows(applied_rows))
+        applied = self._applied(self.forward_backward.compiler_options)
+        return applied(state, out, self._rows(applied_rows))
 
     @property
     def _jitted(self):
-        return self._updated[cpu.wants_options(self.forward_backward.mesh)]
+        return self._updated(self.forward_backward.compiler_options)
 
     def _rows(self, rows: int | jax.Array) -> jax.Array:
         """Returns a number of rows on the mesh, moved there once, so that no later call moves anything."""
@@ -409,14 +410,6 @@ class TrainStep:
         self, state: TrainState, out: ForwardBackwardOutput, rows: Any, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
         return self._change.apply(state, out, rows, self.state_shardings(state), limits)
-
-
-def _compiled(function: Callable, **options) -> dict[bool, Callable]:
-    """Returns the function compiled without and with the options of a CPU that runs several devices."""
-    return {
-        False: jax.jit(function, **options),
-        True: jax.jit(function, compiler_options=cpu.IN_ORDER, **options),
-    }
 
 
 @partial(jax.jit, static_argnums=2)

@@ -5,20 +5,34 @@ from __future__ import annotations
 from page.markdown import Table
 from page.section import Claim, Result, Section
 
-SIDES = {"jaxfb": "jaxfb", "maxtext": "MaxText"}
+SIDES = {
+    "jaxfb": "jaxfb, compiler's own options",
+    "jaxfb_best": "jaxfb",
+    "maxtext": "MaxText, compiler's own options",
+    "maxtext_best": "MaxText, jaxfb's options",
+}
 
 
 def pairs(result: Result) -> dict[str, tuple[dict, dict]]:
-    """Row -> (ours, theirs), of the rows that both have."""
-    rows = result["rows"].items()
-    return {name: (row["jaxfb"], row["maxtext"]) for name, row in rows if set(SIDES) <= set(row)}
+    """Row -> (ours, theirs), of the rows that both have: each with the options under which its step is shortest."""
+    found = {}
+    for name, row in result["rows"].items():
+        sides = (_shortest(row, "jaxfb", "jaxfb_best"), _shortest(row, "maxtext", "maxtext_best"))
+        if None not in sides:
+            found[name] = sides
+    return found
+
+
+def _shortest(row: dict, *sides: str) -> dict | None:
+    return min((row[side] for side in sides if side in row), key=lambda one: one["step_s"], default=None)
 
 
 def facts(result: Result) -> dict:
     both = pairs(result).values()
     memory = [ours["hbm_gb"] / theirs["hbm_gb"] for ours, theirs in both]
     time = [ours["step_s"] / theirs["step_s"] for ours, theirs in both]
-    exposed = [row["jaxfb"]["exposed_s"] / row["jaxfb"]["step_s"] for row in result["rows"].values()]
+    ours = [_shortest(row, "jaxfb", "jaxfb_best") for row in result["rows"].values()]
+    exposed = [row["exposed_s"] / row["step_s"] for row in ours if row is not None]
     return {
         "seq": result["settings"]["seq"],
         "count": len(memory),
@@ -39,7 +53,7 @@ def table(result: Result) -> list[Table]:
             "compile CPU s": ".0f", "compiler's peak GB": ".1f"}  # fmt: skip
     rows = []
     for name, sides in result["rows"].items():
-        for side, row in sides.items():
+        for side, row in sorted(sides.items()):
             times = [row[key] for key in ("step_s", "work_s", "products_s", "collectives_s", "exposed_s")]
             share = row["exposed_s"] / row["collectives_s"] if row["collectives_s"] else None
             compiler = (row["compile_cpu_s"], row["peak_memory_gb"])
@@ -67,7 +81,9 @@ SECTIONS = (
         "Models of real size on TPU pods, compared with MaxText",
         """Whole train steps of models of real size, compiled ahead of time by the TPU compiler; nothing was run.
         Model, mesh, rows of {seq:,} tokens and microbatches are the same for both libraries, with full
-        rematerialization and flash attention. jaxfb's HBM per chip, as the compiler reports it, is
+        rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip; a row
+        without them shows what they change, and what follows takes the shorter step of each library. jaxfb's HBM
+        per chip, as the compiler reports it, is
         **{least:.2f} to {most:.2f}** times MaxText's, and no larger in {smaller} of {count} rows. Its step's
         lower bound in time is **{time_least:.2f} to {time_most:.2f}** times MaxText's, and no longer in
         {faster} of {count}. The lower bound comes from a roofline of the scheduled program, instruction by

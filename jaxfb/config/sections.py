@@ -293,6 +293,10 @@ class ParallelConfig:
     """Settings of how the work is laid out, never of what is computed. The last two apply to a pipeline.
 
     fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
+    gather_ahead: whether "layer" gathers while the layer before computes, for the memory of one more layer; null: on
+                 GPUs and TPUs.
+    compiler_options: options of XLA by name, beside those chosen by the kind of device; null in place of a value
+                 leaves the compiler its default.
     remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
                  from its input), "full" (the same; in a pipeline a stage from its input: least memory, most time).
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
@@ -300,6 +304,8 @@ class ParallelConfig:
     """
 
     fsdp_gather: Literal["layer", "step"] = "layer"
+    gather_ahead: bool | None = None
+    compiler_options: dict[str, bool | int | float | str | None] | None = None
     remat: Literal["none", "selective", "layer", "full"] = "none"
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None

@@ -14,6 +14,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
+from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
@@ -58,6 +59,7 @@ class Execution:
 
     specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
     sums: the dtype in which each leaf's gradient is summed, None where it is frozen.
+    ahead: whether a layer's parameters are gathered while the layer before it computes.
     """
 
     specs: PyTree
@@ -65,6 +67,7 @@ class Execution:
     sums: PyTree
     fsdp_gather: str
     remat: str
+    ahead: bool = False
 
     @property
     def gathers_in_loop(self) -> bool:
@@ -90,12 +93,20 @@ class Execution:
         )
 
     def bring_layer(self):
-        """Returns `bring` for one layer, whose specs are those of the stacked leaves without their first dim."""
-        one = jax.tree.map(
+        """Returns `bring` for one layer."""
+        dtypes = self.dtypes["layers"]
+        return self._bring(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
+
+    def layer_to_shards(self):
+        """Returns a function from gradients of one whole layer to those of its shards."""
+        specs = like(self.sums["layers"], self._layer_specs())
+        return lambda grads: data.to_shards(grads, specs)
+
+    def _layer_specs(self) -> PyTree:
+        """Returns those of the stacked leaves without their first dim."""
+        return jax.tree.map(
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
-        dtypes = self.dtypes["layers"]
-        return self._bring(one, dtypes, is_trained(self.sums["layers"], dtypes))
 
     def outer_to_shards(self):
         """Returns a function from gradients of what `bring_outer` gives to those of the shards."""
@@ -104,14 +115,19 @@ class Execution:
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
         """Returns a run of the model's layers, which keeps that of its forward."""
-        bring = self.bring_layer()
+        bring = _as_is if self.ahead else self.bring_layer()
 
         def layer(shards, hidden, microbatch, rng):
             return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
 
         if keep == "residuals":
-            layer = checkpoint_layer(layer, self.remat, keep_gathered=not self.gathers_in_loop)
-        return Stage(layer, keep, trained=partial(self.trained, of="layers"), **options)
+            layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
+        ahead = Ahead(self.bring_layer(), self.layer_to_shards()) if self.ahead else None
+        return Stage(layer, keep, trained=partial(self.trained, of="layers"), ahead=ahead, **options)
+
+
+def _as_is(tree: PyTree) -> PyTree:
+    return tree
 
 
 def _part(tree: PyTree, of: str) -> PyTree:

@@ -5,16 +5,17 @@ The function that does it and its checks; `frame.py` is the program it compiles.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 from jax.sharding import Mesh, NamedSharding
 
-from jaxfb import cpu, schedules
+from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
+from jaxfb.compiler import Options, options_for, per_options
 from jaxfb.forward_backward import resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
@@ -52,11 +53,13 @@ def get_forward_backward_func(
     compute_dtype: Any = None,
     remat: str | None = None,
     fsdp_gather: str = "layer",
+    gather_ahead: bool | None = None,
     optimizer_sharding: str = "none",
     param_specs: Callable[[PyTree], PyTree] | None = None,
     head_placement: str | None = None,
     layers_per_stage: Sequence[int] | None = None,
     trainable: Sequence[str] | None = None,
+    compiler_options: Mapping[str, Any] | None = None,
     poison_bubbles: bool = False,
 ) -> ForwardBackward:
     """Picks accumulation or, with pipe > 1, the pipeline, and returns one function over whole global batches.
@@ -80,6 +83,9 @@ def get_forward_backward_func(
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.
+      gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
+        scatters its gradients while the next one's are computed; takes the memory of one more layer and its
+        gradients. None: on GPUs and TPUs. Not with optimizer_sharding="gradients".
       optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1).
         "gradients" cuts the sum over microbatches too, by a reduce-scatter in each (ZeRO-2); not in a pipeline.
       param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
@@ -92,6 +98,9 @@ def get_forward_backward_func(
       trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
         name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
         in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
+      compiler_options: name -> value of options of XLA that change those chosen by the kind of device
+        (`jaxfb/compiler.py`); None in place of a value leaves the compiler its default. They have no effect inside
+        the caller's own `jax.jit`, which takes such options itself.
       poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:
@@ -192,7 +201,7 @@ class ForwardBackward:
         return self._jitted(_weigh)(how, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:
-        return _JITTED[function, cpu.wants_options(self.mesh)]
+        return _JITTED[function](self.compiler_options)
 
     def check(
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
@@ -257,6 +266,11 @@ class ForwardBackward:
         return None if self.pipe == 1 else resolved.placement_for(self.mesh, self.options, model, params)
 
     @property
+    def compiler_options(self) -> Options:
+        """Returns the options of XLA that programs over this mesh are compiled with: (name, value) of each."""
+        return options_for(self.mesh, self.options.compiler_options)
+
+    @property
     def pipe(self) -> int:
         """Returns the number of devices along the pipe axis."""
         return axis_size(self.mesh, "pipe")
@@ -301,14 +315,7 @@ def _weigh(how, params, microbatches, keys) -> dict:
     return Frame(how, True).weights(params, microbatches, keys)
 
 
-_STATIC = {_run: (0, 1), _weigh: (0,)}
-_JITTED = {
-    (function, in_order): jax.jit(
-        function, static_argnums=static, compiler_options=cpu.IN_ORDER if in_order else None
-    )
-    for function, static in _STATIC.items()
-    for in_order in (False, True)
-}
+_JITTED = {_run: per_options(_run, static_argnums=(0, 1)), _weigh: per_options(_weigh, static_argnums=0)}
 
 
 def _one_pass(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:

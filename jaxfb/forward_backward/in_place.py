@@ -46,10 +46,11 @@ class InPlace:
     def takes(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, accum_dtypes: PyTree
     ) -> bool:
-        """Returns whether there is something to add up in the layers, and every leaf of hidden has a cotangent
-        (integers have none).
+        """Returns whether there is something to add up in the layers or to gather ahead, and every leaf of hidden has a
+        cotangent (integers have none).
         """
-        if jax.tree.leaves(microbatches)[0].shape[0] == 1 or not jax.tree.leaves(accum_dtypes["layers"]):
+        pays = jax.tree.leaves(microbatches)[0].shape[0] > 1 or self.stage.gathers_ahead
+        if not pays or not jax.tree.leaves(accum_dtypes["layers"]):
             return False
         hidden = self._hidden(params, _first(microbatches, keys))
         return all(jnp.issubdtype(leaf.dtype, jnp.floating) for leaf in jax.tree.leaves(hidden))

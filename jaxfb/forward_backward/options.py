@@ -10,6 +10,7 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxfb import schedules
+from jaxfb.compiler import checked_options
 from jaxfb.forward_backward.arguments import float_dtype, layer_counts
 from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.remat import REMAT_POLICIES
@@ -39,11 +40,13 @@ class EngineOptions:
     compute_dtype: Any = None
     remat: str | None = None
     fsdp_gather: str = "layer"
+    gather_ahead: bool | None = None
     optimizer_sharding: str | None = "none"
     param_specs: Callable[[PyTree], PyTree] | None = None
     head_placement: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
     trainable: tuple[str, ...] | None = None
+    compiler_options: Any = None
     poison_bubbles: bool = False
 
     def __post_init__(self):
@@ -64,6 +67,7 @@ class EngineOptions:
             "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
             "remat": choice("remat", "none" if self.remat is None else self.remat, REMAT_POLICIES),
             "fsdp_gather": choice("fsdp_gather", self.fsdp_gather, data.GATHERS),
+            "gather_ahead": None if self.gather_ahead is None else boolean("gather_ahead", self.gather_ahead),
             "optimizer_sharding": choice(
                 "optimizer_sharding",
                 "none" if self.optimizer_sharding is None else self.optimizer_sharding,
@@ -71,6 +75,7 @@ class EngineOptions:
             ),
             "layers_per_stage": layer_counts(self.layers_per_stage),
             "trainable": checked_patterns(self.trainable),
+            "compiler_options": checked_options(self.compiler_options),
             "poison_bubbles": boolean("poison_bubbles", self.poison_bubbles),
         }
         for name, value in checked.items():

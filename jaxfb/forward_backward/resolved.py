@@ -66,11 +66,26 @@ class Resolved:
     layout: pipe.Layout | None
     placement: str | None
 
+    @property
+    def gathers_ahead(self) -> bool:
+        """Returns whether FSDP gathers a layer's parameters while the layer before it computes.
+
+        That needs layers, gathered one at a time, whose gradients are not cut further in the loop (ZeRO-2). Unless it
+        is asked for it is left to GPUs and TPUs: simulated devices on a CPU gain nothing by it.
+        """
+        options, device = self.options, self.mesh.abstract_mesh.abstract_device
+        asked = options.gather_ahead
+        if asked is None:
+            asked = device is not None and device.platform != "cpu"
+        in_loop = options.fsdp_gather == "layer" and options.optimizer_sharding != "gradients"
+        return asked and in_loop and isinstance(self.model, Pipelined) and axis_size(self.mesh, "fsdp") > 1
+
     def core(self, forward_only: bool) -> Core:
         """Returns the way from seeds to gradients on this mesh."""
         options, dtypes = self.options, self.dtypes.tree
         sums = dtypes if forward_only else self.sums.tree
-        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, options.remat or "none")
+        remat = options.remat or "none"
+        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, remat, self.gathers_ahead)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
             isinstance(model, Pipelined)

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.slot import Slot
@@ -66,6 +67,7 @@ class Stage:
     padded: some of the layers may not be real; those leave hidden as it is.
     written_out: backwards of at most so many layers are written out, of more they are a loop.
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
+    ahead: where layers are shards that are gathered a layer ahead of their use; `layer` is then given whole ones.
     """
 
     def __init__(
@@ -75,11 +77,17 @@ class Stage:
         padded: bool = False,
         written_out: int = 0,
         trained: Callable[[PyTree], PyTree] = lambda params: params,
+        ahead: Ahead | None = None,
     ):
         self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
-        self._trained = trained
+        self._trained, self._ahead = trained, ahead
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Returns whether layers are shards that are gathered a layer ahead of their use."""
+        return self._ahead is not None
 
     def forward(
         self, layers: Layers, hidden: PyTree, given: Given, slot: Slot | None = None
@@ -96,7 +104,7 @@ class Stage:
             slot = None if slot is None else slot.put(kept, place)
             return (self._if_real(layer, after, before), slot), self._masked(layer, out)
 
-        (after, by_layer), out = lax.scan(one, (hidden, by_layer), (_places(layers), tuple(layers)))
+        (after, by_layer), out = self._scan(one, (hidden, by_layer), layers)
         kept = slot.put(hidden) if slot is not None and self._keep == "input" else by_layer
         return after, sum_of_layers(out), kept
 
@@ -109,13 +117,11 @@ class Stage:
         """
         kept = self._kept(layers, slot, given)
 
-        def one(carry, inputs):
-            (cotangent, sums), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
+        def one(cotangent, place, layer):
             grads, before = self._layer_backward(layer, kept(place), cotangent, seeds, given)
-            sums = self._add(sums, target, place, layer, grads)
-            return (self._if_real(layer, before, cotangent), sums), None
+            return self._if_real(layer, before, cotangent), grads
 
-        before, sums = self._backwards(one, (cotangent, target.sums), layers)
+        before, sums = self._add_up(one, cotangent, layers, target)
         return sums, before
 
     def backward_input(
@@ -139,14 +145,13 @@ class Stage:
         first.
         """
 
-        def one(sums, inputs):
-            place, layer = inputs[0], Layers(*inputs[1])
+        def one(_, place, layer):
             assert self._split is not None  # `backward_input` made it
             kept = slot.get(place) if self._keep == "residuals" else None
             _, always = self._arguments(layer, kept, None, seeds, given)
-            return self._add(sums, target, place, layer, self._split.later(saved.get(place), always)), None
+            return None, self._split.later(saved.get(place), always)
 
-        return self._backwards(one, target.sums, layers)
+        return self._add_up(one, None, layers, target)[1]
 
     def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
         """Returns shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
@@ -154,7 +159,7 @@ class Stage:
             return hidden
 
         def one(layers, hidden, given):
-            return self._layer_forward(_layer(layers, 0), hidden, given)[2]
+            return self._layer_forward(self._first(layers), hidden, given)[2]
 
         return _stacked(jax.eval_shape(one, layers, hidden, given), layers)
 
@@ -162,7 +167,7 @@ class Stage:
         """Returns shapes of what waits for `backward_weight`, [l, ...]."""
 
         def one(layers, before, seeds, given):
-            layer = _layer(layers, 0)
+            layer = self._first(layers)
             kept = before if self._keep == "input" else self._layer_forward(layer, before, given)[2]
             return self._layer_backward_input(layer, kept, before, seeds, given)[0]
 
@@ -239,12 +244,11 @@ class Stage:
             return slot.get
 
         def one(before, inputs):
-            layer = Layers(*inputs)
+            layer = Layers(*inputs[1])
             (after, _), _ = self._plain(layer.params, before, *_context(layer, given))
             return self._if_real(layer, after, before), before
 
-        earlier = jax.tree.map(lambda leaf: leaf[:-1], tuple(layers))
-        last, inputs = lax.scan(one, slot.get(), earlier)
+        last, inputs = self._scan(one, slot.get(), jax.tree.map(lambda leaf: leaf[:-1], layers))
         inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
         return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
 
@@ -255,19 +259,72 @@ class Stage:
         process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
         layers.
         """
-        inputs, number = (_places(layers), tuple(layers)), layers.index.shape[0]
+        number = layers.index.shape[0]
         if number > self._written_out:
-            return lax.scan(one, carry, inputs, reverse=True)[0]
+            return self._scan(one, carry, layers, reverse=True)[0]
         for place in reversed(range(number)):
-            carry, _ = one(carry, jax.tree.map(lambda leaf, place=place: leaf[place], inputs))
+            carry, _ = one(carry, (jnp.int32(place), tuple(self._whole(_layer(layers, place)))))
         return carry
+
+    def _scan(self, one: Callable, carry: PyTree, layers: Layers, reverse: bool = False) -> tuple:
+        """Equals `lax.scan` of `one` over (place, layer), where shards are gathered a layer ahead with whole layers."""
+        if self._ahead is None:
+            return lax.scan(one, carry, (_places(layers), tuple(layers)), reverse=reverse)
+
+        def with_whole(carry, params, rest):
+            place, index, real = rest
+            return one(carry, (place, (params, index, real)))
+
+        rest = _places(layers), layers.index, layers.real
+        return self._ahead.scan(with_whole, carry, layers.params, rest, reverse)
+
+    def _add_up(self, one: Callable, carry: PyTree, layers: Layers, target: Target) -> tuple[PyTree, PyTree]:
+        """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
+
+        Returns (what it carries, target.sums with all gradients added). Those of shards that are gathered ahead are
+        summed over fsdp, and added, a layer late.
+        """
+
+        def now(carried, inputs):
+            (carry, sums), (place, layer) = carried, (inputs[0], Layers(*inputs[1]))
+            carry, grads = one(carry, place, layer)
+            return (carry, self._add(sums, target, place, layer.real, grads)), None
+
+        def late(carried, inputs):
+            (carry, sums, before), (place, layer) = carried, (inputs[0], Layers(*inputs[1]))
+            sums = self._add(sums, target, *before)
+            carry, grads = one(carry, place, layer)
+            return (carry, sums, (place, layer.real, wide(grads))), None
+
+        def wide(
+            grads,
+        ):  # at once, so that the product that makes them does it: a cast of its own would take a pass
+            return jax.tree.map(
+                lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), grads, target.sums
+            )
+
+        if self._ahead is None:
+            return self._backwards(now, (carry, target.sums), layers)
+        shapes = self._trained(jax.eval_shape(self._first, layers).params)
+        nothing = wide(jax.tree.map(jnp.zeros_like, shapes))
+        first = (jnp.int32(layers.index.shape[0] - 1), layers.real[-1], nothing)
+        carry, sums, last = self._backwards(late, (carry, target.sums, first), layers)
+        return carry, self._add(sums, target, *last)
+
+    def _first(self, layers: Layers) -> Layers:
+        return self._whole(_layer(layers, 0))
+
+    def _whole(self, layer: Layers) -> Layers:
+        """Returns a layer as `layer` takes it."""
+        return layer if self._ahead is None else layer._replace(params=self._ahead.bring(layer.params))
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
-    def _add(self, sums: PyTree, target: Target, place: jax.Array, layer: Layers, grads: PyTree) -> PyTree:
+    def _add(self, sums: PyTree, target: Target, place: jax.Array, real: jax.Array, grads: PyTree) -> PyTree:
         """Adds one layer's gradients to sums[chunk, place], in place; nothing where they do not count."""
-        counts = target.valid & layer.real if self._padded else target.valid
+        counts = target.valid & real if self._padded else target.valid
+        grads = grads if self._ahead is None else self._ahead.to_shards(grads)
 
         def add(leaf, grad):
             at = (target.chunk, place, *(jnp.int32(0),) * grad.ndim)

@@ -94,7 +94,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         batch=0,
         gradients=_gradient_bytes(config, sizes),
         activations=_kept_bytes(config, sizes, topology),
-        working=_whole_bytes(config, sizes) + _work_bytes(config, sizes, topology),
+        working=_whole_bytes(config, sizes, topology) + _work_bytes(config, sizes, topology),
         flops=_flops(config, sizes, topology.num_devices),
         work_seconds=_work_seconds(config, sizes, topology) if topology.chip else 0.0,
         wire_seconds=_wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0,
@@ -146,13 +146,20 @@ def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
 
 
-def _whole_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32."""
+def _whole_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32.
+
+    Gathered a layer ahead, a second layer's weights and gradient.
+    """
     (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
     layer, gradient = (number * config.mesh.pipe / sizes.num_layers for number in (layers, trained))
     head = 4 * sizes.vocab_size * sizes.hidden_size / (config.mesh.pipe * config.mesh.tensor)
     head = min(head, 4 * trained_outer)
-    return head + 2 * outer + 2 * gradient + 2 * (layer if _gathers_layers(config) else layers)
+    if not _gathers_layers(config):
+        return head + 2 * outer + 2 * gradient + 2 * layers
+    asked = config.parallel.gather_ahead
+    ahead = topology.platform != "cpu" if asked is None else asked
+    return head + 2 * outer + (2 if ahead else 1) * 2 * (gradient + layer)
 
 
 def _tokens(config: Config) -> int:

@@ -28,7 +28,7 @@ from jaxfb.training.setup import built_in, engine_options
 from jaxfb.types import PyTree
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
-_OPTIONS = ("remat", "fsdp_gather", "optimizer_sharding", "trainable")
+_OPTIONS = ("remat", "fsdp_gather", "gather_ahead", "optimizer_sharding", "trainable")
 
 
 def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:

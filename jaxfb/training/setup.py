@@ -345,6 +345,8 @@ def engine_options(config: AnyConfig) -> dict[str, Any]:
         "compute_dtype": compute_dtype(config),
         "remat": config.parallel.remat,
         "fsdp_gather": config.parallel.fsdp_gather,
+        "gather_ahead": config.parallel.gather_ahead,
+        "compiler_options": config.parallel.compiler_options,
         "optimizer_sharding": config.optimizer.sharding if config.optimizer else "none",
     }
     pipeline = {

@@ -161,6 +161,11 @@ def options_on_fsdp(**given):
     return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
 
 
+def compiled_with(**given):
+    one = make_mesh(devices=jax.devices()[:1])
+    return jaxfb.get_forward_backward_func(one, **given).compiler_options
+
+
 def sizes_of_a_directory(**given):
     return check_sizes("a directory", {"num_layers": 4}, given)
 
@@ -304,6 +309,8 @@ REFUSED = [
     (rows_of_head, dict(rows_per_microbatch=5)),
     (jaxfb.get_forward_backward_func, dict(schedule="1f1b", num_chunks=2)),
     (jaxfb.get_forward_backward_func, dict(layers_per_stage=[2], head_placement="last")),
+    (jaxfb.get_forward_backward_func, dict(compiler_options=["xla"])),
+    (compiled_with, dict(compiler_options={"xla_cpu_no_such_option": True})),
     (compared, dict(dtype="float64")),
     (lambda schedule: KINDS[schedule], dict(schedule="1f1c")),
     (clip, dict(max_grad_norm=-1.0)),

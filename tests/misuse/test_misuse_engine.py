@@ -73,6 +73,8 @@ OPTIONS = {
     "compute_dtype": dtypes,
     "remat": one_of((None, *REMAT_POLICIES)),
     "fsdp_gather": one_of(("layer", "step")),
+    "gather_ahead": maybe(boolean),
+    "compiler_options": maybe(lambda value: isinstance(value, dict | tuple)),
     "optimizer_sharding": one_of((None, "none", "data", "gradients")),
     "param_specs": lambda value: value is None or (callable(value) and not isinstance(value, type)),
     "head_placement": one_of((None, *PLACEMENTS)),

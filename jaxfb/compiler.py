@@ -1,0 +1,135 @@
+"""Chooses XLA's options for the kind of device that a program is compiled for.
+
+Programs of jaxfb leave work between the start of a collective and the use of its result; whether the compiler runs the
+two at the same time is up to its options. The table has what was found by compiling ahead of time for each kind.
+"""
+
+from __future__ import annotations
+
+import difflib
+import re
+import warnings
+from collections.abc import Callable, Mapping
+from functools import cache, lru_cache
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxfb import cpu
+from jaxfb.compat import is_tracing
+from jaxfb.refusal import Refused, shown
+
+Value = bool | int | float | str
+Options = tuple[tuple[str, Value], ...]
+"""Options in a form that can be hashed: (name, value), sorted."""
+
+# Collectives run on the SparseCores, as calls of their own, while the TensorCore multiplies. Without them every gather
+# and scatter of FSDP is synchronous on these chips (libtpu 0.0.48).
+_ON_SPARSECORE: Mapping[str, Value] = {
+    f"xla_tpu_enable_{name}": True
+    for kind in ("all_gather", "reduce_scatter", "all_reduce")
+    for name in (f"sparse_core_collective_offload_{kind}", f"{kind}_offload_tracing")
+} | {
+    "xla_tpu_enable_sparse_core_collective_offload_2d_all_gather": True,
+    "xla_tpu_use_tc_device_shape_on_sc": True,
+    "xla_sc_disable_megacore_partitioning": True,
+}
+
+TABLE: dict[str, Mapping[str, Value]] = {
+    "TPU v5": _ON_SPARSECORE,
+    "TPU v5p": _ON_SPARSECORE,
+    "TPU v6 lite": _ON_SPARSECORE,
+}
+"""By `device_kind`. Kinds that are not listed are best served by the compiler's defaults, as far as is known."""
+
+_UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
+
+
+def checked_options(given: Any) -> Options | None:
+    """Returns `compiler_options` in a form that can be hashed; None stays None.
+
+    Raises:
+      ValueError: they are no mapping from names to values, or to None.
+    """
+    if given is None:
+        return None
+    items = tuple(given.items()) if isinstance(given, Mapping) else given
+    if not isinstance(items, tuple) or not all(map(_is_option, items)):
+        raise Refused(
+            "compiler_options must be a mapping from names of XLA's options to True, False, a number, a text or None, "
+            f"got {shown(given)}; None in its place takes those of the table by kind of device",
+            [{"compiler_options": None}],
+        )
+    return tuple(sorted(items))
+
+
+def options_for(mesh: Mesh, asked: Options | None = None) -> Options:
+    """Returns the options to compile a program over this mesh with: the table's, changed by those that are asked for.
+
+    asked: (name, value); a value of None drops the table's option of that name.
+    An option of the table that this compiler does not have is left out with a warning.
+
+    Raises:
+      ValueError: the compiler does not take one of the options that are asked for.
+    """
+    device = mesh.abstract_mesh.abstract_device
+    table: Mapping[str, Value] = TABLE.get(device.device_kind, {}) if device is not None else {}
+    if cpu.wants_options(mesh):
+        table = cpu.IN_ORDER
+    changed = {**table, **dict(asked or ())}
+    wanted = tuple((name, value) for name, value in sorted(changed.items()) if value is not None)
+    if not wanted or wanted == tuple(cpu.IN_ORDER.items()) or not isinstance(mesh, Mesh) or is_tracing():
+        return wanted
+    return _known(mesh.devices.flat[0], wanted, frozenset(name for name, _ in asked or ()))
+
+
+def per_options(function: Callable, **how: Any) -> Callable[[Options], Callable]:
+    """Returns a function from options to `jax.jit(function, **how)` with them, made once for each.
+
+    Inside another jit, which has options of its own and for which JAX refuses them, they are left out.
+    """
+
+    @cache
+    def compiled(options: Options) -> Callable:
+        return jax.jit(function, compiler_options=dict(options) or None, **how)
+
+    return lambda options: compiled(() if is_tracing() else options)
+
+
+def _is_option(item: Any) -> bool:
+    named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+    return named and isinstance(item[1], Value | None)
+
+
+@lru_cache(maxsize=64)
+def _known(device: Any, options: Options, asked: frozenset[str]) -> Options:
+    """Returns the options that the compiler for that device has, found by compiling next to nothing with them."""
+    while (error := _refusal(device, options)) is not None:
+        found = _UNKNOWN.search(error)
+        name = found[1] if found else next((name for name, _ in options if name in error), None)
+        if name is None or name in asked:
+            raise Refused(_sentence(device, name, error), [{"compiler_options": None}])
+        warnings.warn(
+            f"the compiler for {device.device_kind} does not take {name}, which hides communication where it is "
+            "known; it is left out",
+            stacklevel=2,
+        )
+        options = tuple(one for one in options if one[0] != name)
+    return options
+
+
+def _refusal(device: Any, options: Options) -> str | None:
+    one = jax.ShapeDtypeStruct((), "float32", sharding=jax.sharding.SingleDeviceSharding(device))
+    try:
+        jax.jit(lambda x: x, compiler_options=dict(options)).lower(one).compile()
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).splitlines()[0]
+    return None
+
+
+def _sentence(device: Any, name: str | None, error: str) -> str:
+    known = sorted({one for table in TABLE.values() for one in table})
+    near = difflib.get_close_matches(name or "", known, n=1, cutoff=0.0)
+    hint = f"; the nearest that it may have is {near[0]}" if near else ""
+    return f"compiler_options: the compiler for {device.device_kind} answers {error!r}{hint}, or leave the option out"

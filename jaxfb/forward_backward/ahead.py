@@ -1,0 +1,68 @@
+"""Gathers a layer's parameters while the layer before it computes (FSDP), and scatters gradients one layer late.
+
+A loop over layers that gathers what it is about to use has to wait for it, and for the scatter of what it has just
+computed. Here a turn of the loop starts with the gather for the next turn and the scatter for the one before, of which
+the layer in between needs neither, so that the compiler can run both beside its products. The price is the memory of
+one more layer's parameters, in the backward also of one layer's gradients, in the compute dtype.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class Ahead:
+    """Functions between shards and whole arrays of one layer.
+
+    bring:     shards of parameters -> whole parameters.
+    to_shards: gradients of whole trained parameters -> those of the shards.
+    """
+
+    bring: Callable[[PyTree], PyTree]
+    to_shards: Callable[[PyTree], PyTree]
+
+    def scan(
+        self, one: Callable, carry: PyTree, shards: PyTree, others: PyTree, reverse: bool = False
+    ) -> tuple[PyTree, PyTree]:
+        """Equals `lax.scan(lambda c, xs: one(c, bring(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`.
+
+        Two layers are a turn of the loop, so that the parameters of one come to lie where those of the layer before
+        it were; a loop that carried them from each layer to the next would copy them.
+        """
+        number = jax.tree.leaves(others)[0].shape[0]
+        places = jnp.arange(number, dtype=jnp.int32)
+
+        def at(tree: PyTree, turn: jax.Array) -> PyTree:
+            place = number - 1 - turn if reverse else turn
+            return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
+
+        def step(carried, turn):
+            carry, whole = carried
+            following = self.bring(at(shards, jnp.minimum(turn + 1, number - 1)))
+            carry, out = one(carry, whole, at(others, turn))
+            return (carry, following), out
+
+        def pair(carried, turns):
+            carried, first = step(carried, turns[0])
+            carried, second = step(lax.optimization_barrier(carried), turns[1])
+            return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
+
+        carried = carry, self.bring(at(shards, jnp.int32(0)))
+        even = number - number % 2
+        carried, out = lax.scan(pair, carried, places[:even].reshape(-1, 2))
+        out = jax.tree.map(lambda leaf: leaf.reshape(even, *leaf.shape[2:]), out)
+        if number % 2:
+            carried, last = step(carried, places[-1])
+            out = jax.tree.map(lambda leaf, one: jnp.concatenate([leaf, one[None]]), out, last)
+        if reverse:
+            out = jax.tree.map(lambda leaf: leaf[::-1], out)
+        return carried[0], out

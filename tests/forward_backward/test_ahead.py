@@ -1,0 +1,130 @@
+"""FSDP's gathers a layer ahead of their use, and scatters a layer late: the same numbers on every kind of mesh."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from comparisons import close
+from jax.sharding import PartitionSpec as P
+
+import jaxfb
+from jaxfb.compat import equations
+from jaxfb.config import load_config
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.planner import parse_topology
+from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
+
+KEY = jax.random.key(5)
+LAYERS = 3  # odd: the last of them is no half of a pair
+
+
+def gradients(mesh, layers=LAYERS, num_microbatches=2, schedule=None, dtype=np.float64, **options):
+    """The result of a call on a mesh."""
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, **options)
+    return fb(toy.model, toy.params(layers=layers, dtype=dtype), toy.batch(), plan, KEY)
+
+
+def tensor_specs(params):
+    return {
+        "embed": P("tensor"),
+        "gain": P(),
+        "layers": {"w": P(None, None, "tensor"), "b": P(None, "tensor")},
+    }
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"fsdp": 4}, {"remat": "layer"}),
+        ({"fsdp": 2}, {"remat": "none", "num_microbatches": 1}),
+        ({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
+        ({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
+        slow({"fsdp": 2}, {"remat": "selective", "layers": 4}),
+        slow({"fsdp": 4}, {"remat": "full", "layers": 1}),
+        slow({"fsdp": 2, "tensor": 2}, {"remat": "full", "param_specs": tensor_specs}),
+        slow({"data": 2, "fsdp": 2}, {"remat": "full", "optimizer_sharding": "data"}),
+        slow({"pipe": 2, "data": 2, "fsdp": 2}, {"remat": "layer", "layers": 12, "schedule": "1f1b"}),
+        slow(
+            {"pipe": 2, "fsdp": 2},
+            {"remat": "layer", "layers": 7, "schedule": "1f1b", "layers_per_stage": (6, 1)},
+        ),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_one_device(mesh, options):
+    out = gradients(mesh, **options, gather_ahead=True)
+    params = toy.params(layers=options.get("layers", LAYERS))
+    loss, grads = jax.jit(jax.value_and_grad(lambda p: toy.whole_batch(p, toy.batch(), KEY)[0]))(params)
+    close(out.loss, loss)
+    close(out.grads, grads)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable": ["layers.b"], "remat": "full"},
+        slow({"trainable": ["layers.w", "embed"], "remat": "none"}),
+        slow({"dtype": np.float32, "compute_dtype": "bfloat16", "remat": "layer"}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_without_it(options):
+    """Frozen leaves have none; in bfloat16 every sum is formed in the same order and dtype."""
+    now, ahead = (gradients({"fsdp": 4}, **options, gather_ahead=each) for each in (False, True))
+    assert jax.tree.structure(now.grads) == jax.tree.structure(ahead.grads)
+    exact = options.get("dtype") is None
+    close(ahead.grads, now.grads) if exact else np.testing.assert_allclose(
+        ahead.grads["layers"]["w"], now.grads["layers"]["w"], rtol=0.05, atol=1e-3
+    )
+
+
+@pytest.mark.slow
+def test_experts_of_several_devices_are_gathered_ahead():
+    sizes = TransformerConfig(
+        vocab_size=32, num_layers=3, hidden_size=16, num_heads=2, mlp_size=16, num_experts=4
+    )
+    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 8))
+    batch = {"tokens": tokens, "targets": tokens, "loss_mask": np.ones((8, 8))}
+    plan = jaxfb.BatchPlan(rows=8, data_parallel=4, num_microbatches=2)
+    mesh = jaxfb.make_mesh(fsdp=2, expert=2)
+    now, ahead = (
+        jaxfb.get_forward_backward_func(mesh, gather_ahead=each, remat="full")(model, params, batch, plan)
+        for each in (False, True)
+    )
+    close(ahead.loss, now.loss)
+    close(ahead.grads, now.grads)
+
+
+def carries_gathered(program):
+    """Whether a loop hands what it gathers to its next turn."""
+    for eqn in equations(program):
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            made = {id(var) for one in body.eqns if gathers(one) for var in one.outvars}
+            if any(id(var) in made for var in body.outvars):
+                return True
+    return False
+
+
+def gathers(eqn):
+    """Whether it is an all-gather or a call of one, and not a whole layer."""
+    names = {one.primitive.name for one in [eqn, *equations(tuple(eqn.params.values()))]}
+    return "all_gather" in names and "dot_general" not in names
+
+
+@pytest.mark.parametrize("topology", ["cpu:4", "v5e:2x2"])
+def test_it_is_the_default_on_accelerators(topology):
+    config = load_config("configs/quickstart.yaml", ("mesh.fsdp=4", "data.tokenizer=bytes"))
+    where = parse_topology(topology)
+    job = make_job(config, abstract_mesh(config, 4, abstract_device(where)))
+    traced = job.step.trace(job.state, job.batch).jaxpr
+    assert carries_gathered(traced) == (topology != "cpu:4")
