@@ -1,5 +1,7 @@
 """One job as several processes of this machine, each with simulated devices of its own, joined over loopback."""
 
+import contextlib
+import itertools
 import os
 import socket
 import subprocess
@@ -65,7 +67,12 @@ def _said(path, jobs):
     return "\n".join([f"{path} is not there", *ends])
 
 
+_PORTS = itertools.count(20_000 + os.getpid() * 97 % 10_000)
+
+
 def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
+    """Returns a port below those that the system gives to others, so that it is still free when it is used."""
+    for port in _PORTS:
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port

@@ -5,7 +5,6 @@ import logging
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+from processes import PATIENCE, free_port
 
 from jaxfb.checkpoint import CannotWrite, CheckpointStore
 
@@ -206,9 +206,7 @@ store.close()
 def test_two_processes(tmp_path):
     """Each process holds half of the array; a damaged step is set aside by one of them, without a deadlock."""
     (tmp_path / "7").mkdir()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = str(free.getsockname()[1])
+    port = str(free_port())
     env = {
         **os.environ,
         "JAX_PLATFORMS": "cpu",
@@ -219,7 +217,7 @@ def test_two_processes(tmp_path):
         for rank in (0, 1)
     ]
     try:
-        assert [child.wait(timeout=120) for child in children] == [0, 0]
+        assert [child.wait(timeout=PATIENCE) for child in children] == [0, 0]
     finally:
         for child in children:
             child.kill()

@@ -36,7 +36,7 @@ def test_pipelined_examples_learn(name, last):
 def test_a_policy_improves_on_what_it_was_taught(tmp_path):
     """The GRPO example, a shorter run of it: held-out accuracy well above that of the start."""
     config = EXAMPLES.parent / "configs" / "grpo_arithmetic.yaml"
-    shorter = [f"run.dir={tmp_path / 'run'}", "rollout.rollouts=80", "eval.every=null"]
+    shorter = [f"run.dir={tmp_path / 'run'}", "rollout.rollouts=40", "eval.every=null"]
     run = [sys.executable, "-m", "jaxfb.cli", "rl", str(config), *shorter]
     environment = {**os.environ, "JAX_ENABLE_X64": "0", "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
     done = subprocess.run(run, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment)

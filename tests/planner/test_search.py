@@ -7,6 +7,7 @@ import sys
 from dataclasses import replace
 
 import pytest
+from processes import PATIENCE
 
 from jaxfb.cli import main
 from jaxfb.config import load_config
@@ -96,4 +97,4 @@ def test_the_compilers_process_ends_with_the_one_that_started_it():
     child += "threading.Thread(target=compiled._end_with_parent, daemon=True).start(); time.sleep(60)"
     process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, env=os.environ)
     process.stdin.close()
-    assert process.wait(timeout=30) == 1
+    assert process.wait(timeout=PATIENCE) == 1
