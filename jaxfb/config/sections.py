@@ -298,7 +298,8 @@ class ParallelConfig:
     compiler_options: options of XLA by name, beside those chosen by the kind of device; null in place of a value
                  leaves the compiler its default.
     remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
-                 from its input), "full" (the same; in a pipeline a stage from its input: least memory, most time).
+                 from its input), "offload" (the same, and the inputs wait in the host's memory), "full" (as "layer"; in
+                 a pipeline a stage from its input: least memory without the host, most time).
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: layers of each of the mesh.pipe * chunks stages, where they do not divide evenly.
     """
@@ -306,7 +307,7 @@ class ParallelConfig:
     fsdp_gather: Literal["layer", "step"] = "layer"
     gather_ahead: bool | None = None
     compiler_options: dict[str, bool | int | float | str | None] | None = None
-    remat: Literal["none", "selective", "layer", "full"] = "none"
+    remat: Literal["none", "selective", "layer", "offload", "full"] = "none"
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None
 

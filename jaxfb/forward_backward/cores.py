@@ -19,7 +19,7 @@ from jaxfb.forward_backward.ends import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
-from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
+from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
 from jaxfb.forward_backward.sequential import layer_output, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
@@ -123,7 +123,8 @@ class Execution:
         if keep == "residuals":
             layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
         ahead = Ahead(self.bring_layer(), self.layer_to_shards()) if self.ahead else None
-        return Stage(layer, keep, trained=partial(self.trained, of="layers"), ahead=ahead, **options)
+        of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
+        return Stage(layer, keep, trained=of_layers, ahead=ahead, on_host=on_host, **options)
 
 
 def _as_is(tree: PyTree) -> PyTree:

@@ -77,9 +77,10 @@ def get_forward_backward_func(
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
       compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
-      remat: "none" (or None), "selective", "layer" or "full": what a layer of a `Pipelined` recomputes in its
-        backward. "layer" keeps its input and computes it again; "full" is the same, but under a pipeline keeps
-        a stage's input alone and computes its forward twice more.
+      remat: "none" (or None), "selective", "layer", "offload" or "full": what a layer of a `Pipelined` computes again
+        in its backward. "layer" keeps its input and computes it again, "offload" keeps the input in the host's
+        memory; "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward
+        twice more.
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.

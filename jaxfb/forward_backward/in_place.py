@@ -114,9 +114,8 @@ class InPlace:
         return jax.eval_shape(lambda p, g: self._embed(self.bring_outer(outer_params(p)), g), params, given)
 
     def _empty(self, params, given: Given) -> PyTree:
-        """Zeros for what the layers keep of one microbatch, [1, l, ...]."""
-        shapes = self.stage.residual(jax.eval_shape(_layers_of, params), self._hidden(params, given), given)
-        return jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape), leaf.dtype), shapes)
+        """Returns zeros for what the layers keep of one microbatch, [1, l, ...]."""
+        return self.stage.empty(jax.eval_shape(_layers_of, params), self._hidden(params, given), given, 1)
 
 
 def _layers_of(params: PyTree) -> Layers:

@@ -20,7 +20,7 @@ from jax import lax
 from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.ends import Ends
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
@@ -290,15 +290,15 @@ class _Tick:
             seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
             saved = self._stage.saved(layers, hidden, seeds, given)
         return Buffers(
-            residual=_slots(self._stage.residual(layers, hidden, given), program.allocated("residual")),
-            activation=_slots(hidden, program.allocated("activation")),
-            gradient=_slots(hidden, program.allocated("gradient")),
-            cotangent=_slots(saved, program.allocated("cotangent")),
+            residual=self._stage.empty(layers, hidden, given, program.allocated("residual")),
+            activation=empty_slots(hidden, program.allocated("activation")),
+            gradient=empty_slots(hidden, program.allocated("gradient")),
+            cotangent=empty_slots(saved, program.allocated("cotangent")),
             arriving={channel: _zeros(hidden) for channel in program.forward_channels},
             leaving=_zeros(hidden),
             grads=grads,
-            records=_slots(records, count + 1),
-            layer_records=_slots(jax.eval_shape(self._among_all, layers, out), count + 1),
+            records=empty_slots(records, count + 1),
+            layer_records=empty_slots(jax.eval_shape(self._among_all, layers, out), count + 1),
         )
 
 
@@ -326,10 +326,6 @@ def _check_float(hidden: PyTree) -> PyTree:
 
 def _zeros(tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), tree)
-
-
-def _slots(tree: PyTree, number: int) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), tree)
 
 
 def _get(tree: PyTree, slot: jax.Array) -> PyTree:

@@ -5,12 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import jax
+from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.splash import KEPT
 
-REMAT_POLICIES = ("none", "selective", "layer", "full")
-PIPELINE_KEEPS = {"none": "residuals", "selective": "residuals", "layer": "inputs", "full": "input"}
+REMAT_POLICIES = ("none", "selective", "layer", "offload", "full")
+PIPELINE_KEEPS = {
+    "none": "residuals",
+    "selective": "residuals",
+    "layer": "inputs",
+    "offload": "inputs",
+    "full": "input",
+}
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
+_INPUT = "input of a layer"
 
 # flash attention: its output and softmax sums take no more memory than a product with a weight. cuDNN's is a primitive;
 # splash names the two, since what its kernel writes has the sums 128 times
@@ -32,18 +40,38 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
 
     "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of flash
     attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer" and
-    "full" keep the layer's input only.
+    "full" keep the layer's input only; "offload" too, in the host's memory.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
         return layer
+    if name == "offload":
+        layer = _input_named(layer)
     policies = {
         "none": _all_but_gathered,
         "selective": _products_with_weights_and_flash_attention,
         "layer": jax.checkpoint_policies.nothing_saveable,
+        "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+            names_which_can_be_saved=[],
+            names_which_can_be_offloaded=[_INPUT],
+            offload_src="device",
+            offload_dst="pinned_host",
+        ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }
     return jax.checkpoint(layer, policy=policies[name], prevent_cse=False)
+
+
+def offloads(name: str) -> bool:
+    """Returns whether what is kept for the backward waits in the host's memory."""
+    return name == "offload"
+
+
+def _input_named(layer: Callable) -> Callable:
+    def named(params, hidden, *more):
+        return layer(params, jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT), hidden), *more)
+
+    return named
 
 
 def _products_with_weights_and_flash_attention(primitive, *shapes, **params) -> bool:

@@ -1,6 +1,8 @@
 """Stores a microbatch's values in a pipeline between two ticks.
 
-A stage writes and reads its own a layer at a time, so that no stage's worth of them is ever stacked and copied.
+A stage writes and reads its own a layer at a time, so that no stage's worth of them is ever stacked and copied. Buffers
+may be in the host's memory; a value moves there as it is written, and back as it is read. TPUs and GPUs do both beside
+other work: libtpu 0.0.48 for v5e starts the read of a layer's input while the layer after it runs its backward.
 """
 
 from __future__ import annotations
@@ -29,9 +31,8 @@ class Slot(NamedTuple):
 
         def put(leaf, value):
             at = (self.index, *place, *(jnp.int32(0),) * value.ndim)
-            return lax.dynamic_update_slice(
-                leaf, value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape), at
-            )
+            value = value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape)
+            return lax.dynamic_update_slice(leaf, _moved(value, jax.typeof(leaf).memory_space), at)
 
         return Slot(jax.tree.map(put, self.buffers, values), self.index)
 
@@ -41,6 +42,18 @@ class Slot(NamedTuple):
         def get(leaf):
             where = 1 + len(place)
             at = (self.index, *place, *(jnp.int32(0),) * (leaf.ndim - where))
-            return lax.dynamic_slice(leaf, at, (1,) * where + leaf.shape[where:]).reshape(leaf.shape[where:])
+            value = lax.dynamic_slice(leaf, at, (1,) * where + leaf.shape[where:])
+            return _moved(value, jax.memory.Space.Device).reshape(leaf.shape[where:])
 
         return jax.tree.map(get, self.buffers)
+
+
+def empty_slots(shapes: PyTree, number: int, on_host: bool = False) -> PyTree:
+    """Returns buffers of zeros, [number, ...] for each leaf of `shapes`; on_host: in the host's memory."""
+    space = jax.memory.Space.Host if on_host else jax.memory.Space.Device
+    return jax.tree.map(lambda leaf: _moved(jnp.zeros((number, *leaf.shape), leaf.dtype), space), shapes)
+
+
+def _moved(value: jax.Array, space: Any) -> jax.Array:
+    """Returns the value in that `jax.memory.Space`: itself where it is there already."""
+    return value if jax.typeof(value).memory_space == space else jax.device_put(value, space)

@@ -16,7 +16,7 @@ from jax import lax
 from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
-from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.split_backward import SplitBackward
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Sum
@@ -65,6 +65,7 @@ class Stage:
       layer again in its backward; "input" keeps the stage's input alone, and computes its forward once more
       in the backward for the inputs of the layers.
     padded: some of the layers may not be real; those leave hidden as it is.
+    on_host: slots are in the host's memory.
     written_out: backwards of at most so many layers are written out, of more they are a loop.
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
     ahead: where layers are shards that are gathered a layer ahead of their use; `layer` is then given whole ones.
@@ -76,11 +77,12 @@ class Stage:
         keep: str = "residuals",
         padded: bool = False,
         written_out: int = 0,
+        on_host: bool = False,
         trained: Callable[[PyTree], PyTree] = lambda params: params,
         ahead: Ahead | None = None,
     ):
         self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
-        self._trained, self._ahead = trained, ahead
+        self._trained, self._ahead, self._on_host = trained, ahead, on_host
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
 
@@ -153,7 +155,11 @@ class Stage:
 
         return self._add_up(one, None, layers, target)[1]
 
-    def residual(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
+    def empty(self, layers: Layers, hidden: PyTree, given: Given, number: int) -> PyTree:
+        """Returns buffers of so many slots for what is kept of a forward, [number, l, ...]; arguments: shapes."""
+        return empty_slots(self._residual_shapes(layers, hidden, given), number, self._on_host)
+
+    def _residual_shapes(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
         """Returns shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
         if self._keep == "input":
             return hidden

@@ -27,7 +27,7 @@ from jaxfb.schedules import Kind, default_name, kind_of
 from jaxfb.trainable import pruned
 from jaxfb.types import outer_params
 
-_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "full": 2 / 3}
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "offload": 1 / 3, "full": 2 / 3}
 """Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
 _SCORE_BYTES = {"none": 30}
 """Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
@@ -176,6 +176,8 @@ def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
         remat = "selective"  # products wait for the pass that takes the weights' gradients
     products = _products(sizes) / config.mesh.tensor
     everything = 2 * products + 8 * _hidden(config, sizes) + _scores(config, sizes, topology)
+    if remat == "offload":  # they wait in the host's memory
+        return 2 * _tokens(config) * 2 * _hidden(config, sizes)
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
     layers, inputs, in_flight = sizes.num_layers / config.mesh.pipe, _layer_inputs(config, sizes), 1.0
     if config.mesh.pipe > 1:

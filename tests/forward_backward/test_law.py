@@ -174,6 +174,8 @@ PROGRAMS = [
     program({"tensor": 4}, 4, normalize="none"),
     program({"tensor": 2}, 2, plain=True, tied=False),
     program({"data": 2, "tensor": 2}, 3, remat="layer"),
+    program({}, 1, remat="offload", tied=False),
+    program({"data": 2, "fsdp": 2}, 3, remat="offload"),
     program({"data": 2, "tensor": 4}, 8, dropout=True, plain=True),
     program({"data": 2, "fsdp": 2}, 4, optimizer_sharding="data", normalize="none"),
     program({"data": 2, "fsdp": 4}, 2, fsdp_gather="step", tied=False),
@@ -241,7 +243,7 @@ MESHES = [
 def programs(draw):
     options = {
         "normalize": draw(st.sampled_from(["global", "microbatch", "none"])),
-        "remat": draw(st.sampled_from(["none", "selective", "layer", "full"])),
+        "remat": draw(st.sampled_from(["none", "selective", "layer", "offload", "full"])),
         "fsdp_gather": draw(st.sampled_from(["layer", "step"])),
         "optimizer_sharding": draw(st.sampled_from(["none", "data"])),
     }

@@ -259,6 +259,9 @@ UNEVEN = [
 
 
 BY_DEVICE = [
+    Case("1f1b", 4, 1, "2P+1", "data", remat="offload"),
+    Case("zero_bubble", 2, 2, "P", "fsdp layer", remat="offload"),
+    Case("v_half", 2, 2, "P", remat="offload"),
     Case("zb_v", 4, 2, "2P+1", "data"),
     Case("dualpipe_v", 4, 2, "2P+1", "data"),
     Case("v_half", 4, 2, "P", "zero1", tied=False, remat="selective", head="rows"),

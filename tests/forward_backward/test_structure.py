@@ -125,6 +125,17 @@ def test_gathered_weights_are_not_kept_for_the_backward(remat):
     assert f"f64[{toy.LAYERS},{toy.WIDTH},{toy.WIDTH}]" not in text
 
 
+@pytest.mark.parametrize("remat", ["layer", "offload"])
+@pytest.mark.parametrize("pipe, num_microbatches", [(1, 1), (1, 4), (2, 4)])
+def test_the_inputs_of_layers_wait_in_the_hosts_memory_where_they_are_asked_to(remat, pipe, num_microbatches):
+    mesh = jaxfb.make_mesh(pipe=pipe)
+    plan = jaxfb.BatchPlan(rows=4 * num_microbatches, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(mesh, remat=remat)
+    arguments = abstract((toy.params(), toy.batch(rows=plan.rows)))
+    program = str(jax.make_jaxpr(lambda params, batch: fb(toy.model, params, batch, plan).grads)(*arguments))
+    assert ("<host>" in program) == (remat == "offload")
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "layer", "full"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_the_layers_gradients_of_a_microbatch_never_exist_beside_their_sum(remat, num_microbatches):
