@@ -39,6 +39,6 @@ lint: $(VENV)/installed-test
 clean:
 	rm -rf $(VENV) .cache runs
 
-# the long versions of the tests of docs/reliability.md; about half an hour
+# the long versions of the tests of docs/reliability.md; one to two hours on two cores
 soak: $(VENV)/installed-test
 	$(BIN)/jaxfb chaos --kills 100 --flips 500

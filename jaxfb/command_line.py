@@ -228,7 +228,7 @@ def _add_check(verbs) -> None:
 def _add_chaos(verbs) -> None:
     text = "try small runs against faults: killed processes, flipped bits, devices that compute wrongly"
     chaos = _verb(verbs, "chaos", text)
-    chaos.add_argument("--kills", type=int, default=13, metavar="N", help="processes to kill (default: 13)")
+    chaos.add_argument("--kills", type=int, default=17, metavar="N", help="processes to kill (default: 17)")
     chaos.add_argument(
         "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
     )

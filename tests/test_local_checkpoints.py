@@ -1,6 +1,7 @@
 """Checkpoints on the hosts' own disks: taken, written, found again after a kill, got from a neighbour after a loss."""
 
 import logging
+import os
 import shutil
 
 import jax
@@ -94,6 +95,21 @@ def test_the_newest_sound_one_since_the_same_checkpoint_is_restored(mesh, tmp_pa
     assert "passing over a local checkpoint" in caplog.text
     other = jaxfb.make_mesh(data=4, devices=jax.devices()[:4])
     assert tier.restore(0, abstract(state_on(other))) is None
+    tier.remove()
+    assert not (tmp_path / "run").exists()
+
+
+def test_two_processes_of_a_host_may_remove_theirs_at_the_same_time(mesh, tmp_path, monkeypatch):
+    tier = LocalTier(LocalConfig(1, str(tmp_path)), "run")
+    tier.save(1, None, state_on(mesh), {})
+    remove = os.rmdir
+
+    def both(path, **more):
+        remove(path, **more)
+        if str(path) == str(tmp_path / "run"):
+            remove(path)  # FileNotFoundError, as for the one that comes second
+
+    monkeypatch.setattr(os, "rmdir", both)
     tier.remove()
     assert not (tmp_path / "run").exists()
 

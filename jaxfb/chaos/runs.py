@@ -4,60 +4,78 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 
+from jaxfb.chaos.jobs import TRAIN, Job
 from jaxfb.fault_points import VARIABLE
 
-CONFIG = "quickstart"
-SMALL = tuple(
-    """model.num_layers=2 model.hidden_size=32 model.num_heads=2 model.num_kv_heads=1
-    data.tokenizer=bytes data.sequence_length=32 data.max_bytes=60000 data.held_out_fraction=0.1
-    batch.rows=16 batch.num_microbatches=2 run.updates=12 lr.warmup=2 lr.final=0 log.every=1
-    eval.every=4 eval.batches=1 eval.rows=8 eval.rows_per_microbatch=2 eval.prompt= checkpoint.every=4
-    optimizer.name=adamw optimizer.learning_rate=0.01""".split()
-)
-"""What makes CONFIG a run of seconds."""
+AFTER_A_KILL = 30.0
+"""Seconds that the other processes get to end by themselves, once one was killed."""
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The way a process ended, and what it wrote."""
+    """The way the processes of a job ended, and what they wrote, process 0 first."""
 
-    code: int
+    codes: tuple[int, ...]
     output: str
+
+    @property
+    def code(self) -> int:
+        """Returns the exit code of the first process that did not end with 0; 0 if there is none."""
+        return next((code for code in self.codes if code), 0)
 
 
 @dataclass(frozen=True)
 class Laboratory:
-    """Runs of one small config, each in its own directory below `directory`.
+    """Runs of one small job, each in its own directory below `directory`.
 
-    overrides: of all runs, beside SMALL. limit: seconds for one run.
+    overrides: of all runs of `jaxfb train`, beside the job's own. limit: seconds for one run.
     """
 
     directory: Path
     overrides: tuple[str, ...] = ()
     limit: float = 600.0
+    job: Job = TRAIN
 
-    def run(self, name: str, fault: str = "", kill: str = "", more: Sequence[str] = ()) -> Ended:
+    def of(self, job: Job) -> Laboratory:
+        """Returns the one for another job; the same at each call."""
+        if job is self.job:
+            return self
+        if job.name not in self._others:
+            where = self.directory / job.name
+            self._others[job.name] = replace(self, directory=where, job=job)
+        return self._others[job.name]
+
+    def run(
+        self, name: str, fault: str = "", kill: str = "", process: int = 0, more: Sequence[str] = ()
+    ) -> Ended:
         """Trains into the directory `name`, from its newest checkpoint if it has one.
 
         Args:
           fault: the name of one of `faults.FAULTS`, made inside the process; "" makes none.
-          kill: "point:count" of `fault_points`, where the process dies; "": nowhere.
+          kill: "point:count" of `fault_points`, where a process dies; "": nowhere. process: which one.
           more: further overrides.
         """
-        where = (f"run.dir={self.path(name)}", f"data.cache_dir={self.directory / 'data'}")
-        arguments = ("train", CONFIG, *SMALL, *self.overrides, *where, *more, "--resume")
-        program = [sys.executable, "-m", "jaxfb.chaos.worker", fault or "-", *arguments]
-        done = subprocess.run(
-            program, env=self._environment(kill), capture_output=True, text=True, timeout=self.limit
-        )
-        return Ended(done.returncode, done.stdout + done.stderr)
+        job = self.job
+        where = [f"run.dir={self.path(name)}"]
+        where += [] if job.command == "rl" else [f"data.cache_dir={self.directory / 'data'}", *self.overrides]
+        line = [job.command, job.config, *job.overrides, *where, *more, "--resume"]
+        program = [sys.executable, "-m", "jaxfb.chaos.worker", fault or "-", *line]
+        self.directory.mkdir(parents=True, exist_ok=True)
+        logs = [self.directory / f"{name}.{index}.log" for index in range(job.processes)]
+        placed = [program] if job.processes == 1 else [[*program, *place] for place in _places(job.processes)]
+        environments = [self._environment(kill if index == process else "") for index in range(len(placed))]
+        codes = finished(placed, environments, logs, self.limit)
+        return Ended(codes, "".join(log.read_text(errors="replace") for log in logs))
 
     def path(self, name: str) -> Path:
         """Returns the directory of that run."""
@@ -71,9 +89,55 @@ class Laboratory:
             raise RuntimeError(f"the run without a fault ended with exit code {ended.code}: {ended.output}")
         return self.path("reference")
 
+    @cached_property
+    def _others(self) -> dict[str, Laboratory]:
+        return {}
+
     def _environment(self, kill: str) -> Mapping[str, str]:
         environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
-        return {**environment, **({VARIABLE: kill} if kill else {})}
+        cpu = {"JAX_PLATFORMS": "cpu"} if self.job.processes > 1 else {}
+        return {**environment, **cpu, **({VARIABLE: kill} if kill else {})}
+
+
+def _places(processes: int) -> Iterator[list[str]]:
+    """Yields the overrides that place each process of a job on this machine."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for index in range(processes):
+        yield [
+            f"hosts.coordinator=127.0.0.1:{port}",
+            f"hosts.processes={processes}",
+            f"hosts.process_id={index}",
+        ]
+
+
+def finished(
+    commands: Sequence[list[str]],
+    environments: Sequence[Mapping[str, str]],
+    logs: Sequence[Path],
+    limit: float,
+) -> tuple[int, ...]:
+    """Runs the processes of a job to their ends; returns their exit codes.
+
+    As soon as one of them was killed the others have AFTER_A_KILL seconds left, since one that waits for a process that
+    never came waits longer than a trial should.
+    """
+    with ExitStack() as stack:
+        files = [stack.enter_context(log.open("w")) for log in logs]
+        children = [
+            subprocess.Popen(command, env=environment, stdout=file, stderr=file)
+            for command, environment, file in zip(commands, environments, files, strict=True)
+        ]
+        deadline, shortened = time.monotonic() + limit, False
+        while None in (codes := [child.poll() for child in children]):
+            if not shortened and any(code is not None and code < 0 for code in codes):
+                deadline, shortened = time.monotonic() + AFTER_A_KILL, True
+            if time.monotonic() > deadline:
+                for child in children:
+                    child.kill()
+            time.sleep(0.05)
+    return tuple(child.wait() for child in children)
 
 
 def differences(one: Path, other: Path) -> list[str]:

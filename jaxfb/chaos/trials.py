@@ -6,10 +6,12 @@ import re
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import cycle, islice
 from pathlib import Path
 
 import numpy as np
 
+from jaxfb.chaos.jobs import JOBS, TRAIN, Job
 from jaxfb.chaos.runs import Laboratory, differences
 from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP
 from jaxfb.fault_points import POINTS
@@ -34,19 +36,23 @@ class Trial:
     run: Callable[[Laboratory], Outcome]
 
 
-def kill(point: str, count: int) -> Trial:
+def kill(point: str, count: int, job: Job = TRAIN, process: int = 0) -> Trial:
     """Makes a trial in which a process dies at a point; resumed, its run must end in the bits of the reference."""
+    where = f" of {process}" if job.processes > 1 else ""
+    shown = f"kill {job.name} {point}:{count}{where}"
 
-    def run(laboratory: Laboratory) -> Outcome:
-        name, problems = f"kill-{point}-{count}", []
+    def run(anywhere: Laboratory) -> Outcome:
+        laboratory, name, problems = anywhere.of(job), f"kill-{point}-{count}-{process}", []
         more = local_tier(laboratory.path(f"{name}-disk")) if point.startswith("local") else ()
         if point.startswith("restore"):
             laboratory.run(name, kill="save.done:1")
-        died = laboratory.run(name, kill=f"{point}:{count}", more=more)
+        died = laboratory.run(name, kill=f"{point}:{count}", process=process, more=more)
         if died.code == DONE:
-            return Outcome(name, (), "not reached: the run was over before")
-        if died.code != DIED:
-            return Outcome(name, (f"exit code {died.code}, not {DIED}: {_last_line(died.output)}",))
+            return Outcome(shown, (), "not reached: the run was over before")
+        if died.codes[process] != DIED:
+            return Outcome(
+                shown, (f"exit code {died.codes[process]}, not {DIED}: {_last_line(died.output)}",)
+            )
         again = laboratory.run(name, more=more)
         if again.code:
             problems.append(
@@ -55,9 +61,9 @@ def kill(point: str, count: int) -> Trial:
         else:
             problems += differences(laboratory.reference, laboratory.path(name))
         start = re.search(r"resuming .* after update (\d+)|nothing to resume", again.output)
-        return Outcome(name, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
+        return Outcome(shown, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
 
-    return Trial(f"kill {point}:{count}", run)
+    return Trial(shown, run)
 
 
 def local_tier(disk: Path) -> tuple[str, ...]:
@@ -103,11 +109,20 @@ def fault(name: str, overrides: tuple[str, ...], code: int, sentence: str, same_
     return Trial(f"fault {name}", run)
 
 
-def kills(number: int, points: tuple[str, ...] = tuple(POINTS)) -> Iterator[Trial]:
-    """Kills at every point at its first, second, ... time, `number` in all; only `jaxfb rl` reaches "rollout"."""
-    wanted = [point for point in points if not point.startswith("rollout")]
-    for index in range(number):
-        yield kill(wanted[index % len(wanted)], index // len(wanted) + 1)
+def kills(number: int) -> Iterator[Trial]:
+    """Yields so many kills: every job at every point the first time that it gets there, then the second time, ..."""
+    yield from islice(cycle(_all_kills()), number)
+
+
+def _all_kills() -> Iterator[Trial]:
+    for count in range(1, max(max(job.times.values()) for job in JOBS) + 1):
+        for job in JOBS:
+            points = [point for point in POINTS if count <= job.times.get(point, 0)]
+            points.sort(key=lambda point: not point.startswith("rollout"))  # few kills reach these too
+            for index, point in enumerate(points):
+                # of several processes, process 0 renames
+                process = 0 if point == "save.renaming" else (index + count) % job.processes
+                yield kill(point, count, job, process)
 
 
 def faults() -> Iterator[Trial]:

@@ -15,6 +15,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -123,7 +124,9 @@ class LocalTier:
         """Removes what this process has written."""
         self.wait()
         shutil.rmtree(self._own, ignore_errors=True)
-        if self._root.is_dir() and not any(self._root.iterdir()):
+        with suppress(
+            OSError
+        ):  # not empty, or gone: other processes of this host remove theirs at the same time
             self._root.rmdir()
 
     def _write(self, files: Mapping[Name, np.ndarray]) -> None:

@@ -1,12 +1,15 @@
 """The trials of `jaxfb chaos`: what they compare, and a few of them."""
 
 import json
+import os
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from jaxfb.chaos import command, trials
+from jaxfb.chaos import command, runs, trials
+from jaxfb.chaos.jobs import RL, TRAIN
 from jaxfb.chaos.runs import Laboratory, differences
 from jaxfb.chaos.trials import Outcome, Trial, flip_one_bit
 from jaxfb.fault_points import POINTS
@@ -52,9 +55,30 @@ def test_one_bit_flips_and_no_other(tmp_path):
     assert 10 < len(places) <= 20 and 0 < sum(byte.bit_count() for byte in flipped) <= 20
 
 
-def test_kills_cover_every_point_of_pretraining():
-    names = {trial.name for trial in trials.kills(2 * len(POINTS))}
-    assert {f"kill {point}:{time}" for point in POINTS if "rollout" not in point for time in (1, 2)} <= names
+def test_kills_cover_every_point_of_every_job():
+    names = [trial.name for trial in trials.kills(100)]
+    assert len(names) == len(set(names)) == 100 and len(list(trials.kills(1000))) == 1000
+    for point in POINTS:
+        assert f"kill rl {point}:1" in names
+        assert "rollout" in point or f"kill train {point}:1" in names
+        assert "rollout" in point or any(name.startswith(f"kill two {point}:1 of ") for name in names)
+    assert {name[-1] for name in names if "two" in name} == {"0", "1"}
+    assert {f"kill rl {point}:1" for point in ("rollout", "rollout.done")} <= set(names[:17])
+
+
+def test_a_job_has_a_laboratory_of_its_own(tmp_path):
+    laboratory = Laboratory(tmp_path, ("run.updates=3",))
+    assert laboratory.of(TRAIN) is laboratory and laboratory.of(RL) is laboratory.of(RL)
+    assert laboratory.of(RL).path("x") == tmp_path / "rl" / "x"
+
+
+def test_once_a_process_was_killed_the_others_get_a_while_and_no_more(tmp_path, monkeypatch):
+    monkeypatch.setattr(runs, "AFTER_A_KILL", 0.2)
+    waits = [sys.executable, "-c", "import time; print('here', flush=True); time.sleep(600)"]
+    dies = [sys.executable, "-c", "import os; os.kill(os.getpid(), 9)"]
+    logs = [tmp_path / "0", tmp_path / "1"]
+    assert runs.finished([waits, dies], [os.environ, os.environ], logs, 600.0) == (-9, -9)
+    assert runs.finished([dies[:2] + ["pass"]], [os.environ], logs[:1], 600.0) == (0,)
 
 
 def test_every_point_is_reached_somewhere_in_the_code():
@@ -83,6 +107,9 @@ def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
     monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in this process
     laboratory = Laboratory(tmp_path)
     wanted = [trials.kill("save.renaming", 2), trials.kill("restore.done", 1)]
+    wanted += [
+        trials.kill("rollout.done", 3, RL)
+    ]  # two processes: tests/test_hosts_end_to_end.py, and `make soak`
     wanted += [trials.flipped_bit(seed) for seed in range(12)]
     wanted += [trial for trial in trials.faults() if "wrong_once" in trial.name]
     outcomes = command.run_trials(wanted, laboratory)
