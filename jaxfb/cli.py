@@ -76,6 +76,10 @@ def _run(options: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("jaxfb: stopped", file=sys.stderr)
         return 130
+    except Exception as error:
+        if not _lacks_memory(error, None):
+            raise
+        return REFUSED
 
 
 def _init(options) -> None:
@@ -155,12 +159,12 @@ def _post_train_on(config, options) -> int:
     from jaxfb import rl
 
     return _ended(
-        lambda: rl.post_train(config, resume=options.resume, fresh=options.fresh, **_changes(options))
+        lambda: rl.post_train(config, resume=options.resume, fresh=options.fresh, **_changes(options)), config
     )
 
 
-def _ended(train: Callable[[], Any], config: Any = None) -> int:
-    """Returns the exit code of a training command; config: of pretraining, for which memory can be planned."""
+def _ended(train: Callable[[], Any], config: Any) -> int:
+    """Returns the exit code of a training command."""
     from jaxfb import trainer
 
     try:
@@ -180,21 +184,14 @@ def _ended(train: Callable[[], Any], config: Any = None) -> int:
 
 def _lacks_memory(error: Exception, config: Any) -> bool:
     """Returns whether memory ran out; prints then what the step needs and what would fit."""
-    from jaxfb.planner.too_large import advice, is_lack_of_memory
+    if not isinstance(error, MemoryError) and "jax" not in sys.modules:
+        return False
+    from jaxfb.planner.too_large import is_lack_of_memory, remedy
 
     if not is_lack_of_memory(error):
         return False
-    import jax
-
-    from jaxfb.config import Config
-    from jaxfb.training.machine import bytes_of_device
-
     first = str(error).partition("\n")[0][:300] or "no memory left on the host"
-    print(f"jaxfb: [memory] the run does not fit: {first}", file=sys.stderr)
-    if isinstance(config, Config):
-        print(advice(config, jax.devices(), bytes_of_device(jax.local_devices())), file=sys.stderr)
-    else:
-        print("use fewer rows a microbatch, parallel.remat=full, or more devices", file=sys.stderr)
+    print(f"jaxfb: [memory] the run does not fit: {first}\n{remedy(config)}", file=sys.stderr)
     return True
 
 
@@ -339,7 +336,7 @@ def _plan(options) -> None:
     from jaxfb.config import load_config
     from jaxfb.planner.topology import parse_topology
 
-    config = load_config(options.config, options.overrides, "train")
+    config = load_config(options.config, options.overrides)
     topology = parse_topology(options.topology)
     without_devices()
     from jaxfb.planner import command

@@ -24,7 +24,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.pattern import LEADING, layer_name, stack_of
 from jaxfb.models.pick import Pick
-from jaxfb.models.transformer import Block, rebuilder
+from jaxfb.models.transformer import Block, init_params, rebuilder
 from jaxfb.parallel.context import within_window
 from jaxfb.refusal import Refused, integer, number
 from jaxfb.types import outer_params
@@ -231,6 +231,19 @@ def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
 
     positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
     return _through_layers(config, params, prompt, positions, attend, None)
+
+
+def cache_of(config: TransformerConfig, rows: int, slots: int, dtype: Any) -> Cache:
+    """Returns the shapes and dtypes of the keys and values of so many rows of so many tokens.
+
+    dtype: of the parameters that are sampled with.
+    """
+
+    def filled():
+        params = jax.tree.map(lambda leaf: leaf.astype(dtype), init_params(config, jax.random.key(0)))
+        return _prefill(config, params, jnp.zeros((rows, 1), jnp.int32), slots - 1)[1]
+
+    return jax.eval_shape(filled)
 
 
 def _decode(config, params, token, slot, cache: Cache) -> tuple[jax.Array, Cache]:

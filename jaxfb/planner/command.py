@@ -7,12 +7,15 @@ import sys
 from pathlib import Path
 
 from jaxfb.config import Config
+from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.planner.text import page
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import plan as plan_of
 
 
-def plan(name: str, config: Config, topology: Topology, compiles: bool, as_json: bool) -> None:
+def plan(
+    name: str, config: Config | PostTrainingConfig, topology: Topology, compiles: bool, as_json: bool
+) -> None:
     """Prints the verdict of one config on one topology."""
     verdict = plan_of(config, topology, compiles=compiles, say=say)
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
@@ -23,6 +26,9 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
 
     Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
     """
+    from jaxfb.planner.post_training import check_searchable
+
+    check_searchable(config)
     from jaxfb.planner.known import Known
     from jaxfb.planner.search import draw, table, write
     from jaxfb.planner.search import search as search_for

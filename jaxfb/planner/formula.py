@@ -205,6 +205,17 @@ def _work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
     return 2 * tokens * at_work + 8 * min(tokens, sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
 
 
+def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what a pass without gradients takes beside the parameters: weights, one layer's work, a block of logits.
+
+    config: as for `estimate`.
+    """
+    layers, outer = _held(config, sizes)
+    layer = layers * config.mesh.pipe / sizes.num_layers
+    weights = 2 * outer + 2 * (layer if _gathers_layers(config) else layers)
+    return weights + _work_bytes(config, sizes, topology)
+
+
 def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns the numbers a token that attention keeps where it makes scores."""
     if _flash(config, sizes, topology):

@@ -7,6 +7,15 @@ from collections.abc import Iterator
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.verdict import MARGIN, Verdict
 
+PHASES = {
+    "sampling": "sampling, with its weights, keys and values",
+    "logprob_old": "log-probs of the policy",
+    "logprob_ref": "log-probs of the reference",
+    "value": "values of the critic",
+    "eval": "evaluation",
+}
+"""The phases of post-training beside its updates."""
+
 
 def page(name: str, verdict: Verdict) -> str:
     """Returns lines for a terminal; GB are 10^9 bytes."""
@@ -69,11 +78,21 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
         ("working space", counted.working, None),
         ("  temporaries", counted.temporaries, answered and compiled.temporaries),
         ("program", 0, answered and compiled.code),
-        ("total", counted.total, answered and compiled.total),
+        *((f"{name}, beside it", size, answered and size) for name, size in verdict.kept.items()),
+    ]
+    kept, phases = sum(verdict.kept.values()), max(verdict.phases.values(), default=0.0)
+    rows += [
+        (
+            "total",
+            max(counted.total, counted.arguments + phases) + kept,
+            answered and max(compiled.total, compiled.arguments + phases) + kept,
+        )
     ]
     for name, ours, theirs in rows:
         if ours or theirs:
             yield f"  {name:<24}{_gb(ours):>12}" + (f"{_gb(theirs):>12}" if theirs else "")
+    for name, size in verdict.phases.items():
+        yield f"  in place of the temporaries, {PHASES.get(name, name)}: {_gb(size)}"
 
 
 def _work(verdict: Verdict) -> Iterator[str]:

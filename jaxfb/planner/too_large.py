@@ -9,17 +9,31 @@ from typing import Any
 
 import jax
 
-from jaxfb.config import Config
+from jaxfb.config import Config, config_from_dict, config_to_dict
+from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.planner.chips import GPUS, TPUS, Chip
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, estimated
+from jaxfb.training.machine import bytes_of_device
 
+Planned = Config | PostTrainingConfig
 SHOWN = 3
 SPARE = 0.1  # of the memory, that a proposal leaves free: the formula is no compiler
 
 
-def advice(config: Config, devices: list[Any], available: float | None) -> str:
+def remedy(config: Any) -> str:
+    """Returns what to do about a lack of memory on the devices of this process.
+
+    config: of a training command; of anything else, and of a model of the user's own, nothing is planned.
+    """
+    if isinstance(config, Config | PostTrainingConfig):
+        with suppress(ValueError):
+            return advice(config, jax.devices(), bytes_of_device(jax.local_devices()))
+    return "use fewer rows or tokens at a time, parallel.remat=full where it trains, or more devices"
+
+
+def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     """Returns the plan's table of memory for a config on these devices, and up to three changes that fit.
 
     Args:
@@ -57,28 +71,38 @@ def _chip(platform: str, kind: str) -> Chip | None:
     return next((GPUS[name] for name in names if name in kind.lower()), None)
 
 
-def _changes(config: Config, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:
+def _changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:
     """Yields changes of a config, the cheapest in time first, with their verdicts."""
-    devices, rows = topology.num_devices, estimated(config, topology).rows_per_microbatch
+    devices, now = topology.num_devices, estimated(config, topology)
+    rows = now.rows_per_microbatch
     fewer = [size for size in (rows // 2, rows // 4, 1) if 0 < size < rows and rows % size == 0]
-    keys = [[f"batch.rows_per_microbatch={size}"] for size in dict.fromkeys(fewer)]
+    keys = [_smaller(config, rows // size, now) for size in dict.fromkeys(fewer)]
     if devices > 1 and config.mesh.fsdp == 1 and config.mesh.data in (-1, devices):
         keys += [["mesh.data=1", f"mesh.fsdp={devices}"]]
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]
     for change in keys:
         with suppress(ValueError):  # rows that do not divide, or an axis that the model does not
-            yield change, estimated(_with(config, change), topology)
+            yield change, estimated(config_from_dict(config_to_dict(config), change), topology)
 
 
-def _with(config: Config, change: list[str]) -> Config:
-    for text in change:
-        path, _, value = text.partition("=")
-        section, key = path.split(".")
-        given: dict[str, Any] = {key: int(value) if value.isdecimal() else value}
-        if key == "rows_per_microbatch":
-            given["num_microbatches"] = None
-        config = replace(config, **{section: replace(getattr(config, section), **given)})
-    return config
+def _smaller(config: Planned, times: int, now: Verdict) -> list[str]:
+    """Returns overrides that make microbatches so many times smaller, by the keys that cut them now."""
+    if isinstance(config, Config):
+        return _smaller_cut("batch", config.batch, times, now)
+    cuts = {f"plans.{name}": cut for name, cut in vars(config.plans).items() if cut is not None}
+    return [text for name, cut in cuts.items() for text in _smaller_cut(name, cut, times, now)]
+
+
+def _smaller_cut(section: str, cut: Any, times: int, now: Verdict) -> list[str]:
+    if tokens := getattr(cut, "max_tokens_per_microbatch", None):
+        length = now.tokens // now.rows
+        return [f"{section}.max_tokens_per_microbatch={max(length, tokens // times)}"]
+    found = []
+    if cut.rows_per_microbatch:
+        found += [f"{section}.rows_per_microbatch={max(1, cut.rows_per_microbatch // times)}"]
+    if cut.num_microbatches:
+        found += [f"{section}.num_microbatches={cut.num_microbatches * times}"]
+    return found
 
 
 def is_lack_of_memory(error: BaseException) -> bool:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from jaxfb.config import Config
+from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.models.config import flops_per_token, num_params
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
@@ -22,6 +23,7 @@ from jaxfb.planner.job import (
     make_job,
     model_sizes,
 )
+from jaxfb.planner.post_training import planned
 from jaxfb.planner.topology import Topology
 
 MARGIN = 0.2  # of the formula, see the tables in docs/planner.md
@@ -34,6 +36,8 @@ class Verdict:
     needed:  bytes, the compiler's where it answered, else the formula's.
     fits:    None where there is no chip to fit on.
     model_flops: by hand, without recomputation: what MFU counts.
+    kept, phases: of post-training, by name: bytes that stay beside the update's state, and what other phases than the
+      update need at their peaks where it needs its temporaries.
     bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
     """
 
@@ -49,6 +53,8 @@ class Verdict:
     model_flops: float
     estimate: Estimate
     compiled: Compiled | TooLarge | None
+    kept: dict[str, float] = field(default_factory=dict)
+    phases: dict[str, float] = field(default_factory=dict)
 
     @property
     def chip(self) -> Chip | None:
@@ -56,11 +62,16 @@ class Verdict:
 
     @property
     def needed(self) -> float:
-        if isinstance(self.compiled, Compiled):
-            return self.compiled.total
+        found = self.compiled if isinstance(self.compiled, Compiled) else self.estimate
+        others = found.arguments + max(self.phases.values(), default=0.0)
+        return max(self.of_update, others) + sum(self.kept.values())
+
+    @property
+    def of_update(self) -> float:
+        """Returns the bytes that the update needs, without what is kept beside its state."""
         if isinstance(self.compiled, TooLarge):
             return max(self.compiled.needed, self.compiled.available)
-        return self.estimate.total
+        return self.compiled.total if isinstance(self.compiled, Compiled) else self.estimate.total
 
     @property
     def available(self) -> float | None:
@@ -134,7 +145,7 @@ class Verdict:
 
 
 def plan(
-    config: Config,
+    config: Config | PostTrainingConfig,
     topology: Topology,
     *,
     compiles: bool = True,
@@ -148,17 +159,38 @@ def plan(
     Raises:
       ValueError: config, mesh and topology do not fit together, or the TPU compiler is not installed.
     """
-    gpu.check_hosts(config, topology)
+    update = config if isinstance(config, Config) else planned(config, topology).update
+    gpu.check_hosts(update, topology)
     verdict = estimated(config, topology)
-    return compiled_verdict(config, verdict, say) if compiles and compiles_here(topology, say) else verdict
+    return compiled_verdict(update, verdict, say) if compiles and compiles_here(topology, say) else verdict
 
 
-def estimated(config: Config, topology: Topology) -> Verdict:
+def estimated(config: Config | PostTrainingConfig, topology: Topology) -> Verdict:
     """Returns the verdict before a compiler is asked.
 
     Raises:
-      ValueError: the mesh does not fit the topology, or `jaxfb train` would refuse the config.
+      ValueError: the mesh does not fit the topology, or the command of the config would refuse it.
     """
+    if isinstance(config, Config):
+        return _of_update(config, topology)
+    found = planned(config, topology)
+    kept, phases, verdict = {}, dict(found.phases), _of_update(found.update, topology)
+    if found.keeps_reference:
+        kept["reference"] = _reference_bytes(found.update, topology)
+    if found.critic:
+        critic = _of_update(found.critic, topology).estimate
+        kept["critic"] = critic.parameters + critic.optimizer
+        phases["critic's update"] = critic.temporaries
+    return replace(verdict, kept=kept, phases=phases)
+
+
+def _reference_bytes(config: Config, topology: Topology) -> float:
+    """Returns the bytes of a copy of the trained parameters."""
+    job = make_job(config, abstract_mesh(config, topology.num_devices, abstract_device(topology)))
+    return bytes_per_device(job.step.forward_backward.trained(job.state.params), _bytes_of(topology))
+
+
+def _of_update(config: Config, topology: Topology) -> Verdict:
     shapes = config
     if topology.platform == "gpu" and gpu.takes_flash(config, topology):
         shapes = gpu.with_attention(config, "xla")  # cuDNN's is there only with the plugin
@@ -186,13 +218,17 @@ def _estimate(config: Config, job: Job, topology: Topology) -> Estimate:
     mesh = replace(config.mesh, **job.mesh.shape)
     batch = replace(config.batch, rows_per_microbatch=job.plan.rows_per_microbatch)
     counted = estimate(replace(config, mesh=mesh, batch=batch), model_sizes(config), topology)
-    bytes_of = tpu.tiled_bytes if topology.platform == "tpu" else dense_bytes
+    bytes_of = _bytes_of(topology)
     return replace(
         counted,
         parameters=bytes_per_device(job.state.params, bytes_of),
         optimizer=bytes_per_device(job.state.opt_state, bytes_of),
         batch=bytes_per_device(job.batch, bytes_of),
     )
+
+
+def _bytes_of(topology: Topology) -> Callable[..., int]:
+    return tpu.tiled_bytes if topology.platform == "tpu" else dense_bytes
 
 
 def compiled_verdict(config: Config, verdict: Verdict, say: Callable[[str], None]) -> Verdict:

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
@@ -247,7 +247,7 @@ def make_policy_work(
     base = make_base(config)
     task = make_task(config) if task is None else task
     sampler = _sampler(config, base, check_task(task, base.chat))
-    length = _row_length(base, sampler)
+    length = row_slots(sampler.prompt_width, sampler.max_new_tokens, base.mesh)
     plan = planned(base, lambda base: _rollout_plan(base, length))
     loss = PolicyLoss(
         make_surrogate(config.policy.surrogate, **config.policy.options),
@@ -287,9 +287,9 @@ def _sampler(config: RLConfig, base: Base, prompt_width: int) -> Sampler:
     )
 
 
-def _row_length(base: Base, sampler: Sampler) -> int:
+def row_slots(prompt_width: int, max_new_tokens: int, mesh: Mesh) -> int:
     """Returns the slots of a row: a prompt and a response less one, rounded up to what the mesh cuts."""
-    slots, multiple = sampler.prompt_width + sampler.max_new_tokens - 1, row_multiple(base.mesh)
+    slots, multiple = prompt_width + max_new_tokens - 1, row_multiple(mesh)
     return -(-slots // multiple) * multiple
 
 

@@ -188,7 +188,7 @@ def make_base(config: Kind) -> Base[Kind]:
     """
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
-    tokenizer = _tokenizer(config)
+    tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
@@ -202,7 +202,12 @@ def row_multiple(mesh: Mesh) -> int:
     return 1 if size == 1 else 2 * size
 
 
-def _tokenizer(config: PostTrainingConfig) -> Tokenizer:
+def tokenizer_of(config: PostTrainingConfig) -> Tokenizer:
+    """Returns the tokenizer that the config names, or that of what the run begins with.
+
+    Raises:
+      ValueError: none is named, or there is no such file.
+    """
     asked = config.start.tokenizer
     if asked == "bytes":
         return ByteTokenizer()

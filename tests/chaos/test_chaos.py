@@ -5,6 +5,7 @@ import os
 import sys
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 
@@ -103,6 +104,7 @@ def test_a_problem_is_printed_and_counted(tmp_path):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
+    jax.devices()  # of this process and its later tests: they are made once, by the flags of that moment
     monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
     monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in this process
     laboratory = Laboratory(tmp_path)

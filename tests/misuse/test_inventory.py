@@ -19,7 +19,7 @@ NOT_DATA = {
         data/mixture.py::MixedOrder.continued data/sidecar.py::_check data/sources.py::_stdlib_files
         data/tables.py::_check_column data/token_files.py::_check_ids
         data/token_shards.py::_matching_tokenizer data/tokenizer.py::load_tokenizer
-        pretrained/architectures.py::architecture_of rl/start.py::_read_template rl/start.py::_tokenizer
+        pretrained/architectures.py::architecture_of rl/start.py::_read_template rl/start.py::tokenizer_of
         trainer.py::_check_tokenizer
     """,
     "another directory, or the settings of the run that is saved in it": """

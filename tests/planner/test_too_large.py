@@ -7,9 +7,12 @@ import jax
 import pytest
 from tiny import write_tiny
 
-from jaxfb import cli, trainer
+from jaxfb import cli, rl, trainer
 from jaxfb.config import load_config
-from jaxfb.planner.too_large import advice, is_lack_of_memory, topology_of
+from jaxfb.planner import too_large
+from jaxfb.planner.too_large import advice, is_lack_of_memory, remedy, topology_of
+from jaxfb.planner.verdict import estimated
+from jaxfb.refusal import Refused
 
 H100 = [SimpleNamespace(platform="gpu", device_kind="NVIDIA H100 80GB HBM3")] * 8
 BIG = "model.vocab_size=384 model.hidden_size=1024 model.mlp_size=4096 model.num_layers=8 data.sequence_length=2048"
@@ -37,6 +40,70 @@ def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
         smaller = load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *change.split()])
         assert needed(smaller) == pytest.approx(float(then), abs=0.011) and float(then) < 0.81 * now
     assert "no cut of the rows" in advice(config, H100, 1000.0)
+
+
+SFT = ["model.hidden_size=1024", "model.num_layers=8", "conversations.sequence_length=1024", "batch.rows=512"]
+RL = [
+    "task.digits=1",
+    "task.held_out=8",
+    "model.hidden_size=1024",
+    "model.num_layers=8",
+    "rollout.prompts=512",
+    "rollout.rows_per_update=512",
+]
+POST_TRAINING = {
+    "sft": [*SFT, "plans.train.rows_per_microbatch=64", "plans.eval.rows_per_microbatch=64"],
+    "ppo_arithmetic": [*RL, "plans.train.rows_per_microbatch=64", "plans.critic.rows_per_microbatch=64"],
+    "grpo_arithmetic": [
+        *RL,
+        "plans.train.rows_per_microbatch=null",
+        "plans.train.max_tokens_per_microbatch=8192",
+    ],
+}
+
+
+@pytest.mark.parametrize("name", POST_TRAINING)
+def test_changes_of_post_training_are_keys_of_its_own_and_need_what_they_promise(name):
+    config = load_config(name, POST_TRAINING[name])
+    now = estimated(config, topology_of(H100)).needed
+    changes = re.findall(r"^  ((?:[\w.]+=\w+ ?)+): ([\d.]+) GB$", advice(config, H100, now), re.M)
+    assert 1 <= len(changes) <= 3
+    for change, then in changes:
+        smaller = load_config(name, [*POST_TRAINING[name], *change.split()])
+        assert estimated(smaller, topology_of(H100)).needed == pytest.approx(float(then) * 1e9, abs=0.006e9)
+
+
+BY_NUMBER = ["batch.rows_per_microbatch=null", "batch.num_microbatches=1"]
+
+
+def test_the_number_of_microbatches_is_changed_where_it_cuts_the_rows(tmp_path):
+    config = load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *BY_NUMBER])
+    for change, _ in re.findall(r"^  ((?:[\w.]+=\w+ ?)+): ([\d.]+) GB$", advice(config, H100, None), re.M):
+        load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *BY_NUMBER, *change.split()])
+
+
+def test_what_cannot_be_planned_gets_a_sentence_all_the_same(monkeypatch):
+    def refuses(*arguments):
+        raise Refused("[model] jaxfb plan works for the built-in transformer alone")
+
+    assert "use fewer rows or tokens" in remedy(None)
+    with monkeypatch.context() as patch:
+        patch.setattr(too_large, "advice", refuses)
+        assert "use fewer rows or tokens" in remedy(load_config("quickstart"))
+
+
+@pytest.mark.parametrize("verb", ["sft", "generate"])
+def test_other_commands_end_without_a_traceback_too(verb, monkeypatch, capsys, tmp_path):
+    def runs_out(*arguments, **more):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(rl, "post_train", runs_out)
+    monkeypatch.setattr(trainer, "generate", runs_out)
+    arguments = ["sft"] if verb == "sft" else [str(tmp_path), "--prompt", "a"]
+    assert cli.main([verb, *arguments, *(["mesh.data=1"] if verb == "sft" else [])]) == 2
+    said = capsys.readouterr().err
+    assert said.startswith("jaxfb: [memory] the run does not fit: ") and "Traceback" not in said
+    assert ("optimizer state" in said) == (verb == "sft")
 
 
 @pytest.mark.parametrize(

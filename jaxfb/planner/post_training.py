@@ -1,0 +1,181 @@
+"""Turns a config of post-training into what can be sized: its update, as if of pretraining, and what is beside it.
+
+The update of `jaxfb sft`, `dpo` and `rl` is that of the same model on rows of the same length; only the loss differs,
+by a few numbers a token. A reference and a critic stay in memory during the updates; sampling, forward passes and the
+critic's update come after one another, when the update's gradients and activations are not there.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.batch_plan.plan import UPDATES
+from jaxfb.config import Config, load_config
+from jaxfb.config.post_training import CutConfig, DPOConfig, PostTrainingConfig, RLConfig, SFTConfig
+from jaxfb.config.sections import BatchConfig, LearningRateConfig, RunConfig
+from jaxfb.data.config import DataConfig
+from jaxfb.mesh import axis_size, mesh_sizes
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.generate import cache_of
+from jaxfb.planner.formula import forward_bytes
+from jaxfb.planner.job import abstract_device, abstract_mesh
+from jaxfb.planner.topology import Topology
+from jaxfb.refusal import Refused
+from jaxfb.rl.policy import make_task, row_slots
+from jaxfb.rl.start import Base, tokenizer_of
+from jaxfb.rl.tasks import check_task
+from jaxfb.training import setup
+from jaxfb.training.setup import compute_dtype, param_dtype
+
+MANY = 10**6  # updates of a run whose length nobody asks for
+_PROMPTS: dict[str, int] = {}
+"""Tokens of the longest prompt, by the settings that it depends on: all problems are encoded to find it."""
+
+
+@dataclass(frozen=True)
+class Planned:
+    """The parts of a run that are sized one by one. Bytes of one device.
+
+    update:  the model's update. critic: that of the critic; None without one.
+    phases:  what other phases than updates need at their peaks beside all that stays, by name.
+    keeps_reference: whether a copy of the trained parameters stays in memory.
+    """
+
+    update: Config
+    critic: Config | None = None
+    phases: dict[str, float] = field(default_factory=dict)
+    keeps_reference: bool = False
+
+
+def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
+    """Returns what a config of post-training needs on a topology.
+
+    Raises:
+      ValueError: the mesh does not fit the topology, a file that gives the size of the model is missing, or there is no
+        plan of a purpose.
+    """
+    sized: Any = config  # its mesh is all that is read
+    mesh: Any = abstract_mesh(sized, topology.num_devices, abstract_device(topology))
+    tokenizer = tokenizer_of(config)
+    sizes = setup.built_in(setup.model_sizes(config, tokenizer.vocab_size), *setup.POST_TRAINING)
+    length = _row_length(config, Base(config, mesh, tokenizer, sizes))
+    update = _as_pretraining(config, sizes, length, config.plans.train, topology)
+    if not isinstance(config, RLConfig):
+        return Planned(update, phases=dict(_forward_passes(config, update, sizes, topology)))
+    critic = None
+    if config.critic and config.plans.critic:
+        own = replace(
+            config, lora=None, trainable=None, precision=replace(config.precision, frozen_dtype=None)
+        )
+        own_sizes = replace(
+            sizes, tied_embeddings=True
+        )  # without a matrix of logits, as `rl.critic` makes it
+        critic = _as_pretraining(own, own_sizes, length, config.plans.critic, topology)
+    phases = {"sampling": _sampling_bytes(config, sizes, mesh, length)}
+    phases |= dict(_forward_passes(config, update, sizes, topology))
+    return Planned(update, critic, phases, config.uses_reference)
+
+
+def _rows(config: PostTrainingConfig) -> int:
+    """Returns the rows of an update."""
+    if isinstance(config, RLConfig):
+        return config.rollout.rows_per_update
+    assert isinstance(config, SFTConfig | DPOConfig)
+    return config.batch.rows
+
+
+def _row_length(config: PostTrainingConfig, base: Base[Any]) -> int:
+    if isinstance(config, SFTConfig):
+        return config.conversations.sequence_length
+    if isinstance(config, DPOConfig):
+        return config.preferences.sequence_length
+    assert isinstance(config, RLConfig)
+    asked = repr((config.task, config.start, config.model))
+    if asked not in _PROMPTS:
+        _PROMPTS[asked] = check_task(make_task(config), base.chat)
+    return row_slots(_PROMPTS[asked], config.rollout.max_new_tokens, base.mesh)
+
+
+def _as_pretraining(
+    config: PostTrainingConfig, sizes: TransformerConfig, length: int, cut: CutConfig, topology: Topology
+) -> Config:
+    model = config.model or load_config(config.start.run or "").model
+    model = replace(model, vocab_size=sizes.vocab_size, tied_embeddings=sizes.tied_embeddings)
+    names = (
+        "optimizer",
+        "mesh",
+        "schedule",
+        "chunks",
+        "lora",
+        "trainable",
+        "precision",
+        "parallel",
+        "plugins",
+    )
+    return Config(
+        model=model,
+        # of the text nothing but the length of a row matters; some file, since its vocabulary is known
+        data=DataConfig("tokens", path="rows", tokenizer="tokenizer.json", sequence_length=length),
+        batch=BatchConfig(_rows(config), **_cut(config, cut, length, topology)),
+        run=RunConfig(config.run.dir, updates=MANY),
+        lr=LearningRateConfig(name="constant", warmup=0),
+        **{name: getattr(config, name) for name in names},
+    )
+
+
+def _cut(
+    config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology
+) -> dict[str, Any]:
+    """Returns the cut of an update; one by tokens is sized by its fullest microbatch, of rows of the whole length."""
+    if cut.max_tokens_per_microbatch is None:
+        return {"rows_per_microbatch": cut.rows_per_microbatch, "num_microbatches": cut.num_microbatches}
+    each = max(1, _rows(config) // _replicas(config, topology))
+    most = max(1, min(each, cut.max_tokens_per_microbatch // length))
+    return {"rows_per_microbatch": next(size for size in range(most, 0, -1) if each % size == 0)}
+
+
+def _replicas(config: PostTrainingConfig, topology: Topology) -> int:
+    sizes = mesh_sizes(vars(config.mesh), topology.num_devices, "none")
+    return sizes["data"] * sizes["fsdp"] * sizes["expert"]
+
+
+def _sampling_bytes(config: RLConfig, sizes: TransformerConfig, mesh: Any, length: int) -> float:
+    """Counts the copy of the weights that samples, whole but for `tensor`, and the keys and values of its rows."""
+    tensor = axis_size(mesh, "tensor")
+    dtype = jnp.dtype(compute_dtype(config) or param_dtype(config))
+    rows = -(-config.rollout.prompts * config.rollout.samples_per_prompt * tensor // mesh.size)
+    cache = cache_of(sizes, rows, length, dtype)
+    kept = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(cache))
+    logits = 2 * 4 * rows * sizes.vocab_size
+    return num_params(sizes) * dtype.itemsize / tensor + (kept + logits) / tensor
+
+
+def _forward_passes(
+    config: PostTrainingConfig, update: Config, sizes: TransformerConfig, topology: Topology
+) -> Iterator[tuple[str, float]]:
+    """Yields what forward passes over other cuts than the update's need."""
+    mesh = replace(update.mesh, **mesh_sizes(vars(update.mesh), topology.num_devices, "none"))
+    replicas = _replicas(config, topology)
+    for purpose, cut in vars(config.plans).items():
+        if cut is None or purpose in UPDATES:
+            continue
+        rows = _rows(config)
+        if isinstance(config, RLConfig):
+            rows = config.rollout.prompts * config.rollout.samples_per_prompt
+        each = -(-rows // replicas)
+        tokens = cut.max_tokens_per_microbatch
+        by_number = -(-each // cut.num_microbatches) if cut.num_microbatches else each
+        at_once = tokens // update.data.sequence_length if tokens else cut.rows_per_microbatch or by_number
+        batch = replace(update.batch, rows_per_microbatch=max(1, at_once), num_microbatches=None)
+        yield purpose, forward_bytes(replace(update, mesh=mesh, batch=batch), sizes, topology)
+
+
+def check_searchable(config: Any) -> None:
+    """Refuses a search for layouts of post-training, whose purposes each have a cut of their own."""
+    if isinstance(config, PostTrainingConfig):
+        raise Refused("[plan] --search tries layouts of `jaxfb train` alone; plan one layout after another")

@@ -1,0 +1,100 @@
+"""Plans of post-training: the update's memory as the run's own state has it, and what is beside it."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.models.generate import cache_of
+from jaxfb.planner import parse_topology
+from jaxfb.planner.verdict import estimated, plan
+from jaxfb.rl.policy import make_policy_work
+from jaxfb.rl.supervised import make_supervised_work
+
+ONE = parse_topology("cpu:1")
+SMALL = {
+    "sft": ["mesh.data=1", "conversations.path=examples/data/conversations.jsonl"],
+    "grpo_arithmetic": ["mesh.data=1", "task.digits=1", "task.held_out=8", "warm_start.updates=0"],
+    "ppo_arithmetic": ["mesh.data=1", "task.digits=1", "task.held_out=8", "warm_start.updates=0"],
+}
+LORA = ["lora.rank=4", "precision.frozen_dtype=bfloat16"]
+
+
+def size(tree):
+    return sum(
+        leaf.nbytes if hasattr(leaf, "nbytes") else leaf.size * leaf.dtype.itemsize
+        for leaf in jax.tree.leaves(tree)
+    )
+
+
+@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
+def test_the_state_is_counted_to_the_byte(name, lora):
+    config = load_config(name, [*SMALL[name], *lora])
+    make = make_supervised_work if name == "sft" else make_policy_work
+    work, verdict = make(config), estimated(config, ONE)
+    state = work.abstract_state()
+    assert verdict.estimate.parameters == size(state["params"])
+    assert verdict.estimate.optimizer == size(state["opt_state"])
+    assert set(verdict.kept) == {"reference", "critic"} & set(state)
+    if "reference" in state:
+        assert verdict.kept["reference"] == size(state["reference"])
+    if "critic" in state:  # but for the head of a number a token
+        critic = size(state["critic"]["params"]) + size(state["critic"]["opt_state"])
+        assert verdict.kept["critic"] == pytest.approx(critic, rel=0.01)
+    if lora:
+        assert verdict.estimate.optimizer < 0.3 * verdict.estimate.parameters
+        assert verdict.estimate.gradients == pytest.approx(verdict.estimate.optimizer / 2, rel=0.01)
+
+
+def test_other_phases_count_where_they_need_more_than_the_update():
+    wide = ["rollout.prompts=4096", "rollout.rows_per_update=8", "plans.train.rows_per_microbatch=8"]
+    few, many = (
+        estimated(load_config("grpo_arithmetic", [*SMALL["grpo_arithmetic"], *more]), ONE)
+        for more in (wide[1:], wide)
+    )
+    assert many.phases["sampling"] > many.estimate.temporaries
+    others = max(many.phases.values())
+    assert many.needed == many.estimate.arguments + others + many.kept["reference"]
+    assert few.needed < many.needed
+
+
+def test_keys_and_values_are_those_that_sampling_makes():
+    work = make_policy_work(load_config("grpo_arithmetic", SMALL["grpo_arithmetic"]))
+    sizes = work.base.sizes
+    kept = size(cache_of(sizes, 4, 9, jnp.dtype("float32")))
+    assert kept == 4 * 2 * sizes.num_layers * 4 * 9 * sizes.num_kv_heads * sizes.head_size
+
+
+def test_a_plan_of_post_training_is_printed_with_its_own_rows(capsys):
+    command = ["plan", "ppo_arithmetic", "--topology", "gpu:h100x2", "--no-compile"]
+    assert main(command) == 0
+    page = capsys.readouterr().out
+    for row in (
+        "FITS",
+        "reference, beside it",
+        "critic, beside it",
+        "sampling, with its weights",
+        "critic's update",
+    ):
+        assert row in page
+    assert main([*command, "--json"]) == 0
+    verdict = json.loads(capsys.readouterr().out)
+    assert {*verdict["kept"]} == {"reference", "critic"} and verdict["phases"]["sampling"] > 0
+    assert verdict["needed"] >= verdict["estimate"]["parameters"] + verdict["kept"]["critic"]
+
+
+def test_layouts_of_post_training_are_not_searched(capsys):
+    assert main(["plan", "sft", "--topology", "gpu:h100x2", "--search", "--no-compile"]) == 2
+    assert "--search tries layouts of `jaxfb train` alone" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_the_compiler_is_asked_for_the_update_of_fine_tuning():
+    small = ["model.num_layers=1", "model.hidden_size=32", "conversations.sequence_length=64"]
+    verdict = plan(load_config("sft", [*SMALL["sft"], *small, *LORA]), ONE)
+    assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.02)
+    assert verdict.needed == verdict.compiled.total
