@@ -152,7 +152,9 @@ def _program(
             counts = jnp.bool_(True)  # of the replicas the first
             for axis in mesh.axis_names:
                 counts &= (jax.lax.axis_index(axis) == 0) | (axis in used)
-            rows.append(jnp.where(counts, measure(block, _places(block.shape, starts)), jnp.uint32(0)))
+            places = _places(block.shape, starts)
+            nothing = jnp.zeros(jax.eval_shape(measure, block, places).shape, jnp.uint32)
+            rows.append(jax.lax.cond(counts, lambda b=block, p=places: measure(b, p), lambda n=nothing: n))
         return jnp.stack(rows)[None]
 
     every = P(mesh.axis_names)
@@ -190,8 +192,7 @@ def _is_bad(block: jax.Array, places: Places) -> jax.Array:
 def _sums(block: jax.Array, places: Places) -> jax.Array:
     if not block.size:
         return jnp.zeros(len(SEEDS), jnp.uint32)
-    words = _words(block)
-    return jnp.stack([_sum(words, places, seeds) for seeds in SEEDS])
+    return jnp.stack(_seeded_sums(_words(block), places, _summed_together))
 
 
 def _sums_on_host(array: np.ndarray) -> np.ndarray:
@@ -199,28 +200,45 @@ def _sums_on_host(array: np.ndarray) -> np.ndarray:
         return np.zeros(len(SEEDS), np.uint32)
     places = [np.arange(size, dtype=np.uint64).astype(np.uint32) for size in array.shape]
     bits = np.ascontiguousarray(array).reshape(-1).view(BITS[array.dtype.itemsize]).astype(np.uint32)
-    words = bits.reshape(*array.shape, -1)
-    return np.array([_sum(words, places, seeds) for seeds in SEEDS])
+    one_by_one = lambda parts: [part.sum(-1, dtype=np.uint32) for part in parts]  # noqa: E731
+    return np.array(_seeded_sums(bits.reshape(*array.shape, -1), places, one_by_one))
 
 
-def _sum(words: Any, places: Places, seeds: tuple[int, int]) -> Any:
-    """Returns the sum of words [..., k] times numbers of their rows and columns, in u32 arithmetic of jax or numpy.
+def _seeded_sums(words: Any, places: Places, sum_rows: Callable[[list], Sequence[Any]]) -> list[Any]:
+    """Returns for each of SEEDS the sum of words [..., k] times numbers of their rows and columns, modulo 2**32.
 
     The two halves of a word count apart: of whole words, two flips of the highest bit would cancel.
+
+    Args:
+      words, places: of jax or numpy. sum_rows: adds up the last dim of several arrays.
     """
     *leading, last = places or [np.zeros(1, np.uint32)]
     number = words.shape[-1]
     words = words.reshape(*map(len, leading), len(last) * number)
-    columns = (last[:, None] * np.uint32(number) + np.arange(number, dtype=np.uint32)).reshape(
-        -1
-    ) * np.uint32(2)
+    columns = (last[:, None] * np.uint32(number) + np.arange(number, dtype=np.uint32)).reshape(-1)
+    columns = columns * np.uint32(2)
+    halves = columns, columns + np.uint32(1)
+    factors = _made(tuple(_mixed(half, seed) for _, seed in SEEDS for half in halves))
+    low, high = words & np.uint32(0xFFFF), words >> np.uint32(16)
+    parts = [low * factors[at] + high * factors[at + 1] for at in range(0, len(factors), 2)]
+    sums = zip(sum_rows(parts), SEEDS, strict=True)
+    return [(part * _row_factors(leading, seed)).sum(dtype=np.uint32) for part, (seed, _) in sums]
+
+
+def _row_factors(leading: Sequence[Any], seed: int) -> Any:
+    """Returns an odd number for each place in the leading dims."""
     rows = np.zeros([1] * len(leading), np.uint32)
     for dim, indices in enumerate(leading):  # one mixed number a dim, so that no place needs the whole shape
         shape = [-1 if other == dim else 1 for other in range(len(leading))]
-        rows = _mixed(rows + indices.reshape(shape), seeds[0] + 2 * dim)
-    of_low, of_high = _made((_mixed(columns, seeds[1]), _mixed(columns + np.uint32(1), seeds[1])))
-    low, high = (words & np.uint32(0xFFFF)) * of_low, (words >> np.uint32(16)) * of_high
-    return ((low + high).sum(-1, dtype=np.uint32) * (rows | np.uint32(1))).sum(dtype=np.uint32)
+        rows = _mixed(rows + indices.reshape(shape), seed + 2 * dim)
+    return rows | np.uint32(1)
+
+
+def _summed_together(parts: list[jax.Array]) -> Sequence[jax.Array]:
+    """Adds up the last dim of several arrays in one reduction, so that what they are made of is read once."""
+    zeros = (np.uint32(0),) * len(parts)
+    add = lambda one, other: tuple(map(jax.lax.add, one, other))  # noqa: E731
+    return jax.lax.reduce(tuple(parts), zeros, add, (parts[0].ndim - 1,))
 
 
 def _weighted(block: jax.Array, places: Places) -> jax.Array:

@@ -128,9 +128,7 @@ def _as_pretraining(
     )
 
 
-def _cut(
-    config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology
-) -> dict[str, Any]:
+def _cut(config: PostTrainingConfig, cut: CutConfig, length: int, topology: Topology) -> dict[str, Any]:
     """Returns the cut of an update; one by tokens is sized by its fullest microbatch, of rows of the whole length."""
     if cut.max_tokens_per_microbatch is None:
         return {"rows_per_microbatch": cut.rows_per_microbatch, "num_microbatches": cut.num_microbatches}
