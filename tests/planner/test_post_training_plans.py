@@ -95,6 +95,7 @@ def test_layouts_of_post_training_are_not_searched(capsys):
 @pytest.mark.slow
 def test_the_compiler_is_asked_for_the_update_of_fine_tuning():
     small = ["model.num_layers=1", "model.hidden_size=32", "conversations.sequence_length=64"]
+    small += ["plans.eval.rows_per_microbatch=1"]
     verdict = plan(load_config("sft", [*SMALL["sft"], *small, *LORA]), ONE)
     assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.02)
     assert verdict.needed == verdict.compiled.total
