@@ -203,7 +203,7 @@ def compile_jaxfb(job: Job, compiled, best: bool) -> None:
     from jaxfb.planner.job import make_job
 
     config, topology = jaxfb_config(job), parse_topology(job.topology)
-    none = None if best else dict.fromkeys(options_of(job))
+    none = {} if best else dict.fromkeys(options_of(job))
     config = replace(config, parallel=replace(config.parallel, compiler_options=none))
     made = make_job(config, make_mesh(**vars(config.mesh), devices=tpu.devices(topology)))
     compiled(made.step.trace(made.state, made.batch).lower())

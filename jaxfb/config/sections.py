@@ -306,7 +306,7 @@ class ParallelConfig:
 
     fsdp_gather: Literal["layer", "step"] = "layer"
     gather_ahead: bool | None = None
-    compiler_options: dict[str, bool | int | float | str | None] | None = None
+    compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     remat: Literal["none", "selective", "layer", "offload", "full"] = "none"
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None

@@ -312,7 +312,8 @@ class Stage:
         if self._ahead is None:
             return self._backwards(now, (carry, target.sums), layers)
         shapes = self._trained(jax.eval_shape(self._first, layers).params)
-        nothing = wide(jax.tree.map(jnp.zeros_like, shapes))
+        # behind the barrier zeros are no constants, for which XLA would pass over the gradients once more in every turn
+        nothing = lax.optimization_barrier(wide(jax.tree.map(jnp.zeros_like, shapes)))
         first = (jnp.int32(layers.index.shape[0] - 1), layers.real[-1], nothing)
         carry, sums, last = self._backwards(late, (carry, target.sums, first), layers)
         return carry, self._add(sums, target, *last)
