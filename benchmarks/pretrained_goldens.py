@@ -2,20 +2,25 @@
 
     python benchmarks/pretrained_goldens.py tests/golden olmo2 gemma      # or no names: all that are listed below
 
+and, named changed_keys, the logits of some of them with other keys in config.json.
+
 Needs torch and transformers, which the tests do not. Weights are stored in float32 and computed with in float64, but
 for what transformers computes in float32 whatever the dtype: norms, rotary tables, a router's softmax.
 """
 
 from __future__ import annotations
 
+import copy
 import json
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import torch
 import transformers
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from transformers import modeling_layers
 
 COMMON = {
     "vocab_size": 37,
@@ -110,6 +115,17 @@ MODELS = {
             },
         },
     ),
+    "qwen3_moe_sparse": (
+        "Qwen3Moe",
+        {
+            "num_hidden_layers": 5,
+            "decoder_sparse_step": 2,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "head_dim": 8,
+        },
+    ),
     "smollm3": (
         "SmolLM3",
         {
@@ -120,6 +136,35 @@ MODELS = {
         },
     ),
 }
+# what else a config.json may hold, with the weights of another tiny model: name -> (its directory, the keys)
+FACTORS = {**ROPE, "short_factor": [1.0, 1.2, 1.5], "long_factor": [1.5, 3.0, 6.0], "rope_type": "longrope"}
+LENGTH = "original_max_position_embeddings"
+CHANGED = {
+    "gelu": ("hf_llama_tiny", {"hidden_act": "gelu"}),
+    "gelu_tanh": ("hf_qwen2_tiny", {"hidden_act": "gelu_pytorch_tanh"}),
+    "final_softcap": ("hf_gemma3_tiny", {"final_logit_softcapping": 2.0}),
+    "short_documents": ("hf_phi3_tiny", {"rope_parameters": FACTORS, LENGTH: 32}),
+    "long_documents": ("hf_phi3_tiny", {"rope_parameters": FACTORS, LENGTH: 16}),
+}  # fmt: skip
+
+
+def changed_keys(directory: Path) -> None:
+    """Writes hf_changed_keys.json."""
+    cases = []
+    for name, (weights, keys) in CHANGED.items():
+        torch.manual_seed(0)
+        config = transformers.AutoConfig.from_pretrained(directory / weights, **copy.deepcopy(keys))
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            directory / weights, config=config, attn_implementation="eager"
+        )
+        tokens, positions = torch.randint(0, COMMON["vocab_size"], (2, 20)), [0, 1, 7, 18, 19]
+        with torch.no_grad():
+            logits = rounded(model.eval().double()(tokens).logits[:, positions])
+        inputs = {"model_dir": weights, "config": keys, "input_ids": tokens.tolist(), "positions": positions}
+        cases.append({"name": name, "inputs": inputs, "expected": {"logits": logits}})
+    function = "from_pretrained(model_dir, config=config.json with these keys).double()(input_ids).logits"
+    source = {"package": "transformers", "version": transformers.__version__, "function": function}
+    (directory / "hf_changed_keys.json").write_text(json.dumps({"source": source, "cases": cases}) + "\n")
 
 
 def make(directory: Path, name: str) -> None:
@@ -141,6 +186,68 @@ def make(directory: Path, name: str) -> None:
     model.save_pretrained(target)
     (target / "generation_config.json").unlink(missing_ok=True)
     (target / "expected.json").write_text(json.dumps(numbers(model.double())) + "\n")
+
+
+def multi_token(directory: Path) -> None:
+    """Makes hf_deepseek_v3_mtp_tiny, whose third layer predicts one token further (transformers' MtpLayer)."""
+    torch.manual_seed(7)
+    options = {**DEEPSEEK, "q_lora_rank": 12, "num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+    config = transformers.DeepseekV3Config(**{**COMMON, **options})
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, attn_implementation="eager", experts_implementation="eager"
+    ).eval()
+    last = model.model.layers[2]
+    further = modeling_layers.MtpLayer(config, type(last), type(model.model.norm), 2)
+    further.mtp_block = last
+    for leaf, weight in [*model.named_parameters(), *further.named_parameters()]:
+        center = 1.0 if leaf.endswith("norm.weight") else 0.0
+        weight.data = center + torch.randn_like(weight) * 0.3
+    for layer in model.model.layers:
+        layer.mlp.gate.e_score_correction_bias.copy_(torch.randn(config.n_routed_experts) * 0.2)
+    target = directory / "hf_deepseek_v3_mtp_tiny"
+    model.save_pretrained(target)
+    (target / "generation_config.json").unlink(missing_ok=True)
+    own = {"enorm": further.enorm, "hnorm": further.hnorm, "eh_proj": further.eh_proj}
+    own |= {"shared_head.norm": further.post_norm, "embed_tokens": model.model.embed_tokens}
+    own |= {"shared_head.head": model.lm_head}
+    names = {f"model.layers.2.{name}.weight": module for name, module in own.items()}
+    stored = load_file(target / "model.safetensors")
+    stored |= {name: module.weight.detach().clone() for name, module in names.items()}
+    save_file(stored, target / "model.safetensors", metadata={"format": "pt"})
+    values = {**json.loads((target / "config.json").read_text()), "num_hidden_layers": 2}
+    (target / "config.json").write_text(json.dumps(values, indent=2) + "\n")
+
+    model.double(), further.double()
+    config.num_hidden_layers = model.config.num_hidden_layers = 2
+    tokens = torch.randint(0, COMMON["vocab_size"], (2, 20))
+    hidden = model.model(tokens).last_hidden_state
+    places = torch.arange(1, 20)[None].expand(2, -1)
+    seen = torch.full((19, 19), -torch.inf, dtype=torch.float64).triu(1)[None, None]
+    turned = model.model.rotary_emb(hidden[:, 1:], places)
+    embedded = model.model.embed_tokens(tokens[:, 1:])
+    answer = model.lm_head(further(embedded, hidden[:, :-1], turned, seen, places, None))
+    losses = [
+        cross_entropy(model.lm_head(hidden)[:, :-1], tokens[:, 1:]),
+        cross_entropy(answer[:, :-1], tokens[:, 2:]),
+    ]
+    (losses[0] + 0.3 * losses[1]).backward()
+    norms = {name: module.weight.grad.norm().item() for name, module in names.items()}
+    norms = {
+        name: norm for name, norm in norms.items() if "embed_tokens" not in name and "head.head" not in name
+    }
+    config.num_hidden_layers = model.config.num_hidden_layers = 3
+    norms |= gradient_norms(model)
+    found = {
+        "transformers": transformers.__version__,
+        "input_ids": tokens.tolist(),
+        "losses": [round(loss.item(), 10) for loss in losses],
+        "grad_norms": {name: float(f"{norm:.8g}") for name, norm in norms.items()},
+    }
+    (target / "multi_token.json").write_text(json.dumps(found) + "\n")
+
+
+def cross_entropy(logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+    return -logits.log_softmax(-1).gather(-1, targets[..., None]).mean()
 
 
 def numbers(model: torch.nn.Module) -> dict:
@@ -176,5 +283,6 @@ def rounded(x: torch.Tensor) -> list:
 
 
 if __name__ == "__main__":
-    for each in sys.argv[2:] or MODELS:
-        make(Path(sys.argv[1]), each)
+    others = {"changed_keys": changed_keys, "deepseek_v3_mtp": multi_token}
+    for each in sys.argv[2:] or [*MODELS, *others]:
+        others.get(each, partial(make, name=each))(Path(sys.argv[1]))

@@ -63,6 +63,8 @@ class TransformerConfig:
     mtp_depth:       tokens after the next that are predicted too, each by a further layer (DeepSeek-V3's
                      multi-token prediction, `jaxfb.models.mtp`); 0 for none.
     mtp_weight:      what those losses are worth together; each depth's has mtp_weight / mtp_depth.
+    mtp_as_published: each depth reads the model's last norm, and of its projection the first half is the token's, as
+                     in DeepSeek-V3's published weights; in the paper neither.
     latent:          a `jaxfb.models.latent.Latent`: attention over short vectors (DeepSeek-V3); None: plain.
     variant:         a `jaxfb.models.variant.Variant`: what differs from Llama's layers (Gemma, OLMo 2, gpt-oss).
 
@@ -115,6 +117,7 @@ class TransformerConfig:
     z_loss: float = 0.0
     mtp_depth: int = 0
     mtp_weight: float = 0.3
+    mtp_as_published: bool = False
     num_experts: int = 0
     experts_per_token: int = 2
     expert_mlp_size: int = _DERIVED
@@ -150,6 +153,7 @@ class TransformerConfig:
             _check_experts(self)
         for name, value in settle(self).items():
             object.__setattr__(self, name, value)
+        _check_factors(self)
 
     @property
     def has_router_bias(self) -> bool:
@@ -166,6 +170,8 @@ def num_params(config: TransformerConfig) -> int:
     )
     if config.has_router_bias:
         layers += sum(number * one.num_experts for one, number in stack.counted())
+    if config.router_bias:
+        layers += config.mtp_depth * stack.period[-1].num_experts
     tables = config.vocab_size * width * (1 if config.tied_embeddings else 2)
     return layers + tables + width
 
@@ -326,6 +332,15 @@ def _check_heads(config: TransformerConfig) -> None:
     config.variant.rotary_size(size)
     if config.latent:
         _check_latent(config, config.latent)
+
+
+def _check_factors(config: TransformerConfig) -> None:
+    """Refuses factors of rotary positions that are not one for each pair of a head that turns."""
+    latent, size = config.latent, config.head_size
+    turned = latent.rotary_size if latent else config.variant.rotary_size(size)
+    for one in (config, *config.pattern, *config.leading):
+        if one.rope_scaling is not None:
+            one.rope_scaling.check_pairs(turned // 2)
 
 
 def _check_latent(config: TransformerConfig, latent: Latent) -> None:

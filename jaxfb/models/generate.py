@@ -10,6 +10,7 @@ D = hidden_size, G = kv heads, K = head_size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -84,6 +85,7 @@ def generate(
     Raises:
       ValueError: an empty prompt, no tokens asked for, a temperature, filter or stop token out of range, or no key.
     """
+    config = _of_length(config, prompt_tokens.shape[1] + max_new_tokens)
     how = {
         "prompt_lengths": prompt_lengths,
         "temperature": temperature,
@@ -116,6 +118,7 @@ def stream(
       ValueError: as `generate`, before the first token.
     """
     every = integer("every", every, who="[generate]")
+    config = _of_length(config, prompt_tokens.shape[1] + max_new_tokens)
     prompt, pick, rest = _request(config, prompt_tokens, max_new_tokens, key, **how)
     return _pieces(config, _in_one_dtype(params), prompt, max_new_tokens, every, pick, rest)
 
@@ -152,6 +155,15 @@ def _request(
     stops = jnp.asarray(_stop_ids(config, stop_token), jnp.int32)
     rest = lengths, (float(temperature), log_prob_temperature), stops, keys
     return jnp.asarray(prompt_tokens, jnp.int32), pick, rest
+
+
+def _of_length(config: TransformerConfig, length: int) -> TransformerConfig:
+    """Returns the config for sequences of up to so many tokens: what is in the cache cannot be turned anew when a
+    sequence becomes a long one ("longrope").
+    """
+    if config.rope_scaling is None or config.rope_scaling.kind != "longrope":
+        return config
+    return replace(config, rope_scaling=config.rope_scaling.of_length(length))
 
 
 def _in_one_dtype(params):

@@ -10,6 +10,9 @@ with the model's own embedding and head. A place counts in loss_d where i + d is
 weight of i + d in the loss; so the last d places of every document do not count. Each loss_d is a separate term
 ("mtp_1", ...), times mtp_weight / mtp_depth, divided by its own weight.
 
+DeepSeek-V3's published weights differ (`mtp_as_published`): h_0 is the output of the model's last norm and h_d that of
+norm_d, and the token's half comes first in project_d.
+
 The layers of a model with experts have experts, balanced by their own sequence-wise loss ("mtp_1_balance"); the
 batch-wise one and the router's bias belong to the model's own layers.
 
@@ -56,14 +59,15 @@ class Depth(nnx.Module):
         self.hidden_norm, self.token_norm = RMSNorm(width, config), RMSNorm(width, config)
         self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
         # what is counted over the whole batch is counted in the model's own layers
-        alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0, router_bias=False)
+        alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
         self.block = block(alone, rngs=rngs)
         self.norm = RMSNorm(width, config)
-        self.sequence_parallel = config.sequence_parallel
+        self.sequence_parallel, self.as_published = config.sequence_parallel, config.mtp_as_published
 
     def __call__(self, x_RTD, embedded_RTD, positions_RT, attend: Attend, keys, counted_RT):
         """Returns (hidden of this depth, the layer's own terms)."""
-        both = jnp.concatenate([self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)], axis=-1)
+        halves = [self.hidden_norm(x_RTD), self.token_norm(embedded_RTD)]
+        both = jnp.concatenate(halves[::-1] if self.as_published else halves, axis=-1)
         joined = residual_stream(self.project(both), self.sequence_parallel)
         x_RTD, _, router = self.block.with_router(joined, positions_RT, attend, keys, counted_RT)
         return x_RTD, router.terms
@@ -102,7 +106,7 @@ class MultiToken:
         """
         num_rows = hidden.shape[0]
         split = _Whole() if axis is None else _Split(axis, num_rows)
-        read, x = split.read(read), split.take(hidden)
+        read, x = split.read(read), split.take(outer.norm(hidden) if self.config.mtp_as_published else hidden)
         out: dict[str, Any] = {"terms": {}, "metrics": {}}
         for depth in range(1, self.config.mtp_depth + 1):
             module = self.depth_of(depths[str(depth)])
@@ -110,12 +114,14 @@ class MultiToken:
             keys = _keys_of_layer(read.keys, self.config.num_layers + depth - 1)
             attend = read.attend_to(read.segments)
             x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
+            normed = module.norm(x)
             answer = self._loss(
-                split.give(residual_stream(module.norm(x), False)),
+                split.give(residual_stream(normed, False)),
                 outer.head_kernel,
                 shifted(microbatch, depth),
                 axis,
             )
+            x = normed if self.config.mtp_as_published else x
             name = f"{NAME}_{depth}"
             out["terms"] |= {name: answer.terms["cross_entropy"]}
             out["terms"] |= {f"{name}_{kind}": split.total(term) for kind, term in terms.items()}

@@ -13,13 +13,21 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.parallel.context import own_part, whole_rows
 
 
-def frequencies(head_size: int, theta: float, scaling: RopeScaling | None = None) -> np.ndarray:
-    """Returns the angle per token of each pair, float64[head_size / 2]: theta ** (-2i / head_size), scaled."""
+def frequencies(
+    head_size: int, theta: float, scaling: RopeScaling | None = None, *, is_long: bool = False
+) -> np.ndarray:
+    """Returns the angle per token of each pair, float64[head_size / 2]: theta ** (-2i / head_size), scaled.
+
+    is_long: for documents that are longer than the scaling's `original_length`; of "longrope" alone they differ.
+    """
     plain = theta ** (-np.arange(0, head_size, 2) / head_size)
     if scaling is None:
         return plain
+    if scaling.kind == "longrope":
+        return plain / np.asarray(scaling.long_factors if is_long else scaling.short_factors)
     if scaling.kind == "linear":
         return plain / scaling.factor
     kept = (
@@ -31,12 +39,17 @@ def frequencies(head_size: int, theta: float, scaling: RopeScaling | None = None
 
 
 def amplitude(scaling: RopeScaling | None) -> float:
-    """Returns what rotated queries and keys are each multiplied by: 1 but for yarn."""
-    if scaling is None or scaling.kind != "yarn":
+    """Returns what rotated queries and keys are each multiplied by: 1 but for yarn and longrope."""
+    if scaling is None or scaling.kind not in ("yarn", "longrope"):
         return 1.0
-    return (
-        0.1 * math.log(scaling.factor) + 1 if scaling.attention_factor is None else scaling.attention_factor
-    )
+    if scaling.attention_factor is not None:
+        return scaling.attention_factor
+    grown = math.log(scaling.factor)
+    return 0.1 * grown + 1 if scaling.kind == "yarn" else math.sqrt(1 + grown / _log_length(scaling))
+
+
+def _log_length(scaling: RopeScaling) -> float:
+    return math.log(max(scaling.original_length or 0, 2))
 
 
 def _kept_by_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:
@@ -80,11 +93,33 @@ def rotate(
         turned = rotate(x_RTHK[..., :size], positions_RT, theta, scaling)
         return jnp.concatenate([turned, x_RTHK[..., size:]], axis=-1)
     wide = jnp.promote_types(x_RTHK.dtype, jnp.float32)
-    angle = jnp.asarray(frequencies(x_RTHK.shape[-1], theta, scaling), wide)
-    angles = positions_RT[:, :, None, None].astype(wide) * angle
+    angles = positions_RT[:, :, None, None].astype(wide) * _angle(
+        x_RTHK.shape[-1], positions_RT, theta, scaling, wide
+    )
     cos, sin = (
         jnp.asarray(amplitude(scaling), wide) * turned for turned in (jnp.cos(angles), jnp.sin(angles))
     )
     first, second = jnp.split(x_RTHK.astype(wide), 2, axis=-1)
     rotated = (first * cos - second * sin, second * cos + first * sin)
     return jnp.concatenate(rotated, axis=-1).astype(x_RTHK.dtype)
+
+
+def _angle(
+    size: int, positions_RT: jax.Array, theta: float, scaling: RopeScaling | None, dtype: jnp.dtype
+) -> jax.Array:
+    """Returns the angle per token of each pair, [K / 2], or [R, T, 1, K / 2] where long documents have others."""
+    angle = jnp.asarray(frequencies(size, theta, scaling), dtype)
+    if scaling is None or scaling.long_factors == scaling.short_factors:
+        return angle
+    of_long = jnp.asarray(frequencies(size, theta, scaling, is_long=True), dtype)
+    is_long = document_lengths(positions_RT) > (scaling.original_length or 0)
+    return jnp.where(is_long[:, :, None, None], of_long, angle)
+
+
+def document_lengths(positions_RT: jax.Array) -> jax.Array:
+    """Returns the length of each token's document, which ends where positions do not go on by 1: i32[R, T]."""
+    whole = whole_rows(positions_RT)
+    places = jnp.arange(whole.shape[1])
+    is_end = jnp.append(whole[:, 1:] != whole[:, :-1] + 1, jnp.ones_like(whole[:, :1], bool), axis=1)
+    end = jax.lax.cummin(jnp.where(is_end, places, whole.shape[1]), axis=1, reverse=True)
+    return own_part(jnp.take_along_axis(whole, end, axis=1) + 1, 1)

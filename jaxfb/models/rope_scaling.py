@@ -1,17 +1,15 @@
 """Scales rotary frequencies, so that a model trained on short sequences reads longer ones. Plain Python: part of a
 config.
-config.
-config.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, replace
+from typing import Any, Literal
 
-from jaxfb.refusal import FLOAT32, Refused, boolean, choice, integer, number
+from jaxfb.refusal import FLOAT32, Refused, boolean, choice, integer, number, shown
 
-KINDS = ("linear", "llama3", "yarn")
+KINDS = ("linear", "llama3", "yarn", "longrope")
 _WHO = "[model.rope_scaling]"
 
 
@@ -21,17 +19,21 @@ class RopeScaling:
 
     kind: "linear" divides every frequency by `factor` (arXiv:2306.15595); "llama3" divides the slow ones, keeps the
       fast ones and blends between (Llama 3.1); "yarn" does so by the number of turns within the original length and
-      also scales the logits of attention (arXiv:2309.00071).
+      also scales the logits of attention (arXiv:2309.00071); "longrope" divides each by its own factor, of two lists
+      (Phi-3 and Phi-4-mini, arXiv:2402.13753).
     factor: how many times longer sequences become.
-    original_length: tokens of the sequences that the model was trained on; "llama3" and "yarn" need it.
+    original_length: tokens of the sequences that the model was trained on; all but "linear" need it.
     low_frequency_factor, high_frequency_factor: of "llama3", turns within the original length below which a
       frequency is divided by the whole factor, and above which it is kept.
     beta_slow, beta_fast: the same two bounds of "yarn".
     truncate: of "yarn", the bounds are whole pairs; false leaves them between two (gpt-oss).
-    attention_factor: of "yarn", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1.
+    attention_factor: of "yarn" and "longrope", what queries and keys are each multiplied by; null: 0.1 ln(factor) + 1,
+      or of "longrope" sqrt(1 + ln(factor) / ln(original_length)).
+    short_factors, long_factors: of "longrope", what each frequency is divided by in a document of at most
+      original_length tokens, and in a longer one; a number for each pair that turns.
     """
 
-    kind: Literal["linear", "llama3", "yarn"]
+    kind: Literal["linear", "llama3", "yarn", "longrope"]
     factor: float
     original_length: int | None = None
     low_frequency_factor: float = 1.0
@@ -40,6 +42,8 @@ class RopeScaling:
     beta_fast: float = 32.0
     attention_factor: float | None = None
     truncate: bool = True
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
 
     def __post_init__(self):
         choice("kind", self.kind, KINDS, who=_WHO)
@@ -57,3 +61,28 @@ class RopeScaling:
         for low, high in (("low_frequency_factor", "high_frequency_factor"), ("beta_slow", "beta_fast")):
             most = number(high, getattr(self, high), who=_WHO, above=0)
             number(low, getattr(self, low), who=_WHO, above=0, below=float(most))
+        for name in ("short_factors", "long_factors"):
+            object.__setattr__(self, name, _factors(name, getattr(self, name)))
+        self.check_pairs(len(self.short_factors))
+
+    def check_pairs(self, pairs: int) -> None:
+        """Refuses other numbers of factors than that of the pairs of a head that turn."""
+        wanted = pairs if self.kind == "longrope" else 0
+        if (len(self.short_factors), len(self.long_factors)) != (wanted, wanted):
+            raise Refused(
+                f"{_WHO} kind={self.kind} needs {wanted} short_factors and as many long_factors, got "
+                f"{len(self.short_factors)} and {len(self.long_factors)}"
+            )
+
+    def of_length(self, length: int) -> RopeScaling:
+        """Returns the scaling that every document has in which the longest has so many tokens."""
+        if self.kind != "longrope":
+            return self
+        used = self.long_factors if length > (self.original_length or 0) else self.short_factors
+        return replace(self, short_factors=used, long_factors=used)
+
+
+def _factors(name: str, given: Any) -> tuple[float, ...]:
+    if not isinstance(given, list | tuple):
+        raise Refused(f"{_WHO} {name} must be a list of numbers, got {shown(given)}")
+    return tuple(float(number(f"{name}[{place}]", one, who=_WHO, above=0)) for place, one in enumerate(given))

@@ -70,6 +70,15 @@ def own_part(whole: jax.Array, dim: int) -> jax.Array:
     return whole if size == 1 else jnp.take(whole, token_index(whole.shape[dim] // size), axis=dim)
 
 
+def whole_rows(x: jax.Array) -> jax.Array:
+    """Returns the whole rows [R, T] of an array of which this device has some tokens; `own_part` is its inverse."""
+    size = size_here()
+    if size == 1:
+        return x
+    places = [token_index(x.shape[1], jnp.int32(device)) for device in range(size)]
+    return jnp.take(lax.all_gather(x, AXIS, axis=1, tiled=True), jnp.argsort(jnp.concatenate(places)), axis=1)
+
+
 def later(x: jax.Array, distance: int) -> jax.Array:
     """Returns x[:, t + distance] at every token t of this device, zero beyond the end of the whole sequence.
 

@@ -7,12 +7,13 @@ A further architecture is a file in `families/` and its name in the table below.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.variant import Variant
-from jaxfb.pretrained import mxfp4
-from jaxfb.pretrained.family import Architecture, Values, refuse
+from jaxfb.pretrained import fp8, mxfp4
+from jaxfb.pretrained.family import MULTI_TOKEN, Architecture, Values, refuse
 from jaxfb.pretrained.inert import INERT
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
 from jaxfb.refusal import Refused
@@ -55,7 +56,8 @@ def architecture_of(values: Mapping[str, Any]) -> Architecture:
         raise Refused(
             f"[hf] model_type={kind!r} cannot be read; it must be one of {', '.join(ARCHITECTURES)}"
         )
-    if values.get("quantization_config") and not (kind == "gpt_oss" and mxfp4.is_used(values)):
+    is_read = fp8.is_used(values) or (kind == "gpt_oss" and mxfp4.is_used(values))
+    if values.get("quantization_config") and not is_read:
         method = values["quantization_config"].get("quant_method", "an unknown method")
         raise Refused(f"[hf] the weights are quantised ({method}); use the model's bfloat16 or float32 files")
     return ARCHITECTURES[kind]
@@ -102,6 +104,15 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
             f"it computes: {', '.join(sorted(unknown))}"
         )
     return sizes
+
+
+def with_depths(sizes: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:
+    """Returns the sizes with the layers of multi-token prediction that a config.json counts.
+
+    `sizes_of` leaves them out, as transformers does: the model computes its own tokens' logits without them.
+    """
+    depth = max(int(values.get(name) or 0) for name in MULTI_TOKEN)
+    return replace(sizes, mtp_depth=depth) if sizes.mtp_as_published else sizes
 
 
 def describe(sizes: TransformerConfig) -> dict[str, Any]:
@@ -153,10 +164,11 @@ def _hidden_act(architecture: Architecture, sizes: TransformerConfig) -> str:
 def _lost(sizes: TransformerConfig, values: Mapping[str, Any]) -> list[str]:
     """Returns the fields, with their values, that are others when a config.json is read again."""
     try:
-        again = sizes_of(values)
+        again = with_depths(sizes_of(values), values)
     except Refused:
         again = None
     ignored = _TRAINING | ({"mlp_size"} if sizes.num_experts else _OF_EXPERTS)
+    ignored |= set() if sizes.mtp_depth else {"mtp_as_published"}
     wanted, got = _plain(sizes), {} if again is None else _plain(again)
     return [
         f"{name}={value}"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxfb.models import mtp
 from jaxfb.pretrained.architectures import architecture_of, sizes_of
 from jaxfb.pretrained.companions import copy_companions
+from jaxfb.pretrained.family import MULTI_TOKEN
 from jaxfb.pretrained.names import Leaf, leaves_of, path_name
 from jaxfb.pretrained.repository import INDEX, SINGLE
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile
@@ -65,7 +68,8 @@ def export_arrays(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory; choose another")
-    leaves = leaves_of(architecture_of(config), sizes_of(config))
+    depth = _depth(shapes)
+    leaves = leaves_of(architecture_of(config), replace(sizes_of(config), mtp_depth=depth))
     _check_shapes(leaves, shapes)
     name = str(jnp.dtype(dtype))
     target.mkdir(parents=True, exist_ok=True)
@@ -80,10 +84,18 @@ def export_arrays(
         raise
     written = [file.close() for file in files]
     values = {key: value for key, value in config.items() if key != "quantization_config"}
+    values |= dict.fromkeys(
+        [key for key in MULTI_TOKEN if key in values] or MULTI_TOKEN[: min(depth, 1)], depth
+    )
     _write_json(target / "config.json", {**values, "dtype": name, "torch_dtype": name})
     index = [_write_index(target, files)] if len(files) > 1 else []
     carried = [] if companions is None else copy_companions(companions, target)
     return [target / "config.json", *index, *written, *carried]
+
+
+def _depth(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Returns the number of layers of multi-token prediction among arrays by dotted path."""
+    return len({path.split(".")[1] for path in shapes if path.startswith(f"{mtp.NAME}.")})
 
 
 def _check_shapes(leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:

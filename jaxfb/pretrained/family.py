@@ -13,6 +13,16 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.tensors import DENSE, OUTER_NAMES, Place
 from jaxfb.refusal import Refused
 
+MULTI_TOKEN = ("num_nextn_predict_layers", "num_mtp_layers")
+"""The keys of how many layers behind the last predict further tokens; transformers' models do without them."""
+ACTIVATIONS = {
+    "silu": "silu",
+    "swish": "silu",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu": "gelu",
+}
+
 
 class Values(Mapping[str, Any]):
     """A config.json that remembers which of its keys were read."""
@@ -59,7 +69,7 @@ class Architecture:
     models: str
     tested: str
     sizes: Callable[[Values], dict[str, Any]] = _nothing
-    activations: Mapping[str, str] = field(default_factory=lambda: {"silu": "silu"})
+    activations: Mapping[str, str] = field(default_factory=lambda: ACTIVATIONS)
     keys: Callable[[TransformerConfig], dict[str, Any]] = _nothing
     layer_names: Mapping[str, str | Place] = field(default_factory=lambda: DENSE)
     outer_names: Mapping[str, str] = field(default_factory=lambda: OUTER_NAMES)

@@ -12,10 +12,12 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import architecture_of
+from jaxfb.pretrained.family import MULTI_TOKEN
 from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name, tensor_shapes, turn
 from jaxfb.pretrained.repository import Repository
 
 PyTree = Any
+_COPIES = ("embed_tokens.", "shared_head.head.")
 
 
 def load_params(repository: Repository, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:
@@ -47,13 +49,25 @@ def checked_leaves(repository: Repository, sizes: TransformerConfig) -> dict[str
     leaves = leaves_of(architecture, sizes)
     # some files store it twice
     tied = [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
-    repository.check(tensor_shapes(leaves), ignored=[*tied, *_buffers(repository)])
+    repository.check(
+        tensor_shapes(leaves), ignored=[*tied, *_buffers(repository), *_behind(repository, sizes)]
+    )
     return leaves
 
 
 def _buffers(repository: Repository) -> list[str]:
     """Returns tensors that old files hold though they follow from config.json."""
     return [name for name in repository.tensors if name.endswith("rotary_emb.inv_freq")]
+
+
+def _behind(repository: Repository, sizes: TransformerConfig) -> list[str]:
+    """Returns the tensors of layers of multi-token prediction that are not asked for, and the copies of embedding and
+    head in the others.
+    """
+    number = max(int(repository.config.get(name) or 0) for name in MULTI_TOKEN)
+    depths = [f"model.layers.{sizes.num_layers + k}." for k in range(number)]
+    places = (*depths[sizes.mtp_depth :], *(f"{depth}{name}" for depth in depths for name in _COPIES))
+    return [name for name in repository.tensors if name.startswith(places)]
 
 
 def load_leaf(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) -> jax.Array:

@@ -24,7 +24,7 @@ def is_used(config: Mapping[str, Any]) -> bool:
     return isinstance(found, Mapping) and found.get("quant_method") == "mxfp4"
 
 
-def joined(tensors: Mapping[str, tuple]) -> dict[str, tuple]:
+def joined(tensors: Mapping[str, tuple], config: Mapping[str, Any]) -> dict[str, tuple]:
     """Returns the tensors with each matrix of 4 bits as one, (file, [E, in, out], "MXFP4"), in place of its two."""
     found = dict(tensors)
     for name, (file, shape, dtype) in tensors.items():
@@ -34,6 +34,13 @@ def joined(tensors: Mapping[str, tuple]) -> dict[str, tuple]:
             del found[name], found[whole + SCALES]
             found[whole] = (file, (shape[0], shape[2] * GROUP, shape[1]), DTYPE)
     return found
+
+
+def part(stored: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
+    """Returns part of a matrix, bfloat16. stored: the `Repository` as it is on the disk."""
+    own = of_stored(index)
+    found = numbers(*(stored.read(name + end, own) for end in (BLOCKS, SCALES)))
+    return found[:, index[1]] if len(index) > 1 else found
 
 
 def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
+from jaxfb.models import mtp
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LEADING, place_of, stack_of
 from jaxfb.models.transformer import init_params
@@ -104,6 +105,10 @@ def _layers_at(path: str, sizes: TransformerConfig) -> tuple[str, list[tuple[int
     if part == LEADING:
         name, _, below = below.partition(".")
         return below, [(place_of(name), ())]
+    if part == mtp.NAME:
+        depth, _, below = below.partition(".")
+        own = below.removeprefix("block.")
+        return (own if own != below else f"{mtp.NAME}.{below}"), [(sizes.num_layers + int(depth) - 1, ())]
     if part != "layers":
         return path, []
     if len(stack.period) > 1:

@@ -10,19 +10,20 @@ from typing import Any
 
 import numpy as np
 
-from jaxfb.pretrained import mxfp4
+from jaxfb.pretrained import fp8, mxfp4
 from jaxfb.refusal import Refused
 
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
-DTYPES = ("F64", "F32", "F16", "BF16", mxfp4.DTYPE)
+PACKED = {format.DTYPE: format for format in (mxfp4, fp8)}
+DTYPES = ("F64", "F32", "F16", "BF16", *PACKED)
 
 
 @dataclass(frozen=True)
 class Repository:
     """An open directory.
 
-    config: config.json. tensors: name -> (file, shape, dtype), from the files' headers alone; of weights of 4 bits, as
-      what they are read as. packed: likewise, as they are stored, where that is something else.
+    config: config.json. tensors: name -> (file, shape, dtype), from the files' headers alone; of weights of 4 or 8
+      bits, as what they are read as. packed: likewise, as they are stored, where that is something else.
     """
 
     path: Path
@@ -44,17 +45,11 @@ class Repository:
         from safetensors import safe_open
 
         index = index or (slice(None),)
-        if self.tensors[name][2] == mxfp4.DTYPE:
-            return self._unpacked(name, index)
+        if (packed := PACKED.get(self.tensors[name][2])) is not None:
+            return packed.part(Repository(self.path, self.config, self.packed), name, index)
         with safe_open(self.tensors[name][0], "numpy") as file:
             found = file.get_slice(name)[tuple(slice(one.start, one.stop) for one in index)]
         return found[tuple(slice(None, None, one.step) for one in index)]
-
-    def _unpacked(self, name: str, index: tuple[slice, ...]) -> np.ndarray:
-        stored = Repository(self.path, self.config, self.packed)
-        part = mxfp4.of_stored(index)
-        found = mxfp4.numbers(*(stored.read(name + end, part) for end in (mxfp4.BLOCKS, mxfp4.SCALES)))
-        return found[:, index[1]] if len(index) > 1 else found
 
     def check(self, wanted: Mapping[str, tuple[int, ...]], ignored: Iterable[str] = ()) -> None:
         """Refuses a directory whose tensors are not those wanted, before one is read.
@@ -89,8 +84,9 @@ def open_repository(directory: str | Path) -> Repository:
     tensors = {}
     for file in _files(path):
         tensors |= _header(file)
-    if mxfp4.is_used(config):
-        return Repository(path, config, mxfp4.joined(tensors), packed=tensors)
+    for packed in PACKED.values():
+        if packed.is_used(config):
+            return Repository(path, config, packed.joined(tensors, config), packed=tensors)
     return Repository(path, config, tensors)
 
 

@@ -7,20 +7,23 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.rope_scaling import RopeScaling
+from jaxfb.models.rope_scaling import KINDS, RopeScaling
 from jaxfb.pretrained.layer_types import TYPES
 from jaxfb.refusal import Refused
 
 _KNOWN = frozenset(
     "rope_type type rope_theta factor original_max_position_embeddings low_freq_factor high_freq_factor beta_slow "
-    "beta_fast attention_factor mscale mscale_all_dim truncate partial_rotary_factor".split()
+    "beta_fast attention_factor mscale mscale_all_dim truncate partial_rotary_factor short_factor long_factor".split()
 )
 
 
 def rotary_share(values: Mapping[str, Any]) -> float:
     """Returns the part of each head that turns."""
-    rope = values.get("rope_parameters") or {}
-    return rope.get("partial_rotary_factor") or values.get("partial_rotary_factor") or 1.0
+    rope, older = (
+        values.get("rope_parameters") or values.get("rope_scaling") or {},
+        values.get("partial_rotary_factor"),
+    )
+    return rope.get("partial_rotary_factor") or older or 1.0
 
 
 def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -38,17 +41,18 @@ def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
         raise Refused(f"[hf] rope_parameters has keys that are not known here: {', '.join(sorted(unknown))}")
     if kind == "default":
         return {"rope_theta": theta}
-    if kind not in ("linear", "llama3", "yarn"):
+    kind = "longrope" if kind == "su" else kind  # what it was called at first
+    if kind not in KINDS:
         raise Refused(
-            f"[hf] rope_type={kind!r} is not supported; it must be one of default, linear, llama3, yarn"
+            f"[hf] rope_type={kind!r} is not supported; it must be one of default, {', '.join(KINDS)}"
         )
     return {"rope_theta": theta, "rope_scaling": _scaling(kind, rope, values)}
 
 
 def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
-    original = rope.get("original_max_position_embeddings") or values.get("max_position_embeddings")
     if kind == "linear":
         return RopeScaling("linear", rope["factor"])
+    original = _original(rope, values)
     if kind == "llama3":
         return RopeScaling(
             "llama3",
@@ -57,6 +61,8 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
             low_frequency_factor=rope["low_freq_factor"],
             high_frequency_factor=rope["high_freq_factor"],
         )
+    if kind == "longrope":
+        return _longrope(rope, values)
     return RopeScaling(
         "yarn",
         _factor(rope, values),
@@ -68,8 +74,26 @@ def _scaling(kind: str, rope: Mapping[str, Any], values: Mapping[str, Any]) -> R
     )
 
 
+def _original(rope: Mapping[str, Any], values: Mapping[str, Any]) -> int:
+    """Returns the tokens of a sequence in training; a key beside the scaling comes before the one in it."""
+    names = "original_max_position_embeddings", "max_position_embeddings"
+    return values.get(names[0]) or rope.get(names[0]) or values[names[1]]
+
+
+def _longrope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
+    original = _original(rope, values)
+    return RopeScaling(
+        "longrope",
+        max(1.0, rope.get("factor") or values["max_position_embeddings"] / original),
+        original,
+        attention_factor=rope.get("attention_factor"),
+        short_factors=rope["short_factor"],
+        long_factors=rope["long_factor"],
+    )
+
+
 def _factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float:
-    return rope.get("factor") or values["max_position_embeddings"] / rope["original_max_position_embeddings"]
+    return rope.get("factor") or values["max_position_embeddings"] / _original(rope, values)
 
 
 def _attention_factor(rope: Mapping[str, Any], values: Mapping[str, Any]) -> float | None:
@@ -115,6 +139,10 @@ def rope_keys(sizes: TransformerConfig) -> dict[str, Any]:
             "low_freq_factor": scaling.low_frequency_factor,
             "high_freq_factor": scaling.high_frequency_factor,
         }
+    if scaling.kind == "longrope":
+        values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
+        if scaling.attention_factor is not None:
+            values["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn":
         values |= {"beta_slow": scaling.beta_slow, "beta_fast": scaling.beta_fast}
         if not scaling.truncate:

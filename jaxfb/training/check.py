@@ -21,6 +21,7 @@ from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.adapted import B, adapted, draws
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.latent import Latent
+from jaxfb.models.pattern import LayerKind
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.schedules import default_name
 from jaxfb.trainable import name_of
@@ -73,6 +74,8 @@ def narrow(model: ModelConfig) -> TransformerConfig:
     kv_heads, groups = min(model.num_kv_heads, 2), min(model.router_groups, 2)
     heads = kv_heads * min(model.num_heads // model.num_kv_heads, 2)
     experts, sized = min(model.num_experts, 4), model.sized(VOCAB)
+    variant = dataclasses.replace(model.variant, rotary_share=1.0 if model.variant.rotary_share == 1 else 0.5)
+    turned = HEAD // 2 if model.latent else variant.rotary_size(HEAD)
     return dataclasses.replace(
         sized,
         vocab_size=VOCAB,
@@ -87,23 +90,32 @@ def narrow(model: ModelConfig) -> TransformerConfig:
         experts_per_token=min(model.experts_per_token, experts // groups or model.experts_per_token),
         router_groups=groups,
         router_top_groups=1,
-        variant=dataclasses.replace(
-            model.variant, rotary_share=1.0 if model.variant.rotary_share == 1 else 0.5
-        ),
+        variant=variant,
         latent=_narrow_latent(model.latent),
         attention="xla",
-        **_narrow_windows(sized),
+        **_narrow_reach(sized, turned // 2),
     )
 
 
-def _narrow_windows(sizes: TransformerConfig) -> dict[str, Any]:
-    """Returns the windows as parts of a row of `synthetic_batch`, or they would hide nothing."""
-    narrow = lambda window: window and min(window, LENGTH // 2)  # noqa: E731
+def _narrow_reach(sizes: TransformerConfig, pairs: int) -> dict[str, Any]:
+    """Returns windows, and the length of short documents, as parts of a row of `synthetic_batch`, or they would change
+    nothing; and a scaling's factors for so many pairs.
+    """
+
+    def reach(one: TransformerConfig | LayerKind) -> dict[str, Any]:
+        scaling, window = one.rope_scaling, one.window
+        if scaling is not None and scaling.kind == "longrope":
+            short, long = scaling.short_factors[:pairs], scaling.long_factors[:pairs]
+            scaling = dataclasses.replace(
+                scaling, original_length=LENGTH // 2, short_factors=short, long_factors=long
+            )
+        return {"window": window and min(window, LENGTH // 2), "rope_scaling": scaling}
+
     kinds = {
-        name: tuple(dataclasses.replace(kind, window=narrow(kind.window)) for kind in getattr(sizes, name))
+        name: tuple(dataclasses.replace(kind, **reach(kind)) for kind in getattr(sizes, name))
         for name in ("pattern", "leading")
     }
-    return {"window": narrow(sizes.window), **kinds}
+    return {**reach(sizes), **kinds}
 
 
 def _narrow_latent(latent: Latent | None) -> Latent | None:

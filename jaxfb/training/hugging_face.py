@@ -6,6 +6,7 @@ import json
 import logging
 import shutil
 from collections.abc import Iterable
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.adapted import A, B, adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.lora import merged_kernel
-from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of
+from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, with_depths
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_leaf
@@ -94,7 +95,10 @@ def export_run(
 def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
     """Writes the files of a model that was not trained: the same bits, unless another dtype is asked for."""
     repository = open_repository(source)
-    leaves = checked_leaves(repository, sizes_of(repository.config))
+    sizes = sizes_of(repository.config)
+    has_depths = any(name.startswith(f"model.layers.{sizes.num_layers}.") for name in repository.tensors)
+    sizes = with_depths(sizes, repository.config) if has_depths else sizes
+    leaves = checked_leaves(repository, sizes)
     if dtype is not None:
         shapes = {path: leaf.shape for path, leaf in leaves.items()}
 
@@ -174,10 +178,10 @@ def _nested(leaves: dict[str, Any]) -> dict[str, Any]:
 
 def _described(source: Path, config: Any, origin: Path | None) -> tuple[TransformerConfig, dict[str, Any]]:
     """Returns the sizes of the run's model and a config.json of it."""
+    model = config.model or load_config(config.start.run).model
     if origin is not None:
         values = json.loads((origin / "config.json").read_text())
-        return sizes_of(values), values
-    model = config.model or load_config(config.start.run).model
+        return replace(sizes_of(values), mtp_depth=getattr(model, "mtp_depth", 0)), values
     if isinstance(model, OwnModelConfig):
         raise Refused(
             f"[export] the run trained model.name={model.name!r}, for which no Hugging Face format is known; only the "

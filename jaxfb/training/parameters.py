@@ -110,6 +110,7 @@ def params_in(source: str | Path, model: TransformerConfig, abstract_params: PyT
     """
     sizes = sizes_in(source)
     check_sizes(str(source), vars(sizes), vars(model))
+    sizes = replace(sizes, mtp_depth=model.mtp_depth)  # which a directory may have and need not be asked for
     return load_params(open_repository(source), sizes, abstract_params)
 
 

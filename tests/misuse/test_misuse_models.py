@@ -115,6 +115,7 @@ CALLS = [
             "beta_slow": numbers(above=0, below=32),
             "beta_fast": numbers(above=1),
             "attention_factor": maybe(POSITIVE),
+            **dict.fromkeys(("short_factors", "long_factors"), empty),
         },
         {"high_frequency_factor": "(high|low)_frequency_factor", "beta_fast": "beta_(fast|slow)"},
     ),

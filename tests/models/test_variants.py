@@ -13,6 +13,8 @@ from jaxfb.config.sections import ModelConfig
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import generate
 from jaxfb.models.latent import Latent
+from jaxfb.models.rope import document_lengths
+from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
 from jaxfb.training.check import narrow
@@ -62,7 +64,18 @@ VARIANTS["deepseek"] = replace(
     latent=Latent(key_value_rank=6, rotary_size=4, value_size=6, query_rank=8),
     variant=Variant(attention_scale=0.3),
 )
+VARIANTS["longrope"] = replace(
+    SIZES,
+    variant=Variant(rotary_share=0.5),
+    head_size=8,
+    rope_scaling=RopeScaling(
+        "longrope", 4.0, original_length=4, short_factors=(1.0, 1.5), long_factors=(2.0, 5.0)
+    ),
+)
+VARIANTS["published"] = replace(SIZES, mtp_depth=2, mtp_as_published=True)
 LAWS = {
+    "published": [dict(pipe=2, tensor=2, fsdp=2)],
+    "longrope": [dict(tensor=2, context=2, fsdp=2), dict(pipe=2, context=2)],
     "deepseek": [dict(tensor=2, context=2, expert=2), dict(pipe=2, tensor=2)],
     "gemma": [dict(pipe=2, tensor=2, fsdp=2)],
     "olmo2": [dict(tensor=2, context=2, fsdp=2), dict(pipe=2, fsdp=2)],
@@ -102,6 +115,7 @@ def test_no_mesh_changes_a_gradient(name):
     "name",
     [
         "gemma",
+        "longrope",
         pytest.param("gpt_oss", marks=pytest.mark.slow),
         pytest.param("deepseek", marks=pytest.mark.slow),
     ],
@@ -117,9 +131,52 @@ def test_a_cache_of_keys_changes_no_probability(name):
         np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
 
 
+def test_a_document_has_the_length_that_its_positions_tell():
+    positions = np.array([[0, 1, 2, 0, 1, 0, 0, 1], [4, 5, 6, 7, 8, 0, 0, 0]])
+    wanted = [[3, 3, 3, 2, 2, 1, 2, 2], [9, 9, 9, 9, 9, 1, 1, 1]]
+    np.testing.assert_array_equal(document_lengths(positions), wanted)
+
+
+def test_short_and_long_documents_of_a_row_are_turned_as_alone():
+    config, tokens = VARIANTS["longrope"], batch(rows=2, length=10)["tokens"]
+    params = drawn(config)
+    starts = np.where(np.arange(10) < 3, 0, 3)
+    packed = {
+        "tokens": tokens,
+        "positions": np.broadcast_to(np.arange(10) - starts, tokens.shape),
+        "segments": np.broadcast_to(starts + 1, tokens.shape),
+    }
+    found = whole_logits(config, params, packed)
+    alone = [whole_logits(config, params, {"tokens": tokens[:, part]}) for part in (slice(3), slice(3, None))]
+    np.testing.assert_allclose(found, np.concatenate(alone, axis=1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"long_factors": (1.0,)}, "needs 2 short_factors and as many long_factors, got 2 and 1"),
+        ({"short_factors": (1.0, 0.0)}, r"short_factors\[1\] must be .* above 0"),
+        ({"short_factors": 3}, "short_factors must be a list of numbers, got 3"),
+        ({"kind": "yarn"}, "kind=yarn needs 0 short_factors"),
+        ({"original_length": None}, "needs original_length"),
+    ],
+)
+def test_wrong_factors_are_refused(change, message):
+    with pytest.raises(ValueError, match=message):
+        replace(VARIANTS["longrope"].rope_scaling, **change)
+
+
+def test_factors_for_another_head_are_refused():
+    with pytest.raises(ValueError, match="needs 4 short_factors and as many long_factors, got 2 and 2"):
+        replace(VARIANTS["longrope"], variant=Variant())
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_the_check_of_a_config_keeps_what_a_layer_has(name):
     own = {**vars(VARIANTS[name]), "head_size": 40, "num_layers": 4}
+    if name == "longrope":
+        ten = dict.fromkeys(("short_factors", "long_factors"), (1.0,) * 10)
+        own["rope_scaling"] = replace(own["rope_scaling"], **ten)
     small = narrow(ModelConfig(**own))
     assert small.head_size == 8 and small.num_layers == 4
     assert small.variant.norms == own["variant"].norms and bool(small.latent) == bool(own["latent"])

@@ -1,4 +1,4 @@
-"""Reads and writes windows of some layers in config.json, with the logits of transformers."""
+"""Reads and writes windows of some layers, and other keys of config.json, with the logits of transformers."""
 
 import json
 from pathlib import Path
@@ -17,7 +17,8 @@ from jaxfb.pretrained.architectures import describe
 from jaxfb.pretrained.repository import Repository
 
 GOLDEN = Path(__file__).parent.parent / "golden"
-CASES = json.loads((GOLDEN / "hf_layer_kinds.json").read_text())["cases"]
+FILES = ("hf_layer_kinds.json", "hf_changed_keys.json")
+CASES = [case for name in FILES for case in json.loads((GOLDEN / name).read_text())["cases"]]
 BY_NAME = pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
 all_logits = jax.jit(logits, static_argnums=0)
 

@@ -156,11 +156,11 @@ def test_tensors_that_do_not_fit_are_listed_before_anything_is_read(copied):
     "values, wanted",
     [
         ({"model_type": "falcon"}, "must be one of llama, mistral, mixtral"),
-        ({"hidden_act": "gelu"}, "only hidden_act='silu' is"),
+        ({"hidden_act": "relu"}, "only hidden_act='silu' is"),
         ({"attention_bias": True}, "self_attn.q_proj.bias: missing"),
         (
-            {"rope_scaling": {"rope_type": "longrope"}, "rope_parameters": None},
-            "default, linear, llama3, yarn",
+            {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": None},
+            "default, linear, llama3, yarn, longrope",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
         ({"num_attention_heads": 5}, "head"),

@@ -7,7 +7,7 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind, stack_of
-from jaxfb.pretrained.family import Architecture, Values, experts, refuse
+from jaxfb.pretrained.family import MULTI_TOKEN, Architecture, Values, experts, refuse
 from jaxfb.pretrained.rope_keys import grown_keys, grown_scale, rope_keys
 from jaxfb.pretrained.tensors import ATTENTION, MLP
 
@@ -21,6 +21,10 @@ _NAMES = {
     "attention.key_value_down.kernel": "self_attn.kv_a_proj_with_mqa.weight",
     "attention.key_value_down_norm.scale": "self_attn.kv_a_layernorm.weight",
     "attention.key_value_up.kernel": "self_attn.kv_b_proj.weight",
+    "mtp.hidden_norm.scale": "hnorm.weight",
+    "mtp.token_norm.scale": "enorm.weight",
+    "mtp.project.kernel": "eh_proj.weight",
+    "mtp.norm.scale": "shared_head.norm.weight",
     "moe.router.kernel": "mlp.gate.weight",
     "moe.router.bias": "mlp.gate.e_score_correction_bias",
     **{
@@ -35,9 +39,9 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, num_nextn_predict_layers=0, num_mtp_layers=0, moe_layer_freq=1)
+    refuse(values, moe_layer_freq=1)
     refuse(values, scoring_func="sigmoid", topk_method="noaux_tc", attention_bias=False, rms_norm_eps=1e-6)
-    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts"):
+    for derived in ("head_dim", "qk_head_dim", "num_key_value_heads", "num_local_experts", *MULTI_TOKEN):
         values.get(derived)
     head_size, width = (
         values["qk_nope_head_dim"] + values["qk_rope_head_dim"],
@@ -47,6 +51,7 @@ def _sizes(values: Values) -> dict[str, Any]:
     return {
         **experts(values["n_routed_experts"], values),
         "head_size": head_size,
+        "mtp_as_published": True,
         "num_kv_heads": values["num_attention_heads"],
         "latent": Latent(
             key_value_rank=values["kv_lora_rank"],
@@ -90,14 +95,14 @@ def _keys(sizes: TransformerConfig) -> dict[str, Any]:
         "topk_group": sizes.router_top_groups,
         "norm_topk_prob": sizes.router_renormalize,
         "routed_scaling_factor": sizes.router_scale,
-        "num_nextn_predict_layers": 0,
+        "num_nextn_predict_layers": sizes.mtp_depth,
     }
 
 
 DEEPSEEK_V3 = Architecture(
     model_type="deepseek_v3",
     class_name="DeepseekV3ForCausalLM",
-    models="DeepSeek-V3 and R1 in bfloat16, without their layer of multi-token prediction",
+    models="DeepSeek-V3 and R1 in bfloat16, with `model.mtp_depth=1` their multi-token prediction",
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,

@@ -7,7 +7,7 @@ from typing import Any
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import LayerKind
 from jaxfb.pretrained.families.gemma2 import ACTIVATIONS, NAMES, later_gemma_keys, later_gemma_sizes
-from jaxfb.pretrained.family import Architecture, Values, refuse
+from jaxfb.pretrained.family import Architecture, Values
 from jaxfb.pretrained.layer_types import FULL, SLIDING, layers_in, stack_sizes, types_of
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
 
@@ -30,9 +30,10 @@ def _ropes(values: Values) -> dict[str, dict[str, Any]]:
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, final_logit_softcapping=None, attn_logit_softcapping=None)
+    values.get("attn_logit_softcapping")  # read by no model
     window, number = values.get("sliding_window", 4096), values["num_hidden_layers"]
-    every = values.get("_sliding_window_pattern") or values.get("sliding_window_pattern") or 6
+    found = [values.get(name) for name in ("sliding_window_pattern", "_sliding_window_pattern")]
+    every = found[0] or found[1] or 6
     types = types_of(values, [SLIDING if (layer + 1) % every else FULL for layer in range(number)])
     ropes = _ropes(values)
     kinds = {SLIDING: LayerKind(window=window), FULL: LayerKind(**ropes[FULL])}
@@ -41,12 +42,14 @@ def _sizes(values: Values) -> dict[str, Any]:
         **ropes[SLIDING],
         **stack_sizes([kinds[kind] for kind in types]),
         "qk_norm": True,
+        "logit_softcap": values.get("final_logit_softcapping"),
     }
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     of_kinds = {SLIDING if layer.window else FULL: rope_keys(layer) for layer in layers_in(sizes)}
-    return {**later_gemma_keys(sizes), "rope_parameters": of_kinds}
+    cap = {} if sizes.logit_softcap is None else {"final_logit_softcapping": sizes.logit_softcap}
+    return {**later_gemma_keys(sizes), **cap, "rope_parameters": of_kinds}
 
 
 GEMMA3_TEXT = Architecture(

@@ -64,5 +64,6 @@ GPT_OSS = Architecture(
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,
+    activations={"silu": "silu"},  # its own is part of the architecture
     layer_names=_NAMES,
 )

@@ -6,8 +6,9 @@ from typing import Any
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.family import Architecture, Values, refuse
-from jaxfb.pretrained.rope_keys import rope_keys, rotary_share
+from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes, rotary_share
 from jaxfb.pretrained.tensors import DENSE, Rows
+from jaxfb.refusal import Refused
 
 
 def _heads(sizes: TransformerConfig) -> tuple[int, ...]:
@@ -34,20 +35,31 @@ _NAMES = {
 
 def _sizes(values: Values) -> dict[str, Any]:
     refuse(values, attention_bias=False)
-    values.get("original_max_position_embeddings")  # of a rope scaling that would be refused
+    values.get("original_max_position_embeddings")  # read again where rope_parameters has none
+    scaling = rope_sizes(values).get("rope_scaling")
+    if scaling is not None and scaling.kind != "longrope":
+        raise Refused(
+            f"[hf] rope_type={scaling.kind!r} is not supported in phi3; only default and longrope are"
+        )
     return {"window": values.get("sliding_window"), "variant": {"rotary_share": rotary_share(values)}}
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
     share = sizes.variant.rotary_share
     rope = {**rope_keys(sizes), "partial_rotary_factor": share}
-    return {"rope_parameters": rope, "sliding_window": sizes.window}
+    return {"rope_parameters": rope, "sliding_window": sizes.window, **_length_keys(sizes)}
+
+
+def _length_keys(sizes: TransformerConfig) -> dict[str, Any]:
+    """Returns the keys from which the length of short documents is read."""
+    scaling = sizes.rope_scaling
+    return {} if scaling is None else {"original_max_position_embeddings": scaling.original_length}
 
 
 PHI3 = Architecture(
     model_type="phi3",
     class_name="Phi3ForCausalLM",
-    models="Phi-3 and Phi-4 without longrope (4k contexts; Phi-4 14B)",
+    models="Phi-3 and Phi-4, with short and long contexts (longrope)",
     tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,

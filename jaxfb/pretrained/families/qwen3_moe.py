@@ -1,15 +1,17 @@
-"""Qwen3-MoE: Qwen3 with experts in every layer."""
+"""Qwen3-MoE: Qwen3 with experts, in every layer or in some."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.family import Architecture, Values, bias_sizes, expert_keys, experts, refuse
-from jaxfb.pretrained.tensors import ATTENTION
+from jaxfb.models.pattern import LayerKind
+from jaxfb.pretrained.family import Architecture, Values, bias_sizes, expert_keys, experts
+from jaxfb.pretrained.layer_types import layers_in, stack_sizes, window_in
+from jaxfb.pretrained.tensors import DENSE
 
 _NAMES = {
-    **ATTENTION,
+    **DENSE,
     "moe.router.kernel": "mlp.gate.weight",
     **{
         f"moe.experts.{name}": f"mlp.experts.{{expert}}.{name}_proj.weight" for name in ("gate", "up", "down")
@@ -18,13 +20,19 @@ _NAMES = {
 
 
 def _sizes(values: Values) -> dict[str, Any]:
-    refuse(values, mlp_only_layers=[], decoder_sparse_step=1)
+    step, dense = values.get("decoder_sparse_step", 1), values.get("mlp_only_layers") or ()
     values.get("max_window_layers")  # read by no model: all layers have the window
+    window, used = values.get("sliding_window"), values.get("use_sliding_window")
+    window = window if used else None
+    kinds = [
+        LayerKind(window=window, experts=layer not in dense and (layer + 1) % step == 0)
+        for layer in range(values["num_hidden_layers"])
+    ]
     today, before = values.get("num_local_experts"), values.get("num_experts")
     return {
         **bias_sizes(values),
         "qk_norm": True,
-        "window": values.get("sliding_window") if values.get("use_sliding_window") else None,
+        **stack_sizes(kinds, has_experts=True),
         **experts(before or today or values["num_experts"], values),
         "expert_mlp_size": values["moe_intermediate_size"],
         "router_renormalize": values.get("norm_topk_prob", False),
@@ -32,10 +40,12 @@ def _sizes(values: Values) -> dict[str, Any]:
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
+    window = window_in(sizes)
     return {
         "attention_bias": sizes.variant.output_bias,
         **expert_keys(sizes),
-        **({"use_sliding_window": True, "sliding_window": sizes.window} if sizes.window else {}),
+        **({"use_sliding_window": True, "sliding_window": window} if window else {}),
+        "mlp_only_layers": [at for at, layer in enumerate(layers_in(sizes)) if not layer.num_experts],
         "num_experts": sizes.num_experts,
         "moe_intermediate_size": sizes.expert_mlp_size,
         "norm_topk_prob": sizes.router_renormalize,
@@ -45,8 +55,8 @@ def _keys(sizes: TransformerConfig) -> dict[str, Any]:
 QWEN3_MOE = Architecture(
     model_type="qwen3_moe",
     class_name="Qwen3MoeForCausalLM",
-    models="Qwen3-MoE with experts in every layer",
-    tested="transformers: logits",
+    models="Qwen3-MoE, with experts in every layer or in some",
+    tested="transformers: logits, losses, gradients",
     sizes=_sizes,
     keys=_keys,
     layer_names=_NAMES,

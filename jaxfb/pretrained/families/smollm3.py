@@ -13,7 +13,9 @@ from jaxfb.refusal import Refused
 
 def _sizes(values: Values) -> dict[str, Any]:
     number, interval = values["num_hidden_layers"], values.get("no_rope_layer_interval", 4)
-    window = values.get("sliding_window") if values.get("use_sliding_window") else None
+    values.get("max_window_layers")  # read by no model
+    found, used = values.get("sliding_window"), values.get("use_sliding_window")
+    window = found if used else None
     turned = values.get("no_rope_layers") or [(layer + 1) % interval != 0 for layer in range(number)]
     if len(turned) != number:
         raise Refused(f"[hf] no_rope_layers has {len(turned)} entries for num_hidden_layers={number} layers")
