@@ -69,7 +69,7 @@ def with_adapters(lora: LoRA | None, params: PyTree, key: jax.Array, dtype: Any 
     """
     if lora is None:
         return params
-    names = check_targets(lora, params["layers"])
+    names = check_targets(lora, all_layers(params))
 
     def one(path: str, node: Mapping) -> dict:
         kernel, own = node["kernel"], jax.random.fold_in(key, zlib.crc32(path.encode()))
@@ -95,8 +95,13 @@ def merged(params: PyTree, lora: LoRA) -> PyTree:
         rest = {name: leaf for name, leaf in node.items() if name not in (A, B)}
         return {**rest, "kernel": merged_kernel(node["kernel"], node[A], node[B], lora)}
 
-    found = {name for name, node in projections(params["layers"]) if A in node}
+    found = {name for name, node in projections(all_layers(params)) if A in node}
     return _with_all_layers_changed(params, dict.fromkeys(found, one))
+
+
+def all_layers(params: Mapping) -> Mapping:
+    """Returns the layers of a model, those before the first period among them."""
+    return {**params["layers"], LEADING: params[LEADING]} if LEADING in params else params["layers"]
 
 
 def _with_all_layers_changed(params: Mapping, functions: Mapping[str, Any]) -> dict:
@@ -116,7 +121,7 @@ def projections(layers: Mapping, path: str = "") -> Iterator[tuple[str, Mapping]
     for name, value in layers.items():
         if not isinstance(value, Mapping) or name in _NOT_LINEAR:
             continue
-        below = path if is_layer(name) else f"{path}.{name}".lstrip(".")
+        below = path if is_layer(name) or name == LEADING else f"{path}.{name}".lstrip(".")
         if "kernel" in value:
             yield below, value
         else:

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -13,7 +13,8 @@ import numpy as np
 
 from jaxfb.models.adapted import A, B, LoRA
 from jaxfb.models.lora import changed, projections
-from jaxfb.models.pattern import LEADING, is_layer
+from jaxfb.models.pattern import LEADING, is_layer, layer_name, named
+from jaxfb.pretrained.families.deepseek_v3 import DEEPSEEK_V3
 from jaxfb.pretrained.family import Architecture
 from jaxfb.pretrained.tensors import DENSE
 from jaxfb.refusal import Refused
@@ -51,9 +52,7 @@ def save_adapter(
     target = Path(directory)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory")
-    _check_one_kind(params)
-    names = {name: _module(name, architecture) for name, node in projections(params["layers"]) if A in node}
-    tensors = _tensors(params, names)
+    tensors, modules = _tensors(params, architecture)
     target.mkdir(parents=True, exist_ok=True)
     values = {
         "peft_type": "LORA",
@@ -62,7 +61,7 @@ def save_adapter(
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": lora.dropout,
-        "target_modules": sorted({module.rpartition(".")[2] for module in names.values()}),
+        "target_modules": sorted({module.rpartition(".")[2] for module in modules}),
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,
@@ -87,15 +86,19 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
                 f"[lora] adapter={str(path)!r} has no file {name}; give a directory that PEFT wrote"
             )
     _check_config(path, json.loads((path / CONFIG).read_text(encoding="utf-8")), lora)
-    _check_one_kind(params)
-    nodes = {name: node for name, node in projections(params["layers"]) if A in node}
-    wanted = {key: leaf for name in nodes for key, leaf in _keys(name, _module(name), nodes[name]).items()}
+    stacks, wanted = _stacks(params), {}
+    for where, stack in enumerate(stacks):
+        for name, node in adapted_projections(stack.layers):
+            wanted |= {
+                key: (where, name, leaf, shape)
+                for key, (leaf, _, shape) in _keys(_module(name), node, stack).items()
+            }
     found = _read(path / WEIGHTS)
     problems = [f"{key}: missing" for key in wanted if key not in found]
     problems += [f"{key}: unexpected" for key in found if key not in wanted]
     problems += [
         f"{key}: shape {list(found[key].shape)}, must be {list(shape)}"
-        for key, (_, _, shape) in wanted.items()
+        for key, (*_, shape) in wanted.items()
         if key in found and found[key].shape != shape
     ]
     if problems:
@@ -103,25 +106,62 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
         raise Refused(
             f"[lora] {path / WEIGHTS} does not fit lora.targets: {'; '.join([*problems[:6], *more])}"
         )
-    loaded: dict[str, dict[str, list]] = {name: {A: [], B: []} for name in nodes}
-    for key, (name, leaf, _) in wanted.items():
-        loaded[name][leaf].append(found[key].T)
-
-    def replaced(name: str, node: Mapping) -> dict:
-        stacks = {
-            leaf: jnp.asarray(np.stack(parts), node[leaf].dtype) for leaf, parts in loaded[name].items()
-        }
-        return {**node, **stacks}
-
-    return {**params, "layers": changed(params["layers"], dict.fromkeys(nodes, replaced))}
+    loaded: dict[tuple[int, str, str], list[np.ndarray]] = {}
+    for key, (where, name, leaf, _) in wanted.items():
+        loaded.setdefault((where, name, leaf), []).append(found[key].T)
+    return _with_stacks(params, [_replaced(stack, loaded, where) for where, stack in enumerate(stacks)])
 
 
-def _check_one_kind(params: PyTree) -> None:
-    if LEADING in params or any(map(is_layer, params["layers"])):
-        raise Refused(
-            "[lora] adapters of a model with layers of several kinds are not read or written in PEFT's format; export "
-            "the merged model, without --adapter"
-        )
+class _Stack(NamedTuple):
+    """Layers of one kind. numbers: theirs in the model. is_stacked: every array has a first dim of so many."""
+
+    layers: Mapping[str, Any]
+    numbers: list[int]
+    is_stacked: bool
+
+
+def _stacks(params: PyTree) -> list[_Stack]:
+    """Returns the leading layers one by one, then each kind of a period."""
+    leading = [params[LEADING][layer_name(k)] for k in range(len(params.get(LEADING, {})))]
+    kinds = [params["layers"]]
+    if any(map(is_layer, params["layers"])):
+        kinds = [params["layers"][layer_name(k)] for k in range(len(params["layers"]))]
+    periods = jax.tree.leaves(kinds[0])[0].shape[0]
+    first = [len(leading) + place for place in range(len(kinds))]
+    return [
+        *(_Stack(layers, [number], False) for number, layers in enumerate(leading)),
+        *(
+            _Stack(layers, [at + k * len(kinds) for k in range(periods)], True)
+            for at, layers in zip(first, kinds, strict=True)
+        ),
+    ]
+
+
+def _with_stacks(params: PyTree, stacks: list[Mapping[str, Any]]) -> PyTree:
+    """Returns the parameters with other layers, in the order of `_stacks`."""
+    number = len(params.get(LEADING, {}))
+    leading = {LEADING: named(stacks[:number])} if number else {}
+    kinds = stacks[number:]
+    return {**params, **leading, "layers": named(kinds) if len(kinds) > 1 else kinds[0]}
+
+
+def _replaced(
+    stack: _Stack, loaded: Mapping[tuple[int, str, str], list[np.ndarray]], where: int
+) -> Mapping[str, Any]:
+    def own(name: str) -> Callable[[str, Mapping], dict]:
+        def replaced(_: str, node: Mapping) -> dict:
+            parts = {leaf: loaded[where, name, leaf] for leaf in _NAMES}
+            arrays = {leaf: np.stack(one) if stack.is_stacked else one[0] for leaf, one in parts.items()}
+            return {**node, **{leaf: jnp.asarray(one, node[leaf].dtype) for leaf, one in arrays.items()}}
+
+        return replaced
+
+    return changed(stack.layers, {name: own(name) for name, _ in adapted_projections(stack.layers)})
+
+
+def adapted_projections(layers: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:
+    """Returns (name below its layer, arrays) of every projection with an adapter."""
+    return [(name, node) for name, node in projections(layers) if A in node]
 
 
 def _check_config(path: Path, values: Mapping[str, Any], lora: LoRA) -> None:
@@ -140,39 +180,51 @@ def _check_config(path: Path, values: Mapping[str, Any], lora: LoRA) -> None:
 
 
 def _module(name: str, architecture: Architecture | None = None) -> str:
-    """Returns what transformers calls a projection below its layer: "attention.query" is "self_attn.q_proj"."""
-    known = DENSE.get(f"{name}.kernel")
-    stored = known if architecture is None else architecture.layer_names.get(f"{name}.kernel")
-    if known is None or stored != known:
+    """Returns what transformers calls a projection below its layer: "attention.query" is "self_attn.q_proj".
+
+    architecture: None for the name that it has wherever it is a module of its own.
+    """
+    names = {**DEEPSEEK_V3.layer_names, **DENSE} if architecture is None else architecture.layer_names
+    stored = names.get(f"{name}.kernel")
+    if not isinstance(stored, str):
         raise Refused(
             f"[lora] {name} has no adapter in PEFT's format: transformers has no module of its own for that kernel; "
             "export the merged model, without --adapter"
         )
-    return known.removesuffix(".weight")
+    return stored.removesuffix(".weight")
 
 
-def _keys(name: str, module: str, node: Mapping[str, Any]) -> dict[str, tuple[str, str, tuple[int, int]]]:
-    """Returns PEFT's name of each layer's tensor -> (projection, leaf, shape as stored), layer by layer."""
+def _keys(module: str, node: Mapping[str, Any], stack: _Stack) -> dict[str, tuple[str, int, tuple[int, ...]]]:
+    """Returns PEFT's name of each layer's tensor -> (leaf, place in the stack, shape as stored), layer by layer."""
     return {
-        f"base_model.model.model.layers.{layer}.{module}.{theirs}.weight": (
-            name,
+        f"base_model.model.model.layers.{number}.{module}.{theirs}.weight": (
             leaf,
-            node[leaf].shape[:0:-1],
+            place,
+            node[leaf].shape[-1:-3:-1],
         )
         for leaf, theirs in _NAMES.items()
-        for layer in range(node[leaf].shape[0])
+        for place, number in enumerate(stack.numbers)
     }
 
 
-def _tensors(params: PyTree, names: Mapping[str, str]) -> dict[str, np.ndarray]:
-    nodes = dict(projections(params["layers"]))
-    found = {}
-    for name, module in names.items():
-        host = jax.device_get({leaf: nodes[name][leaf] for leaf in _NAMES})
-        layers = {leaf: iter(np.asarray(stack)) for leaf, stack in host.items()}
-        for key, (_, leaf, _) in _keys(name, module, nodes[name]).items():
-            found[key] = np.ascontiguousarray(next(layers[leaf]).T)
-    return found
+def _tensors(params: PyTree, architecture: Architecture) -> tuple[dict[str, np.ndarray], set[str]]:
+    """Returns the tensors by PEFT's names, and the modules that they adapt."""
+    found, modules, stacks = {}, set(), _stacks(params)
+    has_experts = any("moe" in stack.layers for stack in stacks)
+    for stack in stacks:
+        for name, node in adapted_projections(stack.layers):
+            module = _module(name, architecture)
+            if has_experts and not name.startswith("attention."):
+                raise Refused(
+                    f"[lora] {name} has no adapter in PEFT's format: in a model with experts PEFT takes that name for "
+                    "theirs; export the merged model, without --adapter"
+                )
+            modules.add(module)
+            host = {leaf: np.asarray(jax.device_get(node[leaf])) for leaf in _NAMES}
+            for key, (leaf, place, _) in _keys(module, node, stack).items():
+                one = host[leaf][place] if stack.is_stacked else host[leaf]
+                found[key] = np.ascontiguousarray(one.T)
+    return found, modules
 
 
 def _read(file: Path) -> dict[str, np.ndarray]:

@@ -30,7 +30,7 @@ from jaxfb.models.adapted import adapted
 from jaxfb.models.attention import check_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.language_model import LanguageModel, language_model
-from jaxfb.models.lora import check_targets
+from jaxfb.models.lora import all_layers, check_targets
 from jaxfb.models.transformer import init_params
 from jaxfb.optim import (
     DynamicLossScale,
@@ -250,7 +250,7 @@ def with_lora(
     if lora is None:
         return sizes
     own = built_in(sizes, "lora", "leave it out")
-    check_targets(lora, jax.eval_shape(lambda: init_params(own, jax.random.key(0)))["layers"])
+    check_targets(lora, all_layers(jax.eval_shape(lambda: init_params(own, jax.random.key(0)))))
     return adapted(own, lora)
 
 
