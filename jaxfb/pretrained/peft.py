@@ -34,6 +34,15 @@ _SUPPORTED = {
     "layers_to_transform": (None, []),
     "rank_pattern": (None, {}),
     "alpha_pattern": (None, {}),
+    "layer_replication": (None, []),
+    "target_parameters": (None, []),
+    "trainable_token_indices": (None, [], {}),
+    "use_qalora": (False, None),
+    "use_bdlora": (None, False),
+    **dict.fromkeys(
+        ("alora_invocation_tokens", "arrow_config", "kasa_config", "velora_config", "monteclora_config"),
+        (None,),
+    ),
 }
 
 

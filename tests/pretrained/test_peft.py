@@ -73,6 +73,20 @@ def test_what_peft_cannot_name_is_refused(name, sentence, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+@pytest.mark.parametrize(
+    "key, value",
+    [("target_parameters", ["mlp.experts.down_proj"]), ("layer_replication", [[0, 2]]), ("use_qalora", True)],
+)
+def test_adapters_of_other_kinds_are_refused(key, value, tmp_path):
+    config = json.loads((GOLDEN / "hf_llama_tiny" / "config.json").read_text())
+    params = drawn(config)
+    save_adapter(tmp_path / "adapter", params, ALL, architecture_of(config), "base")
+    file = tmp_path / "adapter" / "adapter_config.json"
+    file.write_text(json.dumps({**json.loads(file.read_text()), key: value}))
+    with pytest.raises(ValueError, match=f"{key}=.* is not supported"):
+        load_adapter(tmp_path / "adapter", params, ALL)
+
+
 def test_leading_layers_have_adapters_too():
     params = drawn(json.loads((GOLDEN / "hf_deepseek_v3_dense_tiny" / "config.json").read_text()))
     assert A in params["leading"]["layer_0"]["mlp"]["gate"] and "mlp" not in params["layers"]
