@@ -20,6 +20,7 @@ LogProbs = Literal["recompute", "sampler"]
 RewardKL = Literal["k1", "k2", "k3", "abs"]
 PolicyKL = Literal["k1", "k2", "k3", "abs", "k1+", "k3+", "abs+"]
 FROM_SAMPLER = "sampler"
+MOST_DIGITS = 9
 TEMPLATES = ("chatml", "plain", "none")
 
 
@@ -45,6 +46,12 @@ class TaskConfig:
     def __post_init__(self):
         known_template("task", self.template)
         positive("task", digits=self.digits, held_out=self.held_out)
+        if self.digits > MOST_DIGITS:
+            raise Refused(
+                f"[task] digits={self.digits} must be at most {MOST_DIGITS}, so that problems have numbers of 64 bits; "
+                f"use {MOST_DIGITS}",
+                [{"digits": MOST_DIGITS}],
+            )
         seed_in_range("task", self.seed)
         if not self.operations or set(self.operations) - set("+-*"):
             raise Refused(

@@ -11,7 +11,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
 from itertools import islice
-from math import gcd
+from math import gcd, isqrt
 from typing import Any, TypeVar
 
 from jaxfb.batch_plan import PURPOSES, PlanError
@@ -103,7 +103,7 @@ def _other_cuts(base: Any) -> Iterator[dict[str, Any]]:
         return
     sizes = config.rollout
     whole, update = sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update
-    legal = [n for n in range(replicas, whole + 1, replicas) if whole % n == 0]
+    legal = [n for n in _divisors(whole) if n % replicas == 0]
     for rows in sorted(legal, key=lambda n: abs(n - update)):
         yield _different(config, {"rollout.rows_per_update": rows, **_cuts(config, rows // replicas)})
     for prompts in around(sizes.prompts, replicas // gcd(replicas, sizes.samples_per_prompt)):
@@ -119,10 +119,14 @@ def _cuts(config: Any, rows: int) -> dict[str, int]:
         cut: CutConfig | None = getattr(config.plans, purpose, None)
         for name in ("rows_per_microbatch", "num_microbatches"):
             if cut is not None and (value := getattr(cut, name)) is not None:
-                found[f"plans.{purpose}.{name}"] = max(
-                    n for n in range(1, min(value, rows) + 1) if rows % n == 0
-                )
+                found[f"plans.{purpose}.{name}"] = max(n for n in _divisors(rows) if n <= value)
     return found
+
+
+def _divisors(number: int) -> list[int]:
+    """Returns what divides a number of rows, which the memory of the machine bounds."""
+    small = [n for n in range(1, isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def _different(config: Any, choice: Mapping[str, Any]) -> dict[str, Any]:

@@ -43,6 +43,7 @@ from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.trainable import joined
 from jaxfb.training.changes import changes_between
+from jaxfb.training.machine import check_table
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import compute_dtype
 
@@ -248,6 +249,9 @@ def make_policy_work(
     task = make_task(config) if task is None else task
     sampler = _sampler(config, base, check_task(task, base.chat))
     length = row_slots(sampler.prompt_width, sampler.max_new_tokens, base.mesh)
+    if config.warm_start.updates:
+        check_table("warm_start", config.warm_start.rows, length)
+    check_table("rollout", config.rollout.prompts * config.rollout.samples_per_prompt, length)
     plan = planned(base, lambda base: _rollout_plan(base, length))
     loss = PolicyLoss(
         make_surrogate(config.policy.surrogate, **config.policy.options),

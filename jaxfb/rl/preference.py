@@ -21,6 +21,7 @@ from jaxfb.losses.preference import PreferenceLoss
 from jaxfb.rl.rows import Rows, batches, count
 from jaxfb.rl.start import make_base
 from jaxfb.rl.supervised import SupervisedWork, row_length, work_on
+from jaxfb.training.machine import check_table
 
 PyTree = Any
 REFERENCE = "ref_log_probs"
@@ -74,6 +75,7 @@ def make_preference_work(config: DPOConfig) -> PreferenceWork:
     encoded = [encode_pairs(pairs, base.chat) for pairs in (train, held_out)]
     tokens = longest(*(ids for sides in encoded for ids, _ in sides))
     length = row_length(base, "preferences", tokens, sequences=2)
+    check_table("preferences", len(train) + len(held_out), length)
     dtype = np.float64 if config.precision.compute_dtype == "float64" else np.float32
     rows = [pair_rows(sides, length, dtype) for sides in encoded]
     loss = PreferenceLoss(section.kind, section.beta, section.label_smoothing)

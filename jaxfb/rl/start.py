@@ -114,7 +114,7 @@ class Base(Generic[Kind]):
             remainder="error" if exact else "pad",
             **vars(cut),
         )
-        check_rows(f"plans.{purpose}", plan, length)
+        check_rows(f"plans.{purpose}", plan, length, _length_key(self.config))
         self._warn_of_bubbles(plan)
         return plan
 
@@ -194,6 +194,12 @@ def make_base(config: Kind) -> Base[Kind]:
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)
+
+
+def _length_key(config: PostTrainingConfig) -> str:
+    """Returns the key of a config that makes its rows longer or shorter."""
+    section = next(name for name in KINDS if getattr(config, name, None) is not None)
+    return "rollout.max_new_tokens" if section == "task" else f"{section}.sequence_length"
 
 
 def row_multiple(mesh: Mesh) -> int:

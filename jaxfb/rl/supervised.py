@@ -28,6 +28,7 @@ from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.training.machine import check_table
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import step_options
 
@@ -139,6 +140,7 @@ def make_supervised_work(config: SFTConfig) -> SupervisedWork:
     base.check_characters(message["content"] for messages in train for message in messages)
     encoded = [base.chat.encode(conversations, section.learn) for conversations in (train, held_out)]
     length = row_length(base, "conversations", longest(*(ids for ids, _ in encoded)))
+    check_table("conversations", len(train) + len(held_out), length)
     rows = [token_rows(*cut_to(*one, length), length) for one in encoded]
     return work_on(SupervisedWork, base, rows[0], rows[1], base.model)
 

@@ -45,8 +45,26 @@ def bytes_of_device(devices: Sequence[Any]) -> int | None:
     return (devices[0].memory_stats() or {}).get("bytes_limit")
 
 
-def check_rows(section: str, plan: BatchPlan, length: int) -> None:
+def check_table(section: str, rows: int, length: int) -> None:
+    """Refuses rows that every process keeps whole where they are larger than its memory.
+
+    Raises:
+      ValueError: names the sizes, and the greatest length or number of rows.
+    """
+    memory, needed = host_memory(), rows * length * SLOT_BYTES
+    if memory is not None and needed > memory:
+        most = memory // (rows * SLOT_BYTES)
+        use = f"rows of {most} tokens" if most > 1 else f"{memory // (length * SLOT_BYTES)} rows"
+        raise Refused(
+            f"[{section}] {rows} rows of {length} tokens take {_gb(needed)}, but this machine has {_gb(memory)}; "
+            f"use at most {use}"
+        )
+
+
+def check_rows(section: str, plan: BatchPlan, length: int, key: str = "data.sequence_length") -> None:
     """Refuses the rows of one batch where the part that this process reads is larger than its memory.
+
+    key: of the config, that gives the length.
 
     Raises:
       ValueError: names the sizes and the largest number of rows.
@@ -59,7 +77,7 @@ def check_rows(section: str, plan: BatchPlan, length: int) -> None:
         each = length * SLOT_BYTES
         most = memory * processes // each // cut * cut
         shorter = memory * processes // (rows * SLOT_BYTES)
-        advice = f"use {most} rows or fewer" if most else f"use data.sequence_length={shorter} or less"
+        advice = f"use {most} rows or fewer" if most else f"use {key}={shorter} or less"
         raise Refused(
             f"[{section}] rows={rows} of sequence_length={length} take {_gb(needed)}, but this machine has "
             f"{_gb(memory)}; {advice}"
