@@ -70,13 +70,17 @@ JOBS = {
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
-    "70B, v5p:8x8x8, fsdp 64 x tensor 8, sequence cut": Job(
-        "70b", "v5p:8x8x8", ("model.sequence_parallel=true",), None
-    ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b",
         "v5p:8x8x8",
-        ("mesh.pp=8", "mesh.fsdp=8", "mesh.tp=8", "batch.rows=512", "schedule=1f1b"),
+        (
+            "mesh.pp=8",
+            "mesh.fsdp=8",
+            "mesh.tp=8",
+            "batch.rows=512",
+            "schedule=1f1b",
+            "model.sequence_parallel=false",
+        ),
         PIPELINE,
     ),
 }

@@ -108,10 +108,11 @@ class Execution:
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
 
-    def outer_to_shards(self):
-        """Returns a function from gradients of what `bring_outer` gives to those of the shards."""
-        specs = self.trained(outer_params(self.specs), "outer")
-        return lambda grads: data.to_shards(grads, specs) if self.gathers_in_loop else grads
+    def gather_outer(self):
+        """Returns `bring` of what is beside the layers; None where fsdp cuts none of it, or the loop gets it whole."""
+        specs = jax.tree.leaves(outer_params(self.specs), is_leaf=lambda x: isinstance(x, P))
+        is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
+        return self.bring("outer") if self.gathers_in_loop and is_cut else None
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
         """Returns a run of the model's layers, which keeps that of its forward."""
@@ -158,7 +159,7 @@ class Accumulation:
     def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
         how, rest = self.how, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            in_place = InPlace(self.model, self._stage(self.model), how.bring("outer"), how.outer_to_shards())
+            in_place = InPlace(self.model, self._stage(self.model), how.gather_outer())
             if in_place.takes(held, microbatches, keys, accum_dtypes):
                 return in_place.run(held, *rest)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)

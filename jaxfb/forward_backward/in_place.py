@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.accumulate import added, empty_sums, split_totals
+from jaxfb.compat import cut_down
+from jaxfb.forward_backward.accumulate import empty_sums, split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
@@ -34,14 +35,13 @@ PyTree = Any
 class InPlace:
     """Runs all layers as one stage between the model's embedding and head.
 
-    bring_outer: makes whole parameters beside the layers out of shards, once a microbatch (FSDP).
-    to_shards:   sums gradients of those over fsdp and cuts them as the shards are.
+    gather_outer: makes whole parameters beside the layers out of shards (FSDP), for the embedding and again for the
+      head, so that between them none of these are there; None where they are whole.
     """
 
     model: Pipelined
     stage: Stage
-    bring_outer: Callable[[PyTree], PyTree]
-    to_shards: Callable[[PyTree], PyTree]
+    gather_outer: Callable[[PyTree], PyTree] | None
 
     def takes(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, accum_dtypes: PyTree
@@ -77,29 +77,63 @@ class InPlace:
     def _microbatch(self, params, grads, kept, given: Given, seeds: dict):
         """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
-        outer = self.bring_outer(outer_params(params))
-        trained = like(outer_params(grads), outer)
+        outer, so_far = outer_params(params), outer_params(grads)
         with jax.named_scope("forward"):
-            embedded, embed_vjp = jax.vjp(lambda o: self._embed(joined(o, outer), given), trained)
+            embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, given))
             with jax.named_scope("layers"):
                 hidden, of_layers, slot = self.stage.forward(layers, embedded, given, slot)
                 assert slot is not None  # one was given
-            totals, head_vjp, out = jax.vjp(
-                lambda o, h: self._head(joined(o, outer), h, given), trained, hidden, has_aux=True
-            )
+            outer, hidden = self._in_this_turn(outer, hidden)
+            totals, head_vjp, out = self._head_vjp(so_far, outer, hidden, given)
         with jax.named_scope("backward"):
             of_head, cotangent = head_vjp(_seeded(totals, seeds))
+            so_far, cotangent = self._in_this_turn(self._added(so_far, of_head), cotangent)
             of_terms, target = _seeded(split_totals(of_layers)[0], seeds), _only_chunk(grads["layers"])
             with jax.named_scope("layers"):
                 sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, given, target)
-            (of_embed,) = embed_vjp(cotangent)
-        with jax.named_scope("accumulate"):
-            so_far = outer_params(grads)
-            both = jax.tree.map(
-                lambda leaf, a, b: a.astype(leaf.dtype) + b.astype(leaf.dtype), so_far, of_head, of_embed
-            )
-            grads = added(so_far, self.to_shards(both)) | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
+            so_far = self._added(so_far, *embed_vjp(cotangent))
+        grads = so_far | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
         return (grads, slot.buffers), with_layers(out, of_layers)
+
+    def _embed_vjp(self, so_far: PyTree, outer: PyTree, given: Given):
+        """Returns (hidden, VJP to those shards beside the layers that the embedding reads and that are trained)."""
+
+        def embed(trained):
+            return self._embed(self._whole(joined(trained, outer)), given)
+
+        return jax.vjp(embed, _read_by(embed, like(so_far, outer)))
+
+    def _head_vjp(self, so_far: PyTree, outer: PyTree, hidden: PyTree, given: Given):
+        """Returns (totals of the terms, VJP to the head's likewise and to hidden, the answer)."""
+
+        def head(trained, hidden):
+            return self._head(self._whole(joined(trained, outer)), hidden, given)
+
+        read = _read_by(lambda trained: head(trained, hidden), like(so_far, outer))
+        return jax.vjp(head, read, hidden, has_aux=True)
+
+    def _in_this_turn(self, *arrays: PyTree) -> tuple:
+        """Returns the same arrays; where parameters are gathered, all of them together, and in each turn of the loop.
+
+        A compiler would otherwise gather parameters before the loop over microbatches, keep them whole through all of
+        it, and leave gradients whole until the end of a turn.
+        """
+        return arrays if self.gather_outer is None else lax.optimization_barrier(arrays)
+
+    def _added(self, so_far: PyTree, grads: PyTree) -> PyTree:
+        """Adds the gradients that are there to the sums.
+
+        The barrier keeps the compiler from taking the second step of a reduce-scatter out of the loop over
+        microbatches: sums of what the first step gives are several times the shards.
+        """
+        (grads,) = self._in_this_turn(grads)
+        with jax.named_scope("accumulate"):
+            return jax.tree.map(
+                lambda leaf, grad: leaf if grad is None else leaf + grad.astype(leaf.dtype), so_far, grads
+            )
+
+    def _whole(self, outer: PyTree) -> PyTree:
+        return outer if self.gather_outer is None else self.gather_outer(outer)
 
     def _embed(self, outer, given: Given) -> PyTree:
         with jax.named_scope("embed"):
@@ -111,11 +145,19 @@ class InPlace:
 
     def _hidden(self, params, given: Given) -> PyTree:
         """Returns shapes of what the layers are given."""
-        return jax.eval_shape(lambda p, g: self._embed(self.bring_outer(outer_params(p)), g), params, given)
+        return jax.eval_shape(lambda p, g: self._embed(self._whole(outer_params(p)), g), params, given)
 
     def _empty(self, params, given: Given) -> PyTree:
         """Returns zeros for what the layers keep of one microbatch, [1, l, ...]."""
         return self.stage.empty(jax.eval_shape(_layers_of, params), self._hidden(params, given), given, 1)
+
+
+def _read_by(function: Callable, trained: PyTree) -> PyTree:
+    """Returns the leaves that a function of them reads, with None in place of the others."""
+    leaves, structure = jax.tree.flatten(trained)
+    program = jax.make_jaxpr(function)(trained)
+    _, read = cut_down(program, [True] * len(program.jaxpr.outvars))
+    return structure.unflatten([leaf if one else None for leaf, one in zip(leaves, read, strict=True)])
 
 
 def _layers_of(params: PyTree) -> Layers:

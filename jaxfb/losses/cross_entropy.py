@@ -1,10 +1,11 @@
 """Softmax cross entropy over a large vocabulary, a chunk of tokens at a time.
 
 Part of the head in forward_backward: [tokens, vocab] logits never exist whole, neither forward nor
-backward. The loss is a sum, so its gradient is known as soon as a chunk's logits are: the differentiated
-forward pass makes the gradients in the same loop (6 instead of 8 multiplications per weight and token; Liger,
-arXiv:2410.10989) and the backward pass only scales them. With regularizers there are several sums, whose
-cotangents only the backward knows: then it runs the loop, logits included (8 multiplications, one gradient).
+backward; their gradient does, in the compute dtype, where it is small (`gradients_by_chunk`). The loss is a sum, so its
+gradient is known as soon as a chunk's logits are: the differentiated forward pass makes the gradients at once (6
+instead of 8 multiplications per weight and token; Liger, arXiv:2410.10989) and the backward pass only scales them. With
+regularizers there are several sums, whose cotangents only the backward knows: then it runs the loop, logits included (8
+multiplications, one gradient).
 
 The vocabulary may be split over the automatic `tensor` axis, and over one manual axis besides (a pipeline's
 stages, each with its share of the head); sums over the manual axis are written here.

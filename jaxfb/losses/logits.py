@@ -49,17 +49,6 @@ def capped_slope(logits: jax.Array, softcap: float | None) -> jax.Array | float:
     return 1.0 if softcap is None else 1 - (logits / softcap) ** 2
 
 
-def project_grads(
-    hidden: jax.Array, counted: jax.Array, kernel: jax.Array, logits_grad: jax.Array
-) -> tuple[jax.Array, jax.Array]:
-    """Computes gradients of both factors of hidden @ kernel, where `counted` [T]: float32[T, D] and float32[D, V]."""
-    scale = _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
-    grad = (logits_grad * scale).astype(kernel.dtype)
-    hidden = jnp.where(counted[:, None], hidden, 0)
-    matmul = partial(jnp.matmul, preferred_element_type=logits_grad.dtype)
-    return matmul(grad, kernel.T) / scale, matmul(hidden.T, grad) / scale
-
-
 def gradients_by_chunk(
     logits_grad: Callable[..., tuple[jax.Array, Any]],
     hidden: jax.Array,
@@ -72,6 +61,9 @@ def gradients_by_chunk(
 ) -> tuple[jax.Array, jax.Array, Any]:
     """Computes gradients of both factors of hidden @ kernel, with one chunk's logits at a time.
 
+    What the products read, the gradient of the logits in the kernel's dtype, is kept for all tokens where that takes no
+    more memory than the sum of the kernel's gradients: then there is one product instead of a sum over chunks.
+
     Args:
       logits_grad: (hidden [T, D], *others [T, ...]) -> (float32[T, V] before it is masked, anything to stack).
       hidden: float[rows, seq, D]. counted: bool[rows, seq], where a gradient flows.
@@ -80,17 +72,60 @@ def gradients_by_chunk(
       (float32[rows, seq, D] summed over `axis`, float32[D, V], what was stacked: [chunks, T, ...]).
     """
 
-    def step(kernel_grad, tokens):
-        hidden, counted, *others = tokens
+    def rounded(hidden, counted, *others):
         grad, kept = logits_grad(hidden, *others)
-        grad = jnp.where(counted[:, None], grad, 0)
-        hidden_grad, added = project_grads(hidden, counted, kernel, grad)
+        return (jnp.where(counted[:, None], grad, 0) * _scale(kernel)).astype(kernel.dtype), kept
+
+    tokens = cut_tokens(chunk, hidden, counted, *others)
+    run = _at_once if _keeps_all(tokens[1].size, kernel) else _summed_over_chunks
+    hidden_grad, kernel_grad, kept = run(rounded, tokens, kernel)
+    return summed(join_tokens(hidden_grad, hidden.shape), axis), kernel_grad, kept
+
+
+def _keeps_all(num_tokens: int, kernel: jax.Array) -> bool:
+    """Returns whether [tokens, V] in the kernel's dtype takes no more memory than [D, V] in that of its sums."""
+    return num_tokens * kernel.dtype.itemsize <= kernel.shape[0] * sum_dtype(kernel).itemsize
+
+
+def _at_once(rounded: Callable, tokens: tuple, kernel: jax.Array) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns gradients of hidden and kernel, and what was stacked, by one product each."""
+    grads, kept = lax.map(lambda one: rounded(*one), tokens)
+    grads = constrain(grads, None, None, "tensor").reshape(-1, kernel.shape[1])
+    hidden, counted = (leaf.reshape(-1, *leaf.shape[2:]) for leaf in tokens[:2])
+    return *_products(hidden, counted, kernel, grads), kept
+
+
+def _summed_over_chunks(
+    rounded: Callable, tokens: tuple, kernel: jax.Array
+) -> tuple[jax.Array, jax.Array, Any]:
+    """Returns the same with one chunk's gradient of the logits at a time."""
+
+    def step(kernel_grad, one):
+        grad, kept = rounded(*one)
+        hidden, counted = one[:2]
+        hidden_grad, added = _products(hidden, counted, kernel, grad)
         return constrain(kernel_grad + added, None, "tensor"), (hidden_grad, kept)
 
-    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(hidden)), None, "tensor")
-    tokens = cut_tokens(chunk, hidden, counted, *others)
+    zeros = constrain(jnp.zeros(kernel.shape, sum_dtype(kernel)), None, "tensor")
     kernel_grad, (hidden_grad, kept) = lax.scan(step, zeros, tokens)
-    return summed(join_tokens(hidden_grad, hidden.shape), axis), kernel_grad, kept
+    return hidden_grad, kernel_grad, kept
+
+
+def _products(
+    hidden: jax.Array, counted: jax.Array, kernel: jax.Array, grad: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    """Computes gradients of both factors of hidden @ kernel, where `counted` [T]: float32[T, D] and float32[D, V].
+
+    That of hidden first: the kernel is then not needed any more while its gradient is made.
+    """
+    scale, hidden = _scale(kernel), jnp.where(counted[:, None], hidden, 0)
+    matmul = partial(jnp.matmul, preferred_element_type=sum_dtype(kernel))
+    hidden_grad, grad = lax.optimization_barrier((matmul(grad, kernel.T) / scale, grad))
+    return hidden_grad, constrain(matmul(hidden.T, grad) / scale, None, "tensor")
+
+
+def _scale(kernel: jax.Array) -> float:
+    return _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:

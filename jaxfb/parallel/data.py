@@ -6,10 +6,12 @@ functions here run inside `jax.shard_map` and see one device's shard.
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import custom_vjp
@@ -19,6 +21,9 @@ from jaxfb.parallel.sharding import axes_of, dim_of
 
 PyTree = Any
 GATHERS = ("layer", "step")
+LARGEST_SCATTER = 2**28
+"""Bytes of a gradient that are widened at a time before they are reduced: of an embedding or a head, which are large
+where nothing else is."""
 
 
 def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, sums: PyTree) -> PyTree:
@@ -65,7 +70,7 @@ def _gather_forward(shard, spec, dtype):
 
 
 def _gather_backward(spec, dtype, like, cotangent):
-    return (_scatter(cotangent.astype(like.dtype), "fsdp", spec),)
+    return (_scatter_widened(cotangent, like.dtype, spec),)
 
 
 gather_shard.defvjp(_gather_forward, _gather_backward)
@@ -126,6 +131,50 @@ def scatter_over_data(grad_specs: PyTree):
             return jax.tree.map(scatter, grads, grad_specs)
 
     return scatter_all
+
+
+def _scatter_widened(grad: jax.Array, wide: Any, spec: P) -> jax.Array:
+    """Sums over fsdp in a dtype that may be wider; of a large gradient one block is widened at a time."""
+    dim = dim_of(spec, "fsdp")
+    if grad.dtype == wide or dim is None:
+        return _scatter(grad, "fsdp", spec)
+    return tensor.on_shards(lambda whole: _scatter_in_blocks(whole, wide, dim), grad, spec)
+
+
+def _scatter_in_blocks(grad: jax.Array, wide: Any, dim: int) -> jax.Array:
+    """Returns this device's shard along `dim` of the sum in `wide`, block by block."""
+    devices, shape = lax.axis_size("fsdp"), grad.shape
+    along, number = _blocks(shape, dim, devices, jnp.dtype(wide).itemsize)
+    if number == 1:
+        return reduce_scatter(grad.astype(wide), "fsdp", dim)
+    parts = devices if along == dim else 1  # of each device's share a part, or a part of all
+    size = shape[along] // parts // number
+    split = grad.reshape(*shape[:along], parts, number * size, *shape[along + 1 :])
+
+    def put(index, whole):
+        block = lax.dynamic_slice_in_dim(split, index * size, size, along + 1)
+        block = block.reshape(*shape[:along], parts * size, *shape[along + 1 :])
+        scattered = reduce_scatter(block.astype(wide), "fsdp", dim)
+        return lax.dynamic_update_slice_in_dim(whole, scattered, index * size, along)
+
+    whole = jnp.zeros((*shape[:dim], shape[dim] // devices, *shape[dim + 1 :]), wide)
+    return lax.fori_loop(0, number, put, whole)
+
+
+def _blocks(shape: tuple[int, ...], dim: int, devices: int, itemsize: int) -> tuple[int, int]:
+    """Returns (dim to cut, number of blocks): the fewest blocks that are not too large and fill a TPU's tiles.
+
+    Of the scattered dim each device's share is cut, where that can be; otherwise another dim.
+    """
+    needed = -(-math.prod(shape) * itemsize // LARGEST_SCATTER)
+    if needed > 1:
+        for along in sorted(range(len(shape)), key=lambda one: one != dim):
+            size = shape[along] // (devices if along == dim else 1)
+            tile = 128 if along == len(shape) - 1 else 16
+            numbers = [n for n in range(2, 65) if size % (n * tile) == 0]
+            if numbers:
+                return along, next((n for n in numbers if n >= needed), numbers[-1])
+    return dim, 1
 
 
 def _gather(leaf: jax.Array, spec: P) -> jax.Array:

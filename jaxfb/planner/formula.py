@@ -94,7 +94,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         batch=0,
         gradients=_gradient_bytes(config, sizes),
         activations=_kept_bytes(config, sizes, topology),
-        working=_whole_bytes(config, sizes, topology) + _work_bytes(config, sizes, topology),
+        working=_working_bytes(config, sizes, topology),
         flops=_flops(config, sizes, topology.num_devices),
         work_seconds=_work_seconds(config, sizes, topology) if topology.chip else 0.0,
         wire_seconds=_wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0,
@@ -139,6 +139,12 @@ def _gathers_layers(config: Config) -> bool:
     return config.mesh.fsdp > 1 and config.parallel.fsdp_gather == "layer"
 
 
+def _gathers_ahead(config: Config, topology: Topology) -> bool:
+    """Returns True if a layer's weights are gathered while the layer before it runs."""
+    asked = config.parallel.gather_ahead
+    return _gathers_layers(config) and (topology.platform != "cpu" if asked is None else asked)
+
+
 def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     layers, outer = _trained(config, sizes)
     if not _gathers_layers(config):
@@ -146,20 +152,30 @@ def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
 
 
-def _whole_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Counts whole weights in two bytes a number, a layer's whole gradient, and the head's in float32.
+def _working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what is there while a layer or the head runs: whole weights in two bytes a number, gradients of whole
+    weights, what a layer's backward and a block of logits take.
 
-    Gathered a layer ahead, a second layer's weights and gradient.
+    Gathered a layer ahead, a second layer's weights and gradient. On TPUs, where layers are gathered without a
+    pipeline, that of a layer or that of the head, the larger; the compiler for GPUs keeps some of both.
     """
     (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
+    gathers, ahead = _gathers_layers(config), 2 if _gathers_ahead(config, topology) else 1
     layer, gradient = (number * config.mesh.pipe / sizes.num_layers for number in (layers, trained))
-    head = 4 * sizes.vocab_size * sizes.hidden_size / (config.mesh.pipe * config.mesh.tensor)
-    head = min(head, 4 * trained_outer)
-    if not _gathers_layers(config):
-        return head + 2 * outer + 2 * gradient + 2 * layers
-    asked = config.parallel.gather_ahead
-    ahead = topology.platform != "cpu" if asked is None else asked
-    return head + 2 * outer + (2 if ahead else 1) * 2 * (gradient + layer)
+    of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
+    of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
+    if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
+        table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
+        return max(2 * layer * ahead + of_layer, table + of_head)
+    return of_layer + of_head + 2 * outer + 2 * (layer * ahead if gathers else layers)
+
+
+def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the bytes of a sum over the head's chunks in float32, or of its logits' gradient where these are
+    fewer.
+    """
+    vocabulary = sizes.vocab_size / (config.mesh.pipe * config.mesh.tensor)
+    return min(4 * sizes.hidden_size, 2 * _tokens(config)) * vocabulary
 
 
 def _tokens(config: Config) -> int:
@@ -197,12 +213,17 @@ def _hidden(config: Config, sizes: TransformerConfig) -> float:
     return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
 
 
-def _work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
-    """Counts what one layer's backward and a block of the head's logits take."""
+def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what one layer's backward takes beside weights."""
     layers, tokens = sizes.num_layers / config.mesh.pipe, _tokens(config)
     again = layers * _hidden(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * _products(sizes) / config.mesh.tensor + again
-    return 2 * tokens * at_work + 8 * min(tokens, sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+    return 2 * tokens * at_work
+
+
+def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts a block of the head's logits and their softmax."""
+    return 8 * min(_tokens(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
 
 
 def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -213,7 +234,7 @@ def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     layers, outer = _held(config, sizes)
     layer = layers * config.mesh.pipe / sizes.num_layers
     weights = 2 * outer + 2 * (layer if _gathers_layers(config) else layers)
-    return weights + _work_bytes(config, sizes, topology)
+    return weights + _layer_work_bytes(config, sizes, topology) + _logit_bytes(config, sizes)
 
 
 def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -108,10 +108,26 @@ def test_fsdp_gathers_once_a_step_or_once_a_microbatch_as_asked():
     leaves = 2  # embed, layers.w
     assert arrays("step", 2) == arrays("step", 8) == {"all-gather": leaves, "reduce-scatter": leaves}
     assert arrays("layer", 8) == {
-        # w forward and again backward, since gathered weights are not kept; embed, hoisted by XLA
-        "all-gather": 8 * 2 * toy.LAYERS + 1,
-        "reduce-scatter": 8 * (toy.LAYERS + 1),
+        # w forward and again backward, since gathered weights are not kept; embed for the embedding and for the head
+        "all-gather": 8 * (2 * toy.LAYERS + 2),
+        "reduce-scatter": 8 * (toy.LAYERS + 2),
     }
+
+
+def test_what_only_the_head_reads_is_gathered_and_scattered_once_a_microbatch_and_summed_in_shards():
+    """Whole sums of it, or a gathered copy that waits from before the loop, are what fills a chip at 8B."""
+    mesh = jaxfb.make_mesh(fsdp=4)
+    plan = jaxfb.BatchPlan(rows=16, data_parallel=4, num_microbatches=4)
+    fb = jaxfb.get_forward_backward_func(mesh)
+    params = abstract(toy.params(tied=False))
+    call = jax.jit(lambda params, batch: fb(toy.model, params, batch, plan))
+    text = call.lower(params, abstract(toy.batch(rows=16))).compile().as_text()
+    loops = [one for one in collectives(text) if one.times == 4 and "fsdp" in one.axes(mesh)]
+    whole = toy.WIDTH * toy.VOCAB * 8
+    kinds = [one.kind for one in loops if one.bytes == whole]
+    assert sorted(kinds) == ["all-gather", "all-gather", "reduce-scatter", "reduce-scatter"]
+    carried = [line for line in text.splitlines() if " while(" in line and "/layers/" not in line]
+    assert carried and not any(f"f64[{toy.WIDTH},{toy.VOCAB}]" in line for line in carried)
 
 
 @pytest.mark.parametrize(

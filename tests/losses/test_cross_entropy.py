@@ -1,10 +1,12 @@
 """Chunked cross entropy equals the plain formula, its gradient too, and never holds all the logits."""
 
+import chex
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxfb.compat import equations
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
 
@@ -123,3 +125,25 @@ def test_memory_is_far_below_all_the_logits():
     assert temp_bytes(lambda h, k, *a: _plain(h.astype(jnp.float32), k.astype(jnp.float32), *a)) > all_logits
     assert chunked < 4 * (kernel_grad + chunk_logits) < all_logits / 6
     print(f"{chunked=:,} {all_logits=:,}")
+
+
+def test_a_few_tokens_have_the_gradient_of_many_and_their_logits_gradient_is_kept_in_the_compute_dtype():
+    """Kept, where it takes no more than the float32 sum of the kernel's gradients, it makes that sum unnecessary."""
+    wide = jnp.concatenate([_inputs()[0]] * 4, axis=-1)
+    hidden, kernel, targets, mask = wide, jnp.concatenate([_inputs()[1]] * 4), *_inputs()[2:]
+    inputs = hidden[:1], kernel, targets[:1], mask[:1]
+    expected = jax.grad(_plain, (0, 1))(*inputs)
+    found = jax.grad(lambda *a: _chunked(*a, 3), (0, 1))(*inputs)
+    chex.assert_trees_all_close(found, expected, rtol=0, atol=1e-13)
+
+    def sums(tokens):
+        """Arrays of the kernel's shape in float32 that a loop carries."""
+        shape = jax.ShapeDtypeStruct((1, tokens, 32), jnp.bfloat16)
+        kernel = jax.ShapeDtypeStruct((32, VOCAB), jnp.bfloat16)
+        others = jax.ShapeDtypeStruct((1, tokens), jnp.int32), jax.ShapeDtypeStruct((1, tokens), jnp.float32)
+        program = jax.make_jaxpr(jax.grad(lambda *a: _chunked(*a, 8), (0, 1)))(shape, kernel, *others)
+        scans = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+        carried = [var.aval for eqn in scans for var in eqn.outvars[: eqn.params["num_carry"]]]
+        return [aval.shape for aval in carried if aval.shape == (32, VOCAB)]
+
+    assert not sums(64) and sums(65)
