@@ -159,7 +159,7 @@ class CheckpointStore:
                 raise
             except Exception as error:  # damage shows up as any of a dozen storage errors
                 reasons.append(f"step {candidate}: {_first_line(error)}")
-                log.warning("[checkpoint] passing over %s of %s", reasons[-1], self.directory)
+                log.warning("[checkpoint] skipping %s of %s", reasons[-1], self.directory)
                 self._damaged.add(candidate)
         raise Missing(self._no_step(None) + "".join(f"\n  {reason}" for reason in reasons))
 
@@ -308,7 +308,9 @@ class CheckpointStore:
         # Read as a file: Orbax's reading is a collective, and one process may look at steps alone.
         record = json.loads((self.directory / str(step) / RECORD / "data.json").read_text())
         if not isinstance(record, dict) or record.get("format") not in (FORMAT, WITHOUT_SUMS):
-            raise StorageError(f"{self.directory / str(step)} holds no jaxfb checkpoint of format {FORMAT}")
+            raise StorageError(
+                f"{self.directory / str(step)} contains no jaxfb checkpoint of format {FORMAT}"
+            )
         if record["format"] == FORMAT and record != sealed(record):
             raise StorageError(f"the record of {self.directory / str(step)} is not the one that was written")
         return record

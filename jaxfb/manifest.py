@@ -29,7 +29,7 @@ def named_leaves(tree: Any) -> dict[str, Any]:
     try:
         leaves = jax.tree_util.tree_leaves_with_path(tree)
     except Exception as error:  # keys that do not compare, or the flattening of a class of somebody else's
-        raise Refused(f"[checkpoint] state must be a tree that JAX can take apart: {shown(error)}") from None
+        raise Refused(f"[checkpoint] state must be a pytree that JAX can flatten: {shown(error)}") from None
     for path, leaf in leaves:
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         if name in named:
@@ -106,7 +106,7 @@ def check_sums(saved: Mapping[str, str | None], loaded: Mapping[str, Any], step:
     changed = [name for name, digits in found.items() if digits != saved[name]]
     if changed:
         more = f" and {len(changed) - 3} more" if changed[3:] else ""
-        raise StorageError(f"step {step} holds other bits than were saved in {', '.join(changed[:3])}{more}")
+        raise StorageError(f"step {step} differs from what was saved, in {', '.join(changed[:3])}{more}")
 
 
 def as_json(host: Mapping[str, Any]) -> dict:
@@ -114,4 +114,4 @@ def as_json(host: Mapping[str, Any]) -> dict:
     try:
         return json.loads(json.dumps(host))
     except Exception as error:  # what JSON lacks, a dict that contains itself, an int of too many digits
-        raise Refused(f"[checkpoint] host must hold JSON values only: {shown(error)}") from None
+        raise Refused(f"[checkpoint] host must contain JSON values only: {shown(error)}") from None

@@ -104,10 +104,10 @@ def check_mesh(mesh: Mesh) -> Mesh:
     Raises:
       ValueError: an axis has another name, or `tensor` is not an automatic axis.
     """
-    instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as jaxfb.make_mesh(data=2) makes")
+    instance("mesh", mesh, Mesh | AbstractMesh, "a jax.sharding.Mesh, such as jaxfb.make_mesh(data=2)")
     unknown = [axis for axis in mesh.axis_names if axis not in AXES]
     if unknown:
-        raise Refused(f"mesh axes must be among {AXES}, got {unknown}; jaxfb.make_mesh names them so")
+        raise Refused(f"mesh axes must be among {AXES}, got {unknown}; make the mesh with jaxfb.make_mesh")
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = [axis for axis, kind in types.items() if kind != AxisType.Auto]
     if explicit:

@@ -115,7 +115,9 @@ def check_complete(out: ForwardBackwardOutput) -> None:
 
 def _check_addable(a: ForwardBackwardOutput, b: ForwardBackwardOutput) -> None:
     if a.origin is None or b.origin is None:
-        raise Refused("only outputs of a forward_backward function can be added, which have an origin")
+        raise Refused(
+            "only outputs of a forward_backward function can be added; one of these is not such an output"
+        )
     _check_alike("normalize", a.origin.normalize, b.origin.normalize)
     _check_alike("gradients", _shapes(a.grads), _shapes(b.grads))
     for name in set(a.metrics) & set(b.metrics):
@@ -132,7 +134,7 @@ def _check_addable(a: ForwardBackwardOutput, b: ForwardBackwardOutput) -> None:
 
 def _check_alike(what: str, one: Any, other: Any) -> None:
     if one != other:
-        raise Refused(f"calls can be added where their {what} agree, got {one} and {other}")
+        raise Refused(f"calls can only be added if their {what} agree, got {one} and {other}")
 
 
 def _weighing(name: str, out: ForwardBackwardOutput) -> str:

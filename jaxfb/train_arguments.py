@@ -84,7 +84,7 @@ def check_state(state: Any, optimizer: Any, loss_scale: Any) -> None:
         )
     if (state.loss_scale is None) != (loss_scale is None):
         raise Refused(
-            f"state.loss_scale is {'None' if state.loss_scale is None else 'there'}, but this step was made with "
+            f"state.loss_scale is {'None' if state.loss_scale is None else 'present'}, but this step was made with "
             f"loss_scale={shown(loss_scale)}; make the state with this step's init, or the step with another"
         )
 

@@ -287,7 +287,7 @@ def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:
         return
     if tokenizer.fingerprint != load_tokenizer(directory.tokenizer).fingerprint:
         raise Refused(
-            f"[eval] this text makes another tokenizer than that of the run; use data.tokenizer={directory.tokenizer}"
+            f"[eval] a tokenizer trained on this text differs from the run's; use data.tokenizer={directory.tokenizer}"
         )
 
 

@@ -138,7 +138,7 @@ REFUSED = [
     ),
     (
         dict(rows=64, max_tokens_per_microbatch=4096, sequence_length=100, widths=(64, 96)),
-        "widths=[64, 96] must rise to at least sequence_length=100; use [64, 96, 100]",
+        "widths=[64, 96] must increase and end at sequence_length=100 or more; use [64, 96, 100]",
     ),
     (dict(rows=64, rows_per_microbatch=4, packing=True), "packing belong to a token budget"),
     (
@@ -176,7 +176,7 @@ def test_a_plan_is_checked_where_it_is_used():
     assert 'plan "logprob_ref" covers 256 rows, batch has 240' in str(refusal(plan.check_rows, 240))
     plan.check_keys(["tokens", "loss_mask", "rewards", "row_ids"])
     for name in ("micro_batch_size", "ppo_mini_batch_size", "num_microbatches", "rows_per_microbatch"):
-        assert f'batch["{name}"] is not data' in str(refusal(plan.check_keys, ["tokens", name]))
+        assert f'batch["{name}"] is a size' in str(refusal(plan.check_keys, ["tokens", name]))
 
 
 def test_plans_are_values():
@@ -330,7 +330,7 @@ def test_a_rounded_down_update_consumes_what_it_uses():
             "dataset 1001 rows, updates of 64: 41 left; choose pad or drop",
         ),
         (dict(samples=100, remainder="error"), "samples 100, updates of 64: 36 left; choose pad or drop"),
-        (dict(updates=5, dataset_rows=50, remainder="drop"), "holds no full update of 64"),
+        (dict(updates=5, dataset_rows=50, remainder="drop"), "is less than one update of 64 rows"),
         (dict(samples=50, remainder="drop"), "50 rows are less than one update of 64"),
         (dict(samples=50, remainder="error"), "50 left; choose pad"),
         (dict(updates=5, ramp_up="0:30 100:64"), "ramp-up step 0:30 is not a legal plan"),

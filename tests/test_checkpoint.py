@@ -108,7 +108,7 @@ def test_falls_back_over_damage_and_goes_on(tmp_path, caplog):
         assert store.latest() == 20
         _, host = store.restore(state)
         assert host == {"step": 10}
-        assert "passing over step 30" in caplog.text and "passing over step 20" in caplog.text
+        assert "skipping step 30" in caplog.text and "skipping step 20" in caplog.text
         store.save(20, state, {"step": 20})
         store.wait()
         assert store.restore(state)[1] == {"step": 20}

@@ -84,7 +84,7 @@ def _option_keys(config):
         ("model:\n  - [", r"bad\.yaml line 2"),
         ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given"),
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
-        ("3", "must hold sections such as model, data"),
+        ("3", "must contain sections such as model, data"),
         ("- !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
     ],
 )
@@ -183,8 +183,8 @@ def test_a_config_of_another_command_is_refused():
         (b"run: !!timestamp abc\n", r"cannot read: 'abc' in line 1, read as timestamp"),
         (b"run: !!int abc\n", r"cannot read: 'abc' in line 1, read as int"),
         (b"run: " + b"9" * 5000, r"cannot read: '9999.*\.\.\. in line 1, read as int"),
-        (b"{a: " * 2500 + b"1" + b"}" * 2500, r"maps or lists too deep inside each other"),
-        (b"[" * 2500 + b"]" * 2500, r"maps or lists too deep inside each other"),
+        (b"{a: " * 2500 + b"1" + b"}" * 2500, r"maps or lists that are nested too deeply"),
+        (b"[" * 2500 + b"]" * 2500, r"maps or lists that are nested too deeply"),
         (b"run: \xff\xfe", r"is not UTF-8: invalid start byte at offset 5"),
     ],
 )

@@ -151,7 +151,7 @@ def test_a_model_of_ones_own_has_its_own_keys(own):
     assert config.model.options == {"width": 4} and config_from_dict(config_to_dict(config)) == config
     with pytest.raises(ValueError, match=r"model.name='bigramm' must be one of transformer, .*did you mean"):
         config_from_dict({**values, "plugins": ["my_parts"], "model": {"name": "bigramm"}})
-    with pytest.raises(ValueError, match="name='bigram' is of no use here: only `jaxfb train`"):
+    with pytest.raises(ValueError, match="name='bigram' cannot be used here: only `jaxfb train`"):
         load_config("sft", ["plugins=[my_parts]", "model.name=bigram"])
 
 

@@ -127,7 +127,7 @@ def test_a_signal_to_one_process_ends_all_after_the_same_update(tmp_path, data):
     stopped = int(re.search(r"SIGTERM: saved after update (\d+) of", logs(tmp_path, 2)[0])[1])
     assert (tmp_path / "run" / "checkpoints" / str(stopped)).is_dir()
     assert finish(start(tmp_path, 2, 4)) == [2, 2]  # what process 0 finds in the way, all refuse
-    assert all(f"holds a run saved at update {stopped}" in text for text in logs(tmp_path, 2))
+    assert all(f"contains a run saved at update {stopped}" in text for text in logs(tmp_path, 2))
     said = []
     for processes, devices, mesh in ((2, 4, []), (1, 1, ["mesh.data=1", "mesh.fsdp=1"])):
         assert finish(start(tmp_path, processes, devices, *mesh, verb="eval")) == [0] * processes

@@ -130,7 +130,7 @@ def test_float32_keeps_its_digits_early_in_a_long_warmup_and_late_in_a_cosine():
         ("cosine", dict(power=2), "lr_schedule('cosine') does not take 'power'; choose from clamp, cycles"),
         ("wsd", dict(decay=3, tial="linear"), "does not take 'tial'; did you mean 'tail'?"),
         ("wsd", dict(decay=3, tail="cosin"), "unknown tail 'cosin'; did you mean 'cosine'?"),
-        ("linear", dict(total=None), "its fall has to end; give the length of the run as total"),
+        ("linear", dict(total=None), "its decay needs an end; give the length of the run as total"),
         ("linear", dict(warmup=10), "warmup=10 must be below total=10; use at most 9"),
         ("linear", dict(warmup=-1), "warmup=-1 must not be negative; use 0 for none"),
         ("linear", dict(final=2.0), "final=2.0 must not be above peak=1.0; use at most 1.0"),

@@ -74,7 +74,7 @@ def refused(capsys, *arguments):
         ("model.norm_eps=0.1", "has model.norm_eps=1e-05 (now 0.1)"),
         ("run.seed=1", "has run.seed=0 (now 1)"),
         ("data.seed=1", "belongs to rows with seed=0, these have seed=1"),
-        ("batch.rows=4", "resuming would train other rows"),
+        ("batch.rows=4", "resuming would train on other rows"),
         ("model.hidden_size=32", "has model.hidden_size=16 (now 32)"),
         ("log.writers=[wandb, tensorboard]", "needs the package"),
     ],
@@ -113,7 +113,7 @@ def test_an_evaluation_reads_parameters_and_tokens_as_the_run_did(stopped, tmp_p
     ]
     said = refuses(*other, "data.vocab_size=300")
     assert (
-        f"makes another tokenizer than that of the run; use data.tokenizer={stopped / 'tokenizer.json'}"
+        f"a tokenizer trained on this text differs from the run's; use data.tokenizer={stopped / 'tokenizer.json'}"
         in said
     )
     assert main(["eval", str(stopped), *other[:-1], f"data.tokenizer={stopped / 'tokenizer.json'}"]) == 0
@@ -123,7 +123,7 @@ def test_an_imported_model_is_not_resumed(stopped, capsys):
     shutil.rmtree(stopped / "checkpoints")
     with CheckpointStore(stopped / "checkpoints") as store:
         store.save(0, {"params": {"w": jnp.zeros(3)}}, {"update": 0, "imported": "llama"})
-    assert "holds an imported model that no run has trained" in refused(capsys, stopped, "--resume")
+    assert "contains an imported model that was not trained yet" in refused(capsys, stopped, "--resume")
 
 
 def test_other_head_counts_of_equal_shapes_are_refused(template, tmp_path, capsys):
@@ -245,7 +245,7 @@ def test_fresh_moves_runs_and_nothing_else(stopped, tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
     (photos / "holiday.jpg").write_bytes(b"\xff\xd8")
-    assert "is not a run's, so --fresh does not move it aside" in refused(
+    assert "is not a run directory, so --fresh does not move it aside" in refused(
         capsys, stopped, "--fresh", f"run.dir={photos}"
     )
     assert sorted(path.name for path in tmp_path.iterdir()) == ["photos", "run"]
@@ -295,7 +295,7 @@ def test_strange_things_among_the_checkpoints(stopped, capsys):
     for name in ("063", "٣", "9"):
         (checkpoints / name).write_text("x")
         said = refused(capsys, stopped, "--resume")
-        assert f"{checkpoints / name} is named as a checkpoint but is none; move it away" in said
+        assert f"{checkpoints / name} is named like a checkpoint but is not one; move it away" in said
         (checkpoints / name).unlink()
     (stopped / "metrics.jsonl").write_bytes(b'{"step": 1, "loss": 5.0}\n{"step": 2, "lo\xff": 1.0}\n')
     assert main(["train", str(stopped), "--resume"]) == 0

@@ -111,7 +111,7 @@ def test_a_signal_while_updates_fail_tells_that_nothing_was_saved(config, capsys
     result = trainer.train(config, callbacks=[Poison(6, into_parameters), stop])
     assert result.status == "interrupted" and saved(config) == [2, 4]
     said = capsys.readouterr().out
-    assert "is not saved, since the latest updates failed; update 4 is saved; go on with:" in said
+    assert "is not saved, since the latest updates failed; update 4 is saved; continue with:" in said
 
 
 def test_a_run_whose_last_updates_failed_is_not_finished(config):
@@ -151,7 +151,9 @@ def test_a_checkpoint_with_a_nan_is_not_resumed(config, capsys):
     store.close()
     assert main(["train", str(RunDirectory.of(config).path), "--resume", "run.updates=20"]) == 2
     said = capsys.readouterr().err
-    assert "update 9 of" in said and "is not finite in" in said and "go on from an earlier one (6, 8)" in said
+    assert (
+        "update 9 of" in said and "is not finite in" in said and "continue from an earlier one (6, 8)" in said
+    )
 
 
 def test_single_numbers_may_be_infinite_and_integers_are_no_matter():

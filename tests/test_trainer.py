@@ -127,9 +127,9 @@ def test_a_signal_saves_and_resuming_is_bitwise(done, tmp_path):
     part = load_config(write_tiny(tmp_path, data={"cache_dir": config.data.cache_dir}))
     result = trainer.train(part, callbacks=[stop])
     assert (result.status, result.updates) == ("interrupted", 6)
-    with pytest.raises(ValueError, match=r"holds a run saved at update 6; go on with --resume"):
+    with pytest.raises(ValueError, match=r"contains a run saved at update 6; continue it with --resume"):
         trainer.train(part)
-    with pytest.raises(ValueError, match=r"resuming would train other rows .* rows 8 vs 16"):
+    with pytest.raises(ValueError, match=r"resuming would train on other rows .* rows 8 vs 16"):
         trainer.train(load_config(tmp_path / "tiny.yaml", ["batch.rows=16"]), resume=True)
     rest = trainer.train(part, resume=True)
     assert rest.status == "finished"

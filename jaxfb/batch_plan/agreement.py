@@ -38,7 +38,7 @@ def explain_difference(saved: Mapping[str, Any], plan: BatchPlan, **order: Any) 
     if not different:
         return None
     return (
-        f"[{plan.purpose}] resuming would train other rows than the saved run: {different} (saved vs now); "
+        f"[{plan.purpose}] resuming would train on other rows than the saved run: {different} (saved vs now); "
         "data_parallel, rows_per_microbatch and num_microbatches may change, these may not"
     )
 

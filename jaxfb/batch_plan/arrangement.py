@@ -119,7 +119,7 @@ def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
     """Returns `lengths` as ints, one for each row of a plan by tokens."""
     if not plan.by_tokens:
         raise PlanError(
-            f'plan "{plan.purpose}" has no max_tokens_per_microbatch; only a token budget asks for lengths'
+            f'plan "{plan.purpose}" has no max_tokens_per_microbatch; lengths are for a token budget only'
         )
     lengths = lengths.tolist() if hasattr(lengths, "tolist") else lengths
     if not isinstance(lengths, list | tuple | range):

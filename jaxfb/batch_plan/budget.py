@@ -29,7 +29,7 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
     if plan.sequence_length is None:
         raise PlanError(
             f"[{plan.purpose}] max_tokens_per_microbatch={plan.max_tokens_per_microbatch} needs sequence_length, "
-            "the longest row that may come"
+            "the length of the longest row"
         )
     widths = _widths(plan)
     if widths[-1] > plan.max_tokens_per_microbatch:
@@ -79,7 +79,7 @@ def _widths(plan: Any) -> tuple[int, ...]:
     if list(widths) != sorted(set(widths)) or widths[-1] < length:
         legal = tuple(sorted({*(w for w in widths if w < length), length}))
         raise PlanError(
-            f"[{plan.purpose}] widths={list(widths)} must rise to at least sequence_length={length}; "
+            f"[{plan.purpose}] widths={list(widths)} must increase and end at sequence_length={length} or more; "
             f"use {list(legal)}",
             [{"widths": legal, "max_tokens_per_microbatch": max(length, plan.max_tokens_per_microbatch)}],
         )

@@ -197,7 +197,7 @@ class BatchPlan:
             return 0
         if self.by_tokens or rows not in (self.rows, self.padded_rows):
             short = self.rows - rows
-            fix = f"add {short} rows of weight 0" if short > 0 else f"hand over {-short} fewer"
+            fix = f"add {short} rows of weight 0" if short > 0 else f"pass {-short} fewer"
             raise PlanError(f'plan "{self.purpose}" covers {self.rows} rows, batch has {rows}; {fix}')
         return self.padded_rows - rows
 
@@ -205,7 +205,9 @@ class BatchPlan:
         """Refuses batch keys that carry sizes: a size that travels with the data is one nobody checked."""
         for name in filter(lambda name: isinstance(name, str), names):
             if _SIZE_KEY.search(name):
-                raise PlanError(f'batch["{name}"] is not data; sizes live in BatchPlan')
+                raise PlanError(
+                    f'batch["{name}"] is a size, which is given in the BatchPlan; leave it out of the batch'
+                )
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the fields, for saving with a run; `BatchPlan(**plan.to_dict()) == plan`."""

@@ -202,7 +202,7 @@ def horizon_warning(lr_horizon: int, total_updates: int, final_lr: float = 0.0) 
     if beyond > 0:
         outcome = f"lr is {final_lr:g} for the last {beyond}"
     else:
-        outcome = f"lr never reaches its end, {-beyond} updates short of it"
+        outcome = f"the run stops {-beyond} updates before the end of the schedule"
     ends = f"schedule ends at {lr_horizon}, run makes {total_updates} updates"
     return f"{ends}: {outcome}; set the horizon to {total_updates}" if beyond else None
 
@@ -338,7 +338,7 @@ def _check_drop(run: RunPlan) -> None:
     largest = max(plan.real_rows for plan in run._plan_of.values())
     if run.remainder == "drop" and run.dataset_rows and run.dataset_rows < largest:
         raise PlanError(
-            f"[run] dataset {run.dataset_rows} rows holds no full update of {largest}, "
+            f"[run] dataset {run.dataset_rows} rows is less than one update of {largest} rows, "
             'and remainder="drop" drops the rest; choose pad',
             [{"remainder": "pad"}],
         )

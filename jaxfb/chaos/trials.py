@@ -60,7 +60,7 @@ def kill(point: str, count: int, job: Job = TRAIN, process: int = 0) -> Trial:
             )
         else:
             problems += differences(laboratory.reference, laboratory.path(name))
-        start = re.search(r"resuming .* after update (\d+)|nothing to resume", again.output)
+        start = re.search(r"resuming .* after update (\d+)|no checkpoint in", again.output)
         return Outcome(shown, tuple(problems), f"went on: {start[0] if start else '?'}"[:70])
 
     return Trial(shown, run)

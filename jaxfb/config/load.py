@@ -85,7 +85,7 @@ def kind_of(values: Mapping[str, Any]) -> type:
         if isinstance(values.get("data"), Mapping):
             raise ConfigError(
                 f"[config] model={shown(model)} must be a section with num_layers, hidden_size and so on; a model of "
-                "your own, 'package.module:attribute', has its data as such a text too"
+                "your own, 'package.module:attribute', also needs data written that way"
             )
         return CustomConfig
     return next((root for section, root in KINDS.items() if section in values), Config)
@@ -113,7 +113,7 @@ class _Loader(yaml.SafeLoader):
     def compose_node(self, parent, index):
         if self.check_event(yaml.AliasEvent):
             mark = self.peek_event().start_mark
-            raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
+            raise yaml.MarkedYAMLError(problem="aliases (*name) are not supported", problem_mark=mark)
         return super().compose_node(parent, index)
 
 
@@ -139,7 +139,7 @@ def _read(path: Path) -> dict:
         )
     values = _parse(_text(path), str(path))
     if not isinstance(values, dict):
-        raise ConfigError(f"[config] {path} must hold sections such as {', '.join(fields_of(Config))}")
+        raise ConfigError(f"[config] {path} must contain sections such as {', '.join(fields_of(Config))}")
     return values
 
 
@@ -162,7 +162,7 @@ def _parse(text: str, where: str) -> Any:
     except yaml.YAMLError as error:
         raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
     except RecursionError:
-        raise ConfigError(f"[config] {where} has maps or lists too deep inside each other") from None
+        raise ConfigError(f"[config] {where} has maps or lists that are nested too deeply") from None
     except (ValueError, AttributeError, TypeError, OverflowError):  # of the values: 2001-13-45, !!float abc
         raise ConfigError(f"[config] {where} has a value that YAML cannot read: {_culprit(text)}") from None
 

@@ -293,7 +293,7 @@ class RLConfig(PostTrainingConfig):
         if self.guard.spikes == "rollback" or (self.guard.verify_every and self.critic):
             raise Refused(
                 f"[guard] spikes={self.guard.spikes} verify_every={self.guard.verify_every}: a policy samples its own "
-                "rows and cannot pass over them, and no update with a critic is repeated; use guard.spikes=warn and "
+                "rows which cannot be skipped, and updates with a critic are not repeated; use guard.spikes=warn and "
                 "guard.verify_every=null",
                 [{"guard.spikes": "warn", "guard.verify_every": None}],
             )

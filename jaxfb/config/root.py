@@ -86,15 +86,15 @@ def _with_tokenizer(data: DataConfig, source: str | None) -> DataConfig:
     if all(one.source == "tokens" for one in (data.mixture.values() or [data])):
         return data
     raise Refused(
-        f"[data] {shown(source)} has no tokenizer.json, and a tokenizer that is trained on the text would give ids "
-        "another meaning than the model's; use data.tokenizer=path/to/tokenizer.json, or data.source=tokens"
+        f"[data] {shown(source)} has no tokenizer.json, and a tokenizer that is trained on the text would not "
+        "give the ids of the model; use data.tokenizer=path/to/tokenizer.json, or data.source=tokens"
     )
 
 
 def _check_mixture(config: Config) -> None:
     if config.data.mixture and config.run.epochs is not None:
         raise Refused(
-            f"[run] epochs={config.run.epochs}: the sources of a mixture are not read through at the same time; use "
+            f"[run] epochs={config.run.epochs}: the sources of a mixture end at different times; use "
             "run.updates or run.tokens"
         )
 

@@ -86,7 +86,7 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
     hints = fields_of(cls)
     for key in values:
         if not isinstance(key, str) or not key.isprintable() or len(key) > 100:
-            raise ConfigError(f"[config] {prefix}{shown(key)} is no key; choose one of {', '.join(hints)}")
+            raise ConfigError(f"[config] {prefix}{shown(key)} is not a key; choose one of {', '.join(hints)}")
         if key not in hints:
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
     built = {name: _value(hints[name], given, f"{prefix}{name}", root) for name, given in values.items()}

@@ -46,8 +46,8 @@ class ModelConfig(TransformerConfig):
     def __post_init__(self):
         if self.name != "transformer":
             raise Refused(
-                f"[model] name={shown(self.name)} is of no use here: only `jaxfb train` takes a model of your own; use "
-                "model.name=transformer",
+                f"[model] name={shown(self.name)} cannot be used here: only `jaxfb train` takes a model of your own; "
+                "use model.name=transformer",
                 [{"name": "transformer"}],
             )
         if self.vocab_size is not None:

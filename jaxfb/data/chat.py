@@ -138,8 +138,8 @@ class Chat:
                 at = len(through)
             elif learnt:
                 raise Refused(
-                    f"[chat] the template writes message {k + 1} otherwise once others follow, so what is to be learnt "
-                    "of it cannot be marked; use conversations.learn=last, or another template"
+                    f"[chat] the template changes message {k + 1} when others follow, so its tokens "
+                    "cannot be marked for the loss; use conversations.learn=last, or another template"
                 )
         return [Piece(tuple(text.split(mark)), learnt) for text, learnt in [*found, (whole[at:], False)]]
 

@@ -114,7 +114,9 @@ def _check_mixture(config: DataConfig) -> None:
         )
     for name in config.mixture:
         if not name.isidentifier():
-            raise Refused(f"[data] mixture: {shown(name)} is no name of letters, digits and _; use source_1")
+            raise Refused(
+                f"[data] mixture: {shown(name)} must be a name of letters, digits and _; use source_1"
+            )
 
 
 def _check_types(config: DataConfig) -> None:
@@ -166,7 +168,7 @@ def _check_sizes(config: DataConfig) -> None:
         )
     if config.tokenizer == "bpe" and config.vocab_size < SMALLEST_VOCAB:
         raise Refused(
-            f"[data] vocab_size={config.vocab_size} cannot hold the 256 bytes and the end token; "
+            f"[data] vocab_size={config.vocab_size} is too small for the 256 bytes and the end token; "
             f"use {SMALLEST_VOCAB} or more",
             [{"vocab_size": SMALLEST_VOCAB}],
         )

@@ -86,7 +86,7 @@ def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
         try:
             record = json.loads(line)
         except (ValueError, RecursionError) as error:
-            raise Refused(f"{where} is no JSON: {getattr(error, 'msg', error)}") from None
+            raise Refused(f"{where} is not JSON: {getattr(error, 'msg', error)}") from None
         if not isinstance(record, dict):
             raise Refused(f"{where} must be a JSON object, got {type(record).__name__}")
         yield where, record

@@ -119,7 +119,7 @@ def _common_tokenizer(config: DataConfig) -> str:
         return config.tokenizer
     if of_tokens:
         raise Refused(
-            f"[data] the tokens of {of_tokens[0]!r} in the mixture were made by a tokenizer that is not tokenizer=bpe; "
+            f"[data] the tokens of {of_tokens[0]!r} in the mixture were not made by tokenizer=bpe; "
             "use data.tokenizer=path/to/tokenizer.json"
         )
     cache = cache_directory(config.cache_dir)

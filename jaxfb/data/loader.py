@@ -113,8 +113,8 @@ class Loader:
                 raise Refused(
                     f"[data] the saved position belongs to rows with {name}={state[name]}, these have "
                     f"{name}={mine[name]}; use the saved run's text, split, tokenizer, sequence_length, "
-                    f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to go "
-                    f"on at row {state['consumed_rows']} of these"
+                    f"packing and seed (python-stdlib is another text in another Python), or --allow-changes to "
+                    f"continue at row {state['consumed_rows']} of these"
                 )
         if mixed:
             self._order = self._order.continued(state["mixture"], int(state["consumed_rows"]))
@@ -230,7 +230,7 @@ def _check(
     remainder: str,
 ) -> None:
     if len(rows) == 0:
-        raise Refused("[data] num_rows=0 must be positive; give more text, or hold some of it out")
+        raise Refused("[data] num_rows=0 must be positive; give more text")
     integer("rows_per_update", rows_per_update, who="[data]", least=-INT64)
     for name, value in (("total_rows", total_rows), ("seed", seed)):
         if value is not None:

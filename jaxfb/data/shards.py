@@ -67,7 +67,7 @@ class TokenStream:
         if size is not None and len(tokens) and (int(tokens.max()) >= size or int(tokens.min()) < 0):
             bad = int(np.argmax((tokens >= size) | (tokens < 0)))
             raise OutsideVocabulary(
-                f"[data] {self._names[array]} holds token {int(tokens[bad])} at position {int(positions[bad])}, "
+                f"[data] {self._names[array]} contains token {int(tokens[bad])} at position {int(positions[bad])}, "
                 f"outside [0, vocab_size={size})",
                 bad if index is None else int(index[bad]),
             )

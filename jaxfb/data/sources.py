@@ -166,8 +166,8 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
         _tell_of_binaries(path, sorted(set(found) - set(paths)), len(found))
     if not paths:
         raise Refused(
-            f"[data] path={shown(path)} is no file, no directory with files for {source=}, "
-            f"no glob that matches one; correct it"
+            f"[data] path={shown(path)} matches no file of {source=} "
+            f"(a file, a directory or a glob pattern); correct it"
         )
     base = root if root.is_dir() else Path(os.path.commonpath([p.parent for p in paths]))
     return [_described(p, base) for p in paths]
@@ -192,7 +192,11 @@ def _belongs(path: Path, source: str) -> bool:
 def _tell_of_binaries(path: str, others: list[Path], number: int) -> None:
     shown = ", ".join(str(other) for other in others[:SHOWN]) + (" ..." if others[SHOWN:] else "")
     log.warning(
-        "[data] %d of the %d files of path=%r are no text and left out: %s", len(others), number, path, shown
+        "[data] %d of the %d files of path=%r are not text and are skipped: %s",
+        len(others),
+        number,
+        path,
+        shown,
     )
 
 
@@ -211,7 +215,7 @@ def _read_text(file: SourceFile) -> Document:
     if content.startswith(GZIP):
         raise Refused(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
     if (zero := content.find(b"\0")) >= 0:
-        raise Refused(f"[data] {file.path} is no text: there is a zero byte at offset {zero}; leave it out")
+        raise Refused(f"[data] {file.path} is not text: there is a zero byte at offset {zero}; leave it out")
     text = decoded(content, file.path).removeprefix(BOM)
     return Document(file.name, text.replace("\r\n", "\n").replace("\r", "\n"))
 

@@ -69,5 +69,5 @@ def _check_column(path: Path, column: str, schema: Any) -> None:
     kind = schema.field(column).type
     if str(kind) not in ("string", "large_string", "string_view"):
         raise Refused(
-            f"[data] {path}: the column text_field={column!r} holds {kind}, no text; choose another column"
+            f"[data] {path}: the column text_field={column!r} contains {kind}, not text; choose another column"
         )

@@ -90,7 +90,7 @@ def _check_ids(chunk: np.ndarray, start: int, file: TokenFile) -> None:
         bad = largest if largest >= file.vocab_size else smallest
         where = start + int(np.argmax(chunk == bad))
         raise Refused(
-            f"[data] {file.name} holds token {bad} at position {where}, outside [0, "
+            f"[data] {file.name} contains token {bad} at position {where}, outside [0, "
             f"vocab_size={file.vocab_size}); set it to {largest + 1} or more, or correct dtype in the sidecar"
         )
 
@@ -100,7 +100,9 @@ def _map_npy(path: Path) -> np.ndarray:
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError, OSError) as error:
         reason = str(error).partition("\n")[0]
-        raise Refused(f"[data] {path} is no whole .npy of numbers ({reason}); save it again") from None
+        raise Refused(
+            f"[data] {path} is not a complete .npy file of numbers ({reason}); save it again"
+        ) from None
 
 
 def _map_bin(path: Path, sidecar: Sidecar) -> np.ndarray:

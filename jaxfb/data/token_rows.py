@@ -32,7 +32,7 @@ def token_rows(
     for row, (one, counted, size) in enumerate(zip(ids, counts, slots, strict=True)):
         if size > length:
             raise Refused(
-                f"[data] row {row} has {size + 1} tokens, a row of length {length} holds {length + 1}; "
+                f"[data] row {row} has {size + 1} tokens, a row of length {length} takes {length + 1}; "
                 "raise the length, or cut the sequence"
             )
         rows["tokens"][row, :size], rows["targets"][row, :size] = one[:-1], one[1:]

@@ -294,7 +294,7 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     """
     file = Path(path) / "tokenizer.json" if Path(path).is_dir() else Path(path)
     if not file.is_file():
-        raise Refused(f"[data] tokenizer={str(path)!r} is no file; use 'bpe', 'bytes' or a tokenizer.json")
+        raise Refused(f"[data] tokenizer={str(path)!r} is not a file; use 'bpe', 'bytes' or a tokenizer.json")
     try:
         serialized = file.read_text(encoding="utf-8")
         return ByteTokenizer() if json.loads(serialized) == BYTES_FILE else LibraryTokenizer(serialized)
@@ -306,7 +306,7 @@ def warn_of_unknown(what: str, share: float, examples: list[str]) -> None:
     """Warns of characters that the tokenizer does not know, as `Tokenizer.unknown` has found them; of none, not."""
     if share:
         warnings.warn(
-            f"{what} does not know {share:.2%} of the characters of the text, such as "
+            f"{what} cannot encode {share:.2%} of the characters of the text, such as "
             f"{', '.join(map(repr, examples))}: the model never sees them; use a tokenizer that knows them, 'bpe' or "
             "'bytes'",
             stacklevel=3,

@@ -89,7 +89,7 @@ def check_params(params: PyTree, forward_only: bool, concrete: bool = False) -> 
             raise Refused(f"every parameter must be an array, {name} is {shown(leaf)}; {advice}")
         if concrete and isinstance(leaf, jax.ShapeDtypeStruct):
             raise Refused(
-                f"every parameter must be an array, {name} is a shape alone, {shown(leaf)}; fill it first"
+                f"every parameter must be an array, {name} is a mere shape, {shown(leaf)}; initialize it first"
             )
         if not forward_only and not jnp.issubdtype(leaf.dtype, jnp.floating):
             raise Refused(
@@ -106,7 +106,7 @@ def leaves_of(name: str, tree: PyTree) -> list[tuple]:
         Exception
     ) as error:  # of a tree that holds itself, or from the flattening of a class of somebody else's
         raise Refused(
-            f"{name} must be a tree of arrays that JAX can take apart, which it cannot: {shown(error)}"
+            f"{name} must be a pytree of arrays, but JAX cannot flatten it: {shown(error)}"
         ) from None
 
 
@@ -124,7 +124,7 @@ def checked_scale(grad_scale: Any) -> float | jax.Array:
     """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is no number or not finite."""
     if not _is_scale(grad_scale):
         raise Refused(
-            f"grad_scale must be one number, finite, which gradients are multiplied by, got {shown(grad_scale)}"
+            f"grad_scale must be one finite number, the factor of the gradients, got {shown(grad_scale)}"
         )
     return grad_scale if hasattr(grad_scale, "dtype") else float(grad_scale)
 
@@ -169,7 +169,7 @@ def specs_like(params: PyTree, specs: PyTree) -> PyTree:
     found = jax.tree_util.tree_map_with_path(one, params)
     if given:
         names = ", ".join(f"params{jax.tree_util.keystr(path)}" for path in given)
-        raise Refused(f"param_specs gives specs for what is no parameter: {names}")
+        raise Refused(f"param_specs has entries that are not parameters: {names}")
     return found
 
 

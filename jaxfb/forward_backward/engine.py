@@ -337,6 +337,6 @@ def _counts_before(model: LossFn | Pipelined) -> bool:
 def _check_backward(schedule: schedules.Schedule | None) -> None:
     if schedule is not None and not schedule.has_backward:
         raise Refused(
-            f"schedule {schedule.name!r} has no backward, so it serves forward_only=True alone; pass one with B for "
+            f"schedule {schedule.name!r} has no backward, so it only serves forward_only=True; pass one with B for "
             'every F, such as schedules.make("1f1b", num_stages, num_microbatches)'
         )

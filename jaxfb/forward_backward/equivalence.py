@@ -118,7 +118,7 @@ class Equivalence:
         if not one.size <= tolerance:
             raise AssertionError(
                 f"gradients on {one.where} differ from one device by {one.size:.1e} in {one.leaf}, above "
-                f"{tolerance:g}; see whether the loss is a Sum over rows that divides nowhere and draws by row keys\n"
+                f"{tolerance:g}; check that the loss sums over rows without dividing, and draws with each row's key\n"
                 f"{self}"
             )
 

@@ -127,9 +127,11 @@ def _numbers(what: str, value: Any) -> jax.Array:
     except Exception:  # ints beyond 64 bits, and objects whose own conversion fails in any way
         array = None
     if array is None or not (array.dtype == bool or jnp.issubdtype(array.dtype, jnp.number)):
-        raise Refused(f"{what} must hold arrays of numbers, got {_described(value)}")
+        raise Refused(f"{what} must contain arrays of numbers, got {_described(value)}")
     if jnp.issubdtype(array.dtype, jnp.complexfloating):
-        raise Refused(f"{what} must hold real numbers, got {array.dtype}; take the real part or the modulus")
+        raise Refused(
+            f"{what} must contain real numbers, got {array.dtype}; take the real part or the modulus"
+        )
     return array
 
 

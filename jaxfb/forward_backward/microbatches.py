@@ -132,8 +132,8 @@ def _in_context_order(batch: PyTree, size: int) -> PyTree:
     lengths = {leaf.shape[1] for leaf in jax.tree.leaves(batch) if leaf.ndim > 1}
     if len(lengths) != 1:
         raise Refused(
-            f"context {size} cuts every leaf [rows, length, ...] of a batch along its length, which must be one; "
-            f"got lengths {sorted(lengths)}"
+            f"context {size} cuts each leaf [rows, length, ...] of a batch along its length, which must be the same "
+            f"for all; got lengths {sorted(lengths)}"
         )
     order = zigzag(lengths.pop(), size)
     return jax.tree.map(lambda leaf: leaf[:, order] if leaf.ndim > 1 else leaf, batch)
@@ -172,7 +172,7 @@ def check_leaves(batch: PyTree) -> None:
             )
         if isinstance(leaf, np.ndarray) and leaf.dtype.kind not in "biufcV":
             raise Refused(
-                f"every leaf of a batch must hold numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "
+                f"every leaf of a batch must be numbers, batch{jax.tree_util.keystr(path)} has dtype {leaf.dtype}; "
                 "keep names and other text outside the batch"
             )
 

@@ -137,7 +137,7 @@ def _is_of_tokens(local: tuple[int, ...], whole: tuple[int, ...]) -> bool:
     if grown in ([], [1]):
         return bool(grown)
     raise Refused(
-        "on a context axis an output may have tokens in its second dim alone, [rows, length, ...], got one of shape "
+        "with a context axis only the second dim of an output may be the sequence, [rows, length, ...], got shape "
         f"{local} for a part of the sequence and {whole} for the whole; move that dim or sum over it"
     )
 

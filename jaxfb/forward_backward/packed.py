@@ -126,12 +126,12 @@ def row_lengths(batch: Any, plan: BatchPlan) -> np.ndarray:
     """
     if is_traced(batch):
         raise PlanError(
-            f"[{plan.purpose}] a token budget asks for the lengths of the rows, which are not known inside jax.jit; "
-            "call outside it, or hand over jaxfb.forward_backward.Packed(batch, plan).batch with its .plan"
+            f"[{plan.purpose}] a token budget needs the lengths of the rows, which are not known inside jax.jit; "
+            "call outside it, or pass jaxfb.forward_backward.Packed(batch, plan).batch with its .plan"
         )
     if not is_arranged(batch):
         raise PlanError(
-            f'[{plan.purpose}] a token budget asks for batch["segments"] i32[rows, length], 1 at the tokens of a row '
+            f'[{plan.purpose}] a token budget needs batch["segments"] i32[rows, length], 1 at the tokens of a row '
             "and 0 at padding"
         )
     plan.check_keys(batch)

@@ -155,7 +155,8 @@ def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:
     describe = lambda tree: jax.tree.map(lambda leaf: f"{leaf.dtype}{list(leaf.shape)}", tree)  # noqa: E731
     if describe(before) != describe(after):
         raise Refused(
-            f"a layer must return hidden as it got it: embed gives {describe(before)}, layer gives {describe(after)}"
+            f"a layer must return hidden with the shapes and dtypes it was given: "
+            f"embed gives {describe(before)}, layer gives {describe(after)}"
         )
 
 

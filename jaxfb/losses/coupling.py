@@ -45,7 +45,7 @@ def check_rows_uncoupled(loss: Callable, num_inputs: int, microbatch: PyTree, nu
     if (most := max(math.prod(dims) for dims, _ in shapes)) > _LARGEST:
         warnings.warn(
             f"the loss {getattr(loss, '__name__', loss)} was not checked for coupled rows: {most:,} numbers a row "
-            "are too many to make up; call losses.coupling.check_rows_uncoupled with a shorter microbatch",
+            "are too many for a test batch; call losses.coupling.check_rows_uncoupled with a shorter microbatch",
             stacklevel=2,
         )
         return

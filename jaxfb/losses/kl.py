@@ -79,7 +79,7 @@ def kl_in_reward(
     check_not_negative("reward", 0.0, coefficient=coefficient)
     if estimator.endswith("+"):
         raise Refused(
-            f"[reward] {estimator=} has k2's gradient, a reward has none; use {estimator[:-1]!r}",
+            f"[reward] {estimator=} only differs in its gradient, and a reward has none; use {estimator[:-1]!r}",
             [{"estimator": estimator[:-1]}],
         )
     counted = np.asarray(mask) != 0

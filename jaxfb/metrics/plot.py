@@ -27,7 +27,9 @@ def plot_losses(
     records = read_jsonl(metrics_path)
     train, held_out = _series(records, "loss"), _series(records, "eval/loss")
     if not train[0] and not held_out[0]:
-        raise Refused(f"[plot] {metrics_path} holds no loss to draw; train first, it is written at each log")
+        raise Refused(
+            f"[plot] {metrics_path} contains no loss to draw; train first (every log.every updates one is written)"
+        )
     figure = _new_figure()
     losses, rate = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
     _draw_losses(losses, train, held_out, dict(baselines or {}))

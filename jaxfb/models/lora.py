@@ -141,7 +141,7 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
             kept = [one for one in lora.targets if any(LoRA(targets=(one,)).adapts(name) for name in names)]
             use = kept or legal
             raise Refused(
-                f"[lora] targets: {target!r} is no projection of a layer of this model (experts and routers have no "
+                f"[lora] targets: {target!r} is not a projection of a layer of this model (experts and routers have no "
                 f"adapters); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
                 [{"targets": use}],
             )

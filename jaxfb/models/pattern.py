@@ -175,7 +175,7 @@ def settle(config: TransformerConfig) -> dict[str, Any]:
         return {LEADING: (), "pattern": ()}
     if pattern and config.window is not None:
         raise Refused(
-            f"[model] window={config.window} is of models without a pattern; use null and a window in its kinds",
+            f"[model] window={config.window} cannot be combined with a pattern; use null, and a window in its kinds",
             [{"window": None}],
         )
     period = shortest_period(pattern or (LayerKind(window=config.window),))

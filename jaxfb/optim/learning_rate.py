@@ -234,7 +234,9 @@ def _rates(who: str, **rates: Any) -> list[float]:
 def _lengths(who: str, total: Any, warmup: Any, open_ended: bool) -> tuple:
     warmup = real(who, "warmup", warmup)
     check(warmup >= 0, f"{who}: warmup={warmup} must not be negative; use 0 for none")
-    check(open_ended or total is not None, f"{who}: its fall has to end; give the length of the run as total")
+    check(
+        open_ended or total is not None, f"{who}: its decay needs an end; give the length of the run as total"
+    )
     if total is not None:
         total = real(who, "total", total)
         check(total > 0, f"{who}: total={total} must be positive; use 1 or more")

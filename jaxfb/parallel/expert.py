@@ -264,7 +264,7 @@ def _num_owners(num_experts: int, num_local: int) -> int:
     if num_local != num_experts and num_local * here != num_experts:
         raise Refused(
             f"[expert] {num_experts} experts over expert={here} are {num_experts / here:g} a device, "
-            f"the weights hold {num_local}; cut their expert dim over the expert axis, evenly, or not at all"
+            f"the weights have {num_local}; cut their expert dim over the expert axis, evenly, or not at all"
         )
     return num_experts // num_local
 

@@ -46,7 +46,9 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     except KeyboardInterrupt:
         if latest:
             print(table(latest))
-        say(f"[plan] stopped; what was found is in {directory}, and the same command goes on from there")
+        say(
+            f"[plan] stopped; the results so far are in {directory}, and the same command continues from them"
+        )
         raise
     print(table(found))
     print("\n" + page(f"{name}, best layout", found[0].verdict))

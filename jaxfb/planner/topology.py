@@ -82,7 +82,7 @@ def _gpus(shape: str, text: str) -> Topology:
 
 def _count(number: str, text: str) -> int:
     if not number.isdecimal() or int(number) < 1:
-        raise Refused(f"[plan] {number!r} in the topology {text!r} is no number of devices; write cpu:8")
+        raise Refused(f"[plan] {number!r} in the topology {text!r} is not a number of devices; write cpu:8")
     return int(number)
 
 
@@ -97,7 +97,7 @@ def _torus(chip: Chip, shape: str, text: str) -> tuple[int, ...]:
     if sizes != (1,) * chip.torus and any(size % 2 for size in sizes[:2]):
         nearest = "x".join(str(size + size % 2 if i < 2 else size) for i, size in enumerate(sizes))
         raise Refused(
-            f"[plan] a host holds 2x2 chips, so the first two sizes of {text!r} must be even; "
+            f"[plan] a host has 2x2 chips, so the first two sizes of {text!r} must be even; "
             f"the nearest is {chip.name}:{nearest}"
         )
     return sizes

@@ -97,7 +97,7 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
         variant = Variant(**{"activation": activation, **fields.pop("variant", {})})
         sizes = TransformerConfig(**fields, variant=variant)
     except KeyError as error:
-        raise Refused(f"[hf] config.json of a {found.model_type} model must hold {error.args[0]!r}") from None
+        raise Refused(f"[hf] config.json of a {found.model_type} model must have {error.args[0]!r}") from None
     if unknown := [name for name in values.unread() if name not in INERT]:
         raise Refused(
             f"[hf] config.json of this {found.model_type} model has keys that are not known here and may change what "

@@ -69,7 +69,7 @@ class Repository:
         if problems:
             shown = problems[:8] + [f"and {len(problems) - 8} more"] * (len(problems) > 8)
             raise Refused(
-                f"[hf] {self.path} does not hold what its config.json describes: {'; '.join(shown)}"
+                f"[hf] {self.path} does not contain what its config.json describes: {'; '.join(shown)}"
             )
 
 
@@ -137,5 +137,5 @@ def read_json(file: Path) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise Refused(f"[hf] {file} is not JSON: {error}") from None
     if not isinstance(values, dict):
-        raise Refused(f"[hf] {file} must hold a JSON object")
+        raise Refused(f"[hf] {file} must be a JSON object")
     return values

@@ -45,7 +45,7 @@ def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int
     if passed and changed:
         raise Refused(
             f"[run] update {update} lies in the middle of a rollout, whose rows were made by the saved settings: "
-            f"it cannot go on with {_words(changed)}; keep the saved values until update "
+            f"it cannot continue with {_words(changed)}; keep the saved values until update "
             f"{update - passed + per_rollout}, where the next rollout begins"
         )
 

@@ -162,7 +162,7 @@ def work_on(
     plans = planned(base, lambda base: base.plans(dict.fromkeys(needed, base.config.batch.rows), length))
     total = count(train)
     if not total:
-        raise Refused("[data] there is no row to train on; give more, or hold out fewer")
+        raise Refused("[data] there is no row to train on; give more data, or a smaller held_out_fraction")
     run = RunPlan(plans, updates=config.batch.updates, epochs=config.batch.epochs, dataset_rows=total)
     step = base.train_step(model, plans["train"], run)
     return kind(base, run, Stream(train, config.run.seed), held_out, step, model)

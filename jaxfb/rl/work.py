@@ -83,7 +83,7 @@ class PostTraining:
         if "text" in saved and saved["text"] != mine:
             raise Refused(
                 f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
-                "its file and tokenizer, another run.dir, or --allow-changes to go on all the same"
+                "its file and tokenizer, another run.dir, or --allow-changes to continue anyway"
             )
 
     def summary(self) -> dict[str, Any]:

@@ -31,7 +31,7 @@ def chosen(
         path = Path(table)
         if not path.is_file():
             raise Refused(
-                f"[schedule] --table={table} is no file; write one in the form that {EXAMPLE} prints"
+                f"[schedule] --table={table} is not a file; write one in the form that {EXAMPLE} prints"
             )
         return Schedule.from_text(path.read_text(), name=path.stem)
     pipe, microbatches = _required(pipe, microbatches)

@@ -60,7 +60,7 @@ def homes_of(placement: Placement) -> list[tuple[int, int]]:
     count = sum(len(row) for row in placement)
     if sorted(homes) != list(range(count)) or len({len(row) for row in placement}) != 1:
         raise Refused(
-            f"a placement holds each of the stages 0 .. {count - 1} once, the same number on every device; "
+            f"a placement has each of the stages 0 .. {count - 1} once, the same number on every device; "
             f"got {placement}; loop_placement(num_stages, num_chunks) is one"
         )
     ordered = [homes[stage] for stage in range(count)]

@@ -40,7 +40,7 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
     """
     if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
         had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in fixed)
-        choices = f", another run.dir, or {FLAG} to go on all the same" if offer else " or another run.dir"
+        choices = f", another run.dir, or {FLAG} to continue anyway" if offer else " or another run.dir"
         raise Refused(
             f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "
             f"meaning; use the saved values{choices}"
@@ -72,7 +72,7 @@ def check_model(saved: Mapping[str, Any], config: Any) -> None:
     if changes:
         had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
         raise Refused(
-            f"[eval] the run was trained with {had}; leave that out, it would read its parameters wrongly"
+            f"[eval] the run was trained with {had}; leave that out, since the saved parameters would be read wrongly"
         )
 
 

@@ -133,7 +133,7 @@ def _is_told(given: dict) -> bool:
         raise Refused(
             f"[hosts] {known} is given but not {' and '.join(missing)}; give all of "
             f"{', '.join(f'hosts.{name}' for name in given)} (or {', '.join(GIVEN.values())}), or none of them "
-            "where Slurm, Open MPI, Kubernetes or a TPU pod tells"
+            "where Slurm, Open MPI, Kubernetes or a TPU pod provides them"
         )
     return not missing
 

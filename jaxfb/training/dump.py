@@ -127,7 +127,7 @@ def read_dump(path: str | Path) -> Dump:
     path = Path(path)
     file = path / "dump.json" if path.is_dir() else path
     if not file.is_file():
-        raise Missing(f"[replay] {path} is no dump; use a directory RUN/dumps/update-N")
+        raise Missing(f"[replay] {path} is not a dump; use a directory RUN/dumps/update-N")
     try:
         values = json.loads(file.read_text())
         if values.pop("format") != FORMAT:

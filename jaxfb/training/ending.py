@@ -16,13 +16,13 @@ def after_failures(newest: int | None, again: str) -> str:
         return "nothing is saved: lower optimizer.learning_rate or look at the data, then start again"
     return (
         f"nothing was saved since update {newest}, whose state is finite: lower optimizer.learning_rate or look at the "
-        f"data, then go on from it with: {again}"
+        f"data, then continue from it with: {again}"
     )
 
 
 def after_fault(newest: int | None, again: str) -> str:
     """Returns how to go on after a device was found to be broken; `again` is the command for it."""
-    return f"{_newest(newest)} saved; without that device go on with: {again}"
+    return f"{_newest(newest)} saved; to continue without that device: {again}"
 
 
 def _newest(update: int | None) -> str:

@@ -64,7 +64,7 @@ class SkipGuard:
         causes = metrics.nonfinite_causes(self._params)
         if not causes:
             if metrics.skipped and not metrics.spike:
-                self._say(f"update {step} skipped: its rows count nothing, their loss mask is zero")
+                self._say(f"update {step} skipped: its loss mask is zero, so no token counts")
             else:
                 self._in_a_row = self.failed = 0
         elif self._patient and metrics.loss_scale > 1 and "parameters" not in causes:

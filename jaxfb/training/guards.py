@@ -87,7 +87,7 @@ class Guards:
         """Raises Spike where the update was one, the policy is to roll back and there is a checkpoint to return to."""
         if self._config.spikes == "rollback" and any(name.startswith(SCORE) for name in record):
             if self._run.newest_saved is None:
-                self._run.say(f"update {update}: nothing is saved yet, so its spike stays")
+                self._run.say(f"update {update}: a spike, but there is no checkpoint to roll back to")
                 return
             raise Spike(update)
 
@@ -102,7 +102,7 @@ class Guards:
         count = self._rollbacks[saved] = self._rollbacks.get(saved, 0) + 1
         if count > self._config.max_rollbacks:
             raise SpikeAbort(
-                f"[guard] update {spike.update} is the {count}. spike after checkpoint {saved}, and "
+                f"[guard] update {spike.update} is spike number {count} after checkpoint {saved}, above "
                 f"guard.max_rollbacks={self._config.max_rollbacks}"
             )
         saved = self._run.roll_back(spike.update)
@@ -154,7 +154,7 @@ class Guards:
         before = f"since update {self._compared}" if self._compared else "since the start of this process"
         raise DeviceFault(
             f"[guard] update {update}: copies that must be equal differ {before}, in {listed(list(bad))}, on "
-            f"{_places(self._run.mesh, devices)}; replace the device and go on from a checkpoint before that"
+            f"{_places(self._run.mesh, devices)}; replace the device and continue from a checkpoint before that"
         )
 
 

@@ -140,7 +140,7 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
         except Refused:
             raise
         except Exception as error:  # damage shows up as any of a dozen storage errors
-            log.warning("[export] passing over update %d of %s: %s", step, source, error)
+            log.warning("[export] skipping update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")
 
 

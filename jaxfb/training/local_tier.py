@@ -174,7 +174,7 @@ class LocalTier:
             try:
                 return read(paths[0])
             except OSError as error:
-                log.warning("[checkpoint] passing over a local checkpoint: %s", error)
+                log.warning("[checkpoint] skipping a local checkpoint: %s", error)
                 paths.pop(0)
         return None
 

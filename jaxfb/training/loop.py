@@ -295,7 +295,7 @@ class _Loop:
             )
         if not run_.finished:
             why = self._interrupt.signal or run_.stopped
-            hosts.say(f"{why}: {_saved(run_)}; go on with: {_again(run_)}")
+            hosts.say(f"{why}: {_saved(run_)}; continue with: {_again(run_)}")
             status = "interrupted" if self._interrupt.signal else "stopped"
             return Result(status, path, run_.done, run_.metrics)
         prepared = self._work.prepare_end()
@@ -372,7 +372,11 @@ def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summa
 def _where_from(run_: Run, resume: bool) -> str:
     if run_.resumed:
         return f"resuming {run_.directory.path} after update {run_.done} of {run_.total}"
-    return f"nothing to resume in {run_.directory.path}: starting at update 0" if resume else "starting"
+    return (
+        f"no checkpoint in {run_.directory.path} to resume from: starting at update 0"
+        if resume
+        else "starting"
+    )
 
 
 def _saved(run_: Run) -> str:

@@ -80,7 +80,7 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
         yield f"\na sample at temperature {config.eval.temperature}:\n{indented(summary['sample'])}"
     yield f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:"
     yield "  " + "  ".join(where.contents())
-    yield f'go on with: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
+    yield f'try it: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
 
 
 def loss_lines(summary: Mapping[str, Any]) -> Iterator[str]:

@@ -113,7 +113,9 @@ class RunDirectory:
             nearest = next(path for path in (self.path, *self.path.absolute().parents) if _exists(path))
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
-            raise ConfigError(f"[run] dir={_short(self.path)} is no path: {reason}; use runs/NAME") from None
+            raise ConfigError(
+                f"[run] dir={_short(self.path)} is not a path: {reason}; use runs/NAME"
+            ) from None
         if not nearest.is_dir():
             raise ConfigError(f"[run] dir={self.path}: {nearest} is not a directory; choose another run.dir")
         if not os.access(nearest, os.W_OK | os.X_OK):
@@ -132,7 +134,7 @@ class RunDirectory:
             raise ConfigError(f"[run] {self.checkpoints} is not a directory; move it away")
         for path in self.checkpoints.iterdir():
             if path.name.isdecimal() and step_of(path) is None:
-                raise ConfigError(f"[run] {path} is named as a checkpoint but is none; move it away")
+                raise ConfigError(f"[run] {path} is named like a checkpoint but is not one; move it away")
 
     def refuse_unless_free(self) -> None:
         """Refuses a directory with a saved run, or with files that no run has written.
@@ -143,7 +145,7 @@ class RunDirectory:
         newest = self.newest_update()
         if newest is not None:
             raise ConfigError(
-                f"[run] dir={self.path} holds a run saved at update {newest}; go on with --resume, start "
+                f"[run] dir={self.path} contains a run saved at update {newest}; continue it with --resume, start "
                 "over with --fresh (the old one is moved aside), or choose another run.dir"
             )
         foreign = [name for name in FILES if (self.path / name).exists()]
@@ -151,8 +153,8 @@ class RunDirectory:
             return  # a config that was put there by hand, for the run to be
         if foreign and not self.is_run():
             raise ConfigError(
-                f"[run] dir={self.path} is not a run's, and its {', '.join(foreign)} would be overwritten; choose "
-                "another run.dir"
+                f"[run] dir={self.path} is not a run directory, and its {', '.join(foreign)} would be overwritten; "
+                "choose another run.dir"
             )
 
     def refuse_unless_run(self) -> None:
@@ -163,7 +165,8 @@ class RunDirectory:
         """
         if self.path.exists() and any(p.name != ".lock" for p in self.path.iterdir()) and not self.is_run():
             raise ConfigError(
-                f"[run] dir={self.path} is not a run's, so --fresh does not move it aside; choose another run.dir"
+                f"[run] dir={self.path} is not a run directory, so --fresh does not move it aside; "
+                "choose another run.dir"
             )
 
     def move_aside(self) -> Path | None:

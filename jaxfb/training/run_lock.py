@@ -68,7 +68,7 @@ class RunLock:
         except OSError as error:
             self._unmake()
             raise ConfigError(
-                f"[run] dir={self._directory} cannot be written to: {error.strerror}; mend that, or choose another "
+                f"[run] dir={self._directory} cannot be written to: {error.strerror}; fix that, or choose another "
                 "run.dir"
             ) from None
         except ConfigError:

@@ -247,8 +247,8 @@ class Run:
         record, misfit = self._store.host(step), None
         if "plan" not in record:
             raise Refused(
-                f"[run] dir={self.directory.path} holds an imported model that no run has trained, so there is nothing "
-                "to resume; choose another run.dir"
+                f"[run] dir={self.directory.path} contains an imported model that was not trained yet, so there is "
+                "nothing to resume; choose another run.dir"
             )
         try:
             self._store.check_fit(abstract, step)
@@ -270,7 +270,7 @@ class Run:
             others = f" ({', '.join(map(str, earlier))})" if earlier else ", of which there is none"
             raise Refused(
                 f"[checkpoint] update {update} of {self.directory.checkpoints} is not finite in {listed(bad)}; "
-                f"move its directory away to go on from an earlier one{others}"
+                f"move its directory away to continue from an earlier one{others}"
             )
 
     def is_due(self, section: str) -> bool:

@@ -88,7 +88,7 @@ def read(path: Path) -> np.ndarray:
     whole = np.fromfile(path, np.uint8)
     body, digest = whole[:-DIGEST], whole[-DIGEST:]
     if whole.size <= DIGEST + LENGTH or _digest(body) != digest.tobytes():
-        raise StorageError(f"{path} holds other bytes than were written")
+        raise StorageError(f"{path} differs from what was written")
     return body
 
 

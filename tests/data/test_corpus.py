@@ -196,7 +196,7 @@ def test_baselines_are_cross_entropies_of_the_held_out_tokens(config, tmp_path):
         ({"source": "text"}, "source='text' needs path"),
         ({"path": "notes"}, "takes no path"),
         ({"packing": "tight"}, "packing='tight' is not known; use one of concat, best_fit"),
-        ({"vocab_size": 256}, "vocab_size=256 cannot hold .* use 257 or more"),
+        ({"vocab_size": 256}, "vocab_size=256 is too small .* use 257 or more"),
         ({"sequence_length": 1}, "sequence_length=1 must be at least 2"),
         ({"held_out_fraction": 1.0}, "held_out_fraction=1.0 must lie in"),
         ({"seed": -1}, "seed=-1 must lie in"),
@@ -211,7 +211,7 @@ def test_impossible_settings_are_refused(settings, words):
 @pytest.mark.parametrize(
     ("name", "content", "settings", "words"),
     [
-        ("gone.txt", None, {"source": "text"}, "is no file, no directory"),
+        ("gone.txt", None, {"source": "text"}, "matches no file of source='text'"),
         ("empty.txt", b"", {"source": "text"}, "leaves no document to train on \\(of 0 read"),
         ("one.txt", b"one", {"source": "text"}, "of 1 document\\(s\\) holds out nothing"),
         ("x.jsonl", b"{]", {"source": "jsonl"}, "x.jsonl:1 is not a JSON record"),

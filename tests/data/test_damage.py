@@ -131,10 +131,10 @@ LATIN = "caf\xe9 au lait".encode("latin1")
     "name, source, content, words",
     [
         ("a.txt", "text", b"0123456789" + LATIN, "a.txt is not UTF-8: byte 0xe9 at offset 13; convert it"),
-        ("a.txt", "text", WORDS.encode("utf-16"), "no text: there is a zero byte at offset"),
+        ("a.txt", "text", WORDS.encode("utf-16"), "not text: there is a zero byte at offset"),
         ("a.txt", "text", "\ufeff".encode("utf-16-le") + b"\xd8\xd8", "is not UTF-8: byte 0xff at offset 0"),
         ("a.txt", "text", gzip.compress(WORDS.encode(), mtime=0), "a.txt is compressed by gzip; unpack it"),
-        ("a.txt", "text", b"x" * 5000 + b"\0", "a.txt is no text: there is a zero byte at offset 5000"),
+        ("a.txt", "text", b"x" * 5000 + b"\0", "a.txt is not text: there is a zero byte at offset 5000"),
         (
             "a.jsonl",
             "jsonl",
@@ -149,8 +149,8 @@ LATIN = "caf\xe9 au lait".encode("latin1")
         ),
         ("a.jsonl.gz", "jsonl", b'{"text": "abc"}\n', "cannot be read to its end: Not a gzipped file"),
         ("a.jsonl", "jsonl", b"[" * 100_000, "a.jsonl:1 is not a JSON record"),
-        ("a.npy", "tokens", b"\x93NUMPY\x01\0v\0{'descr'", "a.npy is no whole .npy of numbers"),
-        ("a.npy", "tokens", b"", "a.npy is no whole .npy of numbers"),
+        ("a.npy", "tokens", b"\x93NUMPY\x01\0v\0{'descr'", "a.npy is not a complete .npy file of numbers"),
+        ("a.npy", "tokens", b"", "a.npy is not a complete .npy file of numbers"),
     ],
 )
 def test_what_is_no_text_is_refused_with_file_and_offset(config, tmp_path, name, source, content, words):
@@ -166,7 +166,7 @@ def test_what_is_no_text_is_refused_with_file_and_offset(config, tmp_path, name,
 def test_a_pickle_is_never_loaded(config, tmp_path):
     np.save(tmp_path / "a.npy", np.array([{"a": 1}], object), allow_pickle=True)
     (tmp_path / "a.json").write_text('{"vocab_size": 9}')
-    with pytest.raises(ValueError, match="a.npy is no whole .npy of numbers"):
+    with pytest.raises(ValueError, match="a.npy is not a complete .npy file of numbers"):
         prepare(config(source="tokens", path=str(tmp_path / "a.npy")))
 
 
@@ -270,5 +270,5 @@ def test_conversations_are_read_by_lines_of_their_file(tmp_path):
     with pytest.raises(ValueError, match="b.jsonl is not UTF-8: byte 0xe9 at offset 17"):
         read_conversations(tmp_path / "b.jsonl")
     (tmp_path / "c.jsonl").write_bytes(b"[" * 100_000)
-    with pytest.raises(ValueError, match="c.jsonl line 1 is no JSON"):
+    with pytest.raises(ValueError, match="c.jsonl line 1 is not JSON"):
         read_conversations(tmp_path / "c.jsonl")

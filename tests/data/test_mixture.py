@@ -187,7 +187,7 @@ def test_a_mixture_trains_and_goes_on_to_the_same_bits_also_with_other_weights(t
             {"mixture": {"a": {"path": "x", "wieght": 1}}},
             r"key data.mixture.a.wieght; did you mean data.mixture.a.weight",
         ),
-        ({"mixture": {"a b": {"path": "x", "weight": 1}}}, "'a b' is no name"),
+        ({"mixture": {"a b": {"path": "x", "weight": 1}}}, "'a b' must be a name"),
         ({"mixture": ["a"]}, "data.mixture=.*must be a mapping of names to sections with weight, source"),
     ],
 )

@@ -75,9 +75,9 @@ REFUSED = {
     "rng of text": (dict(rng="seed"), "rng must be None, an int, a key.*got 'seed'"),
     "rng of a float": (dict(rng=0.5), "rng must be None, an int, a key.*got 0.5"),
     "rng of indices": (dict(rng=np.arange(8)), r"rng must be None.*got array\(\[0, 1"),
-    "a scale of text": (dict(grad_scale="8"), "grad_scale must be one number.*got '8'"),
-    "no scale": (dict(grad_scale=None), "grad_scale must be one number.*got None"),
-    "scales": (dict(grad_scale=np.ones(2)), "grad_scale must be one number"),
+    "a scale of text": (dict(grad_scale="8"), "grad_scale must be one finite number.*got '8'"),
+    "no scale": (dict(grad_scale=None), "grad_scale must be one finite number.*got None"),
+    "scales": (dict(grad_scale=np.ones(2)), "grad_scale must be one finite number"),
     "forward_only": (dict(forward_only="yes"), "forward_only must be True or False, got 'yes'"),
 }
 
@@ -100,11 +100,11 @@ ANSWERS = {
     "a list of terms": (returning(lambda w, mb: [1]), "LossOutput.terms must be a dict .*got a list"),
     "terms by number": (returning(lambda w, mb: {0: 1, "a": 2}), r"LossOutput.terms .*the keys \[0, 'a'\]"),
     "no metrics": (returning(metrics=None), "LossOutput.metrics must be a dict .*got a NoneType"),
-    "a text": (lambda w, mb, rng: Sum("a", "b"), "term 'loss' must hold arrays of numbers, got a str"),
-    "a weight of text": (lambda w, mb, rng: Sum(w.sum(), "b"), "term 'loss' must hold .* got a str"),
+    "a text": (lambda w, mb, rng: Sum("a", "b"), "term 'loss' must contain arrays of numbers, got a str"),
+    "a weight of text": (lambda w, mb, rng: Sum(w.sum(), "b"), "term 'loss' must contain .* got a str"),
     "a complex weight": (lambda w, mb, rng: Sum(w.sum(), 1j), "real numbers, got complex128"),
-    "no total": (lambda w, mb, rng: Sum(None, 1.0), "term 'loss' must hold .* got a NoneType"),
-    "an empty metric": (returning(metrics={"m": Max(None)}), "metric 'm' must hold .* got a NoneType"),
+    "no total": (lambda w, mb, rng: Sum(None, 1.0), "term 'loss' must contain .* got a NoneType"),
+    "an empty metric": (returning(metrics={"m": Max(None)}), "metric 'm' must contain .* got a NoneType"),
     "weights of another shape": (
         returning(metrics={"m": Sum(np.ones(3), np.ones(2))}),
         r"one weight, or one for each of its totals \(3,\), got weights of shape \(2,\)",
@@ -165,7 +165,7 @@ SPECS = {
         lambda params: {"w": P(None, None, "tensor")},
         r"for params\['w'\] of shape \(4, 2\) it gives .*'tensor'",
     ),
-    "too many": (lambda params: {"w": P(), "v": P()}, r"specs for what is no parameter: params\['v'\]"),
+    "too many": (lambda params: {"w": P(), "v": P()}, r"entries that are not parameters: params\['v'\]"),
 }
 
 
@@ -192,7 +192,7 @@ def test_a_schedule_without_a_backward_trains_nothing(schedule):
     fb = get_forward_backward_func(make_mesh(pipe=2), schedule)
     plan = BatchPlan(rows=4, rows_per_microbatch=2)
     with pytest.raises(
-        ValueError, match="has no backward, so it serves forward_only=True alone; pass one with B"
+        ValueError, match="has no backward, so it only serves forward_only=True; pass one with B"
     ):
         fb(**PIPELINE, plan=plan)
     assert np.isfinite(fb(**PIPELINE, plan=plan, forward_only=True).loss)

@@ -119,7 +119,7 @@ def test_what_a_budget_cannot_do_is_refused(params, batch):
     plan = jaxfb.BatchPlan(rows=ROWS, max_tokens_per_microbatch=24, sequence_length=LENGTH, packing=True)
     with pytest.raises(PlanError, match="not known inside jax.jit"):
         jax.jit(lambda b: fb(MODEL, params, b, plan).loss)(batch)
-    with pytest.raises(PlanError, match=r'asks for batch\["segments"\]'):
+    with pytest.raises(PlanError, match=r'needs batch\["segments"\]'):
         fb(MODEL, params, {"tokens": batch["tokens"]}, plan)
     with pytest.raises(PlanError, match=r"segments.* length 12, but batch\['features'\] has shape \(13, 3\)"):
         fb(MODEL, params, batch | {"features": np.ones((ROWS, 3))}, plan)

@@ -281,7 +281,10 @@ def test_a_layer_that_changes_the_shape_of_hidden_is_refused():
     model = jaxfb.Pipelined(
         lambda outer, mb, rng: mb["x"], lambda w, h, mb, rng: h[:, :2], lambda outer, h, mb, rng: Sum(h.sum())
     )
-    with pytest.raises(ValueError, match=r"must return hidden as it got it: embed gives float64\[2, 3\]"):
+    with pytest.raises(
+        ValueError,
+        match=r"must return hidden with the shapes and dtypes it was given: embed gives float64\[2, 3\]",
+    ):
         run(model, {"layers": np.ones((2, 3))})
 
 
@@ -313,7 +316,7 @@ def test_the_head_and_the_layers_may_not_name_one_term_twice():
         (dict(plan={"rows": 8}), "plan must be a jaxfb.BatchPlan"),
         (dict(batch={"x": X[:6], "y": Y[:6]}), "covers 8 rows, batch has 6; add 2 rows of weight 0"),
         (dict(batch={"x": X, "y": Y[:4]}), "covers 8 rows, batch has 4"),
-        (dict(batch={**BATCH, "micro_batch_size": X}), r"batch\[\"micro_batch_size\"\] is not data"),
+        (dict(batch={**BATCH, "micro_batch_size": X}), r"batch\[\"micro_batch_size\"\] is a size"),
         (dict(batch={**BATCH, "scale": 2.0}), r"batch\['scale'\] is 2.0"),
         (dict(rng=jax.random.split(jax.random.key(0), 3)), r"plan has 8 rows, rng shape is \(3,\)"),
         (dict(batch=jaxfb.Microbatches({"x": X})), r"\[microbatches, rows, ...\] = \[2, 4\]"),

@@ -53,7 +53,7 @@ def test_a_mean_inside_the_loss_is_found():
     )
     assert found.worst.leaf == "embed" and found.worst.relative > 1e-2
     with pytest.raises(
-        AssertionError, match="differ from one device by .* in embed, above 1e-10; see whether"
+        AssertionError, match="differ from one device by .* in embed, above 1e-10; check that"
     ):
         found.raise_if_above()
 

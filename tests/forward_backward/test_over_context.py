@@ -192,7 +192,7 @@ def test_outputs_have_their_tokens_in_the_second_dim():
         return LossOutput({"loss": Sum(hidden.sum(), 1.0)}, outputs=jnp.stack([hidden, hidden], axis=1))
 
     with pytest.raises(
-        ValueError, match=r"second dim alone.*got one of shape \(2, 2, 4\) .* \(2, 2, 8\) for the"
+        ValueError, match=r"only the second dim.*got shape \(2, 2, 4\) .* \(2, 2, 8\) for the"
     ):
         run(loss, {"context": 2})
 

@@ -347,7 +347,7 @@ def test_the_dump_of_spikes_replays_from_the_checkpoint(tmp_path):
 def test_what_is_no_dump_is_refused(tmp_path, text):
     from jaxfb.training.dump import read_dump
 
-    with pytest.raises(ValueError, match="no dump"):
+    with pytest.raises(ValueError, match="not a dump"):
         read_dump(tmp_path / "nowhere")
     (tmp_path / "dump.json").write_text(text)
     with pytest.raises(ValueError, match="damaged, or of another version"):

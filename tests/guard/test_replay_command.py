@@ -44,4 +44,4 @@ def test_a_layer_whose_parameters_went_bad_is_named(tmp_path, capsys):
 
 def test_a_wrong_path_is_one_sentence(tmp_path, capsys):
     assert main(["replay", str(tmp_path)]) == 2
-    assert "is no dump; use a directory RUN/dumps/update-N" in capsys.readouterr().err
+    assert "is not a dump; use a directory RUN/dumps/update-N" in capsys.readouterr().err

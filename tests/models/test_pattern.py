@@ -247,7 +247,7 @@ def test_layers_with_experts_do_not_lead():
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"pattern": [LOCAL, FULL], "window": 3}, "window=3 is of models without a pattern; use null"),
+        ({"pattern": [LOCAL, FULL], "window": 3}, "window=3 cannot be combined with a pattern; use null"),
         ({"pattern": (replace(LOCAL, layers=6), FULL)}, "one period of 7; use num_layers 7"),
         (
             {"leading": (replace(LOCAL, layers=5),)},

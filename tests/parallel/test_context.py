@@ -148,5 +148,5 @@ def test_sequences_that_do_not_divide_are_refused():
     loss_fn = lambda p, mb, rng: jaxfb.Sum((p * mb["x"]).sum(), 1.0)  # noqa: E731
     with pytest.raises(ValueError, match="sequences of 12 tokens cannot be cut"):
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 12))}, plan)
-    with pytest.raises(ValueError, match=r"which must be one; got lengths \[8, 16\]"):
+    with pytest.raises(ValueError, match=r"which must be the same for all; got lengths \[8, 16\]"):
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 16)), "y": np.ones((2, 8))}, plan)

@@ -131,5 +131,5 @@ def test_experts_that_do_not_divide_are_refused(inputs):
     ):
         expert.check_expert_divides(config, 4)
     x, kernels, _ = inputs
-    with pytest.raises(ValueError, match="8 experts over expert=1 are 8 a device, the weights hold 4"):
+    with pytest.raises(ValueError, match="8 experts over expert=1 are 8 a device, the weights have 4"):
         _layer(None, x, kernels[:4], jnp.zeros((TOKENS, 1), jnp.int32))

@@ -55,7 +55,7 @@ def answered(directory):
 def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys):
     compiler.answers[:] = [ANSWER, KeyboardInterrupt()]
     assert run(tmp_path) == 130
-    assert "the same command goes on from there" in capsys.readouterr().err
+    assert "the same command continues from them" in capsys.readouterr().err
     assert len(answered(tmp_path)) == 1 and load_config(tmp_path / "plan.yaml").batch.rows == 32
 
     assert run(tmp_path) == 0

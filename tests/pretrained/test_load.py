@@ -175,7 +175,7 @@ def test_a_missing_key_is_named(copied):
     values = json.loads((copied / "config.json").read_text())
     del values["hidden_size"]
     (copied / "config.json").write_text(json.dumps(values))
-    assert "must hold 'hidden_size'" in refusal(copied)
+    assert "must have 'hidden_size'" in refusal(copied)
 
 
 def test_pickled_truncated_and_outside_files_are_refused(copied):

@@ -93,7 +93,7 @@ def test_both_answers_follow_the_same_prompt():
     "line, message",
     [
         ('{"messages": []}', 'line 1 needs "messages"'),
-        ("{", "line 1 is no JSON"),
+        ("{", "line 1 is not JSON"),
         (
             '{"messages": [{"role": "bot", "content": "x"}]}',
             "role 'bot' must be one of system, user, assistant",
