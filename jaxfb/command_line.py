@@ -31,9 +31,9 @@ RANDOM = {
     "axes": (str, None, "A,B", "mesh axes to draw from (default: pipe,data,fsdp,tensor)"),
 }
 POST_TRAINING = {
-    "sft": "fine-tune on conversations; the loss counts the assistant's tokens",
+    "sft": "fine-tune on conversations; only the assistant's tokens are in the loss",
     "dpo": "train on preference pairs (DPO and related losses)",
-    "rl": "sample, reward and update: GRPO, PPO and related methods",
+    "rl": "train a policy on rewards of its own samples: GRPO, PPO and related methods",
 }
 LAUNCHED = ("train", *POST_TRAINING)
 TOPOLOGIES = "such as v5p:4x4x8, v5e:4x4, v6e:16x16, tpu7x:4x4x4, cpu:8 or gpu:h100x8"
@@ -65,6 +65,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="jaxfb",
         description="Trains transformers with JAX on GPU and TPU meshes, with exact gradients on each.",
+        epilog="Try `jaxfb train quickstart --smoke` first. `jaxfb COMMAND --help` lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
     verbs = parser.add_subparsers(metavar="COMMAND", required=True)
@@ -88,7 +89,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_init(verbs) -> None:
     init = _verb(verbs, "init", "write a starter config to edit; without a name, list them")
-    init.add_argument("name", nargs="?", metavar="NAME", help="of a starter config, such as quickstart")
+    init.add_argument("name", nargs="?", metavar="NAME", help="a starter config, such as quickstart")
     init.add_argument("--out", default=".", metavar="DIR", help="where to write it (default: here)")
 
 
@@ -110,24 +111,24 @@ def _add_uses_of_a_run(verbs) -> None:
         verbs, "eval", "held-out loss of a run's newest checkpoint, or its scores on texts and tasks"
     )
     evaluate.add_argument(
-        "run_dir", metavar="RUN", help=f"{RUN}; with --text or --task also a directory of files"
+        "run_dir", metavar="RUN", help=f"{RUN}; with --text or --task also a directory of Hugging Face files"
     )
-    evaluate.add_argument("--text", metavar="FILE", help="perplexity of this text")
+    evaluate.add_argument("--text", metavar="FILE", help="print the perplexity of this text")
     evaluate.add_argument(
         "--task",
         metavar="FILE",
         action="append",
-        help="JSON lines of questions, docs/generation.md; may be repeated",
+        help="score these questions, in JSON lines (docs/generation.md); may be repeated",
     )
     evaluate.add_argument(
-        "--length", type=int, metavar="N", help="tokens to look at (default: of a row of training)"
+        "--length", type=int, metavar="N", help="longest context in tokens (default: a row of training)"
     )
     evaluate.add_argument(
         "--rows",
         type=int,
         default=8,
         metavar="N",
-        help="scored at the same time on each replica (default: 8)",
+        help="rows scored at the same time on each replica (default: 8)",
     )
     evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
     evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
@@ -135,9 +136,9 @@ def _add_uses_of_a_run(verbs) -> None:
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=MODEL)
     prompt = generate.add_mutually_exclusive_group(required=True)
-    prompt.add_argument("--prompt", help="the text to continue, or the user's message of a chat")
+    prompt.add_argument("--prompt", help="the text to continue, or the user's message in a chat")
     prompt.add_argument(
-        "--prompts", metavar="FILE", help='a line each, or .jsonl with {"prompt"} or {"messages"}'
+        "--prompts", metavar="FILE", help='one prompt per line, or .jsonl with {"prompt"} or {"messages"}'
     )
     _add_sampling(generate)
     generate.add_argument(
@@ -157,7 +158,7 @@ def _add_uses_of_a_run(verbs) -> None:
 
 
 def _add_sampling(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--tokens", type=int, default=None, help="how many tokens (default: eval.tokens)")
+    verb.add_argument("--tokens", type=int, default=None, help="tokens to generate (default: eval.tokens)")
     verb.add_argument(
         "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
     )
@@ -167,14 +168,14 @@ def _add_sampling(verb: argparse.ArgumentParser) -> None:
 
 
 def _add_replay(verbs) -> None:
-    text = "compute the update again at which a guard ended a run; 0: the same bits, 1: others"
+    text = "compute again the update at which a guard ended a run; exit code 0: the same bits, 1: others"
     verb = _verb(verbs, "replay", text)
     verb.add_argument("dump", metavar="DUMP", help="a directory RUN/dumps/update-N")
     _add_hosts(verb)
 
 
 def _add_launch(verbs) -> None:
-    text = "run a command as several processes of this machine, and start it again when one is lost"
+    text = "run a command as several processes on this machine, and restart it when one is lost"
     launch = _verb(verbs, "launch", text)
     launch.add_argument(
         "--processes", type=int, default=1, metavar="N", help="processes to start (default: 1)"
@@ -192,8 +193,8 @@ def _add_launch(verbs) -> None:
 
 
 def _add_pretrained(verbs) -> None:
-    importing = _verb(verbs, "import-hf", "make a run out of a directory of Hugging Face files")
-    importing.add_argument("directory", metavar="DIR", help="with config.json and safetensors")
+    importing = _verb(verbs, "import-hf", "make a run directory from a directory of Hugging Face files")
+    importing.add_argument("directory", metavar="DIR", help="a directory with config.json and *.safetensors")
     importing.add_argument(
         "--out", required=True, metavar="RUN", help="the run directory to write, new or empty"
     )
@@ -204,7 +205,9 @@ def _add_pretrained(verbs) -> None:
         "--dtype", help="float32, bfloat16 or float16 (default: as imported, else float32)"
     )
     exporting.add_argument(
-        "--adapter", action="store_true", help="the adapters alone, in PEFT's format (default: merged)"
+        "--adapter",
+        action="store_true",
+        help="write the adapters alone, in PEFT's format (default: merged into the weights)",
     )
 
 
@@ -219,14 +222,16 @@ def _add_check(verbs) -> None:
         default=None,
         help="largest relative difference allowed (default: 1e-10 in float64)",
     )
-    group = check.add_argument_group("random search", "draws models, meshes and options; takes no config")
+    group = check.add_argument_group(
+        "random cases", "draw models, meshes and options at random; without a config"
+    )
     group.add_argument("--random", type=int, metavar="N", help="number of cases")
     for name, (kind, default, metavar, text) in RANDOM.items():
         group.add_argument(f"--{name}", type=kind, default=default, metavar=metavar, help=text)
 
 
 def _add_chaos(verbs) -> None:
-    text = "try small runs against faults: killed processes, flipped bits, devices that compute wrongly"
+    text = "inject faults into small runs: killed processes, flipped bits, devices that compute wrongly"
     chaos = _verb(verbs, "chaos", text)
     chaos.add_argument("--kills", type=int, default=17, metavar="N", help="processes to kill (default: 17)")
     chaos.add_argument(
@@ -237,7 +242,7 @@ def _add_chaos(verbs) -> None:
 
 
 def _add_schedule(verbs) -> None:
-    text = "print, simulate and draw a pipeline schedule, or compare all"
+    text = "print, simulate and draw a pipeline schedule, or compare all kinds"
     schedule = _verb(verbs, "schedule", text)
     for name, size in SCHEDULE_SIZES.items():
         schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
@@ -258,33 +263,31 @@ def _add_schedule(verbs) -> None:
 
 
 def _add_plan(verbs) -> None:
-    text = "tell whether a config fits a machine, and how fast it can run, without the machine"
+    text = "find whether a config fits a machine, and how fast it can run, without the machine"
     plan = _verb(verbs, "plan", text)
     _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)
-    plan.add_argument("--no-compile", action="store_true", help="a formula alone: seconds, no compiler")
-    plan.add_argument("--json", action="store_true", help="everything as JSON")
-    plan.add_argument("--search", action="store_true", help="try layouts, write the fastest that fits")
+    plan.add_argument("--no-compile", action="store_true", help="use a formula only, which takes seconds")
+    plan.add_argument("--json", action="store_true", help="print the result as JSON")
+    plan.add_argument("--search", action="store_true", help="try layouts, and write the fastest that fits")
     plan.add_argument("--layouts", type=int, default=24, metavar="N", help="layouts to list (default: 24)")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
 
 def _add_bench(verbs) -> None:
-    text = "run a benchmark by name; report rewrites docs/performance.md from the results"
+    text = "run a benchmark; the name report rewrites docs/performance.md from the results"
     bench = _verb(verbs, "bench", text)
     bench.add_argument("name", nargs="?", metavar="NAME", help="name of a benchmark; without it, list them")
-    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="the benchmark's own, after its name")
+    bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of that benchmark")
 
 
 def _add_show(verbs) -> None:
-    show = _verb(
-        verbs, "config", "show every key of a config after overrides, or describe every key there is"
-    )
+    show = _verb(verbs, "config", "show every key of a config after overrides, or describe all keys")
     show.add_argument(
-        "action", choices=("show", "reference"), help="reference: what every key means, in Markdown"
+        "action", choices=("show", "reference"), help="reference: describe all keys, in Markdown"
     )
     show.set_defaults(refuse=show.error)
-    show.add_argument("config", nargs="?", metavar="CONFIG", help="of show: a config, or a run directory")
+    show.add_argument("config", nargs="?", metavar="CONFIG", help="a config or a run directory, for show")
     show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
