@@ -259,7 +259,7 @@ class CheckpointStore:
     def _open_writer(self) -> ocp.training.Checkpointer:
         self._set_aside_damaged()
         watch_renames(self.directory)
-        logging.getLogger("absl").addFilter(_is_told_elsewhere)
+        logging.getLogger("absl").addFilter(_is_reported_elsewhere)
         policies: Any = ocp.training.preservation_policies
         keep = [policies.LatestN(self._keep)]
         if self.keep_best is not None:
@@ -363,7 +363,7 @@ def _first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"[:300]
 
 
-def _is_told_elsewhere(record: logging.LogRecord) -> bool:
+def _is_reported_elsewhere(record: logging.LogRecord) -> bool:
     """Drops a log record that repeats an error which Orbax raises as well."""
     return not (record.levelno == logging.ERROR and "orbax" in record.pathname)
 

@@ -64,7 +64,7 @@ def test_a_table_of_ones_own_is_read_back_and_its_bad_cell_marked(tmp_path, caps
         ([*SIZES[1:], "--forward", "-1"], "--forward -1 must not be negative"),
         ([*SIZES[1:], "--compare", "--head", "1"], "leave out --head 1"),
         ([*SIZES[1:], "--svg", "timeline.gif"], "use 'timeline.svg'"),
-        (["--table", "nowhere.txt"], "--table=nowhere.txt is no file"),
+        (["--table", "nowhere.txt"], "--table=nowhere.txt is not a file"),
         (["--table", "nowhere.txt", "--pipe", "2"], "already defines sizes and kind; leave out"),
     ],
 )

@@ -224,7 +224,7 @@ def test_a_token_that_cannot_be_read_ends_the_run_saved(tmp_path, capsys):
                 file.write(np.full(20_000, 60_000, np.uint16).tobytes())
 
     with pytest.raises(
-        ValueError, match=r"t.bin holds token 60000 at .*, in row \d+; .*; saved after update \d+ of 8"
+        ValueError, match=r"t.bin contains token 60000 at .*, in row \d+; .*; saved after update \d+ of 8"
     ):
         trainer.train(config, callbacks=[callback(before_update=edit)])
     assert saved(config)[-1] >= 2

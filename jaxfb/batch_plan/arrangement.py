@@ -82,17 +82,17 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
 def _pack(lengths: Sequence[int], width: int) -> Bins:
     """Packs rows into few array rows: best fit, longest first."""
     bins: Bins = []
-    room: list[int] = []
+    free: list[int] = []
     for row in sorted(range(len(lengths)), key=lambda r: (-lengths[r], r)):
-        fitting = [(room[b], b) for b in range(len(bins)) if room[b] >= lengths[row]]
+        fitting = [(free[b], b) for b in range(len(bins)) if free[b] >= lengths[row]]
         if fitting:
             chosen = min(fitting)[1]
         else:
             chosen = len(bins)
             bins.append([])
-            room.append(width)
+            free.append(width)
         bins[chosen].append(row)
-        room[chosen] -= lengths[row]
+        free[chosen] -= lengths[row]
     return bins
 
 

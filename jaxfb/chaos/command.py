@@ -31,7 +31,7 @@ def run_trials(
         began = time.monotonic()
         outcome = trial.run(laboratory)
         verdict = "; ".join(outcome.problems) if outcome.problems else "ok"
-        say(f"{trial.name:36} {time.monotonic() - began:6.1f} s  {verdict}  ({outcome.told})")
+        say(f"{trial.name:36} {time.monotonic() - began:6.1f} s  {verdict}  ({outcome.note})")
         outcomes.append(outcome)
     return outcomes
 

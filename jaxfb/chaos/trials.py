@@ -21,11 +21,11 @@ DIED = -9
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a trial. problems: what should not have happened; empty if nothing. `told`: one line."""
+    """The result of a trial. problems: what should not have happened; empty if nothing. note: a line to print."""
 
     trial: str
     problems: tuple[str, ...]
-    told: str = ""
+    note: str = ""
 
 
 @dataclass(frozen=True)

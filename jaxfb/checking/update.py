@@ -113,8 +113,8 @@ def _near(
     Beyond it, each number may be off by its own rounding and by `slack`.
     """
     moved = None if old is None else jax.tree.map(_minus, want, old)
-    room = jax.tree.map(lambda slip, leaf: np.asarray(slip, np.float64) + _rounding(leaf), slack, want)
-    return compare(quantity, got, want, allowed, slack=room, measured_by=moved)
+    rounding = jax.tree.map(lambda slip, leaf: np.asarray(slip, np.float64) + _rounding(leaf), slack, want)
+    return compare(quantity, got, want, allowed, slack=rounding, measured_by=moved)
 
 
 def _minus(new: Any, old: Any) -> np.ndarray:

@@ -163,7 +163,7 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
     found = [p for p in found if p.is_file()]
     paths = [p for p in found if _belongs(p, source)]
     if source == "text" and 0 < len(paths) < len(found):
-        _tell_of_binaries(path, sorted(set(found) - set(paths)), len(found))
+        _warn_of_binaries(path, sorted(set(found) - set(paths)), len(found))
     if not paths:
         raise Refused(
             f"[data] path={shown(path)} matches no file of {source=} "
@@ -189,7 +189,7 @@ def _belongs(path: Path, source: str) -> bool:
     return b"\0" not in start and not start.startswith(GZIP)
 
 
-def _tell_of_binaries(path: str, others: list[Path], number: int) -> None:
+def _warn_of_binaries(path: str, others: list[Path], number: int) -> None:
     shown = ", ".join(str(other) for other in others[:SHOWN]) + (" ..." if others[SHOWN:] else "")
     log.warning(
         "[data] %d of the %d files of path=%r are not text and are skipped: %s",

@@ -165,7 +165,7 @@ class LibraryTokenizer:
 
     def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
         # What follows a special token is in the middle of a text, so one is put before and taken off again.
-        before = [self._anchor if goes_on else "" for goes_on in continued]
+        before = [self._anchor if continues else "" for continues in continued]
         whole = [anchor + text for anchor, text in zip(before, texts, strict=True)]
         encodings = self._reads_names.encode_batch_fast(whole, add_special_tokens=False)
         return [

@@ -127,7 +127,7 @@ def router_metrics(
 
 def counted_leaves(config: TransformerConfig) -> Counted | None:
     """Returns what a transformer with these experts counts over the whole update, for the engine; None if nothing."""
-    before = partial(_tell_load, config) if config.batch_balance_coefficient else None
+    before = partial(_with_load, config) if config.batch_balance_coefficient else None
     after = partial(_move_bias, config) if config.router_bias_rate else None
     return Counted(_are_counted, before, after) if config.num_experts and (before or after) else None
 
@@ -140,7 +140,7 @@ def _are_counted(params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(is_counted, params)
 
 
-def _tell_load(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTree:
+def _with_load(config: TransformerConfig, params: PyTree, metrics: dict) -> PyTree:
     """Returns params with the load of each layer's experts, [L, E], or in each layer that of all together."""
     load = metrics[LOAD]
     if config.batch_balance_layers == "together":

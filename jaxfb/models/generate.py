@@ -218,12 +218,12 @@ def _advance(
         written = Generated(written.tokens.at[:, at].set(token), written.log_probs.at[:, at].set(log_prob))
         return _State(state.index + 1, _logits(config, params, hidden), cache, stopped, token), written
 
-    def goes_on(carried):
+    def unfinished(carried):
         state, _ = carried
         return (state.index < first + steps) & ~state.stopped.all()
 
     nothing = Generated(jnp.zeros((rows, steps), jnp.int32), jnp.zeros((rows, steps), state.logits.dtype))
-    state, written = lax.while_loop(goes_on, step, (state, nothing))
+    state, written = lax.while_loop(unfinished, step, (state, nothing))
     left_out = jnp.arange(steps) >= state.index - first
     return state, Generated(jnp.where(left_out, state.last[:, None], written.tokens), written.log_probs)
 
@@ -236,10 +236,10 @@ def _prefill(config, params, prompt, max_new_tokens) -> tuple[jax.Array, Cache]:
     """Runs the prompt: [R, P] -> hidden [R, P, D], and the cache with space for the new tokens."""
 
     def attend(window, _, query, key, value, *scores):
-        room = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
+        padding = [(0, 0), (0, max_new_tokens), (0, 0), (0, 0)]
         # the backend that training names may refuse a prompt: its length and dtype are other ones
         context = packed_attention(query, key, value, *scores, segments=None, backend="auto", window=window)
-        return context, (jnp.pad(key, room), jnp.pad(value, room))
+        return context, (jnp.pad(key, padding), jnp.pad(value, padding))
 
     positions = jnp.broadcast_to(jnp.arange(prompt.shape[1]), prompt.shape)
     return _through_layers(config, params, prompt, positions, attend, None)

@@ -103,7 +103,7 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
     asked, answered, log = directory / "request.json", directory / "answer.json", directory / "log"
     asked.write_text(json.dumps(request))
     command = [sys.executable, "-m", "jaxfb.planner.compiled", str(asked), str(answered)]
-    began, told = time.monotonic(), 0.0
+    began, reported = time.monotonic(), 0.0
     with log.open("w") as output:
         child = subprocess.Popen(
             command, env=_environment(topology), stdin=subprocess.PIPE, stdout=output, stderr=output
@@ -111,9 +111,9 @@ def _run_child(request: dict, topology: Topology, directory: Path, say: Callable
         try:
             while child.poll() is None:
                 time.sleep(0.2)
-                if time.monotonic() - began - told > 10:
-                    told = time.monotonic() - began
-                    say(f"compiling for {topology.text}: {told:.0f} s")
+                if time.monotonic() - began - reported > 10:
+                    reported = time.monotonic() - began
+                    say(f"compiling for {topology.text}: {reported:.0f} s")
         finally:
             if child.poll() is None:
                 child.kill()

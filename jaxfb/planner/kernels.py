@@ -36,6 +36,6 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = m
 
 
 def _ragged_flops(operands: Sequence[tuple[int, ...]], rows: float) -> float:
-    room = next((shape[0] for shape in operands if len(shape) == 2), 0)
+    capacity = next((shape[0] for shape in operands if len(shape) == 2), 0)
     matrices = next((shape for shape in operands if len(shape) == 3), (0, 0, 0))
-    return 2.0 * min(room, rows) * matrices[1] * matrices[2]
+    return 2.0 * min(capacity, rows) * matrices[1] * matrices[2]

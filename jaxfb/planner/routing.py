@@ -36,10 +36,10 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     ]
     if not found:
         return Routed()
-    (room, *_), _, (groups, *_) = max(found)[:3]
+    (capacity, *_), _, (groups, *_) = max(found)[:3]
     tokens = job.plan.rows_per_microbatch * job.config.data.sequence_length // job.mesh.shape["context"]
-    rows = min(room, tokens * job.sizes.experts_per_token)
-    tile = tile_size(room, groups)
+    rows = min(capacity, tokens * job.sizes.experts_per_token)
+    tile = tile_size(capacity, groups)
     return Routed(rows, round(rows / tile + groups / 2))
 
 

@@ -19,8 +19,8 @@ _kept = []  # the handler, for as long as C may call it
 _foreign: dict[int, Callable[[int], None]] = {}  # handlers of C by signal, found once for the process
 
 
-def speak_before_abort(coordinator: str, said: Callable[[], str], code: int) -> None:
-    """Prints `said()` and exits with `code` on SIGABRT with nobody answering at the coordinator's address.
+def report_before_abort(coordinator: str, message: Callable[[], str], code: int) -> None:
+    """Prints `message()` and exits with `code` on SIGABRT with nobody answering at the coordinator's address.
 
     A coordinator that is stopped still listens, but answers nothing. Any other abort goes its way. A handler of
     Python's would run too late, in the main thread, so this one is C's.
@@ -31,7 +31,7 @@ def speak_before_abort(coordinator: str, said: Callable[[], str], code: int) -> 
     def handler(number: int) -> None:
         libc.alarm(PATIENCE)
         if not is_answering(coordinator, PATIENCE / 2):
-            print(said(), file=sys.stderr, flush=True)
+            print(message(), file=sys.stderr, flush=True)
             os._exit(code)
 
     libc = ctypes.CDLL(None)

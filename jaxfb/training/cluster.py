@@ -53,7 +53,7 @@ def find_place(config: HostsConfig, environment: Mapping[str, str] = os.environ)
     if None in given.values() and config.cluster != "none":
         given, local_devices = _detected(given, config, environment)
     given = _numbered(given, environment)
-    if given["processes"] == 1 or not _is_told(given):
+    if given["processes"] == 1 or not _is_configured(given):
         return None
     return Place(*_checked(given), local_devices)
 
@@ -121,7 +121,7 @@ def _numbered(given: dict, environment: Mapping[str, str]) -> dict:
     return given
 
 
-def _is_told(given: dict) -> bool:
+def _is_configured(given: dict) -> bool:
     """Returns whether all three of coordinator, processes and process id are given; False if none is.
 
     Raises:

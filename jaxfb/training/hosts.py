@@ -24,7 +24,7 @@ from jaxfb.config.sections import HostsConfig
 from jaxfb.exit_codes import LOST, RESUMABLE
 from jaxfb.position import here
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import is_listening, speak_before_abort
+from jaxfb.training.abort import is_listening, report_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.interrupt import Stopped
@@ -60,7 +60,7 @@ class Hosts:
 
     def __enter__(self) -> Hosts:
         if self.index and self._coordinator is not None:
-            speak_before_abort(self._coordinator, self._without_coordinator, LOST)
+            report_before_abort(self._coordinator, self._without_coordinator, LOST)
         if self.count > 1 or self.config.stuck_after is not None:
             client = self._client if self.count > 1 else None
             self._watch = Watch(client, self._prefix, self.index, self._names(), self.config)
@@ -136,10 +136,10 @@ class Hosts:
         """
         if self.count == 1:
             return
-        told = self._tell(json.dumps([socket.gethostname(), facts()], sort_keys=True, default=str))
+        key = self._publish(json.dumps([socket.gethostname(), facts()], sort_keys=True, default=str))
 
         def compare() -> None:
-            names, everyone = zip(*map(json.loads, self._told(told)), strict=True)
+            names, everyone = zip(*map(json.loads, self._collect(key)), strict=True)
             check_agreement(what, everyone, names)
 
         self.first(compare)
@@ -160,17 +160,17 @@ class Hosts:
 
     def _names(self) -> list[str]:
         """Returns how the processes are called in messages."""
-        told = self._tell(socket.gethostname()) if self.count > 1 else ""
-        hosts = self.first(lambda: self._told(told)) if self.count > 1 else [socket.gethostname()]
+        key = self._publish(socket.gethostname()) if self.count > 1 else ""
+        hosts = self.first(lambda: self._collect(key)) if self.count > 1 else [socket.gethostname()]
         return [f"process {index} of {self.count} ({host})" for index, host in enumerate(hosts)]
 
-    def _tell(self, text: str) -> str:
+    def _publish(self, text: str) -> str:
         """Writes a text for process 0; returns the key under which it finds those of all."""
         key = f"{self._prefix}/{next(self._calls)}"
         self._client.key_value_set(f"{key}/{self.index}", text)
         return key
 
-    def _told(self, key: str) -> list[str]:
+    def _collect(self, key: str) -> list[str]:
         """Returns what every process has written, in their order; for process 0 alone, as reads by all would be too
         many.
         """

@@ -94,7 +94,7 @@ class Interrupt:
         """Ends the run after this update, saved; `failure` then describes what went wrong. Asked by any process."""
         self.failure = what
         if self._several:
-            self._tell_all()
+            self._announce()
         else:
             self.signal = self.signal or what
 
@@ -108,7 +108,7 @@ class Interrupt:
             self.signal = self.signal or limit
         elif jax.process_index() == 0 and self._limit is None:
             self._limit = limit
-            self._tell_all()
+            self._announce()
 
     def _in_main(self, number: int, frame) -> None:
         """Handles a signal in the main thread, as soon as that runs Python."""
@@ -140,7 +140,7 @@ class Interrupt:
             if not self.begun:
                 self._later(lambda: self._end_unsaved(number))
             elif self._several:
-                self._tell_all()
+                self._announce()
 
     def _later(self, end: Callable[[], None]) -> None:
         """Ends the process where the main thread has not left the run by then."""
@@ -157,7 +157,7 @@ class Interrupt:
         print(f"jaxfb: {number.name} again: ended at once, without saving", file=sys.stderr)
         leave(128 + number)
 
-    def _tell_all(self) -> None:
+    def _announce(self) -> None:
         if self._to_jax is not None:
             self._to_jax(signal.SIGTERM)
         else:

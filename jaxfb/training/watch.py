@@ -64,7 +64,7 @@ class Watch:
         self._kind, self._main_decides = FAILED, False
         self._pace: tuple[list[float] | None, dict[int, str]] = (None, {})
         self._heard: dict[int, Sign] = {}  # the newest of the others
-        self._told: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
+        self._reports: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
         self._answered = time.monotonic()  # when the coordinator last did
         self.advice: Callable[[], str] = lambda: "start all again"
 
@@ -113,7 +113,7 @@ class Watch:
             with _ignored():
                 text = Sign.of(beat, self._position).write()
                 self._client.key_value_set(f"{self._prefix}/beat/{self._index}", text, allow_overwrite=True)
-                self._told = {other: json.loads(text) for other, text in self._read("failed").items()}
+                self._reports = {other: json.loads(text) for other, text in self._read("failed").items()}
                 signs = {other: Sign.read(text) for other, text in self._read("beat").items()}
                 self._heard = signs
                 self._answered = time.monotonic()
@@ -145,9 +145,9 @@ class Watch:
         """Returns why this process ends, None while it goes on; `_kind` is how."""
         self._signs.hear({**self._heard, self._index: Sign.of(0, self._position)})
         self._pace = (self._signs.own_seconds(), self._signs.who_is_slow())
-        told = [other for other in self._told if other != self._index]
-        for other in sorted(told, key=lambda other: self._told[other][0] == STOPPED):
-            self._kind, reason = self._told[other]
+        others = [other for other in self._reports if other != self._index]
+        for other in sorted(others, key=lambda other: self._reports[other][0] == STOPPED):
+            self._kind, reason = self._reports[other]
             ended = "was stopped" if self._kind == STOPPED else "failed"
             return f"[hosts] {self._names[other]} {ended}: {reason}; {self._names[self._index]} ends"
         if silent := self._who_is_silent():

@@ -116,4 +116,4 @@ def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
     wanted += [trial for trial in trials.faults() if "wrong_once" in trial.name]
     outcomes = command.run_trials(wanted, laboratory)
     assert [outcome.problems for outcome in outcomes] == [()] * len(wanted)
-    assert not any("not reached" in outcome.told for outcome in outcomes)
+    assert not any("not reached" in outcome.note for outcome in outcomes)

@@ -166,7 +166,7 @@ def test_an_answer_that_others_change_is_learnt_only_as_the_last(tokenizer, chat
     chat = make_chat(tokenizer, rewrites)
     turns = [QUESTION, ANSWER, user("Hello"), ANSWER]
     with pytest.raises(
-        ValueError, match=r"\[conversations\] item 1: .*message 2 otherwise .*conversations.learn=last"
+        ValueError, match=r"\[conversations\] item 1: .*changes message 2 .*conversations.learn=last"
     ):
         chat.encode([[QUESTION, ANSWER], turns])
     (ids,), (counts,) = chat.encode([turns], "last")

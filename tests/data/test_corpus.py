@@ -217,7 +217,12 @@ def test_impossible_settings_are_refused(settings, words):
         ("x.jsonl", b"{]", {"source": "jsonl"}, "x.jsonl:1 is not a JSON record"),
         ("x.jsonl", b'{"body": "a"}', {"source": "jsonl"}, "text_field='text'; the record has: body"),
         ("alone.bin", b"\0\0\0\0", {"source": "tokens"}, "needs alone.json or meta.json beside it"),
-        ("t.bin", b"\1\0\11\0", {"source": "tokens"}, "holds token 9 at position 1, outside .* set it to 10"),
+        (
+            "t.bin",
+            b"\1\0\11\0",
+            {"source": "tokens"},
+            "contains token 9 at position 1, outside .* set it to 10",
+        ),
         ("t.bin", b"\1\0\2", {"source": "tokens"}, "has 3 bytes after header_bytes=0"),
         ("t.bin", b"\1\0\2\0", {"source": "tokens", "tokenizer": "bytes"}, "has 257 tokens, more than"),
     ],

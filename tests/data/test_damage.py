@@ -66,7 +66,7 @@ def test_an_edited_token_file_is_another_text(config, tokens):
     assert after.train.fingerprint != before.train.fingerprint
     edit(tokens, 99_999, 100)
     with pytest.raises(
-        ValueError, match=r"t.bin holds token 100 at position 99999, outside \[0, vocab_size=100\)"
+        ValueError, match=r"t.bin contains token 100 at position 99999, outside \[0, vocab_size=100\)"
     ):
         prepare(settings)
 
@@ -90,7 +90,7 @@ def test_an_id_that_appears_while_the_run_reads_is_refused_where_it_is_read(conf
     loader = Loader(corpus.train, 2, seed=None, prefetch=prefetch)
     next(loader), next(loader)
     with pytest.raises(
-        ValueError, match=r"t.bin holds token 60000 at position \d+, outside .*, in row 5; the file"
+        ValueError, match=r"t.bin contains token 60000 at position \d+, outside .*, in row 5; the file"
     ):
         next(loader)
 
@@ -242,7 +242,7 @@ def test_a_tokenizer_that_loses_characters_is_warned_of_with_the_share(config, t
     settings = config(source="text", path=str(tmp_path / "book.txt"), tokenizer=tokenizer)
     for _ in range(2):  # from the cache too
         with pytest.warns(
-            UserWarning, match=r"does not know 25\.00% of the characters of the text, such as '\xe9'"
+            UserWarning, match=r"cannot encode 25\.00% of the characters of the text, such as '\xe9'"
         ):
             prepare(settings)
     with warnings.catch_warnings():

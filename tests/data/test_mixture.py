@@ -223,7 +223,7 @@ def test_columns_of_tables_are_documents(texts, tmp_path, kind):
     assert from_table.train.fingerprint == from_files.train.fingerprint
     for field, wanted in (
         ("boddy", "has no column text_field='boddy'; it has: id, body"),
-        ("id", "holds int64"),
+        ("id", "contains int64"),
     ):
         with pytest.raises(ValueError, match=wanted):
             prepare(DataConfig(source=source, path=str(path), text_field=field, **common))

@@ -148,7 +148,7 @@ def test_targets_are_names_or_patterns(targets, names):
 def test_refusals():
     experts = replace(BASE, num_experts=4)
     with pytest.raises(
-        ValueError, match=r"'gate' is no projection .*use targets=\[query, key, value, output\]"
+        ValueError, match=r"'gate' is not a projection .*use targets=\[query, key, value, output\]"
     ) as error:
         init_params(adapted(experts, LoRA()), KEY)
     legal = adapted(experts, LoRA(**error.value.choices[0]))
