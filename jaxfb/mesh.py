@@ -168,7 +168,8 @@ def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping
         if len(choice) == 1
         else f"the other axes alone need {rest}; make them smaller, such as {words}"
     )
-    return f"{num_devices} devices cannot form {_product(sizes)} = {known}; {advice}"
+    product = _product(sizes) + (f" = {known}" if known not in sizes.values() else "")
+    return f"a mesh of {product} cannot be made of {num_devices} device{'s' * (num_devices != 1)}; {advice}"
 
 
 def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, int]:

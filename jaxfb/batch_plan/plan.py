@@ -246,7 +246,7 @@ def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context:
     if devices % model:
         choices = [{"devices": count} for count in around(devices, model)]
         raise PlanError(
-            f"{devices} devices cannot form tp {tensor} × pp {pipe} × cp {context} = {model}; "
+            f"{devices} device{'s' * (devices != 1)} cannot form tp {tensor} × pp {pipe} × cp {context} = {model}; "
             f"dp would be {devices / model:.2f}{offer(choices)}",
             choices,
         )

@@ -231,7 +231,8 @@ def _adapter(hint: Any):
 def _wrong_type(hint: Any, given: Any, key: str) -> str:
     words = [str(word) for word in _words(hint)]
     close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
-    nearest = f"; did you mean {close[0]}?" if close else ""
+    word = f"[{close[0]}]" if close and get_origin(_options(hint)[0]) is tuple else "".join(close)
+    nearest = f"; did you mean {word}?" if word else ""
     return f"[config] {key}={shown(given)} must be {describe(hint)}{nearest}"
 
 

@@ -45,7 +45,7 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     if target.exists():
         raise ConfigError(f"[init] {target} exists already; remove it, or use --out with another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text)
+    target.write_text(text.replace(f"configs/{name}.yaml", target.name))
     return [
         target,
         *(_copy(path, directory) for path in _DATA.get(name, ()) if not (directory / path).exists()),

@@ -43,7 +43,7 @@ def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
         (["configs/8b.yaml", "--topology", "v9:4x4"], "did you mean v4:4x4"),
         (
             ["configs/8b.yaml", "--topology", "v5e:4x4", "mesh.fsdp=7"],
-            "16 devices cannot form fsdp 7 = 7; use fsdp=8",
+            "a mesh of fsdp 7 cannot be made of 16 devices; use fsdp=8",
         ),
         (
             ["configs/8b.yaml", "--topology", "v5e:4x4", "model.vocab_size=null"],
