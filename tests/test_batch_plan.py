@@ -188,6 +188,9 @@ def test_plans_are_values():
     assert by_rows.replace(num_microbatches=4).rows_per_microbatch == 4
     assert by_rows.replace(data_parallel=8).fingerprint() != by_rows.fingerprint()
     assert dict(by_rows.table())["rows_per_global_microbatch"] == 8
+    assert by_rows.summary() == "64 rows on 4 replicas: 8 microbatches of 2 rows each"
+    padded = BatchPlan(rows=7, rows_per_microbatch=4, remainder="pad")
+    assert padded.summary() == "7 rows on 1 replica: 2 microbatches of 4 rows each, padded by 1"
     with pytest.raises(AttributeError):
         by_rows.rows = 128
 

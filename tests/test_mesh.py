@@ -59,9 +59,15 @@ def test_devices_may_be_given():
     [
         ({"data": 3}, "a mesh of data 3 cannot be made of 8 devices; use data=2"),
         ({"data": 6}, "a mesh of data 6 cannot be made of 8 devices; use data=4"),
-        ({"data": 4, "tensor": 4}, "a mesh of data 4 x tensor 4 = 16 cannot be made of 8 devices; use data=2"),
+        (
+            {"data": 4, "tensor": 4},
+            "a mesh of data 4 x tensor 4 = 16 cannot be made of 8 devices; use data=2",
+        ),
         ({"data": -1, "tensor": 3}, "a mesh of tensor 3 cannot be made of 8 devices; use tensor=2"),
-        ({"data": 3, "tensor": 5}, "data 3 x tensor 5 = 15 cannot be made of 8 devices; the other axes alone need 3; make them smaller"),
+        (
+            {"data": 3, "tensor": 5},
+            "= 15 cannot be made of 8 devices; the other axes alone need 3; make them smaller",
+        ),
         ({"data": 16}, "a mesh of data 16 cannot be made of 8 devices; use data=8"),
         ({"data": 0}, "mesh size data must be a positive int, or -1 for the rest, got 0"),
         ({"fsdp": -2}, "mesh size fsdp must be a positive int.*got -2"),
@@ -91,7 +97,9 @@ def test_a_mesh_made_elsewhere_is_accepted_if_its_axes_are_ours():
     automatic = (AxisType.Auto,) * 2
     mine = Mesh(grid, ("data", "tensor"), axis_types=automatic)
     assert check_mesh(mine) is mine and data_parallel(mine) == 4
-    with pytest.raises(ValueError, match=r"mesh axes must be among .*got \['batch'\]; make the mesh with jaxfb.make_mesh"):
+    with pytest.raises(
+        ValueError, match=r"axes must be among .*got \['batch'\]; make the mesh with jaxfb.make_mesh"
+    ):
         check_mesh(Mesh(grid, ("batch", "tensor"), axis_types=automatic))
     with pytest.raises(ValueError, match=r"must have axis_types=AxisType.Auto, got \['data', 'tensor'\]"):
         check_mesh(Mesh(grid, ("data", "tensor"), axis_types=(AxisType.Explicit,) * 2))

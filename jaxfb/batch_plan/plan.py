@@ -224,6 +224,19 @@ class BatchPlan:
             "use arrange(plan, lengths).plan"
         )
 
+    def summary(self) -> str:
+        """Returns the plan in a line: "256 rows on 2 replicas: 2 microbatches of 64 rows each"."""
+        rows = f"{self.rows} rows on {self.data_parallel} replica{'s' * (self.data_parallel > 1)}"
+        if self.by_tokens:
+            packing = ", packed" if self.packing else ""
+            return (
+                f"{rows}: at most {self.max_tokens_per_microbatch} tokens a microbatch{packing}, "
+                f"in at most {len(self.shapes())} shapes"
+            )
+        padding = f", padded by {self.padding_rows}" if self.padding_rows > 0 else ""
+        microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
+        return f"{rows}: {microbatches} of {self.rows_per_microbatch} rows each{padding}"
+
     def table(self) -> list[tuple[str, Any]]:
         """Returns (name, value) of every given and derived number, in reading order."""
         given = ("purpose", "rows", "data_parallel", "rows_per_microbatch", "num_microbatches")

@@ -171,7 +171,7 @@ class RolloutPlan:
             ("rollouts", f"{self.rollouts}", ""),
             ("total_updates", f"{self.total_updates} updates, the horizon of the learning rate", ""),
         ]
-        cuts = [(f"[{purpose}]", _cut(plan), purpose) for purpose, plan in self.plans.items()]
+        cuts = [(f"[{purpose}]", plan.summary(), purpose) for purpose, plan in self.plans.items()]
         width = max(len(text) for _, text, _ in numbers + cuts)
         return [
             (name, f"{text:<{width}}  {_VERL.get(key, '')}".rstrip()) for name, text, key in numbers + cuts
@@ -200,16 +200,6 @@ def check_whole_groups(prompt_of_row: Sequence[int], samples_per_prompt: int) ->
             raise PlanError(
                 f"prompt {prompt} has {count} of {samples_per_prompt} samples; group statistics need all of them"
             )
-
-
-def _cut(plan: BatchPlan) -> str:
-    on = f"on {plan.data_parallel} replica{'s' * (plan.data_parallel > 1)}"
-    if plan.by_tokens:
-        packing = ", packed" if plan.packing else ""
-        return f"{plan.rows} rows {on}: at most {plan.max_tokens_per_microbatch} tokens a microbatch{packing}"
-    return (
-        f"{plan.rows} rows {on}: {plan.num_microbatches} microbatches of {plan.rows_per_microbatch} rows each"
-    )
 
 
 def _check_updates(plan: RolloutPlan) -> None:

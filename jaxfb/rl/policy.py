@@ -79,9 +79,6 @@ class PolicyWork(PostTraining):
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rollout plan (what it is, what it counts, what verl calls it)", self.plan.table()
-        for purpose, plan in self.plan.plans.items():
-            if plan.by_tokens:
-                yield f"batch plan: {purpose}", plan.table()[1:]
 
     def to_dict(self) -> dict[str, Any]:
         return self.plan.to_dict()

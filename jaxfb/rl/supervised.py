@@ -63,8 +63,7 @@ class SupervisedWork(PostTraining):
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rows", [("train", count(self.stream.rows)), ("held out", count(self.held_out))]
-        for purpose, plan in self.plan.by_purpose.items():
-            yield f"batch plan: {purpose}", plan.table()[1:]
+        yield "batch plans", [(purpose, plan.summary()) for purpose, plan in self.plan.by_purpose.items()]
         yield "run plan", self.plan.table()
 
     @property

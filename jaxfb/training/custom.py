@@ -94,7 +94,7 @@ class Custom:
                 ("rows of data", "not counted" if rows is None else f"{rows:,}"),
             ],
         )
-        yield "batch plan: train", self.run_plan.train.table()[1:]
+        yield "batch plans", [("train", self.run_plan.train.summary())]
         yield "run plan", self.run_plan.table()
 
     def to_dict(self) -> dict[str, Any]:

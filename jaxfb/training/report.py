@@ -35,8 +35,7 @@ def start_tables(setup: Setup) -> Iterator[Table]:
     yield "text", _text(setup)
     yield "model", _model(setup)
     yield "mesh", _mesh(setup)
-    for purpose, plan in setup.plan.by_purpose.items():
-        yield f"batch plan: {purpose}", plan.table()[1:]
+    yield "batch plans", [(purpose, plan.summary()) for purpose, plan in setup.plan.by_purpose.items()]
     yield "run plan", setup.plan.table()
 
 
