@@ -52,7 +52,7 @@ def _rule_for_while_loops():
 
 
 def _cut_while_loop(used_outputs: list[bool], eqn) -> tuple[list[bool], Any]:
-    """Cuts a loop to the values that it needs to go on and to make the used outputs: (used inputs, equation or
+    """Cuts a loop to the values that it needs to continue and to make the used outputs: (used inputs, equation or
     None).
     """
     if not any(used_outputs) and not eqn.effects:

@@ -7,9 +7,9 @@ REFUSED = 2
 UNWRITTEN = 74
 """Something could not be written or read, as on a full disk."""
 RESUMABLE = 75
-"""Stopped by a signal; what there is to go on from is saved."""
+"""Stopped by a signal; what there is to continue from is saved."""
 LOST = 76
-"""Another process of the job was lost, or this one hung; started again, it goes on."""
+"""Another process of the job was lost, or this one hung; started again, it continues."""
 GAVE_UP = 78
 """Updates stayed non-finite, or spikes kept coming."""
 FAULTY = 79

@@ -20,7 +20,7 @@ from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UN
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
 STOPPING = 15.0  # seconds that the others get to notice, once one process has ended for good or was lost
-AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot go on, and have nothing to save
+AFTER_A_KILL = 5.0  # the same, where one was killed: the others cannot continue, and have nothing to save
 FIRST_WAIT, LONGEST_WAIT = 1.0, 60.0
 
 # (index, number of processes, coordinator or None, whether this is a restart) -> command and environment

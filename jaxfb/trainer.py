@@ -80,7 +80,7 @@ def train(
     run at a time writes into a directory (`jaxfb.training.run_lock`), and a run that is refused changes no file there.
 
     Raises:
-      ValueError: an impossible size, a missing file, a saved run in the way or one that is in progress, a checkpoint
+      ValueError: an impossible size, a missing file, a saved run in run.dir or one that is in progress, a checkpoint
         that does not fit.
       LostProcess: another process of the job is gone; what was saved is whole.
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.

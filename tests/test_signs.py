@@ -22,7 +22,7 @@ class Job:
             self.now, self.beat = self.now + 1, self.beat + 1
             new = {k: Sign.of(self.beat, self.positions[k]) for k in alive if k < len(self.positions)}
             self.heard |= {k: Sign.read(sign.write()) for k, sign in new.items()}
-            self.signs.hear(self.heard)
+            self.signs.update(self.heard)
 
 
 def test_a_process_without_a_sign_is_lost_for_good():

@@ -16,7 +16,7 @@ class GuardConfig:
     """Settings of the guards over a run's numbers, besides `run.max_nonfinite`.
 
     spikes:  what happens when the loss or the gradient norm of an update lies far above those before it: "warn" prints
-      it, "skip" does not apply that update, "rollback" restores the newest checkpoint and goes on behind the rows of
+      it, "skip" does not apply that update, "rollback" restores the newest checkpoint and continues behind the rows of
       that update, "off" does not look.
     spike_threshold: a spike is so many robust standard deviations (1.4826 times the median absolute deviation) above
       the median of the latest updates.

@@ -33,7 +33,7 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     A file of sample data that is already there is kept.
 
     Raises:
-      ConfigError: there is no such starter, or a file of its name is in the way.
+      ConfigError: there is no such starter, or a file of its name exists already.
     """
     text = starter_text(name)
     if text is None:

@@ -1,7 +1,7 @@
 """Several sources in one stream: which source, and which row of it, stands at each position.
 
 A pure function of the seed, the weights and the position, so that it is the same on any number of hosts and replicas,
-and a saved run goes on from a few numbers. The stream is cut into blocks. In each a source has its exact share, and the
+and a run is resumed from a few numbers. The stream is cut into blocks. In each a source has its exact share, and the
 order within the block is drawn from the seed; so after any number of rows a source is less than a block's share away
 from its weight. The rows of one source are reshuffled each time all of them were seen.
 """

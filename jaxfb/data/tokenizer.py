@@ -63,7 +63,7 @@ class Tokenizer(Protocol):
     def encode_template(self, texts: list[str], continued: list[bool]) -> list[np.ndarray]:
         """Encodes each text as i32[num_tokens], reading names of special tokens as these tokens.
 
-        continued: whether a text goes on another one; some tokenizers put a space before a text that does not.
+        continued: whether a text continues another one; some tokenizers put a space before a text that does not.
         """
         ...
 

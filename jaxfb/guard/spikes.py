@@ -90,5 +90,5 @@ class SpikeDetector:
         return {name: list(seen) for name, seen in self._values.items()}
 
     def restore(self, values: Mapping[str, Any]) -> None:
-        """Goes on from what `to_dict` returned; values that are missing count as none seen."""
+        """Continues from what `to_dict` returned; values that are missing count as none seen."""
         self._values = self._kept(values)

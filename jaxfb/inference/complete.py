@@ -59,7 +59,7 @@ def sampling_of(model: Model, **given: Any) -> Sampling:
 
 
 def is_answered(model: Model, raw: bool) -> bool:
-    """Returns whether a prompt gets an answer on its own line, rather than to go on."""
+    """Returns whether a prompt gets an answer on its own line, rather than to continue."""
     return model.chat is not None and not raw and model.chat.template != "none"
 
 

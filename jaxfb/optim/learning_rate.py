@@ -86,12 +86,12 @@ def lr_schedule(
       unit: "updates", or "samples": the argument is then the number of rows consumed so far.
       shape: what is particular to one of them,
         cosine: cycles=0.5, in waves of the cosine; clamp=True holds the last value after `total` (Megatron),
-          False lets the cosine go on, so that the rate rises again (transformers).
+          False lets the cosine continue, so that the rate rises again (transformers).
         cosine_restarts: cycles=1, the number of falls from peak to final.
         polynomial: power=1.0.
         inverse_sqrt: timescale, for peak * sqrt(timescale / (timescale + count - warmup)) (transformers).
           Default: peak * sqrt(w / count) with w = max(warmup, 1) (Megatron). Never below `final`; with a
-          `total` it drops to `final` after it (Megatron), without one it goes on.
+          `total` it drops to `final` after it (Megatron), without one it continues.
         wsd: decay, the length of the tail that ends at `total`; tail="linear", cosine, exponential
           (2 * 0.5^r - 1) or minus_sqrt (1 - sqrt(r)).
     Returns:
@@ -127,7 +127,7 @@ class Span(NamedTuple):
     warmup: int
 
     def progress(self, count):
-        """Returns 0 at the end of the warmup and 1 at total; it goes on after it."""
+        """Returns 0 at the end of the warmup and 1 at total; it continues after it."""
         assert self.total is not None, (
             "only a fall that is open_ended has no end, and it asks for no progress"
         )

@@ -1,4 +1,4 @@
-"""The axes of a mesh: how arrays are cut over each, and the collectives that bring them together."""
+"""The axes of a mesh: how arrays are cut over each, and the collectives that combine them."""
 
 from jaxfb.compat import mend_cpu_collectives
 

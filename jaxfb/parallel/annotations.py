@@ -30,7 +30,7 @@ SPLIT = (
 
 
 def tensor_specs(params: PyTree, mesh: Mesh, stacked: bool = False) -> PyTree | None:
-    """Returns the PartitionSpecs over "tensor" that the parameters bring along, as a tree like them.
+    """Returns the PartitionSpecs over "tensor" annotated on the parameters, as a tree like them.
 
     A parameter's annotation counts, `nnx.with_partitioning` in NNX or `nn.with_partitioning` in Linen, else the
     NamedSharding of an array that is cut over an axis of that name; other axes are jaxfb's own affair. None: the mesh

@@ -164,9 +164,9 @@ def _not_taken(error: Exception) -> str:
 
     found = ", ".join(f"{name} {one}" for name in _packages() if (one := _version(name)))
     cuda = "12" if found.startswith("jax-cuda12") else "13"
-    said = (str(error).splitlines() or [""])[0]
+    reason = (str(error).splitlines() or [""])[0]
     return (
-        f"[plan] jax {jax.__version__} (jaxlib {_version('jaxlib')}) does not compile for GPUs with {found}: {said}; "
+        f"[plan] jax {jax.__version__} (jaxlib {_version('jaxlib')}) does not compile for GPUs with {found}: {reason}; "
         f"pip install 'jax[cuda{cuda}]=={jax.__version__}' gives the plugin of the same version"
     )
 

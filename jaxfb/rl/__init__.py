@@ -40,7 +40,7 @@ def post_train(
     allow_changes: resume with a config that gives what is saved another meaning; without it that is refused.
 
     Raises:
-      ValueError: an impossible size, a missing file, a saved run in the way, a checkpoint that does not fit.
+      ValueError: an impossible size, a missing file, a saved run in run.dir, a checkpoint that does not fit.
       NonFiniteAbort: too many updates in a row were not finite, or the state is not; of it nothing is saved.
       CannotWrite: the disk is full or not writable; the message names the update that is saved.
     """

@@ -153,7 +153,7 @@ class PolicyWork(PostTraining):
         if difference:
             raise Refused(difference)
         refuse_other_rollout(record["config"], self._config, record["update"], self.plan.updates_per_rollout)
-        # a coefficient that was steered goes on from where it is, unless it is to be steered otherwise from now on
+        # a coefficient that was steered continues from where it is, unless it is to be steered otherwise from now on
         changes = changes_between(record["config"], self._config)
         self._keeps_kl = not any(key.startswith("reward.") for key, _, _ in changes)
 

@@ -26,7 +26,7 @@ LENGTH = "rollout.rollouts"
 
 
 def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int, per_rollout: int) -> None:
-    """Refuses to go on with rows of a rollout under settings that did not make them.
+    """Refuses to continue with rows of a rollout under settings that did not make them.
 
     saved: the config in the checkpoint. update: how many updates are done. per_rollout: updates of one rollout.
 

@@ -78,7 +78,7 @@ class PostTraining:
         return named_numbers(metrics)
 
     def check_same_text(self, saved: Mapping[str, Any]) -> None:
-        """Refuses to go on with other rows than the saved run was trained on."""
+        """Refuses to continue with other rows than the saved run was trained on."""
         mine = self.to_dict().get("text")
         if "text" in saved and saved["text"] != mine:
             raise Refused(

@@ -16,7 +16,7 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
     and likewise what B sent in tick t-1, for each channel in `program.backward_channels`
       gradient_from_next, gradient_from_prev, gradient_from_stay        [t][d]  gradient slot to store it in
     (gradients are needed only by step 4, so their permute may be issued here and hidden by F).
-    Nothing arrives in tick 0. `program.arrivals(phase)` names the channels that bring anything in a phase;
+    Nothing arrives in tick 0. `program.arrivals(phase)` names the channels that deliver something in a phase;
     what is sent in its last tick is carried into the next phase.
  2. F, if the phase has F:
       f_valid, f_microbatch, f_chunk  [t][d]

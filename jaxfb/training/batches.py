@@ -55,7 +55,7 @@ class WindowReader:
                 )
 
     def position(self, window: Window | None) -> dict[str, Any]:
-        """Returns what `restore` needs to go on after `window` (None: from the start)."""
+        """Returns what `restore` needs to continue after `window` (None: from the start)."""
         consumed = window.start + window.rows if window else 0
         return {**self._loader.state(), "consumed_rows": consumed}
 

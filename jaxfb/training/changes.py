@@ -32,7 +32,7 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
 
     Args:
       saved: the config of the checkpoint, as plain nested values.
-      config: the one to go on with.
+      config: the one to continue with.
       update: of the checkpoint.
       offer: name the flag that allows it.
     Raises:

@@ -90,7 +90,7 @@ def write_dump(
     Args:
       metrics: of that update, on the host; None where they are not known.
       batch: its rows on this process; None where they are not known.
-      past: rows up to this update are consumed when the state of the newest checkpoint goes on.
+      past: rows up to this update are consumed when the state of the newest checkpoint continues.
       is_known: the state of the run is that before the update, but for counters.
     """
     path = run.directory.path / "dumps" / f"update-{update:06d}"

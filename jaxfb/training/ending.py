@@ -4,14 +4,14 @@ from __future__ import annotations
 
 
 def what_is_saved(done: int, total: int, newest: int | None) -> str:
-    """Returns what there is to go on from, after `done` of `total` updates, with `newest` the last one saved."""
+    """Returns what there is to continue from, after `done` of `total` updates, with `newest` the last one saved."""
     if newest == done:
         return f"saved after update {done} of {total}"
     return f"update {done} of {total} is not saved, since the latest updates failed; {_newest(newest)} saved"
 
 
 def after_failures(newest: int | None, again: str) -> str:
-    """Returns what a run that was given up leaves, and how to go on; `again` is the command for it."""
+    """Returns what a run that was given up leaves, and how to continue; `again` is the command for it."""
     if newest is None:
         return "nothing is saved: lower optimizer.learning_rate or look at the data, then start again"
     return (
@@ -21,7 +21,7 @@ def after_failures(newest: int | None, again: str) -> str:
 
 
 def after_fault(newest: int | None, again: str) -> str:
-    """Returns how to go on after a device was found to be broken; `again` is the command for it."""
+    """Returns how to continue after a device was found to be broken; `again` is the command for it."""
     return f"{_newest(newest)} saved; to continue without that device: {again}"
 
 

@@ -1,6 +1,6 @@
 """Updates that were skipped: reported with what was not finite, and the end of a run that only skips.
 
-A checkpoint is worth having only if training can go on from it. So nothing is saved while the latest updates failed,
+A checkpoint is worth having only if training can continue from it. So nothing is saved while the latest updates failed,
 nor where the state itself holds a nan or an inf.
 """
 
@@ -35,7 +35,7 @@ class SpikeAbort(GuardAbort):
 
 
 class DeviceFault(GuardAbort):
-    """A device computes wrongly, or keeps wrong copies: the run must go on without it."""
+    """A device computes wrongly, or keeps wrong copies: the run must continue without it."""
 
     exit_code = FAULTY
 

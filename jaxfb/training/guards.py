@@ -23,7 +23,7 @@ from jaxfb.training.spike_guard import SCORE, SpikeGuard
 
 
 class Spike(Exception):
-    """An update whose effect is to be undone: the loop returns to a checkpoint and goes on behind its rows."""
+    """An update whose effect is to be undone: the loop returns to a checkpoint and continues behind its rows."""
 
     def __init__(self, update: int):
         super().__init__(f"spike at update {update}")

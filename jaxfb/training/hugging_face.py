@@ -206,7 +206,7 @@ def _origin(source: Path, config: Any) -> Path | None:
 
 
 def _config(target: Path) -> dict[str, Any]:
-    """Returns the config of a run that goes on training: everything but the model is a place to start from."""
+    """Returns the config of a run that continues training: everything but the model is a place to start from."""
     tokenizer = target / "tokenizer.json"
     return {
         "model": {"from": str(target / CARRIED)},

@@ -65,7 +65,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
       config: its section `run` names the directory.
       callbacks: called at every hook on every process, after the trainer's own logging.
     Raises:
-      ValueError: an impossible size, a missing file, a saved run in the way or one in progress, a checkpoint that does
+      ValueError: an impossible size, a missing file, a saved run in run.dir or one in progress, a checkpoint that does
         not fit; no file was changed then.
       LostProcess: another process of the job is gone; what was saved is whole.
       GuardAbort: a guard ends the run: too many updates in a row were not finite or the state is not (NonFiniteAbort),
@@ -235,7 +235,7 @@ class _Loop:
         return metrics
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
-        """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal goes on.
+        """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal continues.
 
         On several processes the others wait in the next update, so that there is nobody to save with.
         """
@@ -332,7 +332,7 @@ def _change_gradients(work: Work, callbacks: Callback) -> None:
 
 
 def _check_stop(stop_at: int | None, done: int) -> None:
-    """Refuses a limit that was reached before the run goes on."""
+    """Refuses a limit that was reached before the run continues."""
     if stop_at is not None and stop_at <= done:
         raise Refused(
             f"[run] stop_at={stop_at} is not after update {done}, which is saved; use run.stop_at={done + 1} or more, "

@@ -35,11 +35,11 @@ class OwnRows(Protocol):
         ...
 
     def position(self) -> dict[str, Any]:
-        """Returns what `restore` needs to go on behind the last window read."""
+        """Returns what `restore` needs to continue behind the last window read."""
         ...
 
     def restore(self, position: Mapping[str, Any]) -> None:
-        """Goes on from there."""
+        """Continues from there."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""The directory of a run: what lies where, and whether a run may start, go on or is over.
+"""The directory of a run: what lies where, and whether a run may start, continue or is over.
 
 config.yaml plan.json tokenizer.json      what was asked for, resolved
 config.until-<update>.yaml                the config of before, where a run went on from that update with another

@@ -149,7 +149,7 @@ class Run:
         Args:
           allow_changes: accept a config that gives the saved parameters or rows another meaning.
         Raises:
-          ValueError: the checkpoint is of another model, optimizer or seed, or would go on with other rows.
+          ValueError: the checkpoint is of another model, optimizer or seed, or would continue with other rows.
         """
         found = self._resume_local(allow_changes)
         if found is None and self.directory.newest_update() is None:
@@ -264,7 +264,7 @@ class Run:
         self.work.check_resume(record, allow_changes)
 
     def _check_sound(self, state: Any, update: int) -> None:
-        """Refuses a state with a nan or an inf in it, with the earlier checkpoints to go on from."""
+        """Refuses a state with a nan or an inf in it, with the earlier checkpoints to continue from."""
         if bad := unsound_leaves(_trained(state)):
             earlier = [step for step in self._store.steps() if step < update]
             others = f" ({', '.join(map(str, earlier))})" if earlier else ", of which there is none"

@@ -76,7 +76,7 @@ class Signs:
         self._moved = dict.fromkeys(range(len(names)), now)
         self.lost: set[int] = set()  # for good: whoever counts as lost ends
 
-    def hear(self, signs: Mapping[int, Sign]) -> None:
+    def update(self, signs: Mapping[int, Sign]) -> None:
         """Takes the newest signs, this process's own among them; who has none yet is left out."""
         now = self._clock()
         for other, sign in signs.items():

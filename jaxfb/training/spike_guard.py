@@ -26,7 +26,7 @@ class SpikeGuard:
         self.restore(kept)
 
     def restore(self, kept: Mapping[str, Any]) -> None:
-        """Goes on from what `to_dict` returned; an empty dict: from nothing."""
+        """Continues from what `to_dict` returned; an empty dict: from nothing."""
         self._detector.restore(kept)
         self._last = kept.get("last", 0)
 

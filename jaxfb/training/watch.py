@@ -34,7 +34,7 @@ FAILED, STUCK, STOPPED = "failed", "stuck", "stopped"  # how a process ends that
 
 
 class LostProcess(RuntimeError):
-    """Another process of the job is gone: this one cannot go on, a new start with --resume can."""
+    """Another process of the job is gone: this one cannot continue, a new start with --resume can."""
 
 
 class Watch:
@@ -142,8 +142,8 @@ class Watch:
                 self._found.clear()
 
     def _look(self) -> str | None:
-        """Returns why this process ends, None while it goes on; `_kind` is how."""
-        self._signs.hear({**self._heard, self._index: Sign.of(0, self._position)})
+        """Returns why this process ends, None while it continues; `_kind` is how."""
+        self._signs.update({**self._heard, self._index: Sign.of(0, self._position)})
         self._pace = (self._signs.own_seconds(), self._signs.who_is_slow())
         others = [other for other in self._reports if other != self._index]
         for other in sorted(others, key=lambda other: self._reports[other][0] == STOPPED):

@@ -118,11 +118,11 @@ class Work(Protocol):
         ...
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
-        """Refuses, with ValueError, to go on from the checkpoint of that record, before its arrays are read."""
+        """Refuses, with ValueError, to continue from the checkpoint of that record, before its arrays are read."""
         ...
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
-        """Goes on from the arrays and the record of a checkpoint."""
+        """Continues from the arrays and the record of a checkpoint."""
         ...
 
     def prepare_end(self) -> Any:
