@@ -107,7 +107,7 @@ def _configured(options, command: str) -> Iterator[Any]:
         yield load_config(
             options.config, [*first, *options.overrides, *hosts, f"run.dir={directory}/run"], command
         )
-    print("the smoke run worked; its directory was removed")
+    print("the smoke run worked; the directory named above was removed")
 
 
 @contextmanager

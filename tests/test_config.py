@@ -24,7 +24,7 @@ REFUSED = [
     ("hidden_size=3", r"unknown key hidden_size; did you mean model\.hidden_size\?"),
     ("run.foo=1", r"unknown key run\.foo; choose one of run\.dir, run\.updates, .*"),
     ("run.updates=many", r"run\.updates='many' must be an int or null"),
-    ("batch.rows=true", r"batch\.rows=True must be an int"),
+    ("batch.rows=true", r"batch\.rows=true must be an int"),
     ("batch.rows=2.0", r"batch\.rows=2\.0 must be an int"),
     ("optimizer.learning_rate=.inf", r"optimizer\.learning_rate=inf must be a number"),
     ("optimizer.name=adamv", r"must be one of adamw, .*; did you mean adamw\?"),

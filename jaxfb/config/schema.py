@@ -196,11 +196,11 @@ def _value(hint: Any, given: Any, key: str, root: type) -> Any:
     section = _section_for(hint, given)
     if named := named_sections(hint):
         if not isinstance(given, Mapping):
-            raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")
+            raise ConfigError(f"[config] {key}={_as_written(given)} must be {describe(hint)}")
         return {str(name): _named_section(named, each, f"{key}.{name}") for name, each in given.items()}
     if listed := listed_section(hint):
         if not isinstance(given, list | tuple):
-            raise ConfigError(f"[config] {key}={shown(given)} must be {describe(hint)}")
+            raise ConfigError(f"[config] {key}={_as_written(given)} must be {describe(hint)}")
         return tuple(_named_section(listed, each, f"{key}[{number}]") for number, each in enumerate(given))
     if section is None:
         return _leaf(hint, given, key)
@@ -233,7 +233,14 @@ def _wrong_type(hint: Any, given: Any, key: str) -> str:
     close = difflib.get_close_matches(str(given), words, n=1) if isinstance(given, str) else []
     word = f"[{close[0]}]" if close and get_origin(_options(hint)[0]) is tuple else "".join(close)
     nearest = f"; did you mean {word}?" if word else ""
-    return f"[config] {key}={shown(given)} must be {describe(hint)}{nearest}"
+    return f"[config] {key}={_as_written(given)} must be {describe(hint)}{nearest}"
+
+
+def _as_written(value: Any) -> str:
+    """Returns a value as YAML has it where that differs from Python."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else shown(value)
 
 
 def describe(hint: Any) -> str:
@@ -310,4 +317,4 @@ def _not_a_section(cls: type, values: Any, prefix: str) -> str:
     if values is None:
         return f"[config] {name or 'the file'} is empty; give {', '.join(_required(cls) or fields_of(cls))}"
     hint = f"; did you mean {SYNONYMS[name]}={shown(values)}?" if name in SYNONYMS else ""
-    return f"[config] {name}={shown(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
+    return f"[config] {name}={_as_written(values)} must be a section with {', '.join(fields_of(cls))}{hint}"
