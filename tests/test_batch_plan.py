@@ -187,7 +187,7 @@ def test_plans_are_values():
     assert by_rows.replace(rows=128).num_microbatches == 16
     assert by_rows.replace(num_microbatches=4).rows_per_microbatch == 4
     assert by_rows.replace(data_parallel=8).fingerprint() != by_rows.fingerprint()
-    assert dict(by_rows.table())["rows_per_global_microbatch"] == 8
+    assert by_rows.rows_per_global_microbatch == 8
     assert by_rows.summary() == "64 rows on 4 replicas: 8 microbatches of 2 rows each"
     padded = BatchPlan(rows=7, rows_per_microbatch=4, remainder="pad")
     assert padded.summary() == "7 rows on 1 replica: 2 microbatches of 4 rows each, padded by 1"
@@ -300,7 +300,7 @@ def test_windows_are_those_of_a_plain_loop(samples, dataset_rows, thresholds, co
 def test_length_in_each_unit():
     plan = BatchPlan(rows=64, rows_per_microbatch=2, data_parallel=4)
     epochs = RunPlan({"train": plan}, epochs=3, dataset_rows=1001)
-    assert (epochs.total_updates, epochs.rows_of_update(15), epochs.rows_of_update(16)) == (48, 41, 64)
+    assert (epochs.total_updates, epochs.window(15).rows, epochs.window(16).rows) == (48, 41, 64)
     assert epochs.window(16)[:4] == (16, 1, 1001, 64)
     assert RunPlan(plan, epochs=3, dataset_rows=1001, remainder="drop").total_updates == 45
     assert RunPlan(plan, epochs=0.5, dataset_rows=1001).total_updates == 8

@@ -40,13 +40,6 @@ _DERIVED: Any = None  # of a size that follows from the others where it is not g
 _FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
 
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
-_BY_LENGTH = (
-    "rows_per_global_microbatch",
-    "padded_rows",
-    "padding_rows",
-    "rows_per_microbatch",
-    "num_microbatches",
-)
 
 
 @dataclass(frozen=True)
@@ -236,19 +229,6 @@ class BatchPlan:
         padding = f", padded by {self.padding_rows}" if self.padding_rows > 0 else ""
         microbatches = f"{self.num_microbatches} microbatch{'es' * (self.num_microbatches > 1)}"
         return f"{rows}: {microbatches} of {self.rows_per_microbatch} rows each{padding}"
-
-    def table(self) -> list[tuple[str, Any]]:
-        """Returns (name, value) of every given and derived number, in reading order."""
-        given = ("purpose", "rows", "data_parallel", "rows_per_microbatch", "num_microbatches")
-        others = ("rows_per_global_microbatch", "padded_rows", "padding_rows", "multiple_of", "remainder")
-        if self.by_tokens:
-            names = [name for name in given + others if name not in _BY_LENGTH]
-            budget = [(name, getattr(self, name)) for name in ("max_tokens_per_microbatch", *BUDGET)]
-            numbers = [(name, getattr(self, name)) for name in names] + budget
-            numbers += [("num_microbatches", "by length"), ("programs at most", len(self.shapes()))]
-        else:
-            numbers = [(name, getattr(self, name)) for name in given + others]
-        return [*numbers, ("fingerprint", self.fingerprint())]
 
 
 def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context: int = 1) -> int:

@@ -153,10 +153,6 @@ class RunPlan:
         """Yields every update in order, from update number `first` on (where a resumed run continues)."""
         return map(self.window, range(self._first(first), self.total_updates))
 
-    def rows_of_update(self, update: int) -> int:
-        """Returns real rows of one update; fewer than planned in the short last window of an epoch."""
-        return self.window(update).rows
-
     def table(self) -> list[tuple[str, Any]]:
         """Returns (name, value) of what decides the length and what follows from it, in reading order."""
         given = (*_LENGTHS, "dataset_rows", "sequence_length")

@@ -1,4 +1,4 @@
-"""Callbacks that make a run go wrong on purpose: a flipped bit, another train state, bad rows.
+"""Makes a run go wrong on purpose: a flipped bit, another train state.
 
 No run uses them but those of the tests and of `jaxfb chaos`, whose faults are in `faults.py`.
 """
@@ -55,14 +55,3 @@ class AfterUpdate(Callback):
             return answer
 
         work.update = update
-
-
-class BeforeUpdate(Callback):
-    """Changes the rows of one update, in place, before they are computed with. change: (batch) -> None."""
-
-    def __init__(self, update: int, change: Callable[[Any], None]):
-        self._update, self._change = update, change
-
-    def before_update(self, step: int, batch: Any) -> None:
-        if step == self._update:
-            self._change(batch)

@@ -25,11 +25,6 @@ class Simulation:
     peak_live_activations: tuple[int, ...]
     tick_times: tuple[float, ...]
 
-    @property
-    def bubble_over_ideal(self) -> float:
-        """Returns idle time as a multiple of ideal time: (P - 1) / (M * V) for interleaved, as Megatron counts it."""
-        return self.time / self.ideal_time - 1
-
 
 def simulate(
     schedule, *, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, head: float = 0

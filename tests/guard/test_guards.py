@@ -10,12 +10,23 @@ import optax
 import pytest
 
 import jaxfb
-from jaxfb.chaos.injectors import AfterUpdate, BeforeUpdate, with_flipped_bit
+from jaxfb.chaos.injectors import AfterUpdate, with_flipped_bit
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.guard import DeviceFault, SpikeAbort
 from jaxfb.training.rerun import Verdict
 
 SPIKE = 20
+
+
+class BeforeUpdate(jaxfb.Callback):
+    """Changes the rows of one update, in place, before they are computed with. change: (batch) -> None."""
+
+    def __init__(self, update, change):
+        self._update, self._change = update, change
+
+    def before_update(self, step, batch):
+        if step == self._update:
+            self._change(batch)
 
 
 def loss_fn(params, microbatch, rng):

@@ -47,7 +47,7 @@ CALLS = [
         SIZES | CUTS,
         SHORT,
     ),
-    Call("BatchPlan by tokens", BatchPlan, lambda: dict(BUDGET), SIZES | CUTS, SHORT, use=BatchPlan.table),
+    Call("BatchPlan by tokens", BatchPlan, lambda: dict(BUDGET), SIZES | CUTS, SHORT, use=BatchPlan.summary),
     Call(
         "BatchPlan.replace",
         PLAN.replace,
@@ -108,7 +108,6 @@ CALLS = [
         )
     ),
     Call("RunPlan.window", RUN.window, lambda: dict(update=2), {"update": integers(0)}),
-    Call("RunPlan.rows_of_update", RUN.rows_of_update, lambda: dict(update=2), {"update": integers(0)}),
     Call(
         "RunPlan.windows",
         lambda first: list(RUN.windows(first)),
