@@ -64,5 +64,5 @@ def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     )
     assert main(["train", "tiny.yaml", "--smoke"]) == 0
     out = capsys.readouterr().out
-    assert "4/4  loss" in out and "its directory was removed" in out
+    assert "4/4  loss" in out and "the directory named above was removed" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tiny.yaml"]
