@@ -4,21 +4,23 @@ import os
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
-# tests run their programs once, so machine code is made quickly and not well
-FLAGS = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {FLAGS}"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 # most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 
+import gc  # noqa: E402
 import json  # noqa: E402
 
 import jax  # noqa: E402
 import pytest  # noqa: E402
+from quickly import flags  # noqa: E402
 
-import jaxfb  # noqa: E402, F401  (tells XLA how to run eight devices: jaxfb/cpu.py)
+import jaxfb.cpu  # noqa: E402
 
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
+jaxfb.cpu.prepare()
 jax.config.update("jax_enable_x64", True)
+gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects, few of them garbage
 
 GOLDEN = Path(__file__).parent / "golden"
 

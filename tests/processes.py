@@ -9,6 +9,8 @@ import sys
 import time
 from pathlib import Path
 
+from quickly import flags
+
 ROOT = Path(__file__).parent.parent
 PATIENCE = 280
 
@@ -30,8 +32,12 @@ def start(directory, processes, devices, *arguments, verb="train", own=None):
 def launch(directory, index, devices, verb, *arguments):
     """One of them."""
     command = [sys.executable, "-m", "jaxfb.cli", verb, str(directory / "tiny.yaml"), *map(str, arguments)]
-    flags = f"--xla_force_host_platform_device_count={devices} --xla_backend_optimization_level=0"
-    environment = {**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags(devices),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }
     with (directory / f"log{index}").open("w") as log:
         return subprocess.Popen(command, env=environment, stdout=log, stderr=subprocess.STDOUT)
 

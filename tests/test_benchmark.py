@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from quickly import flags
 
 from jaxfb.cli import main
 
@@ -83,8 +84,7 @@ def test_a_picture_is_drawn_anew_only_if_it_shows_something_else(tmp_path):
 
 
 def bench_gpu(*arguments):
-    flags = "--xla_backend_optimization_level=0"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags()}
     command = [sys.executable, "-m", "jaxfb.cli", "bench", "gpu", "--tiny", *arguments]
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 

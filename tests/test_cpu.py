@@ -14,6 +14,7 @@ import thunks
 import toy
 from jax import lax
 from jax.sharding import PartitionSpec as P
+from quickly import flags
 
 import jaxfb
 from jaxfb import cpu
@@ -209,7 +210,12 @@ def test_the_law_holds_in_a_fresh_program_and_in_one_from_the_cache(tmp_path, wh
     """The two worst cases. "late": XLA started before jaxfb was imported, so without the flag and the threads."""
     kept = {"JAX_COMPILATION_CACHE_DIR": str(tmp_path), "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
     given = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "PJRT_NPROC")}
-    environment = {**given, **kept, "JAX_PLATFORMS": "cpu", "PYTHONPATH": str(ROOT)}
+    asked = {
+        "XLA_FLAGS": flags(),
+        "JAX_PLATFORMS": "cpu",
+        "PYTHONPATH": str(ROOT),
+    }  # no scheduler, no devices
+    environment = {**given, **kept, **asked}
     for _ in range(2):
         command = [sys.executable, "-c", PROGRAM, when]
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300)

@@ -8,6 +8,7 @@ import sys
 
 import pytest
 from processes import PATIENCE, ROOT, finish, logs, start, wait_for
+from quickly import flags
 from tiny import write_tiny
 
 from jaxfb.metrics import read_jsonl
@@ -98,12 +99,12 @@ def launched(directory, processes, *arguments, **environment):
     """`jaxfb launch` without a restart, each process with one device; (exit code, what was printed)."""
     command = [sys.executable, "-m", "jaxfb.cli", "launch", "--processes", str(processes), "--restarts", "0"]
     command += ["train", str(directory / "tiny.yaml"), *arguments]
-    flags = {
-        "XLA_FLAGS": "--xla_backend_optimization_level=0",
+    own = {
+        "XLA_FLAGS": flags(),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),
     }
-    environment = {**os.environ, **flags, **environment}
+    environment = {**os.environ, **own, **environment}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=PATIENCE)
     return done.returncode, done.stdout + done.stderr
 

@@ -1,6 +1,9 @@
 """Several calls, one update: outputs that are added are those of one call over all rows, whatever the mesh."""
 
+import os
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -135,8 +138,7 @@ def test_one_call_and_apply_are_the_step_bit_for_bit(sizes, options, dtype):
     assert int(one.step) == 2
 
 
-@pytest.mark.slow
-def test_a_pipelines_call_and_apply_are_the_step_bit_for_bit():
+def compare_a_pipelines_call_and_apply_with_the_step():
     step = step_of({"pipe": 2}, toy.model, max_grad_norm=1.0)
     params = toy.params(layers=2, dtype=np.float32)
     state, metrics = step(step.init(params), toy.batch(rows=ROWS))
@@ -145,6 +147,23 @@ def test_a_pipelines_call_and_apply_are_the_step_bit_for_bit():
     chex.assert_trees_all_equal(
         (after.params, after.opt_state, of_after), (state.params, state.opt_state, metrics)
     )
+
+
+@pytest.mark.slow
+@pytest.mark.processes
+def test_a_pipelines_call_and_apply_are_the_step_bit_for_bit():
+    """In a process without the older emitter of the tests, which rounds these two programs otherwise."""
+    here = Path(__file__).parent
+    flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
+    environment = {
+        **os.environ,
+        "XLA_FLAGS": flags,
+        "PYTHONPATH": f"{here.parent}:{here}",
+        "JAX_ENABLE_X64": "1",
+    }
+    compare = "import test_split_step as t; t.compare_a_pipelines_call_and_apply_with_the_step()"
+    done = subprocess.run([sys.executable, "-c", compare], env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
 
 
 # several calls

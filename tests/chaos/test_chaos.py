@@ -8,6 +8,7 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from quickly import flags
 
 from jaxfb.chaos import command, runs, trials
 from jaxfb.chaos.jobs import RL, TRAIN
@@ -105,7 +106,7 @@ def test_a_problem_is_printed_and_counted(tmp_path):
 @pytest.mark.processes
 def test_a_few_trials_of_each_kind(tmp_path, monkeypatch):
     jax.devices()  # of this process and its later tests: they are made once, by the flags of that moment
-    monkeypatch.setenv("XLA_FLAGS", "--xla_backend_optimization_level=0")
+    monkeypatch.setenv("XLA_FLAGS", flags())
     monkeypatch.setenv("JAX_ENABLE_X64", "1")  # as in this process
     laboratory = Laboratory(tmp_path)
     wanted = [trials.kill("save.renaming", 2), trials.kill("restore.done", 1)]
