@@ -89,6 +89,7 @@ def bench_gpu(*arguments):
     return subprocess.run(command, env=environment, capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_gpu_benchmark_keeps_each_number_and_goes_on_where_it_was(tmp_path):
     """All parts run with `jaxfb bench gpu --tiny`; here those that reach everything but the trainer."""

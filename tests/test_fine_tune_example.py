@@ -12,6 +12,7 @@ from jaxfb.inference.model import open_model
 FACTS = ROOT / "examples" / "data" / "facts.jsonl"
 
 
+@pytest.mark.slow
 def test_a_directory_is_fine_tuned_and_answers_what_it_was_taught(tmp_path, monkeypatch, capsys):
     make(tmp_path / "tiny", num_layers=1)
     monkeypatch.chdir(tmp_path)

@@ -46,7 +46,6 @@ def one_device():
 
 
 CASES = [
-    (dict(expert=2, data=2), {}),
     (dict(expert=2, pipe=2, tensor=2), dict(schedule="zero_bubble")),
     (dict(expert=4, fsdp=2), dict(fsdp_gather="step")),
     (dict(expert=2, fsdp=2, tensor=2), dict(remat="selective")),

@@ -264,7 +264,6 @@ SPLITS = [
         for split in [
             ({"data": 2, "tensor": 2}, 4, {}),
             ({}, 4, {"remat": "full"}),
-            ({"tensor": 2}, 2, {}),
             ({"pipe": 2, "data": 2}, 4, {}),
             ({"expert": 4, "tensor": 2}, 1, {}),
             ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),

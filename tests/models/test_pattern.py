@@ -129,15 +129,15 @@ def whole():
 
 
 SPLITS = [
-    ({"pipe": 2, "fsdp": 2}, 4, {}),
+    ({"data": 2, "expert": 2}, 2, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
             ({"pipe": 2, "expert": 2, "tensor": 2}, 2, {"remat": "selective"}),
             ({"context": 2, "fsdp": 2, "tensor": 2}, 2, {"remat": "full"}),
             ({"pipe": 2, "context": 2, "data": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
+            ({"pipe": 2, "fsdp": 2}, 4, {}),
             ({"pipe": 2}, 4, {"head_placement": "rows"}),
-            ({"data": 2, "expert": 2}, 2, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
         ]
     ),
 ]

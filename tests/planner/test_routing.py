@@ -13,6 +13,7 @@ SIZES = (
 ).split()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("experts", [1, 4])
 def test_experts_cost_the_rows_that_are_routed(experts):
     config = load_config("configs/moe.yaml", [*SIZES, f"mesh.ep={experts}"])
@@ -21,6 +22,7 @@ def test_experts_cost_the_rows_that_are_routed(experts):
     assert 1 < verdict.compiled.flops / verdict.model_flops < 1.45
 
 
+@pytest.mark.slow
 def test_the_pass_that_counts_is_counted():
     """A loss of the whole update's balance needs a forward pass over it before the first backward."""
     asked = [*SIZES, "mesh.ep=4", "model.batch_balance_coefficient=0.01"]
