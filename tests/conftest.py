@@ -45,3 +45,10 @@ def programs_of_one_file():
 def golden():
     """golden("hf_schedules.json") -> the parsed file."""
     return lambda name: json.loads((GOLDEN / name).read_text())
+
+
+def pytest_collection_modifyitems(items):
+    """A name must be the same in every process that runs tests: no address of an object in it."""
+    for item in items:
+        if " at 0x" in item.nodeid:
+            raise pytest.UsageError(f"the name of a test contains an object's address: {item.nodeid}")

@@ -35,6 +35,10 @@ def tensor_specs(params):
     }
 
 
+def named(case):
+    return str({**case, "param_specs": "tensor"}) if "param_specs" in case else str(case)
+
+
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
@@ -56,7 +60,7 @@ def slow(*case):
             {"remat": "layer", "layers": 7, "schedule": "1f1b", "layers_per_stage": (6, 1)},
         ),
     ],
-    ids=str,
+    ids=named,
 )
 def test_gradients_are_those_of_one_device(mesh, options):
     out = gradients(mesh, **options, gather_ahead=True)
