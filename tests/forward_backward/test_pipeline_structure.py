@@ -129,10 +129,9 @@ def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
     stage = Stage(lambda *given: layer_output(layer(*given)), **options)
     layers = Layers(params, jnp.arange(2), jnp.ones(2, bool))
     given = jax.eval_shape(lambda: Given(microbatch or {}, rng))  # as the executor has them: shapes alone
-    residual = stage.residual(layers, hidden, given)
-    return sorted(
-        leaf.shape if options.get("keep") == "input" else leaf.shape[1:] for leaf in jax.tree.leaves(residual)
-    )
+    slots = jax.eval_shape(lambda: stage.empty(layers, hidden, given, 1))
+    beside = 1 if options.get("keep") == "input" else 2  # slots, and layers
+    return sorted(leaf.shape[beside:] for leaf in jax.tree.leaves(slots))
 
 
 def products(jaxpr) -> int:
@@ -154,8 +153,8 @@ def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
     target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
 
     def both(hidden):
-        empty = jax.tree.map(lambda leaf: jnp.zeros((1, *leaf.shape)), stage.residual(layers, hidden, given))
-        slot = stage.forward(layers, hidden, given, Slot(empty, jnp.int32(0)))[2]
+        slot = Slot(stage.empty(layers, hidden, given, 1), jnp.int32(0))
+        slot = stage.forward(layers, hidden, given, slot)[2]
         return stage.backward(layers, slot, hidden, {}, given, target)
 
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
