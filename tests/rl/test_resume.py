@@ -118,6 +118,6 @@ def test_a_tokenizer_that_does_not_know_the_conversations_is_reported(template, 
     small.save(str(tmp_path / "small.json"))
     overrides = [f"start.tokenizer={tmp_path / 'small.json'}", f"run.dir={tmp_path / 'run'}"]
     with pytest.warns(
-        UserWarning, match=r"tokenizer does not know \d\d\.\d\d% of the characters of the text, such as"
+        UserWarning, match=r"tokenizer cannot encode \d\d\.\d\d% of the characters of the text, such as"
     ):
         make_supervised_work(load_config(template / "sft.yaml", overrides))
