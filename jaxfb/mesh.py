@@ -169,7 +169,8 @@ def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping
         else f"the other axes alone need {rest}; make them smaller, such as {words}"
     )
     product = _product(sizes) + (f" = {known}" if known not in sizes.values() else "")
-    return f"a mesh of {product} cannot be made of {num_devices} device{'s' * (num_devices != 1)}; {advice}"
+    devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
+    return f"a mesh of {product} cannot be made of {devices}; {advice}"
 
 
 def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, int]:

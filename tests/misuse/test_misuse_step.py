@@ -329,6 +329,6 @@ def test_a_state_of_another_step_is_refused(step):
         step(of_adam, BATCH)
     scaled = make_train_step(loss, optax.sgd(0.1), None, PLAN, loss_scale=StaticLossScale(2.0)).init(PARAMS)
     with pytest.raises(
-        ValueError, match="state.loss_scale is there, but this step was made with loss_scale=None"
+        ValueError, match="state.loss_scale is present, but this step was made with loss_scale=None"
     ):
         step(scaled, BATCH)
