@@ -84,9 +84,8 @@ SECTIONS = (
         """Whole train steps of models of real size, compiled ahead of time by the TPU compiler; nothing was run.
         Model, mesh, rows of {seq:,} tokens and microbatches are the same for both libraries, with full
         rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip; a
-        row with the compiler's own shows what they change (it is from before jaxfb gathered a layer ahead).
-        What follows takes the shorter step of each library; MaxText's is with the compiler's own options
-        where there is no row with those of jaxfb. jaxfb's HBM per chip, as the compiler reports it, is
+        row with the compiler's own shows what they change, for MaxText too where it was compiled with them.
+        What follows takes the shorter step of each library. jaxfb's HBM per chip, as the compiler reports it, is
         **{least:.2f} to {most:.2f}** times MaxText's, and no larger in {smaller} of {count} rows. Its
         step's
         lower bound in time is **{time_least:.2f} to {time_most:.2f}** times MaxText's, and no longer in
