@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
+from jaxfb.loopback import free_port
 
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)
@@ -81,7 +81,7 @@ class Supervisor:
             restarted = True
 
     def _run_once(self, restarted: bool) -> int:
-        coordinator = f"127.0.0.1:{_free_port()}" if self.processes > 1 else None
+        coordinator = f"127.0.0.1:{free_port()}" if self.processes > 1 else None
         for index in range(self.processes):
             line, environment = self.command(index, self.processes, coordinator, restarted)
             self._children.append(subprocess.Popen(line, env={**os.environ, **environment}))
@@ -156,9 +156,3 @@ def _ending(code: int) -> str:
     if code == LOST:
         return "lost (exit code 76)"
     return f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

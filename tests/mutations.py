@@ -319,6 +319,49 @@ MUTATIONS = (
         'if name in saved and saved[name]["shape"] != leaf["shape"]',
         "test_checkpoint.py::test_refuses_what_orbax_would_cast",
     ),
+    # schedules by device, gathers ahead, slots in the host's memory
+    Mutation(
+        "late_weight_gradients_too_soon",
+        "schedules/dualpipe_v.py",
+        '"B" if i <= device else "b"',
+        '"B" if i < device else "b"',
+        "schedules/test_v_schedules.py::test_the_order_of_dualpipe_v_is_the_published_one",
+    ),
+    Mutation(
+        "slots_never_on_the_host",
+        "forward_backward/slot.py",
+        "jax.memory.Space.Host if on_host else",
+        "jax.memory.Space.Device if on_host else",
+        "forward_backward/test_structure.py::test_the_inputs_of_layers_wait_in_the_hosts_memory_where_they_are_asked_to",
+    ),
+    Mutation(
+        "the_layer_itself_gathered_ahead",
+        "forward_backward/ahead.py",
+        "jnp.minimum(turn + 1, number - 1)",
+        "jnp.minimum(turn, number - 1)",
+        "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "last_late_gradients_lost",
+        "forward_backward/stage.py",
+        "return carry, self._add(sums, target, *last)",
+        "return carry, sums",
+        "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "gathered_ahead_on_a_cpu",
+        "forward_backward/ahead.py",
+        'platform not in (None, "cpu")',
+        "platform is not None",
+        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
+    ),
+    Mutation(
+        "long_documents_turned_as_short",
+        "models/rope.py",
+        "jnp.where(is_long[:, :, None, None], of_long, angle)",
+        "angle",
+        "models/test_variants.py::test_short_and_long_documents_of_a_row_are_turned_as_alone",
+    ),
     # ticks by device, frozen parameters, windows, local checkpoints, spikes
     Mutation(
         "memory_of_a_v_ignored",

@@ -1,4 +1,4 @@
-"""How XLA compiles the programs of tests: each runs once or twice, so in a third of the time, and not well."""
+"""The flags of XLA in tests: programs that run once or twice are compiled quickly, and run slowly."""
 
 from jaxfb.cpu import quickly_compiled
 

@@ -86,10 +86,10 @@ SECTIONS = (
         rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip; a
         row with the compiler's own shows what they change, for MaxText too where it was compiled with them.
         What follows takes the shorter step of each library. jaxfb's HBM per chip, as the compiler reports it, is
-        **{least:.2f} to {most:.2f}** times MaxText's, and no larger in {smaller} of {count} rows. Its
+        **{least:.2f} to {most:.2f}** times MaxText's, at most MaxText's in {smaller} of {count} rows. Its
         step's
-        lower bound in time is **{time_least:.2f} to {time_most:.2f}** times MaxText's, and no longer in
-        {faster} of {count}. The lower bound comes from a roofline of the scheduled program, instruction by
+        lower bound in time is **{time_least:.2f} to {time_most:.2f}** times MaxText's, at most
+        MaxText's in {faster} of {count}. The lower bound comes from a roofline of the scheduled program, instruction by
         instruction. Collectives that are not hidden behind computation take {exposed_least:.0%} to
         {exposed_most:.0%} of jaxfb's step. The last column is the memory of the process that compiles.""",
         facts, table, claims,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -16,6 +15,7 @@ from pathlib import Path
 
 from jaxfb.chaos.jobs import TRAIN, Job
 from jaxfb.fault_points import VARIABLE
+from jaxfb.loopback import free_port
 
 AFTER_A_KILL = 30.0
 """Seconds that the other processes get to end by themselves, once one was killed."""
@@ -101,9 +101,7 @@ class Laboratory:
 
 def _places(processes: int) -> Iterator[list[str]]:
     """Yields the overrides that place each process of a job on this machine."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()
     for index in range(processes):
         yield [
             f"hosts.coordinator=127.0.0.1:{port}",

@@ -3,7 +3,8 @@
 A loop over layers that gathers what it is about to use has to wait for it, and for the scatter of what it has just
 computed. Here a turn of the loop starts with the gather for the next turn and the scatter for the one before, of which
 the layer in between needs neither, so that the compiler can run both beside its products. The price is the memory of
-one more layer's parameters, in the backward also of one layer's gradients, in the compute dtype.
+one more layer's parameters in the compute dtype, and in the backward of one layer's gradients in the dtype
+of their sum.
 """
 
 from __future__ import annotations
@@ -17,6 +18,16 @@ import jax.numpy as jnp
 from jax import lax
 
 PyTree = Any
+
+
+def gathers_ahead(asked: bool | None, platform: str | None, gather: str, sharding: str | None) -> bool:
+    """Returns whether parameters that are cut over fsdp are gathered a layer ahead of their use.
+
+    They must be gathered a layer at a time, and their gradients not be cut further in the loop (ZeRO-2). Unless it is
+    asked for it is left to GPUs and TPUs: simulated devices on a CPU gain nothing by it.
+    """
+    wanted = platform not in (None, "cpu") if asked is None else asked
+    return wanted and gather == "layer" and sharding != "gradients"
 
 
 @dataclass(frozen=True)

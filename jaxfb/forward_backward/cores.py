@@ -20,7 +20,7 @@ from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
-from jaxfb.forward_backward.sequential import layer_output, sequential
+from jaxfb.forward_backward.sequential import as_is, layer_output, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.schedules import Schedule
@@ -116,7 +116,7 @@ class Execution:
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
         """Returns a run of the model's layers, which keeps that of its forward."""
-        bring = _as_is if self.ahead else self.bring_layer()
+        bring = as_is if self.ahead else self.bring_layer()
 
         def layer(shards, hidden, microbatch, rng):
             return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
@@ -126,10 +126,6 @@ class Execution:
         ahead = Ahead(self.bring_layer(), self.layer_to_shards()) if self.ahead else None
         of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
         return Stage(layer, keep, trained=of_layers, ahead=ahead, on_host=on_host, **options)
-
-
-def _as_is(tree: PyTree) -> PyTree:
-    return tree
 
 
 def _part(tree: PyTree, of: str) -> PyTree:

@@ -36,7 +36,7 @@ class InPlace:
     """Runs all layers as one stage between the model's embedding and head.
 
     gather_outer: makes whole parameters beside the layers out of shards (FSDP), for the embedding and again for the
-      head, so that between them none of these are there; None where they are whole.
+      head, so that they take no memory while the layers run; None where they are whole.
     """
 
     model: Pipelined

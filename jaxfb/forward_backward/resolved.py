@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
+from jaxfb.forward_backward.ahead import gathers_ahead
 from jaxfb.forward_backward.arguments import specs_like
 from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
 from jaxfb.forward_backward.ends import check_rows, choose_placement
@@ -68,17 +69,12 @@ class Resolved:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Returns whether FSDP gathers a layer's parameters while the layer before it computes.
-
-        That needs layers, gathered one at a time, whose gradients are not cut further in the loop (ZeRO-2). Unless it
-        is asked for it is left to GPUs and TPUs: simulated devices on a CPU gain nothing by it.
-        """
+        """Returns whether FSDP gathers a layer's parameters while the layer before it computes."""
+        if not isinstance(self.model, Pipelined) or axis_size(self.mesh, "fsdp") == 1:
+            return False
         options, device = self.options, self.mesh.abstract_mesh.abstract_device
-        asked = options.gather_ahead
-        if asked is None:
-            asked = device is not None and device.platform != "cpu"
-        in_loop = options.fsdp_gather == "layer" and options.optimizer_sharding != "gradients"
-        return asked and in_loop and isinstance(self.model, Pipelined) and axis_size(self.mesh, "fsdp") > 1
+        platform = None if device is None else device.platform
+        return gathers_ahead(options.gather_ahead, platform, options.fsdp_gather, options.optimizer_sharding)
 
     def core(self, forward_only: bool) -> Core:
         """Returns the way from seeds to gradients on this mesh."""

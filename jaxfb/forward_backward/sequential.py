@@ -32,7 +32,7 @@ def sequential(
       remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
       bring_outer, bring_layer: make whole parameters out of shards where they are used (FSDP).
     """
-    whole_outer, whole_layer = bring_outer or _as_is, bring_layer or _as_is
+    whole_outer, whole_layer = bring_outer or as_is, bring_layer or as_is
 
     @remat
     def run_layer(shards, hidden, microbatch, rng):
@@ -160,5 +160,6 @@ def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:
         )
 
 
-def _as_is(tree: PyTree) -> PyTree:
+def as_is(tree: PyTree) -> PyTree:
+    """Returns the tree: parameters that are whole already."""
     return tree

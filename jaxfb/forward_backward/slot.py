@@ -1,8 +1,9 @@
 """Stores a microbatch's values in a pipeline between two ticks.
 
-A stage writes and reads its own a layer at a time, so that no stage's worth of them is ever stacked and copied. Buffers
-may be in the host's memory; a value moves there as it is written, and back as it is read. TPUs and GPUs do both beside
-other work: libtpu 0.0.48 for v5e starts the read of a layer's input while the layer after it runs its backward.
+What a stage keeps is written and read a layer at a time, so that the values of all its layers are never stacked and
+copied. Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. In a small
+program for v5e (libtpu 0.0.48) both run beside other work: a layer's input is read while the layer after it runs its
+backward.
 """
 
 from __future__ import annotations

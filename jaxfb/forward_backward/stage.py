@@ -302,9 +302,8 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, sums, (place, layer.real, wide(grads))), None
 
-        def wide(
-            grads,
-        ):  # at once, so that the product that makes them does it: a cast of its own would take a pass
+        def wide(grads):
+            # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
             return jax.tree.map(
                 lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), grads, target.sums
             )

@@ -161,7 +161,7 @@ def _of_length(config: TransformerConfig, length: int) -> TransformerConfig:
     """Returns the config for sequences of up to so many tokens: what is in the cache cannot be turned anew when a
     sequence becomes a long one ("longrope").
     """
-    if config.rope_scaling is None or config.rope_scaling.kind != "longrope":
+    if config.rope_scaling is None:
         return config
     return replace(config, rope_scaling=config.rope_scaling.of_length(length))
 

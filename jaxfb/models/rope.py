@@ -116,7 +116,7 @@ def _angle(
 
 
 def document_lengths(positions_RT: jax.Array) -> jax.Array:
-    """Returns the length of each token's document, which ends where positions do not go on by 1: i32[R, T]."""
+    """Returns the length of each token's document, which ends where the next position is not one more: i32[R, T]."""
     whole = whole_rows(positions_RT)
     places = jnp.arange(whole.shape[1])
     is_end = jnp.append(whole[:, 1:] != whole[:, :-1] + 1, jnp.ones_like(whole[:, :1], bool), axis=1)

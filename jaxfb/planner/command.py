@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
+from jaxfb.planner.post_training import check_searchable
 from jaxfb.planner.text import page
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import plan as plan_of
@@ -26,8 +27,6 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
 
     Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
     """
-    from jaxfb.planner.post_training import check_searchable
-
     check_searchable(config)
     from jaxfb.planner.known import Known
     from jaxfb.planner.search import draw, table, write

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
+from jaxfb.forward_backward.ahead import gathers_ahead
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
@@ -141,8 +142,10 @@ def _gathers_layers(config: Config) -> bool:
 
 def _gathers_ahead(config: Config, topology: Topology) -> bool:
     """Returns True if a layer's weights are gathered while the layer before it runs."""
-    asked = config.parallel.gather_ahead
-    return _gathers_layers(config) and (topology.platform != "cpu" if asked is None else asked)
+    parallel = config.parallel
+    return config.mesh.fsdp > 1 and gathers_ahead(
+        parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
+    )
 
 
 def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:

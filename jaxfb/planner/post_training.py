@@ -72,9 +72,7 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
         own = replace(
             config, lora=None, trainable=None, precision=replace(config.precision, frozen_dtype=None)
         )
-        own_sizes = replace(
-            sizes, tied_embeddings=True
-        )  # without a matrix of logits, as `rl.critic` makes it
+        own_sizes = replace(sizes, tied_embeddings=True)  # `rl.critic` has no matrix of logits
         critic = _as_pretraining(own, own_sizes, length, config.plans.critic, topology)
     phases = {"sampling": _sampling_bytes(config, sizes, mesh, length)}
     phases |= dict(_forward_passes(config, update, sizes, topology))

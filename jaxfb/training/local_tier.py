@@ -124,9 +124,8 @@ class LocalTier:
         """Removes what this process has written."""
         self.wait()
         shutil.rmtree(self._own, ignore_errors=True)
-        with suppress(
-            OSError
-        ):  # not empty, or gone: other processes of this host remove theirs at the same time
+        # not empty, or gone: other processes of this host remove theirs at the same time
+        with suppress(OSError):
             self._root.rmdir()
 
     def _write(self, files: Mapping[Name, np.ndarray]) -> None:

@@ -149,6 +149,12 @@ def test_short_and_long_documents_of_a_row_are_turned_as_alone():
     found = whole_logits(config, params, packed)
     alone = [whole_logits(config, params, {"tokens": tokens[:, part]}) for part in (slice(3), slice(3, None))]
     np.testing.assert_allclose(found, np.concatenate(alone, axis=1), rtol=0, atol=1e-12)
+    for part, of_part in zip(
+        (tokens[:, :3], tokens[:, 3:]), alone, strict=True
+    ):  # by the factors of its length
+        scaled = replace(config, rope_scaling=config.rope_scaling.of_length(part.shape[1]))
+        wanted = whole_logits(scaled, params, {"tokens": part})
+        np.testing.assert_allclose(of_part, wanted, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize(
