@@ -28,7 +28,7 @@ import jaxfb
 from jaxfb.forward_backward import Microbatches
 from jaxfb.forward_backward.sequential import layer_output, outer_params
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
@@ -97,28 +97,31 @@ def microbatches(count: int) -> dict:
 def parts(model, params, mesh) -> dict:
     """The parts of a tick, each REPEATS times in a loop, on both devices at once and with nothing between them."""
     stage = Stage(lambda *arguments: layer_output(model.layer(*arguments)))
-    outer, given = outer_params(params), Given(jax.tree.map(lambda leaf: leaf[0], microbatches(1)), None)
+    outer, inputs = (
+        outer_params(params),
+        StageInputs(jax.tree.map(lambda leaf: leaf[0], microbatches(1)), None),
+    )
     length = CONFIG.num_layers // PIPE
     mine = jax.tree.map(lambda leaf: leaf[:length], params["layers"])
     layers = Layers(mine, jnp.arange(length), jnp.ones(length, bool))
     hidden = jax.random.normal(jax.random.key(1), (ROWS, SEQ, CONFIG.hidden_size))
-    kept = slot(stage.residual(layers, hidden, given))
+    kept = slot(stage.residual(layers, hidden, inputs))
     sums = Target(jax.tree.map(lambda leaf: leaf[None], mine), jnp.int32(0), jnp.bool_(True))
-    saved = slot(stage.saved(layers, hidden, {}, given))
+    saved = slot(stage.saved(layers, hidden, {}, inputs))
 
     def head(x):
-        loss = lambda o, h: next(iter(model.head(o, h, given.microbatch, None).terms.values())).total  # noqa: E731
+        loss = lambda o, h: next(iter(model.head(o, h, inputs.microbatch, None).terms.values())).total  # noqa: E731
         grads, before = jax.grad(loss, (0, 1))(outer, x)
         return before, grads
 
     def weight(x):
         not_constant = Slot(jax.tree.map(lambda leaf: leaf + x[0, 0, 0], saved.buffers), saved.index)
-        return x, stage.backward_weight(layers, kept, not_constant, {}, given, sums)
+        return x, stage.backward_weight(layers, kept, not_constant, {}, inputs, sums)
 
     bodies = {
-        "F": lambda x: stage.forward(layers, x, given, kept)[::2],
-        "B": lambda x: stage.backward(layers, kept, x, {}, given, sums)[::-1],
-        "B input": lambda x: stage.backward_input(layers, kept, x, {}, given, saved)[::-1],
+        "F": lambda x: stage.forward(layers, x, inputs, kept)[::2],
+        "B": lambda x: stage.backward(layers, kept, x, {}, inputs, sums)[::-1],
+        "B input": lambda x: stage.backward_input(layers, kept, x, {}, inputs, saved)[::-1],
         "W": weight,
         "head": head,
     }

@@ -14,7 +14,7 @@ from jaxfb.registry import Registry
 
 _OPTIMIZERS, _RATES = "jaxfb.optim.optimizers", "jaxfb.optim.learning_rate"
 _SURROGATES, _ESTIMATORS = "jaxfb.losses.surrogates", "jaxfb.losses.estimators"
-_PREFERENCES, _HEADS = "jaxfb.losses.preference", "jaxfb.forward_backward.ends"
+_PREFERENCES, _HEADS = "jaxfb.losses.preference", "jaxfb.forward_backward.head_placement"
 _WRITERS = "jaxfb.metrics.writers"
 
 MODELS: Registry[Callable[..., Any]] = Registry(
@@ -78,9 +78,13 @@ PREFERENCES: Registry[Callable[..., Any]] = Registry(
 
 HEADS: Registry[Any] = Registry(
     "head placement",
-    {"vocabulary": f"{_HEADS}:VocabularyEnds", "rows": f"{_HEADS}:RowEnds", "last": f"{_HEADS}:LastEnds"},
+    {
+        "vocabulary": f"{_HEADS}:VocabularyPlacement",
+        "rows": f"{_HEADS}:RowsPlacement",
+        "last": f"{_HEADS}:LastPlacement",
+    },
 )
-"""A subclass of `forward_backward.ends.Ends`: how the devices of a pipeline share embedding, head and loss."""
+"""Subclasses of `forward_backward.head_placement.HeadPlacement`: how a pipeline's devices share embedding and head."""
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
     "writer", {name: f"{_WRITERS}:{name}" for name in ("tensorboard", "wandb")}

@@ -17,7 +17,7 @@ from jaxfb import parts
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.cli import main
 from jaxfb.config import config_from_dict, config_to_dict, load_config
-from jaxfb.forward_backward.ends import check_placement
+from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.losses.estimators import Estimator, estimator_of
 from jaxfb.losses.policy import PolicyTokens
 from jaxfb.losses.preference import PreferenceLoss

@@ -34,17 +34,17 @@ def gathers_ahead(asked: bool | None, platform: str | None, gather: str, shardin
 class Ahead:
     """Functions between shards and whole arrays of one layer.
 
-    bring:     shards of parameters -> whole parameters.
+    gather:     shards of parameters -> whole parameters.
     to_shards: gradients of whole trained parameters -> those of the shards.
     """
 
-    bring: Callable[[PyTree], PyTree]
+    gather: Callable[[PyTree], PyTree]
     to_shards: Callable[[PyTree], PyTree]
 
     def scan(
         self, one: Callable, carry: PyTree, shards: PyTree, others: PyTree, reverse: bool = False
     ) -> tuple[PyTree, PyTree]:
-        """Equals `lax.scan(lambda c, xs: one(c, bring(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`.
+        """Equals `lax.scan(lambda c, xs: one(c, gather(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`.
 
         Two layers are a turn of the loop, so that the parameters of one come to lie where those of the layer before
         it were; a loop that carried them from each layer to the next would copy them.
@@ -58,7 +58,7 @@ class Ahead:
 
         def step(carried, turn):
             carry, whole = carried
-            following = self.bring(at(shards, jnp.minimum(turn + 1, number - 1)))
+            following = self.gather(at(shards, jnp.minimum(turn + 1, number - 1)))
             carry, out = one(carry, whole, at(others, turn))
             return (carry, following), out
 
@@ -67,7 +67,7 @@ class Ahead:
             carried, second = step(lax.optimization_barrier(carried), turns[1])
             return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
 
-        carried = carry, self.bring(at(shards, jnp.int32(0)))
+        carried = carry, self.gather(at(shards, jnp.int32(0)))
         even = number - number % 2
         carried, out = lax.scan(pair, carried, places[:even].reshape(-1, 2))
         out = jax.tree.map(lambda leaf: leaf.reshape(even, *leaf.shape[2:]), out)

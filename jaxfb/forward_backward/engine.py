@@ -1,6 +1,6 @@
 """Runs all microbatches of a global batch through forward and backward in one call.
 
-The function that does it and its checks; `frame.py` is the program it compiles.
+The function that does it and its checks; `spmd_program.py` is the program it compiles.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from jaxfb.forward_backward.arguments import (
     checked_scale,
     checked_weights,
 )
-from jaxfb.forward_backward.frame import Frame
 from jaxfb.forward_backward.loss import check_parts
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
 from jaxfb.forward_backward.options import EngineOptions
@@ -33,6 +32,7 @@ from jaxfb.forward_backward.packed import Packed, is_arranged
 from jaxfb.forward_backward.padding import check_padding
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
+from jaxfb.forward_backward.spmd_program import SpmdProgram
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, sharding
@@ -154,7 +154,7 @@ class ForwardBackward:
         """
         boolean("forward_only", forward_only)
         grad_scale, weights = checked_scale(grad_scale), checked_weights(weights, self.options.normalize)
-        leaves, how = self._resolve(model, params, plan, forward_only)
+        leaves, resolved = self._resolve(model, params, plan, forward_only)
         if plan.by_tokens:
             packed = Packed(batch, plan)
             call = (packed.batch, packed.plan, packed.keys(rng), forward_only, grad_scale, weights)
@@ -164,10 +164,10 @@ class ForwardBackward:
         microbatches = split(batch, plan, self.mesh).leaves
         if not forward_only:
             check_parts(
-                model, microbatches, plan.data_parallel * (self.pipe if how.placement == "rows" else 1)
+                model, microbatches, plan.data_parallel * (self.pipe if resolved.placement == "rows" else 1)
             )
-        arrays = _placed(how, leaves, microbatches, rng)
-        out = self._jitted(_run)(how, forward_only, *arrays, grad_scale, weights)
+        arrays = _placed(resolved, leaves, microbatches, rng)
+        out = self._jitted(_run)(resolved, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
         origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
         grads = None if forward_only else restrict_to(self.trained(params), out.grads)
@@ -189,7 +189,7 @@ class ForwardBackward:
         Raises:
           ValueError: as for a call, or the model reads statistics of the whole batch before its backward.
         """
-        leaves, how = self._resolve(model, params, plan, forward_only=False)
+        leaves, resolved = self._resolve(model, params, plan, forward_only=False)
         if _counts_before(model):
             raise Refused(
                 "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "
@@ -198,8 +198,8 @@ class ForwardBackward:
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
-        arrays = _placed(how, leaves, split(batch, plan, self.mesh).leaves, rng)
-        return self._jitted(_weigh)(how, *arrays)
+        arrays = _placed(resolved, leaves, split(batch, plan, self.mesh).leaves, rng)
+        return self._jitted(_weigh)(resolved, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:
         return _JITTED[function](self.compiler_options)
@@ -277,10 +277,10 @@ class ForwardBackward:
         return axis_size(self.mesh, "pipe")
 
 
-def _placed(how: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
+def _placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
     """Returns (params, microbatches, keys) where the program of a call reads them."""
-    mesh, specs = how.mesh, how.specs.tree
-    keys = split_keys(row_keys(rng, how.plan), how.plan)
+    mesh, specs = resolved.mesh, resolved.specs.tree
+    keys = split_keys(row_keys(rng, resolved.plan), resolved.plan)
     microbatches = sharding.adopt(microbatches, sharding.shardings(specs_of(microbatches, mesh), mesh))
     keys = sharding.adopt(keys, NamedSharding(mesh, rows_spec(mesh)))
     if not is_traced(params):
@@ -296,36 +296,42 @@ def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
     return jax.device_put(leaf, target)
 
 
-def _run(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
-    model, plan, complete = how.model, how.plan, params
+def _run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
+    model, plan, complete = resolved.model, resolved.plan, params
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        cast = jax.tree.map(lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, how.dtypes.tree)
+        cast = jax.tree.map(
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, resolved.dtypes.tree
+        )
         check_padding(as_loss_fn(model), cast, microbatches, keys)
     if _counts_before(model):
         with jax.named_scope("count"):
-            metrics = _one_pass(how, True, params, microbatches, keys, 1.0, None).metrics
+            metrics = _one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics
         complete = model.counted.before(params, metrics)
-        how = resolve(how.mesh, how.options, model, complete, plan)  # for there are more leaves now
-    out = _one_pass(how, forward_only, complete, microbatches, keys, grad_scale, weights)
+        resolved = resolve(
+            resolved.mesh, resolved.options, model, complete, plan
+        )  # for there are more leaves now
+    out = _one_pass(resolved, forward_only, complete, microbatches, keys, grad_scale, weights)
     if forward_only:
         return out
-    return replace(out, grads=restrict_to(pruned(how.options.trainable, params), out.grads))
+    return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
 
 
-def _weigh(how, params, microbatches, keys) -> dict:
-    return Frame(how, True).weights(params, microbatches, keys)
+def _weigh(resolved, params, microbatches, keys) -> dict:
+    return SpmdProgram(resolved, True).weights(params, microbatches, keys)
 
 
 _JITTED = {_run: per_options(_run, static_argnums=(0, 1)), _weigh: per_options(_weigh, static_argnums=0)}
 
 
-def _one_pass(how, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
-    program = Frame(how, forward_only)
+def _one_pass(
+    resolved, forward_only, params, microbatches, keys, grad_scale, weights
+) -> ForwardBackwardOutput:
+    program = SpmdProgram(resolved, forward_only)
     *results, of_tokens, undivided = program.run(params, microbatches, keys, grad_scale, weights)
     grads, loss, terms, metrics, per_microbatch, outputs = results
-    outputs = merge(outputs, of_tokens, how.plan, how.mesh)
+    outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
     names = (undivided, (tuple(sorted(terms)),))
-    origin = Origin(None, None, None, how.options.normalize, *names, _counts_before(how.model))
+    origin = Origin(None, None, None, resolved.options.normalize, *names, _counts_before(resolved.model))
     return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)
 
 

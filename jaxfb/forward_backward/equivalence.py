@@ -20,8 +20,8 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import config_value
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
-from jaxfb.forward_backward.ends import check_placement
 from jaxfb.forward_backward.engine import get_forward_backward_func
+from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.sequential import sequential

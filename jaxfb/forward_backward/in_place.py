@@ -24,7 +24,7 @@ from jaxfb.forward_backward.accumulate import empty_sums, split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
 from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, outer_params
 
@@ -65,49 +65,49 @@ class InPlace:
     ) -> tuple[PyTree, LossOutput]:
         """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput."""
 
-        def step(carry, inputs):
-            (grads, kept), (microbatch, row_keys, seed) = carry, inputs
-            return self._microbatch(params, grads, kept, Given(microbatch, row_keys), seed)
+        def step(carry, xs):
+            (grads, kept), (microbatch, row_keys, seed) = carry, xs
+            return self._microbatch(params, grads, kept, StageInputs(microbatch, row_keys), seed)
 
         zeros = empty_sums(params, accum_dtypes)
         kept = self._empty(params, _first(microbatches, keys))
         (grads, _), out = lax.scan(step, (zeros, kept), (microbatches, keys, seeds))
         return grads, out
 
-    def _microbatch(self, params, grads, kept, given: Given, seeds: dict):
+    def _microbatch(self, params, grads, kept, inputs: StageInputs, seeds: dict):
         """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
         layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
         outer, so_far = outer_params(params), outer_params(grads)
         with jax.named_scope("forward"):
-            embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, given))
+            embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, inputs))
             with jax.named_scope("layers"):
-                hidden, of_layers, slot = self.stage.forward(layers, embedded, given, slot)
+                hidden, of_layers, slot = self.stage.forward(layers, embedded, inputs, slot)
                 assert slot is not None  # one was given
             outer, hidden = self._in_this_turn(outer, hidden)
-            totals, head_vjp, out = self._head_vjp(so_far, outer, hidden, given)
+            totals, head_vjp, out = self._head_vjp(so_far, outer, hidden, inputs)
         with jax.named_scope("backward"):
             of_head, cotangent = head_vjp(_seeded(totals, seeds))
             so_far, cotangent = self._in_this_turn(self._added(so_far, of_head), cotangent)
             of_terms, target = _seeded(split_totals(of_layers)[0], seeds), _only_chunk(grads["layers"])
             with jax.named_scope("layers"):
-                sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, given, target)
+                sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, inputs, target)
             so_far = self._added(so_far, *embed_vjp(cotangent))
         grads = so_far | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
         return (grads, slot.buffers), with_layers(out, of_layers)
 
-    def _embed_vjp(self, so_far: PyTree, outer: PyTree, given: Given):
+    def _embed_vjp(self, so_far: PyTree, outer: PyTree, inputs: StageInputs):
         """Returns (hidden, VJP to those shards beside the layers that the embedding reads and that are trained)."""
 
         def embed(trained):
-            return self._embed(self._whole(joined(trained, outer)), given)
+            return self._embed(self._whole(joined(trained, outer)), inputs)
 
         return jax.vjp(embed, _read_by(embed, like(so_far, outer)))
 
-    def _head_vjp(self, so_far: PyTree, outer: PyTree, hidden: PyTree, given: Given):
+    def _head_vjp(self, so_far: PyTree, outer: PyTree, hidden: PyTree, inputs: StageInputs):
         """Returns (totals of the terms, VJP to the head's likewise and to hidden, the answer)."""
 
         def head(trained, hidden):
-            return self._head(self._whole(joined(trained, outer)), hidden, given)
+            return self._head(self._whole(joined(trained, outer)), hidden, inputs)
 
         read = _read_by(lambda trained: head(trained, hidden), like(so_far, outer))
         return jax.vjp(head, read, hidden, has_aux=True)
@@ -135,21 +135,21 @@ class InPlace:
     def _whole(self, outer: PyTree) -> PyTree:
         return outer if self.gather_outer is None else self.gather_outer(outer)
 
-    def _embed(self, outer, given: Given) -> PyTree:
+    def _embed(self, outer, inputs: StageInputs) -> PyTree:
         with jax.named_scope("embed"):
-            return self.model.embed(outer, *given)
+            return self.model.embed(outer, *inputs)
 
-    def _head(self, outer, hidden, given: Given) -> tuple[dict, LossOutput]:
+    def _head(self, outer, hidden, inputs: StageInputs) -> tuple[dict, LossOutput]:
         with jax.named_scope("head"):
-            return split_totals(as_loss_output(self.model.head(outer, hidden, *given)))
+            return split_totals(as_loss_output(self.model.head(outer, hidden, *inputs)))
 
-    def _hidden(self, params, given: Given) -> PyTree:
+    def _hidden(self, params, inputs: StageInputs) -> PyTree:
         """Returns shapes of what the layers are given."""
-        return jax.eval_shape(lambda p, g: self._embed(self._whole(outer_params(p)), g), params, given)
+        return jax.eval_shape(lambda p, g: self._embed(self._whole(outer_params(p)), g), params, inputs)
 
-    def _empty(self, params, given: Given) -> PyTree:
+    def _empty(self, params, inputs: StageInputs) -> PyTree:
         """Returns zeros for what the layers keep of one microbatch, [1, l, ...]."""
-        return self.stage.empty(jax.eval_shape(_layers_of, params), self._hidden(params, given), given, 1)
+        return self.stage.empty(jax.eval_shape(_layers_of, params), self._hidden(params, inputs), inputs, 1)
 
 
 def _read_by(function: Callable, trained: PyTree) -> PyTree:
@@ -169,10 +169,10 @@ def _only_chunk(sums: PyTree) -> Target:
     return Target(jax.tree.map(lambda leaf: leaf[None], sums), jnp.int32(0), jnp.bool_(True))
 
 
-def _first(microbatches: PyTree, keys: jax.Array | None) -> Given:
+def _first(microbatches: PyTree, keys: jax.Array | None) -> StageInputs:
     """Returns shapes of one microbatch and its keys."""
     one = lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype)  # noqa: E731
-    return jax.tree.map(one, Given(microbatches, keys))
+    return jax.tree.map(one, StageInputs(microbatches, keys))
 
 
 def _seeded(totals: dict, seeds: dict) -> dict:

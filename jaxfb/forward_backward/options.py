@@ -12,7 +12,7 @@ from jax.sharding import Mesh
 from jaxfb import schedules
 from jaxfb.compiler import checked_options
 from jaxfb.forward_backward.arguments import float_dtype, layer_counts
-from jaxfb.forward_backward.ends import check_placement
+from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size

@@ -18,10 +18,10 @@ import numpy as np
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
-from jaxfb.forward_backward.ends import Ends
+from jaxfb.forward_backward.head_placement import HeadPlacement
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program
@@ -54,7 +54,7 @@ class Buffers(NamedTuple):
 class Shapes(NamedTuple):
     """The shapes of a stage's inputs, and of its terms and metrics."""
 
-    given: Given
+    inputs: StageInputs
     layers: Layers
     hidden: PyTree
     out: LossOutput
@@ -66,7 +66,7 @@ class Executor:
 
     program: Program
     stage: Stage
-    ends: Ends
+    head: HeadPlacement
     layout: pipe.Layout
     poison: bool = False
 
@@ -104,7 +104,7 @@ class Executor:
         pipe.
         """
         records, layers = jax.tree.map(lambda leaf: leaf[:-1], (buffers.records, buffers.layer_records))
-        return self.ends.whole(with_layers(records, layers))
+        return self.head.whole(with_layers(records, layers))
 
 
 class _Tick:
@@ -113,7 +113,7 @@ class _Tick:
     def __init__(
         self, executor: Executor, weights: Weights, microbatches: PyTree, keys: Any, seeds: dict | None
     ):
-        self._program, self._stage, self._ends = executor.program, executor.stage, executor.ends
+        self._program, self._stage, self._head = executor.program, executor.stage, executor.head
         self._layout = executor.layout
         self._weights, self._microbatches, self._keys, self._seeds = weights, microbatches, keys, seeds
         me = lax.axis_index("pipe")
@@ -124,10 +124,10 @@ class _Tick:
 
     def _traced(self) -> Shapes:
         """Returns what a stage reads and writes, in shapes."""
-        given, layers = jax.eval_shape(lambda: (self._given(jnp.int32(0)), self._layers(jnp.int32(0))))
-        hidden = _check_float(jax.eval_shape(self._ends.embed, self._weights.outer, given))
-        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, given)
-        return Shapes(given, layers, hidden, out)
+        inputs, layers = jax.eval_shape(lambda: (self._inputs(jnp.int32(0)), self._layers(jnp.int32(0))))
+        hidden = _check_float(jax.eval_shape(self._head.embed, self._weights.outer, inputs))
+        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, inputs)
+        return Shapes(inputs, layers, hidden, out)
 
     def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
         gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}
@@ -147,14 +147,14 @@ class _Tick:
         return b
 
     def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
-        given = self._given(row["f_microbatch"])
+        inputs = self._inputs(row["f_microbatch"])
         before = self._filled(row["f_valid"], self._input(b, row, when_embed))
 
         def run(carried):
             residual, records, before = carried
             layers = self._layers(row["f_chunk"])
             slot = self._slot(residual, row, "f_residual")
-            hidden, out, slot = self._stage.forward(layers, before, given, slot)
+            hidden, out, slot = self._stage.forward(layers, before, inputs, slot)
             out = _where(row["f_valid"] == 1, self._among_all(layers, out))
             records = _add(records, row["f_microbatch"], out)
             return residual if slot is None else slot.buffers, records, hidden
@@ -168,26 +168,26 @@ class _Tick:
         arrived = _get(b.activation, row["f_input"])
         if when == "none":
             return arrived
-        given = self._given(row["embed_microbatch"])
+        inputs = self._inputs(row["embed_microbatch"])
         embedded = _if(
-            when, row["embed_valid"], lambda _: self._ends.embed(self._weights.outer, given), _zeros(arrived)
+            when, row["embed_valid"], lambda _: self._head.embed(self._weights.outer, inputs), _zeros(arrived)
         )
         return _choose(row["f_embed"], embedded, arrived)
 
     def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
-        given, microbatch = self._given(row["loss_microbatch"]), row["loss_microbatch"]
+        inputs, microbatch = self._inputs(row["loss_microbatch"]), row["loss_microbatch"]
 
         if self._seeds is None:
 
             def answer_only(records):
-                return _put(records, microbatch, self._ends.loss(self._weights.outer, hidden, given))
+                return _put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
 
             return b._replace(records=_if(when, row["loss_valid"], answer_only, b.records))
 
         def answer(carried):
             records, gradient, outer = carried
             seeds = self._seed(microbatch, records.terms)
-            out, grads, cotangent = self._ends.loss_backward(self._weights.outer, hidden, given, seeds)
+            out, grads, cotangent = self._head.loss_backward(self._weights.outer, hidden, inputs, seeds)
             gradient = _put(gradient, row["loss_gradient"], cotangent)
             return _put(records, microbatch, out), gradient, added(outer, grads)
 
@@ -195,13 +195,13 @@ class _Tick:
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
-        chunk, given = row["b_chunk"], self._given(row["b_microbatch"])
+        chunk, inputs = row["b_chunk"], self._inputs(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
         cotangent = self._filled(row["b_valid"], _get(b.gradient, row["b_gradient"]))
 
         def run(carried):
             saved, sums, cotangent = carried
-            arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, given)
+            arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, inputs)
             if self._splits:
                 slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
                 return slot.buffers, sums, before
@@ -216,23 +216,23 @@ class _Tick:
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
         if not jax.tree.leaves(b.grads.outer):
             return b
-        given, mine = self._given(row["embed_gradient_microbatch"]), row["b_embed"] == 1
+        inputs, mine = self._inputs(row["embed_gradient_microbatch"]), row["b_embed"] == 1
 
         def scatter(outer: PyTree) -> PyTree:
-            return added(outer, self._ends.embed_backward(self._weights.outer, given, before, mine))
+            return added(outer, self._head.embed_backward(self._weights.outer, inputs, before, mine))
 
         return b._replace(
             grads=b.grads._replace(outer=_if(when, row["embed_gradient_valid"], scatter, b.grads.outer))
         )
 
     def _weight(self, b: Buffers, row: dict) -> Buffers:
-        chunk, given = row["w_chunk"], self._given(row["w_microbatch"])
+        chunk, inputs = row["w_chunk"], self._inputs(row["w_microbatch"])
         slots = Slot(b.residual, row["w_residual"]), Slot(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
 
         def run(sums):
             target = Target(sums, chunk, row["w_valid"] == 1)
-            return self._stage.backward_weight(self._layers(chunk), *slots, seeds, given, target)
+            return self._stage.backward_weight(self._layers(chunk), *slots, seeds, inputs, target)
 
         with jax.named_scope("W"):
             sums = self._run("w", row, run, b.grads.layers)
@@ -261,8 +261,8 @@ class _Tick:
     def _layers(self, chunk: jax.Array) -> Layers:
         return Layers(*_get((self._weights.layers, self._index, self._real), chunk))
 
-    def _given(self, microbatch: jax.Array) -> Given:
-        return Given(*_get((self._microbatches, self._keys), microbatch))
+    def _inputs(self, microbatch: jax.Array) -> StageInputs:
+        return StageInputs(*_get((self._microbatches, self._keys), microbatch))
 
     def _seed(self, microbatch: jax.Array, terms: Mapping) -> dict:
         seeds = self._seeds or {}
@@ -280,17 +280,17 @@ class _Tick:
 
     def empty_buffers(self, accum_dtypes: Weights | None) -> Buffers:
         """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
-        program, (given, layers, hidden, out) = self._program, self._shapes
-        records = jax.eval_shape(self._ends.loss, self._weights.outer, hidden, given)
+        program, (inputs, layers, hidden, out) = self._program, self._shapes
+        records = jax.eval_shape(self._head.loss, self._weights.outer, hidden, inputs)
         count = jax.tree.leaves(self._microbatches)[0].shape[0]
         saved, grads = None, None
         if self._seeds is not None:
             grads = empty_sums(self._weights, accum_dtypes)
         if self._splits:
             seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
-            saved = self._stage.saved(layers, hidden, seeds, given)
+            saved = self._stage.saved(layers, hidden, seeds, inputs)
         return Buffers(
-            residual=self._stage.empty(layers, hidden, given, program.allocated("residual")),
+            residual=self._stage.empty(layers, hidden, inputs, program.allocated("residual")),
             activation=empty_slots(hidden, program.allocated("activation")),
             gradient=empty_slots(hidden, program.allocated("gradient")),
             cotangent=empty_slots(saved, program.allocated("cotangent")),

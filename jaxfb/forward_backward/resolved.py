@@ -13,10 +13,10 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead
 from jaxfb.forward_backward.arguments import specs_like
-from jaxfb.forward_backward.cores import Accumulation, Core, Execution, Pipelining
-from jaxfb.forward_backward.ends import check_rows, choose_placement
+from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
+from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.schedules import Schedule
@@ -76,12 +76,12 @@ class Resolved:
         platform = None if device is None else device.platform
         return gathers_ahead(options.gather_ahead, platform, options.fsdp_gather, options.optimizer_sharding)
 
-    def core(self, forward_only: bool) -> Core:
+    def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""
         options, dtypes = self.options, self.dtypes.tree
         sums = dtypes if forward_only else self.sums.tree
         remat = options.remat or "none"
-        how = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, remat, self.gathers_ahead)
+        execution = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, remat, self.gathers_ahead)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
             isinstance(model, Pipelined)
@@ -89,9 +89,9 @@ class Resolved:
             and layout is not None
             and placement is not None
         ):
-            return Pipelining(model, how, schedule, layout, placement, options.poison_bubbles)
+            return Pipelining(model, execution, schedule, layout, placement, options.poison_bubbles)
         scattered = self.grad_specs.tree if options.optimizer_sharding == "gradients" else None
-        return Accumulation(model, how, scattered)
+        return Accumulation(model, execution, scattered)
 
 
 def resolve(

@@ -16,23 +16,23 @@ from jaxfb.refusal import Refused, shown
 from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, Sum, outer_params
 
 PyTree = Any
-Bring = Callable[[PyTree], PyTree]
+Gather = Callable[[PyTree], PyTree]
 
 
 def sequential(
     model: Pipelined,
     remat: Callable = lambda layer: layer,
-    bring_outer: Bring | None = None,
-    bring_layer: Bring | None = None,
+    gather_outer: Gather | None = None,
+    gather_layer: Gather | None = None,
 ) -> LossFn:
     """Returns the model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics
     stacked.
 
     Args:
       remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
-      bring_outer, bring_layer: make whole parameters out of shards where they are used (FSDP).
+      gather_outer, gather_layer: make whole parameters out of shards where they are used (FSDP).
     """
-    whole_outer, whole_layer = bring_outer or as_is, bring_layer or as_is
+    whole_outer, whole_layer = gather_outer or as_is, gather_layer or as_is
 
     @remat
     def run_layer(shards, hidden, microbatch, rng):

@@ -36,7 +36,7 @@ class Layers(NamedTuple):
     real: jax.Array
 
 
-class Given(NamedTuple):
+class StageInputs(NamedTuple):
     """The inputs of a stage besides hidden: the microbatch and its row keys."""
 
     microbatch: PyTree
@@ -92,7 +92,7 @@ class Stage:
         return self._ahead is not None
 
     def forward(
-        self, layers: Layers, hidden: PyTree, given: Given, slot: Slot | None = None
+        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None
     ) -> tuple[PyTree, LossOutput, Slot | None]:
         """Returns (hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads).
 
@@ -100,9 +100,9 @@ class Stage:
         """
         by_layer = None if self._keep == "input" else slot
 
-        def one(carry, inputs):
-            (before, slot), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
-            after, out, kept = self._layer_forward(layer, before, given)
+        def one(carry, xs):
+            (before, slot), (place, layer) = carry, (xs[0], Layers(*xs[1]))
+            after, out, kept = self._layer_forward(layer, before, inputs)
             slot = None if slot is None else slot.put(kept, place)
             return (self._if_real(layer, after, before), slot), self._masked(layer, out)
 
@@ -111,37 +111,37 @@ class Stage:
         return after, sum_of_layers(out), kept
 
     def backward(
-        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, target: Target
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
     ) -> tuple[PyTree, PyTree]:
         """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input).
 
         seeds: name -> cotangent of the total of each of the layers' terms.
         """
-        kept = self._kept(layers, slot, given)
+        kept = self._kept(layers, slot, inputs)
 
         def one(cotangent, place, layer):
-            grads, before = self._layer_backward(layer, kept(place), cotangent, seeds, given)
+            grads, before = self._layer_backward(layer, kept(place), cotangent, seeds, inputs)
             return self._if_real(layer, before, cotangent), grads
 
         before, sums = self._add_up(one, cotangent, layers, target)
         return sums, before
 
     def backward_input(
-        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, given: Given, saved: Slot
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot
     ) -> tuple[Slot, PyTree]:
         """Returns (saved with what `backward_weight` needs, cotangent of the stage's input)."""
-        kept = self._kept(layers, slot, given)
+        kept = self._kept(layers, slot, inputs)
 
-        def one(carry, inputs):
-            (cotangent, saved), (place, layer) = carry, (inputs[0], Layers(*inputs[1]))
-            now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, given)
+        def one(carry, xs):
+            (cotangent, saved), (place, layer) = carry, (xs[0], Layers(*xs[1]))
+            now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, inputs)
             return (self._if_real(layer, before, cotangent), saved.put(now, place)), None
 
         before, saved = self._backwards(one, (cotangent, saved), layers)
         return saved, before
 
     def backward_weight(
-        self, layers: Layers, slot: Slot, saved: Slot, seeds: dict, given: Given, target: Target
+        self, layers: Layers, slot: Slot, saved: Slot, seeds: dict, inputs: StageInputs, target: Target
     ) -> PyTree:
         """Returns target.sums with the gradient of the parameters added; call `backward_input` of the microbatch
         first.
@@ -150,50 +150,50 @@ class Stage:
         def one(_, place, layer):
             assert self._split is not None  # `backward_input` made it
             kept = slot.get(place) if self._keep == "residuals" else None
-            _, always = self._arguments(layer, kept, None, seeds, given)
+            _, always = self._arguments(layer, kept, None, seeds, inputs)
             return None, self._split.later(saved.get(place), always)
 
         return self._add_up(one, None, layers, target)[1]
 
-    def empty(self, layers: Layers, hidden: PyTree, given: Given, number: int) -> PyTree:
+    def empty(self, layers: Layers, hidden: PyTree, inputs: StageInputs, number: int) -> PyTree:
         """Returns buffers of so many slots for what is kept of a forward, [number, l, ...]; arguments: shapes."""
-        return empty_slots(self._residual_shapes(layers, hidden, given), number, self._on_host)
+        return empty_slots(self._residual_shapes(layers, hidden, inputs), number, self._on_host)
 
-    def _residual_shapes(self, layers: Layers, hidden: PyTree, given: Given) -> PyTree:
+    def _residual_shapes(self, layers: Layers, hidden: PyTree, inputs: StageInputs) -> PyTree:
         """Returns shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
         if self._keep == "input":
             return hidden
 
-        def one(layers, hidden, given):
-            return self._layer_forward(self._first(layers), hidden, given)[2]
+        def one(layers, hidden, inputs):
+            return self._layer_forward(self._first(layers), hidden, inputs)[2]
 
-        return _stacked(jax.eval_shape(one, layers, hidden, given), layers)
+        return _stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
 
-    def saved(self, layers: Layers, hidden: PyTree, seeds: dict, given: Given) -> PyTree:
+    def saved(self, layers: Layers, hidden: PyTree, seeds: dict, inputs: StageInputs) -> PyTree:
         """Returns shapes of what waits for `backward_weight`, [l, ...]."""
 
-        def one(layers, before, seeds, given):
+        def one(layers, before, seeds, inputs):
             layer = self._first(layers)
-            kept = before if self._keep == "input" else self._layer_forward(layer, before, given)[2]
-            return self._layer_backward_input(layer, kept, before, seeds, given)[0]
+            kept = before if self._keep == "input" else self._layer_forward(layer, before, inputs)[2]
+            return self._layer_backward_input(layer, kept, before, seeds, inputs)[0]
 
-        return _stacked(jax.eval_shape(one, layers, hidden, seeds, given), layers)
+        return _stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
 
     def _layer_forward(
-        self, layer: Layers, before: PyTree, given: Given
+        self, layer: Layers, before: PyTree, inputs: StageInputs
     ) -> tuple[PyTree, LossOutput, PyTree]:
         """Returns (hidden, terms and metrics, what is kept by layer)."""
         if self._keep == "residuals":
-            (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, given)
+            (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, inputs)
         else:
-            (after, totals), (weights, metrics) = self._plain(layer.params, before, *_context(layer, given))
+            (after, totals), (weights, metrics) = self._plain(layer.params, before, *_context(layer, inputs))
             kept = before
         out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
         return after, out, kept
 
-    def _layer_backward_input(self, layer: Layers, kept, cotangent, seeds: dict, given: Given):
+    def _layer_backward_input(self, layer: Layers, kept, cotangent, seeds: dict, inputs: StageInputs):
         """Returns (what the weight gradient needs, cotangent of the layer's input)."""
-        only_now, always = self._arguments(layer, kept, cotangent, seeds, given)
+        only_now, always = self._arguments(layer, kept, cotangent, seeds, inputs)
         number = len(jax.tree.leaves(cotangent))
         self._split = self._split or SplitBackward(self._split_form, only_now, always, number)
         return self._split.now(only_now, always)
@@ -217,14 +217,16 @@ class Stage:
 
         return jax.vjp(plain, self._trained(params), hidden, has_aux=True)
 
-    def _keeping_vjp(self, layer: Layers, hidden: PyTree, given: Given):
-        at_hand = (layer.params, *_context(layer, given))
+    def _keeping_vjp(self, layer: Layers, hidden: PyTree, inputs: StageInputs):
+        at_hand = (layer.params, *_context(layer, inputs))
         out, vjp, rest = self._vjp(at_hand, hidden)
         self._residual = self._residual or Residual(lambda *a: self._vjp(*a)[1], at_hand, hidden)
         return out, rest, self._residual.kept(vjp)
 
-    def _layer_backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, given: Given):
-        at_hand = (layer.params, *_context(layer, given))
+    def _layer_backward(
+        self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, inputs: StageInputs
+    ):
+        at_hand = (layer.params, *_context(layer, inputs))
         if self._keep == "residuals":
             assert self._residual is not None  # the forward made it
             vjp = self._residual.rebuilt(kept, at_hand)
@@ -232,31 +234,31 @@ class Stage:
             _, vjp, _ = self._vjp(at_hand, kept)
         return vjp((cotangent, seeds))
 
-    def _arguments(self, layer, kept, cotangent, seeds, given) -> tuple[PyTree, PyTree]:
+    def _arguments(self, layer, kept, cotangent, seeds, inputs) -> tuple[PyTree, PyTree]:
         """Returns a layer's backward's arguments: those that are gone when W runs, and those that are still there."""
         if self._keep == "residuals":
-            return cotangent, (layer, seeds, given, kept)
-        return (cotangent, kept), (layer, seeds, given, None)
+            return cotangent, (layer, seeds, inputs, kept)
+        return (cotangent, kept), (layer, seeds, inputs, None)
 
     def _split_form(self, only_now, always):
-        layer, seeds, given, kept = always
+        layer, seeds, inputs, kept = always
         cotangent = only_now if self._keep == "residuals" else only_now[0]
         kept = kept if self._keep == "residuals" else only_now[1]
-        return self._layer_backward(layer, kept, cotangent, seeds, given)
+        return self._layer_backward(layer, kept, cotangent, seeds, inputs)
 
-    def _kept(self, layers: Layers, slot: Slot, given: Given) -> Callable[[jax.Array], PyTree]:
+    def _kept(self, layers: Layers, slot: Slot, inputs: StageInputs) -> Callable[[jax.Array], PyTree]:
         """Returns place -> what the backward of that layer reads."""
         if self._keep != "input":
             return slot.get
 
-        def one(before, inputs):
-            layer = Layers(*inputs[1])
-            (after, _), _ = self._plain(layer.params, before, *_context(layer, given))
+        def one(before, xs):
+            layer = Layers(*xs[1])
+            (after, _), _ = self._plain(layer.params, before, *_context(layer, inputs))
             return self._if_real(layer, after, before), before
 
-        last, inputs = self._scan(one, slot.get(), jax.tree.map(lambda leaf: leaf[:-1], layers))
-        inputs = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), inputs, last)
-        return lambda place: jax.tree.map(lambda leaf: leaf[place], inputs)
+        last, befores = self._scan(one, slot.get(), jax.tree.map(lambda leaf: leaf[:-1], layers))
+        befores = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), befores, last)
+        return lambda place: jax.tree.map(lambda leaf: leaf[place], befores)
 
     def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> PyTree:
         """Runs `one` through (place, layer) from the last to the first and returns what it carries; nothing is stacked.
@@ -291,13 +293,13 @@ class Stage:
         summed over fsdp, and added, a layer late.
         """
 
-        def now(carried, inputs):
-            (carry, sums), (place, layer) = carried, (inputs[0], Layers(*inputs[1]))
+        def now(carried, xs):
+            (carry, sums), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             carry, grads = one(carry, place, layer)
             return (carry, self._add(sums, target, place, layer.real, grads)), None
 
-        def late(carried, inputs):
-            (carry, sums, before), (place, layer) = carried, (inputs[0], Layers(*inputs[1]))
+        def late(carried, xs):
+            (carry, sums, before), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             sums = self._add(sums, target, *before)
             carry, grads = one(carry, place, layer)
             return (carry, sums, (place, layer.real, wide(grads))), None
@@ -322,7 +324,7 @@ class Stage:
 
     def _whole(self, layer: Layers) -> Layers:
         """Returns a layer as `layer` takes it."""
-        return layer if self._ahead is None else layer._replace(params=self._ahead.bring(layer.params))
+        return layer if self._ahead is None else layer._replace(params=self._ahead.gather(layer.params))
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
@@ -363,5 +365,5 @@ def _stacked(one: PyTree, layers: Layers) -> PyTree:
     return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 
 
-def _context(layer: Layers, given: Given) -> tuple[PyTree, jax.Array | None]:
-    return given.microbatch, layer_keys(given.keys, layer.index)
+def _context(layer: Layers, inputs: StageInputs) -> tuple[PyTree, jax.Array | None]:
+    return inputs.microbatch, layer_keys(inputs.keys, layer.index)

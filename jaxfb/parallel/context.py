@@ -153,12 +153,12 @@ def context_attention(
 
 def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
     """Computes attention with all keys and values gathered over context; the transpose scatters their gradients."""
-    bring = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
+    gather = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
     length, size = query.shape[1], size_here()
     places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
     everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
     mask = _visible(token_index(length), places, segments, everywhere, window)
-    q, k, v = _grouped(query, key.shape[2]), bring(key), bring(value)
+    q, k, v = _grouped(query, key.shape[2]), gather(key), gather(value)
     sums = _attend(_nothing(q, sinks), q, k, v, mask, softcap)
     return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
 

@@ -30,7 +30,7 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
     """Returns the parameters as the microbatch loop reads them: cast once to `dtypes`, and under "step" gathered once.
 
     Under "layer" a leaf that fsdp cuts stays a shard, cast to the dtype of its gradient's sum where that is wider:
-    `materialize` gathers it where it is used, and its gradient is scattered in the shard's dtype.
+    `gather_parameters` gathers it where it is used, and its gradient is scattered in the shard's dtype.
     """
 
     def prepare(leaf, spec, dtype, sum_dtype):
@@ -43,19 +43,19 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
     return jax.tree.map(prepare, params, specs, dtypes, sums)
 
 
-def materialize(shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree) -> PyTree:
+def gather_parameters(shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree) -> PyTree:
     """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each.
 
     trained: tree of bool. What is not is gathered without a rule for a gradient, whose name would hide the gather from
       a remat policy.
     """
 
-    def bring(leaf, spec, dtype, trains):
+    def gather_leaf(leaf, spec, dtype, trains):
         if dim_of(spec, "fsdp") is None:
             return leaf
         return gather_shard(leaf, spec, dtype) if trains else _gather(leaf.astype(dtype), spec)
 
-    return jax.tree.map(bring, shards, specs, dtypes, trained)
+    return jax.tree.map(gather_leaf, shards, specs, dtypes, trained)
 
 
 @custom_vjp(1, 2)
@@ -87,7 +87,7 @@ def reduce_gradients(
     """Sums the local gradients over `axes`, each leaf once, cut as in `grad_specs`.
 
     A dim cut over fsdp or data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
-    gather="layer" the fsdp part was already scattered by the backward of `materialize`, and with
+    gather="layer" the fsdp part was already scattered by the backward of `gather_parameters`, and with
     `scattered_over_data` that of data by `scatter_over_data`. What pipe or expert cuts is a stage's or an
     expert's own, and not summed over it.
     """
@@ -108,7 +108,7 @@ def reduce_gradients(
 
 
 def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
-    """Sums over fsdp of gradients of whole leaves, each cut as its parameter: the transpose of `materialize`."""
+    """Sums over fsdp of gradients of whole leaves, each cut as its parameter: the transpose of `gather_parameters`."""
 
     def cut(grad, spec):
         return grad if dim_of(spec, "fsdp") is None else _scatter(grad, "fsdp", spec)

@@ -17,7 +17,7 @@ from comparisons import close
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.forward_backward import ends, pipeline, stage
+from jaxfb.forward_backward import head_placement, pipeline, stage
 from jaxfb.parallel import pipe
 
 KEY = jax.random.key(3)
@@ -373,7 +373,7 @@ def test_a_weight_gradient_of_a_bubble_is_noticed(breaks):
 
 @pytest.mark.slow
 def test_a_missing_mask_of_the_ends_is_noticed(breaks):
-    breaks(ends, "_masked", lambda mine, tree: tree)
+    breaks(head_placement, "_masked", lambda mine, tree: tree)
 
 
 @pytest.mark.slow

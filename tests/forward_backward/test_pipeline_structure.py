@@ -10,7 +10,7 @@ from flax import nnx
 import jaxfb
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Given, Layers, Stage, Target
+from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 
@@ -128,8 +128,10 @@ def kept_of(layer, params, hidden, microbatch=None, rng=None, **options):
     """Shapes of what a slot keeps of a stage of two layers, the layer dim left out."""
     stage = Stage(lambda *given: layer_output(layer(*given)), **options)
     layers = Layers(params, jnp.arange(2), jnp.ones(2, bool))
-    given = jax.eval_shape(lambda: Given(microbatch or {}, rng))  # as the executor has them: shapes alone
-    slots = jax.eval_shape(lambda: stage.empty(layers, hidden, given, 1))
+    inputs = jax.eval_shape(
+        lambda: StageInputs(microbatch or {}, rng)
+    )  # as the executor has them: shapes alone
+    slots = jax.eval_shape(lambda: stage.empty(layers, hidden, inputs, 1))
     beside = 1 if options.get("keep") == "input" else 2  # slots, and layers
     return sorted(leaf.shape[beside:] for leaf in jax.tree.leaves(slots))
 
@@ -149,13 +151,13 @@ def products(jaxpr) -> int:
 def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
     """Beside the backward's two products a layer. "input" computes the inputs of all but the first layer again."""
     stage = Stage(lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), keep)
-    layers, given = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool)), Given({}, None)
+    layers, inputs = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool)), StageInputs({}, None)
     target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
 
     def both(hidden):
-        slot = Slot(stage.empty(layers, hidden, given, 1), jnp.int32(0))
-        slot = stage.forward(layers, hidden, given, slot)[2]
-        return stage.backward(layers, slot, hidden, {}, given, target)
+        slot = Slot(stage.empty(layers, hidden, inputs, 1), jnp.int32(0))
+        slot = stage.forward(layers, hidden, inputs, slot)[2]
+        return stage.backward(layers, slot, hidden, {}, inputs, target)
 
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
 

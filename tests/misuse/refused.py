@@ -15,8 +15,8 @@ from jaxfb.config.sections import HostsConfig, check_sizes
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
-from jaxfb.forward_backward.ends import check_rows, choose_placement
 from jaxfb.forward_backward.equivalence import _check_dtype
+from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.models.adapted import LoRA

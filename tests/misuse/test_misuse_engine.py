@@ -19,7 +19,7 @@ from jaxfb import (
     get_forward_backward_func,
     make_mesh,
 )
-from jaxfb.forward_backward.ends import PLACEMENTS
+from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.schedules import NAMES

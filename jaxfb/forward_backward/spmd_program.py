@@ -2,7 +2,7 @@
 
     microbatches -> weights -> seeds -> forward and backward -> one reduction -> records of the global batch
 
-one `jax.shard_map`, manual over every axis but tensor. What happens between seeds and reduction is a `Core`.
+one `jax.shard_map`, manual over every axis but tensor. What happens between seeds and reduction is a `Strategy`.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from jaxfb.types import LossOutput, Sum
 PyTree = Any
 
 
-class Frame:
+class SpmdProgram:
     """Makes the program of one call, forward and backward or forward only."""
 
-    def __init__(self, how: Resolved, forward_only: bool):
-        self.mesh, self.model, self.normalize = how.mesh, how.model, how.options.normalize
-        self.core = how.core(forward_only)
-        self.specs, self.grad_specs = how.specs.tree, None if forward_only else how.grad_specs.tree
+    def __init__(self, resolved: Resolved, forward_only: bool):
+        self.mesh, self.model, self.normalize = resolved.mesh, resolved.model, resolved.options.normalize
+        self.strategy = resolved.strategy(forward_only)
+        self.specs, self.grad_specs = resolved.specs.tree, None if forward_only else resolved.grad_specs.tree
 
     def run(self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs), global arrays, and facts about them.
@@ -63,7 +63,7 @@ class Frame:
     def _one_device(self, params: PyTree, microbatches: PyTree, keys: Any) -> tuple[_OneDevice, tuple, tuple]:
         """Returns the program of one device, its (params, microbatches, keys), and how these are cut."""
         cast = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, self.core.how.dtypes
+            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, self.strategy.execution.dtypes
         )
         seen = jax.tree.map(self._seen_by_one_device, cast, self.specs)
         traced, context = traced_on_mesh(as_loss_fn(self.model), self.mesh, seen, cast, microbatches, keys)
@@ -100,7 +100,7 @@ class _OneDevice:
     num_parts: microbatches of a replica times replicas.
     """
 
-    frame: Frame
+    program: SpmdProgram
     traced: Traced
     context: OverContext | None
     num_parts: int
@@ -132,13 +132,13 @@ class _OneDevice:
     def _forward_backward(
         self, params, microbatches, keys, weights, grad_scale, given
     ) -> tuple[PyTree, LossOutput]:
-        core, grad_specs = self.frame.core, self.frame.grad_specs
-        held = core.hold(params)
+        strategy, grad_specs = self.program.strategy, self.program.grad_specs
+        prepared = strategy.prepare(params)
         if grad_specs is None:
-            return None, core.forward(held, microbatches, keys)
+            return None, strategy.forward(prepared, microbatches, keys)
         seeds = self._seeds(weights, grad_scale, given)
-        grads, out = core.forward_backward(held, microbatches, keys, seeds, core.how.sums)
-        return core.reduce(grads, grad_specs, self._axes), out
+        grads, out = strategy.forward_backward(prepared, microbatches, keys, seeds, strategy.execution.sums)
+        return strategy.reduce(grads, grad_specs, self._axes), out
 
     def _seeds(self, weights: dict, grad_scale: Any, given: dict | None) -> dict:
         """Returns the cotangents of this replica's totals; the one collective sums one weight for each term."""
@@ -146,12 +146,12 @@ class _OneDevice:
         reduced = {name: weight.sum() for name, weight in weights.items()}
         reduced = lax.psum(reduced, self._replicas) if self._replicas else reduced
         reduced |= given or {}
-        made = seeds(weights, reduced, self.frame.normalize, self.num_parts, grad_scale, dtype)
+        made = seeds(weights, reduced, self.program.normalize, self.num_parts, grad_scale, dtype)
         return made if self.context is None else self.context.seeds(made)
 
     def _records(self, out: LossOutput, weights: dict, given: dict | None) -> tuple:
         """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""
-        normalize = self.frame.normalize
+        normalize = self.program.normalize
         totals = {name: term.total for name, term in out.terms.items()}
         totals = totals if self.context is None else reduce_records(totals, (AXIS,))
         local = {name: Sum(total, weights[name]) for name, total in totals.items()}
@@ -168,10 +168,12 @@ class _OneDevice:
 
     @property
     def _replicas(self) -> tuple[str, ...]:
-        mesh = self.frame.mesh
+        mesh = self.program.mesh
         return tuple(axis for axis in replica_axes(mesh) if mesh.shape[axis] > 1)
 
     @property
     def _axes(self) -> tuple[str, ...]:
         """Returns the axes over which results and gradients are partial."""
-        return tuple(axis for axis in split_axes(self.frame.mesh) if axis != AXIS or self.context is not None)
+        return tuple(
+            axis for axis in split_axes(self.program.mesh) if axis != AXIS or self.context is not None
+        )

@@ -19,7 +19,7 @@ from jax import lax
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import across
-from jaxfb.forward_backward.stage import Given
+from jaxfb.forward_backward.stage import StageInputs
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -28,7 +28,7 @@ from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum, VocabularyPa
 PyTree = Any
 
 
-class Ends(ABC):
+class HeadPlacement(ABC):
     """Embedding and head of a model inside a pipeline, on one device of it.
 
     Args:
@@ -40,18 +40,18 @@ class Ends(ABC):
         self._model, self._cut = model, cut
         self._embed_device, self._loss_device = embed_device, loss_device
 
-    def loss(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput:
+    def loss(self, outer: PyTree, hidden: PyTree, inputs: StageInputs) -> LossOutput:
         """Returns this device's part of the answer, neutral where it has none; `hidden` counts on loss_device."""
-        return self._neutral_elsewhere(self._head(outer, *self._spread(hidden, given)))
+        return self._neutral_elsewhere(self._head(outer, *self._spread(hidden, inputs)))
 
     def loss_backward(
-        self, outer: PyTree, hidden: PyTree, given: Given, seeds: dict
+        self, outer: PyTree, hidden: PyTree, inputs: StageInputs, seeds: dict
     ) -> tuple[LossOutput, PyTree, PyTree]:
         """Returns (its part of the answer, its part of the gradient of `outer`, cotangent of hidden on loss_device)."""
-        hidden, given = self._spread(hidden, given)
+        hidden, inputs = self._spread(hidden, inputs)
 
         def totals(outer, hidden):
-            return split_totals(self._head(outer, hidden, given))
+            return split_totals(self._head(outer, hidden, inputs))
 
         terms, vjp, out = jax.vjp(totals, outer, hidden, has_aux=True)
         grads, cotangent = vjp({name: seeds[name].astype(total.dtype) for name, total in terms.items()})
@@ -66,18 +66,20 @@ class Ends(ABC):
         return LossOutput(terms, {name: metrics[name] for name in out.metrics}, outputs)
 
     @abstractmethod
-    def embed(self, outer: PyTree, given: Given) -> PyTree:
+    def embed(self, outer: PyTree, inputs: StageInputs) -> PyTree:
         """Returns hidden, on embed_device at least."""
 
     @abstractmethod
-    def embed_backward(self, outer: PyTree, given: Given, cotangent: PyTree, mine: jax.Array) -> PyTree:
+    def embed_backward(
+        self, outer: PyTree, inputs: StageInputs, cotangent: PyTree, mine: jax.Array
+    ) -> PyTree:
         """Returns this device's part of the gradient of `outer`; the cotangent counts where it is `mine`."""
 
     @abstractmethod
-    def _head(self, outer: PyTree, hidden: PyTree, given: Given) -> LossOutput: ...
+    def _head(self, outer: PyTree, hidden: PyTree, inputs: StageInputs) -> LossOutput: ...
 
     @abstractmethod
-    def _spread(self, hidden: PyTree, given: Given) -> tuple[PyTree, Given]:
+    def _spread(self, hidden: PyTree, inputs: StageInputs) -> tuple[PyTree, StageInputs]:
         """Returns what this device's head reads, from what loss_device has."""
 
     @abstractmethod
@@ -113,28 +115,28 @@ class Ends(ABC):
         return lax.axis_index("pipe") == device
 
 
-class _WholeModel(Ends):
+class _WholeModel(HeadPlacement):
     """Ends that call the model's own embed and head, with whole outer parameters."""
 
-    def embed(self, outer, given):
+    def embed(self, outer, inputs):
         with jax.named_scope("embed"):
-            return self._model.embed(outer, given.microbatch, given.keys)
+            return self._model.embed(outer, inputs.microbatch, inputs.keys)
 
-    def embed_backward(self, outer, given, cotangent, mine):
+    def embed_backward(self, outer, inputs, cotangent, mine):
         with jax.named_scope("embed_backward"):
-            _, vjp = jax.vjp(lambda o: self._model.embed(o, given.microbatch, given.keys), outer)
+            _, vjp = jax.vjp(lambda o: self._model.embed(o, inputs.microbatch, inputs.keys), outer)
             return _masked(mine, vjp(cotangent)[0])
 
-    def _head(self, outer, hidden, given):
+    def _head(self, outer, hidden, inputs):
         with jax.named_scope("head"):
-            return as_loss_output(self._model.head(outer, hidden, given.microbatch, given.keys))
+            return as_loss_output(self._model.head(outer, hidden, inputs.microbatch, inputs.keys))
 
 
-class LastEnds(_WholeModel):
+class LastPlacement(_WholeModel):
     """Runs the whole head on every device; only the answer of loss_device counts."""
 
-    def _spread(self, hidden, given):
-        return hidden, given
+    def _spread(self, hidden, inputs):
+        return hidden, inputs
 
     def _collect(self, cotangent):
         return cotangent
@@ -152,13 +154,13 @@ class LastEnds(_WholeModel):
         return _psum(leaf)
 
 
-class RowEnds(_WholeModel):
+class RowsPlacement(_WholeModel):
     """Runs the head on each device's share of the rows, in their order along pipe."""
 
-    def _spread(self, hidden, given):
+    def _spread(self, hidden, inputs):
         mine = _masked(self._here(self._loss_device), hidden)
         scatter = lambda leaf: psum_scatter_of_one(leaf, "pipe", 0)  # noqa: E731
-        return jax.tree.map(scatter, mine), jax.tree.map(_my_rows, given)
+        return jax.tree.map(scatter, mine), jax.tree.map(_my_rows, inputs)
 
     def _collect(self, cotangent):
         return jax.tree.map(lambda leaf: lax.all_gather(leaf, "pipe", axis=0, tiled=True), cotangent)
@@ -176,7 +178,7 @@ class RowEnds(_WholeModel):
         return lax.all_gather(leaf, "pipe", axis=1, tiled=True)
 
 
-class VocabularyEnds(Ends):
+class VocabularyPlacement(HeadPlacement):
     """Embeds and scores each device's share of the vocabulary, for all rows."""
 
     @property
@@ -186,24 +188,26 @@ class VocabularyEnds(Ends):
         )  # `choose_placement` takes it only where the model offers it
         return self._model.vocabulary
 
-    def embed(self, outer, given):
+    def embed(self, outer, inputs):
         with jax.named_scope("embed"):
-            return psum_of_one(self._part(outer, given), "pipe")
+            return psum_of_one(self._part(outer, inputs), "pipe")
 
-    def embed_backward(self, outer, given, cotangent, mine):
+    def embed_backward(self, outer, inputs, cotangent, mine):
         with jax.named_scope("embed_backward"):
-            _, vjp = jax.vjp(lambda o: self._part(o, given), outer)
+            _, vjp = jax.vjp(lambda o: self._part(o, inputs), outer)
             return self._own(vjp(psum_of_one(_masked(mine, cotangent), "pipe"))[0])
 
-    def _part(self, outer, given):
-        return self._vocabulary.embed(outer, given.microbatch, given.keys, "pipe")
+    def _part(self, outer, inputs):
+        return self._vocabulary.embed(outer, inputs.microbatch, inputs.keys, "pipe")
 
-    def _head(self, outer, hidden, given):
+    def _head(self, outer, hidden, inputs):
         with jax.named_scope("head"):
-            return as_loss_output(self._vocabulary.head(outer, hidden, given.microbatch, given.keys, "pipe"))
+            return as_loss_output(
+                self._vocabulary.head(outer, hidden, inputs.microbatch, inputs.keys, "pipe")
+            )
 
-    def _spread(self, hidden, given):
-        return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), given
+    def _spread(self, hidden, inputs):
+        return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), inputs
 
     def _collect(self, cotangent):
         return cotangent
@@ -231,13 +235,16 @@ PLACEMENTS = HEADS
 
 
 def check_placement(name: Any) -> None:
-    """Raises ValueError for a name that is no head placement; "module:class" may be a subclass of `Ends`."""
+    """Raises ValueError for a name that is no head placement; "module:class" may be a subclass of `HeadPlacement`."""
     if not isinstance(name, str) or ":" not in name:
         choice("head_placement", name, tuple(HEADS))
     elif not (
-        isinstance(found := HEADS[HEADS.check(name, "head_placement")], type) and issubclass(found, Ends)
+        isinstance(found := HEADS[HEADS.check(name, "head_placement")], type)
+        and issubclass(found, HeadPlacement)
     ):
-        raise Refused(f"head_placement={name!r} must name a subclass of jaxfb.forward_backward.ends.Ends")
+        raise Refused(
+            f"head_placement={name!r} must name a subclass of jaxfb.forward_backward.head_placement.HeadPlacement"
+        )
 
 
 def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: int, tensor: int) -> str:

@@ -1,6 +1,6 @@
 """The two ways from seeds to gradients, with one interface: accumulation on one stage, and the pipeline.
 
-hold -> forward_backward (or forward) -> reduce. Everything here runs on one device inside `jax.shard_map`.
+prepare -> forward_backward (or forward) -> reduce. Everything here runs on one device inside `jax.shard_map`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.ahead import Ahead
-from jaxfb.forward_backward.ends import PLACEMENTS
+from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.pipeline import Executor, Weights
@@ -30,21 +30,23 @@ from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, outer_para
 PyTree = Any
 
 
-class Core(Protocol):
+class Strategy(Protocol):
     """The interface of accumulation and pipeline that the engine calls."""
 
     @property
-    def how(self) -> Execution: ...
+    def execution(self) -> Execution: ...
 
-    def hold(self, params: PyTree) -> PyTree:
+    def prepare(self, params: PyTree) -> PyTree:
         """Returns the parameters as the loop over microbatches reads them, made once a call."""
         ...
 
-    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes) -> tuple[PyTree, LossOutput]:
-        """Returns local gradients of `held`, and every microbatch's answer, [num_microbatches, ...] leaves."""
+    def forward_backward(
+        self, prepared, microbatches, keys, seeds, accum_dtypes
+    ) -> tuple[PyTree, LossOutput]:
+        """Returns local gradients of `prepared`, and every microbatch's answer, [num_microbatches, ...] leaves."""
         ...
 
-    def forward(self, held, microbatches, keys) -> LossOutput:
+    def forward(self, prepared, microbatches, keys) -> LossOutput:
         """Returns the answers alone."""
         ...
 
@@ -82,20 +84,20 @@ class Execution:
         """Returns the parameters that have a gradient; of: "all", "outer" or "layers"."""
         return like(_part(self.sums, of), params)
 
-    def bring(self, of: str = "all"):
+    def gather(self, of: str = "all"):
         """Returns a function from shards to whole parameters, for use inside the loop; of: "all" or "outer"."""
         specs, dtypes, sums = (_part(tree, of) for tree in (self.specs, self.dtypes, self.sums))
-        return self._bring(specs, dtypes, is_trained(sums, dtypes))
+        return self._gather(specs, dtypes, is_trained(sums, dtypes))
 
-    def _bring(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
+    def _gather(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
         return lambda shards: (
-            data.materialize(shards, specs, dtypes, trained) if self.gathers_in_loop else shards
+            data.gather_parameters(shards, specs, dtypes, trained) if self.gathers_in_loop else shards
         )
 
-    def bring_layer(self):
-        """Returns `bring` for one layer."""
+    def gather_layer(self):
+        """Returns `gather` for one layer."""
         dtypes = self.dtypes["layers"]
-        return self._bring(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
+        return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
 
     def layer_to_shards(self):
         """Returns a function from gradients of one whole layer to those of its shards."""
@@ -109,21 +111,21 @@ class Execution:
         )
 
     def gather_outer(self):
-        """Returns `bring` of what is beside the layers; None where fsdp cuts none of it, or the loop gets it whole."""
+        """Returns `gather` of what is beside the layers; None where fsdp cuts none of it, or the loop gets it whole."""
         specs = jax.tree.leaves(outer_params(self.specs), is_leaf=lambda x: isinstance(x, P))
         is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
-        return self.bring("outer") if self.gathers_in_loop and is_cut else None
+        return self.gather("outer") if self.gathers_in_loop and is_cut else None
 
     def stage(self, model: Pipelined, keep: str, **options) -> Stage:
         """Returns a run of the model's layers, which keeps that of its forward."""
-        bring = as_is if self.ahead else self.bring_layer()
+        gather = as_is if self.ahead else self.gather_layer()
 
         def layer(shards, hidden, microbatch, rng):
-            return layer_output(model.layer(bring(shards), hidden, microbatch, rng))
+            return layer_output(model.layer(gather(shards), hidden, microbatch, rng))
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
-        ahead = Ahead(self.bring_layer(), self.layer_to_shards()) if self.ahead else None
+        ahead = Ahead(self.gather_layer(), self.layer_to_shards()) if self.ahead else None
         of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
         return Stage(layer, keep, trained=of_layers, ahead=ahead, on_host=on_host, **options)
 
@@ -145,46 +147,50 @@ class Accumulation:
     """
 
     model: LossFn | Pipelined
-    how: Execution
+    execution: Execution
     scattered: PyTree | None = None
 
-    def hold(self, params):
-        how = self.how
-        return data.compute_params(params, how.specs, how.fsdp_gather, how.dtypes, how.shard_dtypes)
+    def prepare(self, params):
+        execution = self.execution
+        return data.compute_params(
+            params, execution.specs, execution.fsdp_gather, execution.dtypes, execution.shard_dtypes
+        )
 
-    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
-        how, rest = self.how, (microbatches, keys, seeds, accum_dtypes)
+    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes):
+        execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            in_place = InPlace(self.model, self._stage(self.model), how.gather_outer())
-            if in_place.takes(held, microbatches, keys, accum_dtypes):
-                return in_place.run(held, *rest)
+            in_place = InPlace(self.model, self._stage(self.model), execution.gather_outer())
+            if in_place.takes(prepared, microbatches, keys, accum_dtypes):
+                return in_place.run(prepared, *rest)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
-        return accumulate.accumulate(self._loss_of_trained(held), how.trained(held), *rest, scatter)
+        return accumulate.accumulate(
+            self._loss_of_trained(prepared), execution.trained(prepared), *rest, scatter
+        )
 
-    def forward(self, held, microbatches, keys):
-        return accumulate.forward(self._loss_fn(), held, microbatches, keys)
+    def forward(self, prepared, microbatches, keys):
+        return accumulate.forward(self._loss_fn(), prepared, microbatches, keys)
 
     def reduce(self, grads, grad_specs, axes):
-        gather, in_loop = self.how.fsdp_gather, self.scattered is not None
-        specs = self.how.trained(self.how.specs)
-        return data.reduce_gradients(grads, specs, grad_specs, axes, gather, in_loop)
+        mode, in_loop = self.execution.fsdp_gather, self.scattered is not None
+        specs = self.execution.trained(self.execution.specs)
+        return data.reduce_gradients(grads, specs, grad_specs, axes, mode, in_loop)
 
     def _stage(self, model: Pipelined) -> Stage:
-        keep = PIPELINE_KEEPS[self.how.remat]
-        return self.how.stage(model, "inputs" if keep == "input" else keep)
+        keep = PIPELINE_KEEPS[self.execution.remat]
+        return self.execution.stage(model, "inputs" if keep == "input" else keep)
 
-    def _loss_of_trained(self, held: PyTree) -> CheckedLossFn:
-        """Returns the loss as a function of the trained leaves of `held` alone."""
+    def _loss_of_trained(self, prepared: PyTree) -> CheckedLossFn:
+        """Returns the loss as a function of the trained leaves of `prepared` alone."""
         loss_fn = self._loss_fn()
-        return lambda trained, microbatch, rng: loss_fn(joined(trained, held), microbatch, rng)
+        return lambda trained, microbatch, rng: loss_fn(joined(trained, prepared), microbatch, rng)
 
     def _loss_fn(self) -> CheckedLossFn:
-        how, model = self.how, self.model
+        execution, model = self.execution, self.model
         if not isinstance(model, Pipelined):
-            bring = how.bring()
-            return checked(lambda params, microbatch, rng: model(bring(params), microbatch, rng))
-        remat = partial(checkpoint_layer, name=how.remat, keep_gathered=not how.gathers_in_loop)
-        return checked(sequential(model, remat, how.bring("outer"), how.bring_layer()))
+            gather = execution.gather()
+            return checked(lambda params, microbatch, rng: model(gather(params), microbatch, rng))
+        remat = partial(checkpoint_layer, name=execution.remat, keep_gathered=not execution.gathers_in_loop)
+        return checked(sequential(model, remat, execution.gather("outer"), execution.gather_layer()))
 
 
 @dataclass(frozen=True)
@@ -192,51 +198,53 @@ class Pipelining:
     """A schedule over the stages of a `Pipelined`. Outer parameters are gathered once a call, layers as asked."""
 
     model: Pipelined
-    how: Execution
+    execution: Execution
     schedule: Schedule
     layout: pipe.Layout
     head_placement: str
     poison: bool
 
-    def hold(self, params) -> Weights:
-        how = self.how
-        trees = params, how.specs, how.dtypes, how.shard_dtypes
+    def prepare(self, params) -> Weights:
+        execution = self.execution
+        trees = params, execution.specs, execution.dtypes, execution.shard_dtypes
         outer, specs, *dtypes = map(outer_params, trees)
         outer = data.compute_params(outer, specs, "step", *dtypes)
         layers, specs, *dtypes = (tree["layers"] for tree in trees)
-        layers = data.compute_params(layers, specs, how.fsdp_gather, *dtypes)
+        layers = data.compute_params(layers, specs, execution.fsdp_gather, *dtypes)
         return Weights(outer, pipe.to_chunks(layers, self.layout))
 
-    def forward_backward(self, held, microbatches, keys, seeds, accum_dtypes):
+    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes):
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
-        outer, how = held.outer, self.how
+        outer, execution = prepared.outer, self.execution
         if len(jax.tree.leaves(dtypes.outer)) == len(jax.tree.leaves(outer)):
-            return self._executor(self.schedule).run(held, microbatches, keys, seeds, dtypes)
-        trained = held._replace(outer=how.trained(outer, "outer"))
+            return self._executor(self.schedule).run(prepared, microbatches, keys, seeds, dtypes)
+        trained = prepared._replace(outer=execution.trained(outer, "outer"))
         executor = self._executor(self.schedule, of_trained(self.model, outer))
         return executor.run(trained, microbatches, keys, seeds, dtypes)
 
-    def forward(self, held, microbatches, keys):
-        return self._executor(self.schedule.forward_only()).run(held, microbatches, keys, None, None)[1]
+    def forward(self, prepared, microbatches, keys):
+        return self._executor(self.schedule.forward_only()).run(prepared, microbatches, keys, None, None)[1]
 
     def reduce(self, grads: Weights, grad_specs, axes):
-        how, specs = self.how, self.how.trained(self.how.specs)
+        execution, specs = self.execution, self.execution.trained(self.execution.specs)
         layers = pipe.from_chunks(grads.layers, self.layout, sum(self.layout.layers_per_stage))
-        layers = data.reduce_gradients(layers, specs["layers"], grad_specs["layers"], axes, how.fsdp_gather)
+        layers = data.reduce_gradients(
+            layers, specs["layers"], grad_specs["layers"], axes, execution.fsdp_gather
+        )
         outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 
     def _executor(self, schedule: Schedule, model: Pipelined | None = None) -> Executor:
         """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
-        how, program = self.how, schedule.program
-        keep = PIPELINE_KEEPS[how.remat]
-        stage = how.stage(self.model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
-        specs = outer_params(how.specs)
-        specs = specs if model is None else how.trained(specs, "outer")
+        execution, program = self.execution, schedule.program
+        keep = PIPELINE_KEEPS[execution.remat]
+        stage = execution.stage(self.model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
+        specs = outer_params(execution.specs)
+        specs = specs if model is None else execution.trained(specs, "outer")
         cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))
         model = self.model if model is None else model
-        ends = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
-        return Executor(program, stage, ends, self.layout, self.poison)
+        placement = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
+        return Executor(program, stage, placement, self.layout, self.poison)
 
 
 def of_trained(model: Pipelined, outer: PyTree) -> Pipelined:
