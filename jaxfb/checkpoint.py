@@ -16,6 +16,7 @@ import math
 import os
 import re
 from collections.abc import Mapping
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any, cast
 
@@ -36,13 +37,13 @@ from jaxfb.manifest import (
     sealed,
     shapes_of,
 )
-from jaxfb.parallel.totals import checksums
+from jaxfb.parallel.totals import begun_checksums
+from jaxfb.record import RECORD, context
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
 
 log = logging.getLogger(__name__)
 
 FORMAT, WITHOUT_SUMS = 2, 1
-RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 DAMAGED_SUFFIX = ".damaged"
 
 
@@ -104,21 +105,22 @@ class CheckpointStore:
         instance("host", host, Mapping, "a dict of values that JSON has", who=WHO)
         leaves = named_leaves(state)
         check_writable(state, leaves)
-        record = {"format": FORMAT, "leaves": shapes_of(leaves), "sums": checksums(leaves)}
-        record = sealed({**record, "host": as_json(host)})
+        content = {"format": FORMAT, "leaves": shapes_of(leaves), "host": as_json(host)}
         writer = self._writer or self._open_writer()
         if (self.directory / str(step)).exists():
             raise Refused(
                 f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
                 "into another run directory"
             )
-        parts = {"state": leaves, RECORD: record}
         reach("save")
         try:
-            self._pending = writer.save_checkpointables_async(step, parts, metrics=self._score(host))
+            self._pending = _begun_save(writer, step, leaves, content, self._score(host))
         except OSError as error:
             self._abandon_writer()
             raise self._cannot_write(step, error) from error
+        except jax.errors.JaxRuntimeError:  # no checksums, so no save
+            self._abandon_writer()
+            raise
         if self._pending is None:
             raise Refused(
                 f"[checkpoint] step {step} is not above the newest one that is saved, {self.latest()}; use a larger one"
@@ -274,7 +276,7 @@ class CheckpointStore:
             self.directory,
             save_decision_policy=cast(Any, ocp.training.save_decision_policies.FixedIntervalPolicy(1)),
             preservation_policy=policies.AnyPreservationPolicy(keep),
-            context=_context(),
+            context=context(),
             cleanup_tmp_directories=True,
         )
         return self._writer
@@ -297,7 +299,7 @@ class CheckpointStore:
         record = self._record(step)
         wanted = {name: abstract_leaf(leaf) for name, leaf in named_leaves(abstract_state).items()}
         skipped = {name: ocp.PLACEHOLDER for name in record["leaves"] if name not in wanted}
-        with _context():
+        with context():
             path = self.directory / str(step)
             loaded = ocp.load_checkpointables(path, {"state": {**wanted, **skipped}})["state"]
         check_sums(record.get("sums", {}), {name: loaded[name] for name in wanted}, step)
@@ -350,13 +352,23 @@ def step_of(path: Path | epath.Path) -> int | None:
     return int(name) if is_number and path.is_dir() else None
 
 
-def _context() -> ocp.Context:
-    """Returns Orbax's settings: the record is one readable JSON file, not a tree of arrays."""
-    registry = ocp.handlers.local_registry()
-    registry.add(ocp.handlers.JsonHandler, checkpointable_name=RECORD)
-    context = ocp.Context()
-    context.checkpointables.registry = registry
-    return context
+def _begun_save(
+    writer: ocp.training.Checkpointer,
+    step: int,
+    leaves: Mapping[str, Any],
+    content: Mapping[str, Any],
+    metrics: dict | None,
+) -> ocp.AsyncResponse | None:
+    """Starts to write a step; its arrays are summed up on the devices while Orbax already takes them off."""
+    record: Future = Future()
+    sums = begun_checksums(leaves)
+    try:
+        pending = writer.save_checkpointables_async(step, {"state": leaves, RECORD: record}, metrics=metrics)
+        record.set_result(sealed({**content, "sums": sums()}))
+    except BaseException as error:  # Orbax's thread, if it was started, waits for the record
+        record.set_exception(error)
+        raise
+    return pending
 
 
 def _first_line(error: BaseException) -> str:

@@ -17,6 +17,7 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import PATIENCE, free_port
 
+from jaxfb import checkpoint
 from jaxfb.checkpoint import CannotWrite, CheckpointStore
 
 
@@ -90,6 +91,24 @@ def test_refuses_what_orbax_would_cast(tmp_path):
     assert "params.w: float32[16, 8] in the checkpoint, bfloat16[16, 8] in this run" in text
     assert "params.c: not in the checkpoint" in text and "params.b: only in the checkpoint" in text
     assert bits(params) == bits(state["params"])
+
+
+def test_a_save_without_checksums_is_none(tmp_path, monkeypatch):
+    """They are computed while the arrays are being written; where that fails, the save ends and has no name."""
+    state = make_state(mesh_of(data=1))
+
+    def fails():
+        raise jax.errors.JaxRuntimeError("a device is lost")
+
+    with CheckpointStore(tmp_path) as store:
+        monkeypatch.setattr(checkpoint, "begun_checksums", lambda leaves: fails)
+        with pytest.raises(jax.errors.JaxRuntimeError, match="a device is lost"):
+            store.save(1, state, {})
+        monkeypatch.undo()
+        assert store.steps() == []
+        store.save(2, state, {})
+        store.wait()
+        assert store.steps() == [2]
 
 
 @pytest.mark.filterwarnings("ignore")  # orbax leaves coroutines behind when a file is torn

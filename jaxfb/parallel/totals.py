@@ -35,15 +35,28 @@ def checksums(leaves: Mapping[str, Any]) -> dict[str, str | None]:
     Args:
       leaves: jax or numpy arrays, keys included. Of a dtype with less than a byte for an element it is None.
     """
+    return begun_checksums(leaves)()
+
+
+def begun_checksums(leaves: Mapping[str, Any]) -> Callable[[], dict[str, str | None]]:
+    """Starts `checksums` on the devices; returns a function that waits for them.
+
+    The arrays may be donated once this has returned. Every process of a job must call the function that it returns.
+    """
     on_devices = {name: leaf for name, leaf in leaves.items() if isinstance(leaf, jax.Array)}
     known = {name: leaf for name, leaf in on_devices.items() if _has_bits(leaf.dtype)}
-    found = dict(zip(known, totals(list(known.values()), _sums), strict=True))
-    for name, leaf in leaves.items():
-        if name not in on_devices and _has_bits(np.asarray(leaf).dtype):
-            found[name] = _sums_on_host(np.asarray(leaf))
-    return {
-        name: "".join(f"{part:08x}" for part in found[name]) if name in found else None for name in leaves
-    }
+    on_host = {name: np.asarray(leaf) for name, leaf in leaves.items() if name not in on_devices}
+    begun = _begun(list(known.values()), _sums)
+    found = {name: _sums_on_host(array) for name, array in on_host.items() if _has_bits(array.dtype)}
+
+    def finish() -> dict[str, str | None]:
+        digits = {**found, **dict(zip(known, begun(), strict=True))}
+        return {
+            name: "".join(f"{part:08x}" for part in digits[name]) if name in digits else None
+            for name in leaves
+        }
+
+    return finish
 
 
 def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple[int, ...]]]:
@@ -84,22 +97,39 @@ def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
     measure: (block, places) -> u32[k]; block is a shard, places (a u32[size] for each dim) the indices of its elements
       in the whole array.
     """
+    return _begun(leaves, measure)()
+
+
+def _begun(leaves: Sequence[jax.Array], measure: Measure) -> Callable[[], np.ndarray]:
+    """Starts the programs of `totals`; returns a function that waits for their results and adds them up."""
     groups: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
         sharding = leaf.sharding
         groups.setdefault(sharding.mesh if isinstance(sharding, NamedSharding) else None, []).append(number)
-    found: dict[int, np.ndarray] = {}
+    parts = {}
     for mesh, numbers in groups.items():
         some = [leaves[number] for number in numbers]
-        rows = _on_mesh(mesh, some, measure) if mesh is not None else _alone(some, measure)
-        found.update(zip(numbers, rows, strict=True))
-    return np.array([found[number] for number in range(len(leaves))], np.uint32)
+        parts[mesh] = _on_mesh(mesh, some, measure) if mesh is not None else _alone(some, measure)
+
+    def finish() -> np.ndarray:
+        found: dict[int, np.ndarray] = {}
+        for mesh, numbers in groups.items():
+            rows = parts[mesh] if mesh is None else _added_up(parts[mesh])
+            found.update(zip(numbers, map(np.asarray, rows), strict=True))
+        return np.array([found[number] for number in range(len(leaves))], np.uint32)
+
+    return finish
 
 
-def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> np.ndarray:
+def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> jax.Array:
     shapes, specs = _shapes_and_specs(leaves)
-    parts = _program(mesh, shapes, specs, measure)(*leaves).addressable_shards
-    total = np.concatenate([np.asarray(part.data) for part in parts]).sum(0, dtype=np.uint32)
+    return _program(mesh, shapes, specs, measure)(*leaves)
+
+
+def _added_up(rows: jax.Array) -> np.ndarray:
+    """Returns the sum over all devices, of other processes too: u32[leaves, k]."""
+    parts = [np.asarray(part.data) for part in rows.addressable_shards]
+    total = np.concatenate(parts).sum(0, dtype=np.uint32)
     if jax.process_count() > 1:
         total = multihost_utils.process_allgather(total).sum(0, dtype=np.uint32)
     return total
@@ -130,10 +160,10 @@ def _gathered(rows: jax.Array) -> np.ndarray:
     return np.asarray(multihost_utils.process_allgather(rows, tiled=True))
 
 
-def _alone(leaves: list[jax.Array], measure: Measure) -> list[np.ndarray]:
+def _alone(leaves: list[jax.Array], measure: Measure) -> list[jax.Array]:
     """Measures arrays that are on one device, or placed in a way that only the host can put together."""
     blocks = [leaf if len(leaf.sharding.device_set) == 1 else jnp.asarray(leaf) for leaf in leaves]
-    return [np.asarray(_whole(block, measure)) for block in blocks]
+    return [_whole(block, measure) for block in blocks]
 
 
 @lru_cache(maxsize=32)
@@ -143,19 +173,26 @@ def _program(
     """Returns u32[devices, leaves, k]; by_device: of each device's blocks alone, copies of others included."""
 
     def local(*blocks):
-        rows = []
-        for block, spec in zip(blocks, specs, strict=True):
-            if by_device:
-                rows.append(measure(block, _places(block.shape, [0] * block.ndim)))
-                continue
-            used, starts = _place(mesh, block.shape, spec)
-            counts = jnp.bool_(True)  # of the replicas the first
+        if by_device:
+            return jnp.stack([measure(block, _places(block.shape, [0] * block.ndim)) for block in blocks])[
+                None
+            ]
+        rows: dict[int, Any] = {}
+        for used, numbers in _by_axes(mesh, specs).items():
+            first = jnp.bool_(True)  # of the replicas the first counts
             for axis in mesh.axis_names:
-                counts &= (jax.lax.axis_index(axis) == 0) | (axis in used)
-            places = _places(block.shape, starts)
-            nothing = jnp.zeros(jax.eval_shape(measure, block, places).shape, jnp.uint32)
-            rows.append(jax.lax.cond(counts, lambda b=block, p=places: measure(b, p), lambda n=nothing: n))
-        return jnp.stack(rows)[None]
+                first &= (jax.lax.axis_index(axis) == 0) | (axis in used)
+
+            def measured(numbers=numbers):
+                some = [
+                    (blocks[number], _starts(mesh, blocks[number].shape, specs[number])) for number in numbers
+                ]
+                return jnp.stack([measure(block, _places(block.shape, starts)) for block, starts in some])
+
+            nothing = jax.eval_shape(measured)
+            found = jax.lax.cond(first, measured, lambda n=nothing: jnp.zeros(n.shape, n.dtype))
+            rows.update(zip(numbers, found, strict=True))
+        return jnp.stack([rows[number] for number in range(len(blocks))])[None]
 
     every = P(mesh.axis_names)
     return jax.jit(jax.shard_map(local, mesh=mesh, in_specs=specs, out_specs=every, check_vma=False))
@@ -166,17 +203,28 @@ def _whole(block: jax.Array, measure: Measure) -> jax.Array:
     return measure(block, _places(block.shape, [0] * block.ndim))
 
 
-def _place(mesh: Mesh, block: tuple[int, ...], spec: P) -> tuple[set[str], list[Any]]:
-    """Returns the axes that cut an array, and where this device's block begins in each of its dims."""
-    used, starts = set(), []
+def _by_axes(mesh: Mesh, specs: Sequence[P]) -> dict[frozenset[str], list[int]]:
+    """Returns the numbers of the arrays by the axes that cut them."""
+    groups: dict[frozenset[str], list[int]] = {}
+    for number, spec in enumerate(specs):
+        axes = frozenset(axis for names in spec for axis in _names(names))
+        groups.setdefault(axes, []).append(number)
+    return groups
+
+
+def _starts(mesh: Mesh, block: tuple[int, ...], spec: P) -> list[Any]:
+    """Returns where this device's block begins in each dim of an array."""
+    starts = []
     for size, names in zip(block, [*spec, *[None] * (len(block) - len(spec))], strict=True):
-        names = (names,) if isinstance(names, str) else tuple(names or ())
-        used |= set(names)
         number = jnp.uint32(0)
-        for name in names:
+        for name in _names(names):
             number = number * mesh.shape[name] + jax.lax.axis_index(name).astype(jnp.uint32)
         starts.append(number * np.uint32(size % 2**32))
-    return used, starts
+    return starts
+
+
+def _names(names: Any) -> tuple[str, ...]:
+    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _places(block: tuple[int, ...], starts: Sequence[Any]) -> list[jax.Array]:
