@@ -107,7 +107,6 @@ def _configured(options, command: str) -> Iterator[Any]:
         yield load_config(
             options.config, [*first, *options.overrides, *hosts, f"run.dir={directory}/run"], command
         )
-    print("the smoke run worked; the directory named above was removed")
 
 
 @contextmanager
@@ -136,7 +135,15 @@ def _starting() -> Iterator[None]:
 
 def _train(options) -> int:
     with _starting(), _configured(options, "train") as config:
-        return _train_on(config, options)
+        return _tried(_train_on(config, options), options)
+
+
+def _tried(code: int, options) -> int:
+    """Returns the exit code; with --smoke, prints first whether the run worked."""
+    if options.smoke:
+        worked = "worked" if code == DONE else "did not end as it should"
+        print(f"the smoke run {worked}; the directory named above is removed, leave out --smoke to keep one")
+    return code
 
 
 def _train_on(config, options) -> int:
@@ -152,7 +159,7 @@ def _train_on(config, options) -> int:
 
 def _post_train(options) -> int:
     with _starting(), _configured(options, options.verb) as config:
-        return _post_train_on(config, options)
+        return _tried(_post_train_on(config, options), options)
 
 
 def _post_train_on(config, options) -> int:

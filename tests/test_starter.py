@@ -53,6 +53,12 @@ def test_smoke_overrides_make_any_starter_short(name):
 
 @pytest.mark.slow
 @pytest.mark.processes
+def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
+    monkeypatch.setattr("jaxfb.cli._train_on", lambda config, options: 76)
+    assert main(["train", "quickstart", "--smoke"]) == 76
+    assert "the smoke run did not end as it should" in capsys.readouterr().out
+
+
 def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     import yaml
     from tiny import TINY
@@ -64,5 +70,5 @@ def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     )
     assert main(["train", "tiny.yaml", "--smoke"]) == 0
     out = capsys.readouterr().out
-    assert "4/4  loss" in out and "the directory named above was removed" in out
+    assert "4/4  loss" in out and "the smoke run worked; the directory named above is removed" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tiny.yaml"]
