@@ -2,8 +2,9 @@
 
 python benchmarks/weights_memory.py --layers 4      # two minutes on two cores; 32 layers: ten times that, 35 GB of disk
 
-The directory has the config.json of Llama 3 8B and files of 5 GB, all zeros. The device is the host here, so what the
-arrays themselves take is taken off: each array is read as a run reads it, measured and dropped.
+The directory has the config.json of Llama 3 8B and files of 5 GB, all zeros; the checkpoint that is exported has the
+same arrays in float32, in the pieces in which a run stores them. The device is the host here, so what the arrays
+themselves take is taken off while they are read: each is read as a run reads it, measured and dropped.
 """
 
 from __future__ import annotations
@@ -21,14 +22,20 @@ os.environ.update(JAX_PLATFORMS="cpu")
 
 import jax  # noqa: E402
 import jax.numpy as jnp  # noqa: E402
+import numpy as np  # noqa: E402
+from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape  # noqa: E402
 from report import RESULTS, machine  # noqa: E402
 
+from jaxfb.checkpoint import FORMAT  # noqa: E402
+from jaxfb.manifest import sealed, shapes_of  # noqa: E402
 from jaxfb.pretrained import open_repository, sizes_of  # noqa: E402
-from jaxfb.pretrained.export import FILE_BYTES, export_arrays  # noqa: E402
+from jaxfb.pretrained.export import FILE_BYTES  # noqa: E402
 from jaxfb.pretrained.load import checked_leaves, load_leaf  # noqa: E402
 from jaxfb.pretrained.names import tensor_shapes  # noqa: E402
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile  # noqa: E402
-from jaxfb.training.hugging_face import import_run  # noqa: E402
+from jaxfb.record import RECORD  # noqa: E402
+from jaxfb.stored_parts import storage_of  # noqa: E402
+from jaxfb.training.hugging_face import export_run, import_run  # noqa: E402
 
 LLAMA_8B = {
     "model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 128256, "hidden_size": 4096,
@@ -67,7 +74,7 @@ class Peak:
         self._thread.join()
 
 
-def shapes_of(config: dict) -> dict[str, tuple[int, ...]]:
+def tensors_of(config: dict) -> dict[str, tuple[int, ...]]:
     """The tensors of a directory with that config.json."""
     from jaxfb.pretrained.architectures import architecture_of
     from jaxfb.pretrained.names import leaves_of
@@ -80,7 +87,7 @@ def write_sparse(directory: Path, config: dict) -> None:
     directory.mkdir()
     (directory / "config.json").write_text(json.dumps(config))
     dtype, groups, size = jnp.dtype("bfloat16"), [[]], 0
-    for name, shape in shapes_of(config).items():
+    for name, shape in tensors_of(config).items():
         tensor = Tensor(name, shape, dtype)
         if size + tensor.nbytes > FILE_BYTES:
             groups.append([])
@@ -92,6 +99,31 @@ def write_sparse(directory: Path, config: dict) -> None:
         TensorFile(directory / name, group).close(holes=True)
     weight_map = {one.name: name for name, group in zip(names, groups, strict=True) for one in group}
     (directory / "model.safetensors.index.json").write_text(json.dumps({"weight_map": weight_map}))
+
+
+def write_checkpoint(directory: Path, shapes: dict[str, tuple[int, ...]]) -> None:
+    """Writes a checkpoint of zeros in float32, in the pieces in which a run stores its arrays."""
+    import tensorstore
+
+    leaves = {f"params.{path}": np.broadcast_to(np.float32(0), shape) for path, shape in shapes.items()}
+    for name, leaf in leaves.items():
+        how = storage_of(None, leaf)
+        piece = leaf.shape if how is None else choose_chunk_shape(
+            leaf.shape, leaf.shape, leaf.dtype, how.chunk_byte_size, shard_axes=how.shard_axes
+        )  # fmt: skip
+        codecs = [{"name": "bytes", "configuration": {"endian": "little"}}, {"name": "zstd"}]
+        grid = {"name": "regular", "configuration": {"chunk_shape": piece}}
+        metadata = {"shape": leaf.shape, "data_type": "float32", "chunk_grid": grid, "codecs": codecs}
+        store = {"driver": "ocdbt", "base": f"file://{directory}/state/", "path": f"{name}/"}
+        spec = {"driver": "zarr3", "kvstore": store, "metadata": metadata}
+        stored = tensorstore.open({**spec, "store_data_equal_to_fill_value": True}, create=True).result()
+        for start in np.ndindex(*(-(-size // of) for size, of in zip(leaf.shape, piece, strict=True))):
+            cut = tuple(slice(at * of, (at + 1) * of) for at, of in zip(start, piece, strict=True))
+            stored[cut].write(np.zeros(leaf[cut].shape, np.float32)).result()
+    sums = dict.fromkeys(leaves, "0" * 16)  # of zeros
+    record = {"format": FORMAT, "leaves": shapes_of(leaves), "sums": sums, "host": {}}
+    (directory / RECORD).mkdir()
+    (directory / RECORD / "data.json").write_text(json.dumps(sealed(record)))
 
 
 def main() -> None:
@@ -120,16 +152,19 @@ def main() -> None:
             import_run(directory, Path(temporary) / "run")
         rows["import: host memory, GB"] = round(peak.most / 1e9, 2)
 
-        def array_of(path: str) -> jax.Array:
-            return jnp.zeros(leaves[path].shape, jnp.bfloat16)
-
         for file in (Path(temporary) / "run" / "hf").glob("*.safetensors"):
             file.unlink()  # makes space for the next
+        began = time.perf_counter()
+        write_checkpoint(
+            Path(temporary) / "run" / "checkpoints" / "1", {path: leaf.shape for path, leaf in leaves.items()}
+        )
+        rows["a checkpoint written piece by piece: seconds"] = round(time.perf_counter() - began, 1)
+        began = time.perf_counter()
         with Peak() as peak:
-            shapes = {path: leaf.shape for path, leaf in leaves.items()}
-            export_arrays(Path(temporary) / "out", shapes, array_of, "bfloat16", config)
-        rows["export: host memory beside the largest array, GB"] = round((peak.most - largest) / 1e9, 2)
-    tensors = {name: 2 * max(_bytes(one) for one in shapes_of(config).values())
+            export_run(Path(temporary) / "run", Path(temporary) / "out")
+        rows["export of a checkpoint in float32: host memory, GB"] = round(peak.most / 1e9, 2)
+        rows["export: seconds"] = round(time.perf_counter() - began, 1)
+    tensors = {name: 2 * max(_bytes(one) for one in tensors_of(config).values())
                for name, config in (("8B", LLAMA_8B), ("70B", LLAMA_70B))}  # fmt: skip
     rows["two files, GB"] = round(2 * FILE_BYTES / 1e9, 2)
     rows["largest tensor of 8B in bfloat16, GB"] = round(tensors["8B"] / 1e9, 2)

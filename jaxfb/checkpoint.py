@@ -40,6 +40,7 @@ from jaxfb.manifest import (
 from jaxfb.parallel.totals import begun_checksums
 from jaxfb.record import RECORD, context
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
+from jaxfb.stored_parts import StoredArrays
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,12 @@ class CheckpointStore:
         """Returns the shape of every saved leaf of a step (None: the newest complete) by dotted path."""
         step = self._existing(self.latest() if step is None else step)
         return {name: tuple(leaf["shape"]) for name, leaf in self._record(step)["leaves"].items()}
+
+    def arrays(self, step: int) -> StoredArrays:
+        """Returns the saved leaves of a step by dotted path, to be read a part at a time."""
+        record = self._record(step)
+        sums = {name: record.get("sums", {}).get(name) for name in record["leaves"]}
+        return StoredArrays(self.directory / str(step) / "state", sums)
 
     def existing(self, step: int | None = None) -> int:
         """Returns the step itself, the newest complete one for None.

@@ -14,6 +14,8 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
+from jaxfb.stored_parts import storage_of
+
 RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 
 
@@ -46,9 +48,12 @@ class RecordHandler(ocp.handlers.CheckpointableHandler[Future, None]):
 
 
 def context() -> ocp.Context:
-    """Returns Orbax's settings: the record is one readable JSON file, not a tree of arrays."""
+    """Returns Orbax's settings: the record is one readable JSON file, not a tree of arrays; large arrays are stored in
+    pieces.
+    """
     registry = ocp.handlers.local_registry()
     registry.add(RecordHandler, checkpointable_name=RECORD)
     settings = ocp.Context()
     settings.checkpointables.registry = registry
+    settings.array.saving.scoped_storage_options_creator = storage_of
     return settings

@@ -22,6 +22,7 @@ Measure = Callable[[jax.Array, Places], jax.Array]
 SEEDS = ((0x9E3779B9, 0x7F4A7C15), (0x2545F491, 0xD1B54A33))
 """For each sum, what the numbers of rows and those of columns are made from."""
 
+_AT_ONCE = 2**19  # elements of a sum on the host: what it is made of stays in the processor's caches
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
@@ -51,10 +52,7 @@ def begun_checksums(leaves: Mapping[str, Any]) -> Callable[[], dict[str, str | N
 
     def finish() -> dict[str, str | None]:
         digits = {**found, **dict(zip(known, begun(), strict=True))}
-        return {
-            name: "".join(f"{part:08x}" for part in digits[name]) if name in digits else None
-            for name in leaves
-        }
+        return {name: _digits(digits[name]) if name in digits else None for name in leaves}
 
     return finish
 
@@ -243,13 +241,45 @@ def _sums(block: jax.Array, places: Places) -> jax.Array:
     return jnp.stack(_seeded_sums(_words(block), places, _summed_together))
 
 
-def _sums_on_host(array: np.ndarray) -> np.ndarray:
+class PartSums:
+    """The checksum of an array that is seen part by part, each element once; it needs little memory beside a part."""
+
+    def __init__(self):
+        self._sums = np.zeros(len(SEEDS), np.uint32)
+
+    def add(self, part: np.ndarray, start: Sequence[int] = ()) -> None:
+        """Adds a part of the array. start: where it begins in the first dims; 0 in those that are left out."""
+        start = (*start, *[0] * (part.ndim - len(start)))
+        rows = next((dim for dim in range(part.ndim - 1) if part.shape[dim] > 1), None)
+        if rows is None or part.size <= _AT_ONCE:
+            self._sums += _sums_on_host(part, start)
+            return
+        step = max(1, _AT_ONCE * part.shape[rows] // part.size)
+        for first in range(0, part.shape[rows], step):
+            cut = (*[slice(None)] * rows, slice(first, first + step))
+            self.add(part[cut], (*start[:rows], start[rows] + first, *start[rows + 1 :]))
+
+    @property
+    def digits(self) -> str:
+        """Returns what `checksums` gives for the whole array, once all of it was added."""
+        return _digits(self._sums)
+
+
+def _sums_on_host(array: np.ndarray, start: Sequence[int] = ()) -> np.ndarray:
     if not array.size:
         return np.zeros(len(SEEDS), np.uint32)
-    places = [np.arange(size, dtype=np.uint64).astype(np.uint32) for size in array.shape]
+    start = start or [0] * array.ndim
+    places = [
+        np.arange(first, first + size, dtype=np.uint64).astype(np.uint32)
+        for first, size in zip(start, array.shape, strict=True)
+    ]
     bits = np.ascontiguousarray(array).reshape(-1).view(BITS[array.dtype.itemsize]).astype(np.uint32)
     one_by_one = lambda parts: [part.sum(-1, dtype=np.uint32) for part in parts]  # noqa: E731
     return np.array(_seeded_sums(bits.reshape(*array.shape, -1), places, one_by_one))
+
+
+def _digits(sums: np.ndarray) -> str:
+    return "".join(f"{part:08x}" for part in sums)
 
 
 def _seeded_sums(words: Any, places: Places, sum_rows: Callable[[list], Sequence[Any]]) -> list[Any]:

@@ -1,9 +1,9 @@
-"""Writes parameters as a Hugging Face directory: one of our arrays after the other, tensor by tensor on the host."""
+"""Writes parameters as a Hugging Face directory, tensor by tensor on the host."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -16,7 +16,7 @@ from jaxfb.models import mtp
 from jaxfb.pretrained.architectures import architecture_of, sizes_of
 from jaxfb.pretrained.companions import copy_companions
 from jaxfb.pretrained.family import MULTI_TOKEN
-from jaxfb.pretrained.names import Leaf, leaves_of, path_name
+from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name
 from jaxfb.pretrained.repository import INDEX, SINGLE
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile
 from jaxfb.refusal import Refused
@@ -46,23 +46,29 @@ def export_model(
     arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
     dtype = next(iter(arrays.values())).dtype
-    return export_arrays(directory, shapes, arrays.__getitem__, dtype, config, companions, file_bytes)
+
+    def parts_of(path: str, depth: int) -> Iterator[Any]:
+        array = arrays[path]
+        return (array[index] if index else array for index in np.ndindex(array.shape[:depth]))
+
+    return export_arrays(directory, shapes, parts_of, dtype, config, companions, file_bytes)
 
 
 def export_arrays(
     directory: str | Path,
     shapes: Mapping[str, tuple[int, ...]],
-    array_of: Callable[[str], Any],
+    parts_of: Callable[[str, int], Iterable[Any]],
     dtype: Any,
     config: Mapping[str, Any],
     companions: Path | None = None,
     file_bytes: int = FILE_BYTES,
 ) -> list[Path]:
-    """Does the same with arrays that are asked for one at a time, so that no two need to be in memory.
+    """Does the same with arrays that are asked for layer by layer, so that one tensor at a time is in memory.
 
     Args:
       shapes: of all of our arrays by dotted path.
-      array_of: a dotted path -> its array; called once for each, in no particular order.
+      parts_of: (dotted path, number of leading dims) -> array[0], array[1] and so on, of these dims in row order, or
+        the whole array for 0 dims; called once for each array, in no particular order.
       dtype: of the tensors that are written.
     """
     target = Path(directory)
@@ -77,7 +83,9 @@ def export_arrays(
     place = {tensor: file for file in files for tensor in file.names}
     try:
         for path, leaf in leaves.items():
-            _write_leaf(leaf, array_of(path), jnp.dtype(dtype), place)
+            arrays = parts_of(path, len(leaf.parts[0].index))
+            for part, array in zip(leaf.parts, arrays, strict=True):
+                _write_part(leaf, part, array, jnp.dtype(dtype), place[part.name])
     except BaseException:
         for file in files:
             file.abandon()
@@ -110,11 +118,9 @@ def _check_shapes(leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ..
         )
 
 
-def _write_leaf(leaf: Leaf, array: Any, dtype: Any, place: Mapping[str, TensorFile]) -> None:
-    for part in leaf.parts:
-        found = np.asarray(jax.device_get(array[part.index] if part.index else array))
-        turned = found.swapaxes(-1, -2) if leaf.turned else found
-        place[part.name].write(part.name, turned.astype(dtype, copy=False), part.cut)
+def _write_part(leaf: Leaf, part: Part, array: Any, dtype: Any, file: TensorFile) -> None:
+    found = np.asarray(jax.device_get(array)).astype(dtype, copy=False)
+    file.write(part.name, found.swapaxes(-1, -2) if leaf.turned else found, part.cut)
 
 
 def _files(target: Path, leaves: Mapping[str, Leaf], dtype: Any, file_bytes: int) -> list[TensorFile]:

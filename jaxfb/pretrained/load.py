@@ -86,6 +86,12 @@ def load_leaf(repository: Repository, leaf: Leaf, like: jax.ShapeDtypeStruct) ->
     return whole
 
 
+def load_part(repository: Repository, leaf: Leaf, part: Part) -> np.ndarray:
+    """Returns a part of one of our arrays on the host, in the dtype that it is stored in."""
+    found = repository.read(part.name, part.cut)
+    return found.swapaxes(-1, -2) if leaf.turned else found
+
+
 def _put(whole: jax.Array, one: jax.Array, index: jax.Array) -> jax.Array:
     start = [*index, *[jnp.int32(0)] * one.ndim]
     return jax.lax.dynamic_update_slice(whole, one[(None,) * len(index)], start)

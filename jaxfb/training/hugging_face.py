@@ -5,29 +5,30 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
-from functools import reduce
+from functools import partial, reduce
 from pathlib import Path
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_from_dict, load_config, save_yaml
 from jaxfb.config.own_model import OwnModelConfig
-from jaxfb.models.adapted import A, B, adapted
+from jaxfb.models.adapted import A, B, LoRA, adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.lora import merged_kernel
 from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, with_depths
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
-from jaxfb.pretrained.load import checked_leaves, load_leaf
+from jaxfb.pretrained.load import checked_leaves, load_part
 from jaxfb.pretrained.names import path_name
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.refusal import Refused
+from jaxfb.stored_parts import StoredArrays
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params
@@ -65,7 +66,7 @@ def export_run(
 ) -> list[Path]:
     """Writes the newest checkpoint of a run as a directory of Hugging Face files; returns the files.
 
-    One array of the checkpoint is in memory at a time.
+    Of the checkpoint one layer of an array is in memory at a time.
 
     Args:
       dtype: of the weights; None is that of the model that the run was imported from, else float32.
@@ -102,9 +103,8 @@ def _export_files(source: Path, target: Path, dtype: str | None) -> list[Path]:
     if dtype is not None:
         shapes = {path: leaf.shape for path, leaf in leaves.items()}
 
-        def read(path: str) -> jax.Array:
-            like = jax.ShapeDtypeStruct(leaves[path].shape, jnp.float32)
-            return load_leaf(repository, leaves[path], like)
+        def read(path: str, _: int) -> Iterator[np.ndarray]:
+            return (load_part(repository, leaves[path], part) for part in leaves[path].parts)
 
         return export_arrays(target, shapes, read, dtype, repository.config, source)
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
@@ -119,29 +119,28 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
     sizes, description = _described(source, config, origin)
     wanted = dtype or description.get("dtype") or description.get("torch_dtype") or "float32"
     stored, lora = _stored(config, sizes), getattr(config, "lora", None)
-    shapes = {path: leaf for path, leaf in stored.items() if not path.endswith((A, B))}
+    shapes = {path: leaf.shape for path, leaf in stored.items() if not path.endswith((A, B))}
     store = CheckpointStore(source / "checkpoints", keep_best=None)
     store.check_fit({"params": _nested(stored)}, store.existing(), partial=True)
     for step in reversed(store.steps()):
-
-        def read(path: str, step: int = step) -> jax.Array:
-            parts = [path, *(path.removesuffix("kernel") + leaf for leaf in (A, B))]
-            wanted = {part: stored[part] for part in parts if part in stored}
-            found = _by_path(store.restore({"params": _nested(wanted)}, step, partial=True)[0]["params"])
-            arrays = [found[part] for part in parts if part in found]
-            if lora is None or len(arrays) == 1:
-                return arrays[0]
-            kernel, a, b = arrays
-            return merged_kernel(kernel, a, b, lora)
-
         try:
-            found = {path: leaf.shape for path, leaf in shapes.items()}
-            return export_arrays(target, found, read, wanted, description, origin)
+            store.check_fit({"params": _nested(stored)}, step, partial=True)
+            read = partial(_parts, store.arrays(step), lora)
+            return export_arrays(target, shapes, read, wanted, description, origin)
         except Refused:
             raise
         except Exception as error:  # damage shows up as any of a dozen storage errors
             log.warning("[export] skipping update %d of %s: %s", step, source, error)
     raise Refused(f"[export] no checkpoint of {source} can be read whole")
+
+
+def _parts(saved: StoredArrays, lora: LoRA | None, path: str, depth: int) -> Iterator[Any]:
+    """Yields the parts of a saved parameter, with those of its adapter merged into them."""
+    names = [path, *(path.removesuffix("kernel") + leaf for leaf in (A, B))]
+    arrays = [saved.parts(f"params.{name}", depth) for name in names if f"params.{name}" in saved]
+    if lora is None or len(arrays) == 1:
+        return arrays[0]
+    return (merged_kernel(kernel, a, b, lora) for kernel, a, b in zip(*arrays, strict=True))
 
 
 def _export_adapter(source: Path, config: Any, target: Path) -> list[Path]:

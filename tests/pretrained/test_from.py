@@ -1,10 +1,10 @@
 """`model.from`: every kind of run begins with the weights, tokenizer and template of a directory, on its own mesh."""
 
 import json
+import math
 import shutil
 
 import chex
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -165,20 +165,24 @@ def test_an_import_copies_files_and_reads_no_weights(tmp_path, directory, monkey
     np.testing.assert_array_equal(work.train_state.params["embed"]["embedding"], stored.astype(np.float32))
 
 
-def test_one_array_of_a_checkpoint_is_read_at_a_time(tmp_path, directory, monkeypatch, capsys):
+def test_a_checkpoint_is_exported_layer_by_layer(tmp_path, directory, monkeypatch, capsys):
     from jaxfb.checkpoint import CheckpointStore
+    from jaxfb.stored_parts import StoredArrays
 
     assert main(["sft", str(written(tmp_path, directory, SFT))]) == 0
-    restored, restore = [], CheckpointStore.restore
+    read, parts = [], StoredArrays.parts
 
-    def watched(self, abstract, *arguments, **options):
-        restored.append(len(jax.tree.leaves(abstract)))
-        return restore(self, abstract, *arguments, **options)
+    def watched(self, name, depth):
+        for part in parts(self, name, depth):
+            read.append(part.shape)
+            yield part
 
-    monkeypatch.setattr(CheckpointStore, "restore", watched)
+    monkeypatch.setattr(StoredArrays, "parts", watched)
+    monkeypatch.delattr(CheckpointStore, "restore")
     hugging_face.export_run(tmp_path / "run", tmp_path / "out", "bfloat16")
-    assert set(restored) == {1}
-    assert load_file(tmp_path / "out" / "model.safetensors")["lm_head.weight"].dtype == jnp.bfloat16
+    stored = load_file(tmp_path / "out" / "model.safetensors")
+    assert sorted(map(math.prod, read)) == sorted(tensor.size for tensor in stored.values())
+    assert stored["lm_head.weight"].dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("through", [pytest.param("model.from", marks=pytest.mark.slow), "start.run"])
