@@ -221,7 +221,8 @@ def _evaluate(options) -> int:
 
 
 def _generate(options) -> None:
-    if options.prompt is None or options.samples != 1 or options.out is not None:
+    is_one = options.samples == 1 and options.out is None
+    if options.prompt is None or not is_one or options.overrides or options.dtype is not None:
         from jaxfb.inference import command
 
         command.generate(options)

@@ -165,6 +165,11 @@ def _add_sampling(verb: argparse.ArgumentParser) -> None:
     for name, (kind, text) in FILTERS.items():
         verb.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
+    verb.add_argument(
+        "--dtype",
+        help="compute in float32, bfloat16 or float16, with parameters in it (default: as they are saved)",
+    )
+    verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
 
 
 def _add_replay(verbs) -> None:

@@ -24,7 +24,7 @@ def generate(options: Namespace) -> None:
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
     prompts = [options.prompt] if options.prompts is None else complete.read_prompts(options.prompts)
     use_compile_cache()
-    model = open_model(options.run_dir)
+    model = open_model(options.run_dir, options.overrides, dtype=options.dtype)
     how = complete.sampling_of(model, **given)
     found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch)
     if options.out is not None:
@@ -60,5 +60,5 @@ def chat(options: Namespace) -> None:
     given = {name: getattr(options, name) for name in SAMPLING}
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
     use_compile_cache()
-    model = open_model(options.run_dir)
+    model = open_model(options.run_dir, options.overrides, dtype=options.dtype)
     converse(model, complete.sampling_of(model, **given), options.system, with_line_editing())

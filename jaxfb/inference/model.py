@@ -12,17 +12,19 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxfb.config import config_from_dict, load_config
+from jaxfb.config.sections import MeshConfig
 from jaxfb.data import load_tokenizer
 from jaxfb.data.chat import Chat, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, absent_ids
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
 from jaxfb.losses.logits import IdRanges
-from jaxfb.mesh import make_mesh
+from jaxfb.mesh import axis_size, make_mesh
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import transformer
-from jaxfb.parallel.sharding import abstract, shardings
+from jaxfb.parallel.sharding import abstract, param_specs, shardings
+from jaxfb.parallel.tensor import transformer_param_specs
 from jaxfb.pretrained.repository import holds_weights
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, choice
 from jaxfb.training.changes import check_model
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.setup import (
@@ -34,6 +36,7 @@ from jaxfb.training.setup import (
 )
 
 PyTree = Any
+DTYPES = ("float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class Model:
 
     name:   what it was opened by. config: of the run, or as if a run began with the directory.
     update: of the checkpoint. chat: None where there is no template, and a prompt is continued as it stands.
-    mesh:   None where all parameters are on one device.
+    mesh:   over which the parameters are cut; None where they are all on one device.
     """
 
     name: str
@@ -77,17 +80,23 @@ class Model:
         return get_forward_backward_func(self.mesh, **engine_options(self.config))
 
 
-def open_model(path: str | Path, overrides: Sequence[str] = (), on_mesh: bool = False) -> Model:
+def open_model(
+    path: str | Path, overrides: Sequence[str] = (), on_mesh: bool = False, dtype: str | None = None
+) -> Model:
     """Opens a run's newest checkpoint, or the model of a directory of Hugging Face files.
 
     Args:
       path: a run's directory, a config whose run.dir is one or whose `model.from` names files, or a directory of
         Hugging Face files.
       overrides: of the config, such as mesh.fsdp=8.
-      on_mesh: spread the parameters over the config's mesh, as training does; else one device has them all.
+      on_mesh: spread the parameters over the config's mesh, as training does, for scores. Otherwise each is cut over as
+        many devices as the mesh cuts it over (`sampling_mesh`), for continuations.
+      dtype: "float32", "bfloat16" or "float16", of the parameters and of what is computed with them; None: as saved.
     Raises:
       ValueError: there is no such model, it has no tokenizer, or the overrides would read the parameters wrongly.
     """
+    if dtype is not None:
+        choice("dtype", dtype, DTYPES, who="[model]")
     directory, config = _run_of(Path(path), overrides)
     enable_float64(config)
     tokenizer = _tokenizer(directory, config)
@@ -95,15 +104,55 @@ def open_model(path: str | Path, overrides: Sequence[str] = (), on_mesh: bool = 
     built_in(sizes, "this", "use its parameters in a program, with CheckpointStore.restore")
     assert isinstance(sizes, TransformerConfig)
     shapes = abstract_params(config, sizes)
-    mesh = make_mesh(**vars(config.mesh)) if on_mesh else None
-    if mesh is not None:
+    if on_mesh:
+        mesh = make_mesh(**vars(config.mesh))
         forward = get_forward_backward_func(mesh, **engine_options(config))
         shapes = abstract(shapes, shardings(forward.param_specs(transformer(sizes), shapes), mesh))
-    params, record = newest_params(directory, config, shapes)
+    else:
+        asked = bool(overrides) and config.mesh != _run_of(Path(path), ())[1].mesh
+        mesh = sampling_mesh(config.mesh, asked)
+        shapes = shapes if mesh is None else cut(shapes, mesh)
+    params, record = newest_params(directory, config, shapes, dtype)
     if "config" in record:  # not where nothing was trained yet
         check_model(record["config"], config)
     chat = saved_chat(directory, tokenizer)
     return Model(str(path), config, sizes, params, tokenizer, chat, record["update"], mesh)
+
+
+def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
+    """Returns the mesh on which a model continues texts: fsdp, expert and tensor as in training, stages as more fsdp.
+
+    Replicas and context cut no parameters, so one of each is enough.
+
+    Args:
+      settings: the config's mesh.
+      asked: it is refused where these devices are not there; otherwise one device then has all parameters.
+    Returns:
+      None where nothing would be cut.
+    """
+    try:
+        whole = make_mesh(**vars(settings))
+    except Refused:
+        if asked:
+            raise
+        return None
+    devices = list(whole.devices[:, 0, :, :, 0, :].flat)
+    fsdp = axis_size(whole, "pipe", "fsdp")
+    if len(devices) == 1:
+        return None
+    return make_mesh(
+        fsdp=fsdp, expert=axis_size(whole, "expert"), tensor=axis_size(whole, "tensor"), devices=devices
+    )
+
+
+def cut(shapes: PyTree, mesh: Mesh) -> PyTree:
+    """Returns shapes with the shardings of parameters that continue texts.
+
+    Raises:
+      ValueError: an axis does not divide what it cuts.
+    """
+    specs = param_specs(shapes, mesh, transformer_param_specs(shapes), stacked=True)
+    return abstract(shapes, shardings(specs, mesh))
 
 
 def is_directory_of_files(path: str | Path) -> bool:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jaxfb.checkpoint import CheckpointStore
@@ -30,11 +31,16 @@ PyTree = Any
 ADAPTERS = 3  # folded into the run's key, which adapters are drawn from
 
 
-def newest_params(run_dir: str | Path, config: Any, abstract_params: PyTree) -> tuple[PyTree, Mapping]:
+def newest_params(
+    run_dir: str | Path, config: Any, abstract_params: PyTree, dtype: str | None = None
+) -> tuple[PyTree, Mapping]:
     """Returns the parameters of a run, sharded like `abstract_params`, and the record of their checkpoint.
 
     Of a run that has saved nothing yet these are the parameters of the files that it begins with, if it begins with
     any; the record is then {"update": 0}.
+
+    dtype: of the parameters that are returned, in which files are read at once; None: as in `abstract_params`, which
+      has those of a checkpoint.
 
     Raises:
       ValueError: the files are not of a model of these sizes, or a checkpoint's parameters are not.
@@ -43,12 +49,22 @@ def newest_params(run_dir: str | Path, config: Any, abstract_params: PyTree) -> 
     directory = RunDirectory(Path(run_dir))
     source = weights_of(directory.path, config)
     if source is not None and directory.newest_update() is None:
-        return begun(config, params_in(source, config.model, without_adapters(abstract_params))), {
-            "update": 0
-        }
-    store = CheckpointStore(directory.checkpoints, keep_best=None)
-    state, record = store.restore({"params": abstract_params}, partial=True)
-    return state["params"], record
+        shapes = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.dtype(dtype or leaf.dtype)), abstract_params)
+        params, record = (
+            begun(config, params_in(source, config.model, without_adapters(shapes))),
+            {"update": 0},
+        )
+    else:
+        store = CheckpointStore(directory.checkpoints, keep_best=None)
+        state, record = store.restore({"params": abstract_params}, partial=True)
+        params = state["params"]
+    return (params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)), record
+
+
+def _in_dtype(shapes: PyTree, dtype: str) -> PyTree:
+    return jax.tree.map(
+        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding), shapes
+    )
 
 
 def params_of_run(run_dir: str | Path, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:

@@ -2,14 +2,20 @@
 
 import json
 
+import chex
+import jax
 import numpy as np
 import pytest
 from tiny_directory import make
 
 from jaxfb.cli import main
+from jaxfb.config.sections import MeshConfig
 from jaxfb.inference.chat import chat
 from jaxfb.inference.complete import Sampling, answers, complete, read_prompts, until
-from jaxfb.inference.model import open_model
+from jaxfb.inference.model import cut, open_model, sampling_mesh
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.generate import generate
+from jaxfb.models.transformer import init_params
 
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}
 
@@ -46,6 +52,58 @@ def test_prompts_of_a_file_are_continued_in_batches(directory, tmp_path, capsys)
     assert found[0]["answers"] == found[1]["answers"] and found[1]["messages"] == lines[1]["messages"]
     assert main(["generate", str(directory), "--prompt", "Who?", "--tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.splitlines()[-1] in ("Who?\n" + found[0]["answers"][0]).splitlines()
+
+
+def test_a_model_on_several_devices_continues_as_on_one(directory, model):
+    parts = open_model(directory, ["mesh.fsdp=2", "mesh.tensor=2"])
+    kernel = parts.params["layers"]["mlp"]["up"]["kernel"]
+    assert len(kernel.devices()) == 4 and kernel.addressable_shards[0].data.size * 4 == kernel.size
+    how = Sampling(tokens=4)
+    assert complete(parts, ["Who?", "What is it?"], how) == complete(model, ["Who?", "What is it?"], how)
+    messages = [{"role": "user", "content": "Who?"}]
+    assert "".join(answers(parts, messages, how)) == "".join(answers(model, messages, how))
+
+
+def test_log_probs_of_experts_over_several_devices_are_those_of_one():
+    sizes = TransformerConfig(
+        vocab_size=32,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        mlp_size=16,
+        num_experts=4,
+        expert_mlp_size=8,
+    )
+    params = init_params(sizes, jax.random.key(0))
+    mesh = sampling_mesh(MeshConfig(pipe=2, data=1, expert=2, tensor=2))
+    placed = jax.device_put(params, jax.tree.map(lambda leaf: leaf.sharding, cut(params, mesh)))
+    prompts = np.random.default_rng(0).integers(0, 32, (2, 5))
+    one, several = (generate(sizes, tree, prompts, 3, stop_token=31) for tree in (params, placed))
+    assert (
+        placed["layers"]["moe"]["experts"]["up"].addressable_shards[0].data.size * 8
+        == params["layers"]["moe"]["experts"]["up"].size
+    )
+    chex.assert_trees_all_equal(one.tokens, several.tokens)
+    chex.assert_trees_all_close(one.log_probs, several.log_probs, atol=1e-6)
+
+
+def test_the_mesh_of_continuations_cuts_parameters_and_no_rows():
+    assert dict(sampling_mesh(MeshConfig(pipe=2, data=2, fsdp=2)).shape) | {"fsdp": 4} == dict.fromkeys(
+        ("pipe", "data", "expert", "context", "tensor"), 1
+    ) | {"fsdp": 4}
+    assert sampling_mesh(MeshConfig(data=-1)) is None
+    assert sampling_mesh(MeshConfig(fsdp=3), asked=False) is None
+    with pytest.raises(ValueError, match="cannot be made of 8 devices"):
+        sampling_mesh(MeshConfig(fsdp=3))
+
+
+def test_a_model_computes_in_the_dtype_that_is_asked_for(directory, capsys):
+    model = open_model(directory, dtype="bfloat16")
+    assert {str(leaf.dtype) for leaf in jax.tree.leaves(model.params)} == {"bfloat16"}
+    with pytest.raises(ValueError, match="dtype must be one of .* got 'half'"):
+        open_model(directory, dtype="half")
+    command = ["generate", str(directory), "mesh.tensor=3", "--prompt", "Who?"]
+    assert main(command) == 2 and "cannot be made of 8 devices" in capsys.readouterr().err
 
 
 def test_samples_differ_and_return_with_their_seed(model):
