@@ -24,12 +24,22 @@ from jaxfb.compat import is_traced
 from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.arguments import check_params
+from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
+from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.sharding import abstract, adopt, moment_specs, shardings
-from jaxfb.refusal import INT32, Refused, boolean, function, instance, integer
+from jaxfb.pipeline_state import (
+    PipelineState,
+    closed,
+    counted_in,
+    in_model_order,
+    in_pipeline_order,
+    opened,
+)
+from jaxfb.refusal import INT32, Refused, boolean, choice, function, instance, integer
 from jaxfb.train_arguments import (
     check_alive,
     check_changed_gradients,
@@ -43,7 +53,7 @@ from jaxfb.train_arguments import (
     one_key,
 )
 from jaxfb.train_state import Limits, StepMetrics, TrainState, is_init_function
-from jaxfb.types import LossFn, Pipelined
+from jaxfb.types import Counted, LossFn, Pipelined
 from jaxfb.update import Update
 
 PyTree = Any
@@ -61,6 +71,7 @@ def make_train_step(
     dropout: bool = True,
     count_zeros: bool = False,
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None,
+    layer_order: str | None = None,
     **forward_backward_options,
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
@@ -78,6 +89,11 @@ def make_train_step(
       change_gradients: (gradients, state) -> gradients of the same shapes and dtypes, called after the gradients of the
         global batch are reduced, divided and unscaled, before they are measured and clipped: to scale some, to add
         noise. A frozen parameter's is None. It is traced, and may be called twice for an update.
+      layer_order: "pipeline" stores the layers of the state in the order in which the devices of a pipeline hold them,
+        so that an update moves none of them between devices; see `PipelineState`. The optimizer must then treat all
+        layers alike: nothing it does to one may depend on its place among [num_layers, ...], and what it keeps of one
+        must have the parameter's shape. "model" stores them in the model's order and moves them in every update. None:
+        "pipeline" for `make_optimizer`'s adamw, lion, muon and sgd where nothing needs "model".
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
@@ -96,10 +112,27 @@ def make_train_step(
             [{"dropout": False}],
         )
     counted = model.counted if isinstance(model, Pipelined) else None
+    stores = _layer_order(layer_order, optimizer, change_gradients, counted)
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
     if fb.options.trainable is not None:
         optimizer = of_trained(optimizer, fb.trained)
-    return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options))
+    return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options), stores)
+
+
+def _layer_order(given: Any, optimizer: Any, change_gradients: Any, counted: Counted | None) -> str:
+    """Returns in which order a step stores layers, "pipeline" or "model"; ValueError if it cannot be the one given."""
+    needs = None
+    if change_gradients is not None:
+        needs = "change_gradients, which receives them in the model's order"
+    elif counted is not None and counted.before is not None:
+        needs = "a model with Counted.before, which adds leaves in the model's order"
+    if given is None:
+        return "pipeline" if needs is None and getattr(optimizer, "any_order", False) else "model"
+    if choice("layer_order", given, LAYER_ORDERS) == "pipeline" and needs is not None:
+        raise Refused(
+            f'layer_order="pipeline" does not go with {needs}; leave it out', [{"layer_order": None}]
+        )
+    return given
 
 
 def _on_the_host(leaf: jax.Array) -> Any:
@@ -117,9 +150,11 @@ class TrainStep:
         plan: BatchPlan,
         dropout: bool,
         update: Update,
+        layer_order: str = "model",
     ):
         self.forward_backward = forward_backward
         self.model, self.plan, self.optimizer = model, plan, update.optimizer
+        self._layer_order = layer_order
         self._dropout, self._change, self._loss_scale = dropout, update, update.loss_scale
         self._numbers: dict[int, jax.Array] = {}
         self._own_specs, self._looked = None, False
@@ -129,8 +164,8 @@ class TrainStep:
         """Forgets what was traced."""
         donating = {"donate_argnums": 0}
         self._updated = per_options(self._update, static_argnums=3, **donating)
-        self._applied = per_options(self._apply, **donating)
-        self._differentiated = per_options(self._differentiate, static_argnums=(4, 5))
+        self._applied = per_options(self._apply_given, **donating)
+        self._differentiated = per_options(self._give, static_argnums=(4, 5))
         self._copied = jax.jit(self._create)
         self._shardings: dict = {}
 
@@ -148,7 +183,7 @@ class TrainStep:
         """
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
-        state = self.place(state)
+        state = self._taken(state)
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
@@ -182,7 +217,7 @@ class TrainStep:
         Raises:
           ValueError: as for a call of the step, or weights are not those of the terms.
         """
-        state = self.place(state)
+        state = self._placed(state)
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None
         if cut.by_tokens:
@@ -204,7 +239,7 @@ class TrainStep:
         first_row: int = 0,
     ) -> dict[str, jax.Array]:
         """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
-        state = self.place(state)
+        state = opened(self._placed(state))[0]  # weights depend on the data alone
         model, cut, keys = self._of_call(state, model, plan, first_row)
         keys = self.key_of(state) if keys is None else keys
         return self.forward_backward.weights(model, state.params, batch, cut, keys)
@@ -234,8 +269,8 @@ class TrainStep:
           ValueError: the state was given to a step before, or the gradients are not like its parameters, or they do not
             consist of all calls whose weights divided them.
         """
-        state = self.place(state)
-        check_gradients(gradients, self.forward_backward.trained(state.params))
+        state = self._taken(state)
+        check_gradients(gradients, self.forward_backward.trained(opened(state)[0].params))
         mesh = self.forward_backward.mesh
         out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
@@ -267,11 +302,28 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: PyTree):
         """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
-        return self._jitted.lower(state, batch, self.plan.real_rows, self.plan)
+        return self._jitted.lower(self._as_stored(state), batch, self.plan.real_rows, self.plan)
 
     def trace(self, state: TrainState, batch: PyTree):
         """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
-        return self._jitted.trace(state, batch, self.plan.real_rows, self.plan)
+        return self._jitted.trace(self._as_stored(state), batch, self.plan.real_rows, self.plan)
+
+    def _as_stored(self, state: TrainState) -> TrainState:
+        """Returns a (possibly abstract) state in the order in which this step stores layers."""
+        if isinstance(state, PipelineState) or is_traced(state):
+            return state
+        order = self._order_of(state.params, self.plan)
+        if order is None:
+            return state
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            return closed(state, order)
+        return in_pipeline_order(state, order, donate=False)
+
+    def _order_of(self, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
+        """Returns the order in which this step stores layers; None: the model's."""
+        if self._layer_order == "model":
+            return None
+        return self.forward_backward.layer_order(self.model, params, plan)
 
     def init(
         self,
@@ -298,7 +350,7 @@ class TrainStep:
             create = self._creator(params)
             shapes = jax.eval_shape(create, key)
             self._look_at(shapes.params, concrete=False)
-            return jax.jit(create, out_shardings=self.state_shardings(shapes))(key)
+            return self._taken(jax.jit(create, out_shardings=self.state_shardings(shapes))(key))
         self._look_at(params)
         donated = (0,) if boolean("donate", donate) else ()
         mesh = self.forward_backward.mesh
@@ -306,9 +358,9 @@ class TrainStep:
         if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
             shapes = jax.eval_shape(self._create, params, key)
             made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), donate_argnums=donated)
-            return made(jax.tree.map(_on_the_host, params), key)
+            return self._taken(made(jax.tree.map(_on_the_host, params), key))
         create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
-        return create(*jax.device_put((params, key), (places, NamedSharding(mesh, P()))))
+        return self._taken(create(*jax.device_put((params, key), (places, NamedSharding(mesh, P())))))
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:
         """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
@@ -354,10 +406,31 @@ class TrainStep:
         Raises:
           ValueError: it is no TrainState, or a step has overwritten it.
         """
+        return self._as_stored(self._placed(state))
+
+    def _taken(self, state: TrainState) -> TrainState:
+        """Returns what `place` returns; the state that is given is overwritten."""
+        placed = self._placed(state)
+        order = None if is_traced(placed) else self._order_of(opened(placed)[0].params, self.plan)
+        if order is None or isinstance(placed, PipelineState):
+            return placed
+        return in_pipeline_order(placed, order, donate=True)
+
+    def _placed(self, state: TrainState) -> TrainState:
+        """Returns the state on this step's mesh, its layers in the order that they have or, if that is another
+        step's, in the model's.
+        """
         instance("state", state, TrainState, "a jaxfb.TrainState, such as init(params) returns")
         if is_traced(state):
             return state
         check_alive(state)
+        stored, order = opened(state)
+        if order is not None and order != self._order_of(stored.params, self.plan):
+            stored, order = in_model_order(state), None
+        return closed(self._on_mesh(stored), order)
+
+    def _on_mesh(self, state: TrainState) -> TrainState:
+        """Returns a state on this step's mesh in the order that it has."""
         leaves, structure = jax.tree.flatten(state)
         shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
@@ -379,6 +452,8 @@ class TrainStep:
         """Returns NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the
         gradients.
         """
+        if isinstance(state, PipelineState):
+            return closed(self.state_shardings(state.stored), state.order)
         fb, params = self.forward_backward, state.params
         specs = jax.tree.map(lambda _: P(), state)
         specs = replace(
@@ -397,10 +472,31 @@ class TrainStep:
     def _differentiate(
         self, state: TrainState, batch: PyTree, keys: Any, weights: Any, model: Any, plan: BatchPlan
     ) -> ForwardBackwardOutput:
-        rng = self.key_of(state) if keys is None else keys
-        scale = 1.0 if state.loss_scale is None else state.loss_scale.scale
-        call = (model, state.params, batch, plan, rng)
-        return self.forward_backward(*call, grad_scale=scale, weights=weights)
+        """Returns loss and gradients, whose layers are in the order in which the state stores them."""
+        stored, order = opened(state)
+        fb, params = self.forward_backward, stored.params
+        in_place = order is not None and order == fb.layer_order(model, params, plan)
+        if in_place:
+            fb = replace(fb, options=replace(fb.options, layer_order="pipeline"))
+        elif order is not None:
+            params = order.to_model(params)
+        rng = self.key_of(stored) if keys is None else keys
+        scale = 1.0 if stored.loss_scale is None else stored.loss_scale.scale
+        out = fb(model, params, batch, plan, rng, grad_scale=scale, weights=weights)
+        return out if in_place or order is None else replace(out, grads=order.to_pipeline(out.grads))
+
+    def _give(self, state: TrainState, *call: Any) -> ForwardBackwardOutput:
+        """Returns what `_differentiate` returns, with gradients in the model's order."""
+        out, order = self._differentiate(state, *call), opened(state)[1]
+        return out if order is None else replace(out, grads=order.to_model(out.grads))
+
+    def _apply_given(
+        self, state: TrainState, out: ForwardBackwardOutput, rows: Any
+    ) -> tuple[TrainState, StepMetrics]:
+        """Applies gradients in the model's order."""
+        order = opened(state)[1]
+        out = out if order is None else replace(out, grads=order.to_pipeline(out.grads))
+        return self._apply(state, out, rows)
 
     def key_of(self, state: TrainState) -> jax.Array | None:
         """Returns the PRNG key of the next update, None without dropout."""
@@ -409,7 +505,10 @@ class TrainStep:
     def _apply(
         self, state: TrainState, out: ForwardBackwardOutput, rows: Any, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
-        return self._change.apply(state, out, rows, self.state_shardings(state), limits)
+        stored, order = opened(state)
+        change = replace(self._change, counted=counted_in(order, self._change.counted))
+        new, metrics = change.apply(stored, out, rows, self.state_shardings(stored), limits)
+        return closed(new, order), metrics
 
 
 @partial(jax.jit, static_argnums=2)

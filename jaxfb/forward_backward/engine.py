@@ -35,7 +35,8 @@ from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
 from jaxfb.forward_backward.spmd_program import SpmdProgram
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput, Origin
-from jaxfb.parallel import annotations, sharding
+from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.refusal import Refused, boolean, shown
 from jaxfb.trainable import pruned
 from jaxfb.types import LossFn, Pipelined, restrict_to
@@ -58,6 +59,7 @@ def get_forward_backward_func(
     param_specs: Callable[[PyTree], PyTree] | None = None,
     head_placement: str | None = None,
     layers_per_stage: Sequence[int] | None = None,
+    layer_order: str = "model",
     trainable: Sequence[str] | None = None,
     compiler_options: Mapping[str, Any] | None = None,
     poison_bubbles: bool = False,
@@ -96,6 +98,9 @@ def get_forward_backward_func(
         tick, the last stage's answer counts). None: "vocabulary" where it is possible, else "last".
       layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
         evenly. Every device then holds all layers' parameters and spends the time of the longest stage.
+      layer_order: "model": parameters and gradients have their layers in the model's order; with several chunks, or a
+        V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
+        them in the order of `ForwardBackward.layer_order`, in which nothing moves. Metrics are in the model's order.
       trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
         name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
         in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
@@ -257,6 +262,20 @@ class ForwardBackward:
     def grad_dtypes(self, params: PyTree) -> PyTree:
         """Returns the dtype of each gradient: that in which it is summed, a tree like the gradients."""
         return resolved.grad_dtypes(self.options, params)
+
+    def layer_order(self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
+        """Returns the order in which devices hold the layers of these (possibly abstract) parameters in a call.
+
+        None where it is the model's: without a pipeline, with one chunk, or with stages of uneven length, of which
+        every device stores all layers.
+        """
+        if not isinstance(model, Pipelined) or self.pipe == 1:
+            return None
+        # where a kind of schedule puts its chunks is asked of any number of microbatches if the plan leaves it open
+        given = getattr(self.options.schedule, "num_microbatches", 1)
+        schedule = self.schedule_for(given if plan.by_tokens else plan.num_microbatches)
+        layout = pipe.layout_of(num_layers(params), schedule.placement, self.options.layers_per_stage)
+        return LayerOrder(self.mesh, layout) if layout.exchanges else None
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""

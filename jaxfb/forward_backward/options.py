@@ -23,6 +23,7 @@ from jaxfb.trainable import checked_patterns
 
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
+LAYER_ORDERS = ("model", "pipeline")
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,7 @@ class EngineOptions:
     param_specs: Callable[[PyTree], PyTree] | None = None
     head_placement: str | None = None
     layers_per_stage: tuple[int, ...] | None = None
+    layer_order: str = "model"
     trainable: tuple[str, ...] | None = None
     compiler_options: Any = None
     poison_bubbles: bool = False
@@ -74,6 +76,7 @@ class EngineOptions:
                 OPTIMIZER_SHARDINGS,
             ),
             "layers_per_stage": layer_counts(self.layers_per_stage),
+            "layer_order": choice("layer_order", self.layer_order, LAYER_ORDERS),
             "trainable": checked_patterns(self.trainable),
             "compiler_options": checked_options(self.compiler_options),
             "poison_bubbles": boolean("poison_bubbles", self.poison_bubbles),

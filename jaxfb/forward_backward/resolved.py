@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -109,6 +109,7 @@ def resolve(
     if placement is not None and not plan.by_tokens:  # the plan that it is arranged into is resolved again
         schedule = options.schedule_for(size, plan.num_microbatches)
         layout = pipe.layout_of(num_layers(params), schedule.placement, options.layers_per_stage)
+        layout = replace(layout, arranged=options.layer_order == "pipeline")
         check_rows(placement, plan.rows_per_microbatch, size)
     return Resolved(
         mesh,

@@ -27,6 +27,9 @@ from jaxfb.parts import OPTIMIZERS
 from jaxfb.refusal import Refused, function, instance, shown
 from jaxfb.types import PyTree
 
+IN_ANY_ORDER = ("adamw", "lion", "muon", "sgd")
+"""Adafactor's averages over rows and columns have other shapes than the parameters."""
+
 Rate = float | Callable[[jax.Array], jax.Array]
 
 
@@ -44,15 +47,19 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     init, update:  as in optax; `update(grads, state, params, samples=None)`.
     learning_rate: count (or samples, see `.learning_rate.unit`) -> float[].
     weight_decay:  the same for the weight decay.
+    any_order:     whether stacked layers may stand in any order: what it does to one does not depend on its place, and
+                   all that it keeps of a layer has the shape of the parameters.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]
     weight_decay: Callable[[jax.Array], jax.Array]
+    any_order: bool
 
-    def __new__(cls, init, update, learning_rate, weight_decay):
+    def __new__(cls, init, update, learning_rate, weight_decay, any_order=False):
         self = super().__new__(cls, init, update)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
+        self.any_order = any_order
         return self
 
 
@@ -113,7 +120,7 @@ def make_optimizer(
         updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays_of(params))
         return updates, OptimizerState(state.count + 1, lr, inner)
 
-    return Optimizer(init, update, rate, decay)
+    return Optimizer(init, update, rate, decay, any_order=name in IN_ANY_ORDER)
 
 
 def learning_rate_of(

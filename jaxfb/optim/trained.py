@@ -28,5 +28,6 @@ def of_trained(
         return optax.with_extra_args_support(optimizer).update(updates, state, given, **extra_args)
 
     if isinstance(optimizer, Optimizer):
-        return Optimizer(init, update, optimizer.learning_rate, optimizer.weight_decay)
+        rates = optimizer.learning_rate, optimizer.weight_decay
+        return Optimizer(init, update, *rates, optimizer.any_order)
     return optax.GradientTransformationExtraArgs(init, update)

@@ -27,10 +27,13 @@ class Layout:
 
     placement:        placement[device][chunk] is the stage.
     layers_per_stage: number of layers of each stage, in the order of stages.
+    arranged:         whether the stacked layers come in the pipeline's order, each device's chunks one after the other,
+                      and not in the model's.
     """
 
     placement: tuple[tuple[int, ...], ...]
     layers_per_stage: tuple[int, ...]
+    arranged: bool = False
 
     @property
     def num_devices(self) -> int:
@@ -44,6 +47,12 @@ class Layout:
     def even(self) -> bool:
         """Returns whether every stage has as many layers; the stacked layer dim can then be cut over pipe."""
         return len(set(self.layers_per_stage)) == 1
+
+    @property
+    def exchanges(self) -> bool:
+        """Returns whether the stages stand elsewhere than the contiguous cut of the model's order puts them."""
+        in_place = list(range(self.num_devices * self.num_chunks))
+        return self.even and [stage for row in self.placement for stage in row] != in_place
 
     @property
     def longest(self) -> int:
@@ -123,21 +132,32 @@ def layout_of(num_layers: int, placement: Sequence, layers_per_stage: Sequence[i
 def to_chunks(layers: PyTree, layout: Layout) -> PyTree:
     """Returns this device's layers as the placement wants them: leaves [num_chunks, longest, ...].
 
-    From [num_layers / pipe, ...] (the contiguous cut of an even layout) or whole [num_layers, ...].
+    From [num_layers / pipe, ...] (the cut of an even layout, in the order that it defines) or whole [num_layers, ...].
     """
     if not layout.even:
         index = _mine(layout.index)
         return jax.tree.map(lambda leaf: leaf[index], layers)
+    if layout.arranged:
+        return jax.tree.map(lambda leaf: _blocks(leaf, layout), layers)
     return jax.tree.map(lambda leaf: _exchange(_blocks(leaf, layout), layout, back=False), layers)
 
 
 def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
-    """Returns the inverse for gradients: back to the contiguous cut, or summed over pipe to whole [num_layers, ...]."""
+    """Returns the inverse for gradients: back to the cut that they came in, or summed over pipe to whole
+    [num_layers, ...].
+    """
     if not layout.even:
         index = _mine(layout.index)
         zeros = lambda leaf: jnp.zeros((num_layers, *leaf.shape[2:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(lambda leaf: psum(zeros(leaf).at[index].add(leaf), "pipe"), grads)
+    if layout.arranged:
+        return jax.tree.map(_joined, grads)
     return jax.tree.map(lambda leaf: _joined(_exchange(leaf, layout, back=True)), grads)
+
+
+def rearranged(leaf: jax.Array, layout: Layout, back: bool) -> jax.Array:
+    """Returns a device's share [num_layers / pipe, ...] of the pipeline's order from that of the model's, or `back`."""
+    return _joined(_exchange(_blocks(leaf, layout), layout, back))
 
 
 def shift(tree: PyTree, channel: str) -> PyTree:
@@ -151,7 +171,7 @@ def shift(tree: PyTree, channel: str) -> PyTree:
 
 
 def _exchange(blocks: jax.Array, layout: Layout, back: bool) -> jax.Array:
-    if all(source == target for pairs, _, _ in layout.rounds for source, target in pairs):
+    if not layout.exchanges:
         return blocks
     out = blocks
     for number, (pairs, sends, fills) in enumerate(layout.rounds):

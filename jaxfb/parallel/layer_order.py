@@ -1,0 +1,69 @@
+"""The order in which the devices of a pipeline hold the layers, and the way to it from the model's order and back."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache, partial
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.compat import is_traced
+from jaxfb.parallel import pipe
+from jaxfb.parallel.sharding import in_layers, moment_specs
+
+PyTree = Any
+STACKED = P("pipe")
+
+
+@dataclass(frozen=True)
+class LayerOrder:
+    """Moves stacked layers, leaves [num_layers, ...], between the model's order and that of a pipeline.
+
+    In the pipeline's order each device's share of the first dim is its own chunks, one after the other.
+    """
+
+    mesh: Mesh
+    layout: pipe.Layout
+
+    def to_pipeline(self, params: PyTree, donate: bool = False) -> PyTree:
+        """Returns parameters, or their gradients, with "layers" in the pipeline's order, from the model's."""
+        return self._params(params, back=False, donate=donate)
+
+    def to_model(self, params: PyTree) -> PyTree:
+        """Returns parameters, or their gradients, with "layers" in the model's order, from the pipeline's."""
+        return self._params(params, back=True, donate=False)
+
+    def _params(self, params: PyTree, back: bool, donate: bool) -> PyTree:
+        return jax.tree_util.tree_map_with_path(
+            lambda path, leaf: self.move(leaf, back, donate) if in_layers(path) else leaf, params
+        )
+
+    def moments(self, opt_state: PyTree, params: PyTree, back: bool, donate: bool = False) -> PyTree:
+        """Returns an optimizer's state with all that mirrors a stacked parameter in the other order."""
+        places = jax.tree_util.tree_map_with_path(lambda path, _: STACKED if in_layers(path) else P(), params)
+        found = moment_specs(opt_state, params, places)
+        return jax.tree.map(
+            lambda leaf, place: self.move(leaf, back, donate) if place == STACKED else leaf, opt_state, found
+        )
+
+    def move(self, leaf: Any, back: bool, donate: bool = False) -> Any:
+        """Returns one stacked array in the other order; `back`: in the model's. Shapes stay as they are."""
+        if isinstance(leaf, jax.ShapeDtypeStruct):
+            return leaf
+        if is_traced(leaf):
+            return self._moved(back)(leaf)
+        return _program(self, back, donate, leaf.sharding)(leaf)
+
+    def _moved(self, back: bool) -> Callable[[jax.Array], jax.Array]:
+        move = partial(pipe.rearranged, layout=self.layout, back=back)
+        cut = {"in_specs": STACKED, "out_specs": STACKED}
+        return jax.shard_map(move, mesh=self.mesh, axis_names={"pipe"}, check_vma=False, **cut)
+
+
+@lru_cache(maxsize=256)
+def _program(order: LayerOrder, back: bool, donate: bool, place: NamedSharding) -> Callable:
+    return jax.jit(order._moved(back), out_shardings=place, donate_argnums=(0,) if donate else ())

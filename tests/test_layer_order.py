@@ -1,0 +1,188 @@
+"""A pipeline's train state stores layers where the devices use them; whoever reads it finds the model's order."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+import toy
+from comparisons import close
+
+import jaxfb
+from jaxfb.hlo import collectives
+from jaxfb.pipeline_state import PipelineState, in_model_order
+from jaxfb.schedules import Schedule, make
+
+MESH = jaxfb.make_mesh(pipe=2)
+ADAMW = jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1)
+
+
+def step_of(schedule, mesh=MESH, model=toy.model, optimizer=ADAMW, **options):
+    replicas = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2 // replicas, data_parallel=replicas)
+    options |= {} if mesh is None else {"schedule": schedule, "num_chunks": 2}
+    return jaxfb.make_train_step(model, optimizer, mesh, plan, max_grad_norm=0.5, **options)
+
+
+def updated(step, state, number=2, first=0):
+    for seed in range(first, first + number):
+        state, _ = step(state, toy.batch(seed, rows=8))
+    return state
+
+
+def copied(state):
+    return jax.tree.map(jnp.copy, state)
+
+
+def trained(state):
+    return state.params, state.opt_state
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The states of one device after each of three updates."""
+    step = step_of(None, None)
+    states = [step.init(toy.params())]
+    for seed in range(3):
+        states.append(updated(step, copied(states[-1]), 1, seed))
+    return states
+
+
+@pytest.fixture(scope="module")
+def interleaved():
+    return step_of("interleaved")
+
+
+def is_in_the_order_of(schedule, state):
+    """Whether the state stores layers as the schedule's devices hold them, and gives the model's order."""
+    order = [chunk for device in make(schedule, 2, 4, 2).placement for chunk in device]
+    stored, read = state.stored.params["layers"]["w"], state.params["layers"]["w"]
+    assert stored.sharding == read.sharding
+    return order != [0, 1, 2, 3] and np.array_equal(stored, np.asarray(read)[np.array(order)])
+
+
+@pytest.mark.parametrize(
+    "schedule, sizes, options",
+    [
+        ("v_shape", {"pipe": 2, "data": 2}, {"optimizer_sharding": "data"}),
+        pytest.param("zb_v", {"pipe": 2, "fsdp": 2}, {"fsdp_gather": "step"}, marks=pytest.mark.slow),
+        pytest.param("interleaved", {"pipe": 2, "fsdp": 2, "data": 2}, {}, marks=pytest.mark.slow),
+        pytest.param("interleaved", {"pipe": 2}, {"trainable": ["layers"]}, marks=pytest.mark.slow),
+    ],
+)
+def test_updates_are_those_of_one_device(schedule, sizes, options, wanted):
+    step = step_of(schedule, jaxfb.make_mesh(**sizes), **options)
+    state = updated(step, step.init(toy.params()))
+    assert isinstance(state, PipelineState) and isinstance(state, jaxfb.TrainState)
+    assert is_in_the_order_of(schedule, state)
+    if "trainable" in options:
+        step = step_of(None, None, **options)
+        wanted = [None, None, updated(step, step.init(toy.params()))]
+    close(trained(state), trained(wanted[2]))
+
+
+def test_a_state_goes_from_one_schedule_to_another_and_to_one_device(interleaved, wanted):
+    """What is saved is in the model's order; a step takes any state and stores it in its own order."""
+    state = updated(interleaved, interleaved.init(toy.params()), 1)
+    assert is_in_the_order_of("interleaved", state)
+    saved = in_model_order(state)
+    assert type(saved) is jaxfb.TrainState and type(dataclasses.replace(state)) is jaxfb.TrainState
+    close(trained(saved), trained(wanted[1]))
+    names = lambda tree: [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]  # noqa: E731
+    assert names(state) == names(saved)
+    other = step_of("v_shape")
+    assert is_in_the_order_of("v_shape", other.place(state)) and not state.step.is_deleted()
+    close(trained(other.place(state)), trained(wanted[1]))
+    again = interleaved.place(saved)
+    assert is_in_the_order_of("interleaved", again)
+    close(trained(updated(interleaved, again, 1, 1)), trained(wanted[2]))
+    on_one = step_of(None, None)
+    assert type(on_one.place(state)) is jaxfb.TrainState
+    close(trained(updated(on_one, state, 1, 1)), trained(wanted[2]))
+
+
+def test_gradients_are_in_the_order_of_the_model(interleaved, wanted):
+    state, batch = interleaved.init(toy.params()), toy.batch(0, rows=8)
+    one = step_of(None, None)
+    close(interleaved.gradients(state, batch).grads, one.gradients(copied(wanted[0]), batch).grads)
+    state, _ = interleaved.apply(state, interleaved.gradients(state, batch))
+    assert is_in_the_order_of("interleaved", state)
+    close(trained(state), trained(wanted[1]))
+
+
+def moved_once(step):
+    """Bytes of what an update moves along the pipe outside its loops."""
+    state = in_model_order(step.init(toy.params()))
+    program = step.lower(state, toy.batch(0, rows=8)).compile()
+    found = [one for one in collectives(program.as_text()) if "pipe" in one.axes(MESH)]
+    assert any(one.kind == "collective-permute" and one.times > 1 for one in found)
+    return [one.bytes for one in found if one.kind != "all-reduce" and one.times == 1]
+
+
+def test_an_update_moves_no_layer_between_devices(interleaved):
+    hidden, matrix = 2 * toy.SEQ * toy.WIDTH * 8, toy.WIDTH**2 * 8
+    assert set(moved_once(interleaved)) <= {hidden}
+    # a chunk there and its gradient back, for the chunks that change places
+    assert moved_once(step_of("interleaved", layer_order="model")).count(matrix) >= 2
+
+
+def test_layers_stay_in_the_order_of_the_model_where_the_optimizer_may_tell_them_apart():
+    for optimizer in (optax.adam(0.1), jaxfb.make_optimizer("adafactor", learning_rate=0.1)):
+        state = step_of("interleaved", optimizer=optimizer).init(toy.params())
+        assert type(state) is jaxfb.TrainState
+    state = step_of("interleaved", change_gradients=lambda grads, state: grads).init(toy.params())
+    assert type(state) is jaxfb.TrainState
+    assert type(step_of("1f1b", num_chunks=1).init(toy.params())) is jaxfb.TrainState
+    asked = step_of("interleaved", optimizer=optax.adam(0.1), layer_order="pipeline")
+    assert is_in_the_order_of("interleaved", asked.init(toy.params()))
+    with pytest.raises(ValueError, match="layer_order=.pipeline. does not go with change_gradients"):
+        step_of("interleaved", change_gradients=lambda grads, state: grads, layer_order="pipeline")
+
+
+def test_counted_leaves_are_changed_by_the_metrics_of_their_own_layer():
+    """The metrics of layers are in the model's order, and so is what the function of the user receives."""
+
+    def layer(weights, hidden, microbatch, rng):
+        hidden = toy.layer({"w": weights["w"], "b": weights["b"]}, hidden, microbatch, rng)[0]
+        hidden = hidden + jax.lax.stop_gradient(weights["count"])
+        return hidden, jaxfb.LossOutput(
+            {}, {"size": jaxfb.Sum(jnp.abs(hidden).sum(), jnp.float64(hidden.size))}
+        )
+
+    def after(params, metrics):
+        assert params["layers"]["w"].shape[0] == toy.LAYERS
+        return {
+            **params,
+            "layers": {**params["layers"], "count": params["layers"]["count"] + metrics["size"].value},
+        }
+
+    leaves = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "count" in str(path[-1]), params)  # noqa: E731
+    counted = jaxfb.types.Counted(leaves, after=after)
+    model = dataclasses.replace(toy.model, layer=layer, counted=counted)
+    params = toy.params()
+    params["layers"]["count"] = np.zeros((toy.LAYERS, 1))
+    found = []
+    for schedule, mesh in (("v_shape", MESH), (None, None)):
+        step = step_of(schedule, mesh, model)
+        state = step.init(params)
+        assert isinstance(state, PipelineState) == (mesh is not None)
+        found.append(trained(updated(step, state)))
+    assert len({*np.asarray(found[1][0]["layers"]["count"]).ravel()}) == toy.LAYERS
+    close(*found)
+
+
+def test_chunks_of_a_device_may_be_in_any_order():
+    """Stages 1 and 0 on the first device: all stay on their device, and still change places."""
+    actions = {0: "F0.1 F0.0 . . . . B0.0 B0.1", 1: ". . F0.1 F0.0 B0.0 B0.1 . ."}
+    table = [
+        [[actions[d].split()[t].strip(".")] if actions[d].split()[t] != "." else [] for d in (0, 1)]
+        for t in range(8)
+    ]
+    schedule = Schedule.from_table(table, placement=((1, 0), (3, 2)))
+    plan, batch = jaxfb.BatchPlan(rows=8, rows_per_microbatch=8), toy.batch(rows=8)
+    wanted = jaxfb.get_forward_backward_func(None)(toy.model, toy.params(), batch, plan)
+    fb = jaxfb.get_forward_backward_func(MESH, schedule)
+    out = fb(toy.model, toy.params(), batch, plan)
+    close((out.loss, out.grads), (wanted.loss, wanted.grads))
