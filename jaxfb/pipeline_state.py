@@ -64,13 +64,20 @@ def closed(stored: TrainState, order: LayerOrder | None) -> TrainState:
     return stored if order is None else PipelineState.of(stored, order)
 
 
-def in_model_order(state: TrainState) -> TrainState:
-    """Returns the state with its layers in the model's order, as a checkpoint contains them."""
-    return replace(state) if isinstance(state, PipelineState) else state
+def in_model_order(state: TrainState, donate: bool = False) -> TrainState:
+    """Returns the state with its layers in the model's order, as a checkpoint contains them.
+
+    donate: the arrays are overwritten one after the other, so that there is never a second copy of the state.
+    """
+    stored, order = opened(state)
+    if order is None:
+        return state
+    opt_state = order.moments(stored.opt_state, stored.params, back=True, donate=donate)
+    return replace(stored, params=order.to_model(stored.params, donate), opt_state=opt_state)
 
 
 def in_pipeline_order(state: TrainState, order: LayerOrder, donate: bool) -> PipelineState:
-    """Returns a state with its layers in that order, from one in the model's; donate: its arrays are overwritten."""
+    """Returns a state with its layers in that order, from one in the model's; donate: as for `in_model_order`."""
     opt_state = order.moments(state.opt_state, state.params, back=False, donate=donate)
     params = order.to_pipeline(state.params, donate)
     return PipelineState.of(replace(state, params=params, opt_state=opt_state), order)

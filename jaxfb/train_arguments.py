@@ -9,9 +9,11 @@ import jax.numpy as jnp
 
 from jaxfb import gradients
 from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput, check_complete
-from jaxfb.refusal import Refused, boolean, integer, refuse, shown
+from jaxfb.refusal import Refused, boolean, choice, integer, refuse, shown
+from jaxfb.types import Counted
 
 PyTree = Any
 
@@ -122,6 +124,23 @@ def _check_like(name: str, tree: PyTree, like: PyTree, dtypes: bool = True) -> N
                 f"{name}{jax.tree_util.keystr(path)} must be {wanted.dtype}{list(wanted.shape)}, got "
                 f"{leaf.dtype}{list(leaf.shape)}"
             )
+
+
+def layer_order_of(given: Any, optimizer: Any, change_gradients: Any, counted: Counted | None) -> str:
+    """Returns in which order a step stores layers, "pipeline" or "model"; ValueError if it cannot be the one given."""
+    needs = None
+    if change_gradients is not None:
+        needs = "change_gradients, which receives them in the model's order"
+    elif counted is not None and counted.before is not None:
+        needs = "a model with Counted.before, which adds leaves in the model's order"
+    if given is None:
+        return "pipeline" if needs is None and getattr(optimizer, "any_order", False) else "model"
+    if choice("layer_order", given, LAYER_ORDERS) == "pipeline" and needs is not None:
+        raise Refused(
+            f'[train] layer_order="pipeline" does not go with {needs}; use layer_order="model"',
+            [{"layer_order": "model"}],
+        )
+    return given
 
 
 def check_init_function(params: Any) -> None:

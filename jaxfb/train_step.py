@@ -24,7 +24,6 @@ from jaxfb.compat import is_traced
 from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.arguments import check_params
-from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
@@ -39,7 +38,7 @@ from jaxfb.pipeline_state import (
     in_pipeline_order,
     opened,
 )
-from jaxfb.refusal import INT32, Refused, boolean, choice, function, instance, integer
+from jaxfb.refusal import INT32, Refused, boolean, function, instance, integer
 from jaxfb.train_arguments import (
     check_alive,
     check_changed_gradients,
@@ -50,10 +49,11 @@ from jaxfb.train_arguments import (
     check_options,
     check_rows,
     check_state,
+    layer_order_of,
     one_key,
 )
 from jaxfb.train_state import Limits, StepMetrics, TrainState, is_init_function
-from jaxfb.types import Counted, LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined
 from jaxfb.update import Update
 
 PyTree = Any
@@ -112,27 +112,11 @@ def make_train_step(
             [{"dropout": False}],
         )
     counted = model.counted if isinstance(model, Pipelined) else None
-    stores = _layer_order(layer_order, optimizer, change_gradients, counted)
+    stores = layer_order_of(layer_order, optimizer, change_gradients, counted)
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
     if fb.options.trainable is not None:
         optimizer = of_trained(optimizer, fb.trained)
     return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options), stores)
-
-
-def _layer_order(given: Any, optimizer: Any, change_gradients: Any, counted: Counted | None) -> str:
-    """Returns in which order a step stores layers, "pipeline" or "model"; ValueError if it cannot be the one given."""
-    needs = None
-    if change_gradients is not None:
-        needs = "change_gradients, which receives them in the model's order"
-    elif counted is not None and counted.before is not None:
-        needs = "a model with Counted.before, which adds leaves in the model's order"
-    if given is None:
-        return "pipeline" if needs is None and getattr(optimizer, "any_order", False) else "model"
-    if choice("layer_order", given, LAYER_ORDERS) == "pipeline" and needs is not None:
-        raise Refused(
-            f'layer_order="pipeline" does not go with {needs}; leave it out', [{"layer_order": None}]
-        )
-    return given
 
 
 def _on_the_host(leaf: jax.Array) -> Any:

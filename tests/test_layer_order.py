@@ -9,8 +9,11 @@ import optax
 import pytest
 import toy
 from comparisons import close
+from tiny import write_tiny
 
 import jaxfb
+from jaxfb.checkpoint import CheckpointStore
+from jaxfb.cli import main
 from jaxfb.hlo import collectives
 from jaxfb.pipeline_state import PipelineState, in_model_order
 from jaxfb.schedules import Schedule, make
@@ -19,10 +22,10 @@ MESH = jaxfb.make_mesh(pipe=2)
 ADAMW = jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1)
 
 
-def step_of(schedule, mesh=MESH, model=toy.model, optimizer=ADAMW, **options):
+def step_of(schedule, mesh=MESH, model=toy.model, optimizer=ADAMW, chunks=2, **options):
     replicas = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
-    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2 // replicas, data_parallel=replicas)
-    options |= {} if mesh is None else {"schedule": schedule, "num_chunks": 2}
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=max(2 // replicas, 1), data_parallel=replicas)
+    options |= {} if mesh is None else {"schedule": schedule, "num_chunks": chunks}
     return jaxfb.make_train_step(model, optimizer, mesh, plan, max_grad_norm=0.5, **options)
 
 
@@ -95,7 +98,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_one_device(interleaved
     other = step_of("v_shape")
     assert is_in_the_order_of("v_shape", other.place(state)) and not state.step.is_deleted()
     close(trained(other.place(state)), trained(wanted[1]))
-    again = interleaved.place(saved)
+    again = interleaved.place(copied(saved))
     assert is_in_the_order_of("interleaved", again)
     close(trained(updated(interleaved, again, 1, 1)), trained(wanted[2]))
     on_one = step_of(None, None)
@@ -134,7 +137,7 @@ def test_layers_stay_in_the_order_of_the_model_where_the_optimizer_may_tell_them
         assert type(state) is jaxfb.TrainState
     state = step_of("interleaved", change_gradients=lambda grads, state: grads).init(toy.params())
     assert type(state) is jaxfb.TrainState
-    assert type(step_of("1f1b", num_chunks=1).init(toy.params())) is jaxfb.TrainState
+    assert type(step_of("1f1b", chunks=1).init(toy.params())) is jaxfb.TrainState
     asked = step_of("interleaved", optimizer=optax.adam(0.1), layer_order="pipeline")
     assert is_in_the_order_of("interleaved", asked.init(toy.params()))
     with pytest.raises(ValueError, match="layer_order=.pipeline. does not go with change_gradients"):
@@ -155,7 +158,10 @@ def test_counted_leaves_are_changed_by_the_metrics_of_their_own_layer():
         assert params["layers"]["w"].shape[0] == toy.LAYERS
         return {
             **params,
-            "layers": {**params["layers"], "count": params["layers"]["count"] + metrics["size"].value},
+            "layers": {
+                **params["layers"],
+                "count": params["layers"]["count"] + metrics["size"].value[:, None],
+            },
         }
 
     leaves = lambda params: jax.tree_util.tree_map_with_path(lambda path, _: "count" in str(path[-1]), params)  # noqa: E731
@@ -186,3 +192,42 @@ def test_chunks_of_a_device_may_be_in_any_order():
     fb = jaxfb.get_forward_backward_func(MESH, schedule)
     out = fb(toy.model, toy.params(), batch, plan)
     close((out.loss, out.grads), (wanted.loss, wanted.grads))
+
+
+@pytest.mark.slow
+def test_a_run_continues_under_another_schedule(tmp_path):
+    """Its checkpoint is in the model's order: after two more updates the run is where 1F1B alone would be."""
+    sections = {
+        "model": {"num_layers": 4},
+        "lr": {"name": "constant", "warmup": 1},
+        "run": {"updates": 4},
+        "eval": {"every": 100},
+        "checkpoint": {"every": 2},
+    }
+    straight, changed = tmp_path / "straight", tmp_path / "changed"
+    for directory in (straight, changed):
+        directory.mkdir()
+    path = str(write_tiny(straight, **sections))
+    assert main(["train", path, "mesh.pipe=2", "schedule=1f1b"]) == 0
+    path = str(write_tiny(changed, **sections, data={"cache_dir": str(straight / "data")}))
+    assert main(["train", path, "mesh.pipe=2", "schedule=interleaved", "chunks=2", "run.updates=2"]) == 0
+    more = ["mesh.pipe=2", "schedule=v_shape", "chunks=2", "run.updates=4", "--resume", "--allow-changes"]
+    assert main(["train", path, *more]) == 0
+    found = []
+    for directory in (straight, changed):
+        store = CheckpointStore(directory / "run" / "checkpoints", keep_best=None)
+        shapes = {name: shape for name, shape in store.shapes(4).items() if name.startswith("params.layers.")}
+        leaves = {name: jax.ShapeDtypeStruct(shape, jnp.float32) for name, shape in shapes.items()}
+        found.append(store.restore(_nested(leaves), 4, partial=True)[0])
+    close(*found, tolerance=1e-4)  # float32
+
+
+def _nested(leaves):
+    tree = {}
+    for name, leaf in leaves.items():
+        *above, last = name.split(".")
+        node = tree
+        for part in above:
+            node = node.setdefault(part, {})
+        node[last] = leaf
+    return tree

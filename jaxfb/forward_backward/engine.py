@@ -269,11 +269,11 @@ class ForwardBackward:
         None where it is the model's: without a pipeline, with one chunk, or with stages of uneven length, of which
         every device stores all layers.
         """
-        if not isinstance(model, Pipelined) or self.pipe == 1:
-            return None
         # where a kind of schedule puts its chunks is asked of any number of microbatches if the plan leaves it open
         given = getattr(self.options.schedule, "num_microbatches", 1)
         schedule = self.schedule_for(given if plan.by_tokens else plan.num_microbatches)
+        if not isinstance(model, Pipelined) or schedule is None:
+            return None
         layout = pipe.layout_of(num_layers(params), schedule.placement, self.options.layers_per_stage)
         return LayerOrder(self.mesh, layout) if layout.exchanges else None
 

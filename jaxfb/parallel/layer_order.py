@@ -33,9 +33,9 @@ class LayerOrder:
         """Returns parameters, or their gradients, with "layers" in the pipeline's order, from the model's."""
         return self._params(params, back=False, donate=donate)
 
-    def to_model(self, params: PyTree) -> PyTree:
+    def to_model(self, params: PyTree, donate: bool = False) -> PyTree:
         """Returns parameters, or their gradients, with "layers" in the model's order, from the pipeline's."""
-        return self._params(params, back=True, donate=False)
+        return self._params(params, back=True, donate=donate)
 
     def _params(self, params: PyTree, back: bool, donate: bool) -> PyTree:
         return jax.tree_util.tree_map_with_path(

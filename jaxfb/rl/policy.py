@@ -29,6 +29,7 @@ from jaxfb.losses.kl import AdaptiveKL
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
+from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
@@ -122,10 +123,12 @@ class PolicyWork(PostTraining):
         return self.experience.length
 
     def state(self) -> PyTree:
+        self.train_state = in_model_order(self.train_state, donate=True)
         arrays = {**flat(self.train_state), "rollout": self._rows_on_devices()}
         if self._reference is not None:
             arrays["reference"] = self._reference
         if self.critic:
+            self.critic.state = in_model_order(self.critic.state, donate=True)
             arrays["critic"] = flat(self.critic.state)
         return arrays
 

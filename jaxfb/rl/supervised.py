@@ -22,6 +22,7 @@ from jaxfb.data.token_rows import token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
+from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
@@ -96,6 +97,7 @@ class SupervisedWork(PostTraining):
         return found if loss is None else {"eval/loss": loss, **found}
 
     def state(self) -> PyTree:
+        self.train_state = in_model_order(self.train_state, donate=True)
         return flat(self.train_state)
 
     def host(self, done: int) -> dict[str, Any]:

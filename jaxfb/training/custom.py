@@ -19,6 +19,7 @@ from jaxfb.config.custom import CustomConfig
 from jaxfb.display import duration
 from jaxfb.mesh import make_mesh
 from jaxfb.metrics import plot_losses
+from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
 from jaxfb.train_state import Limits, is_init_function
@@ -142,6 +143,7 @@ class Custom:
         return numbers
 
     def state(self) -> PyTree:
+        self.train_state = in_model_order(self.train_state, donate=True)
         return self.train_state
 
     def host(self, done: int) -> dict[str, Any]:

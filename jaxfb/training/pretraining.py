@@ -16,6 +16,7 @@ from jaxfb.batch_plan import BatchPlan, explain_difference
 from jaxfb.config import Config, config_from_dict
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.lora import without_adapters
+from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.train_state import Limits
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
@@ -133,6 +134,7 @@ class Pretraining:
         return self.held_out.evaluate(self.train_state.params)
 
     def state(self) -> PyTree:
+        self.train_state = in_model_order(self.train_state, donate=True)
         return self.train_state
 
     def host(self, done: int) -> dict[str, Any]:

@@ -58,23 +58,23 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
     Returns:
       (what `work.update` returns, the verdict).
     """
-    kept = _kept(work.train_state)
-    _, first = _run(work, number, batch, None)
-    answer, second = _run(work, number, batch, kept)
+    kept, places = _kept(work.train_state), jax.tree.map(lambda leaf: leaf.sharding, work.train_state)
+    _, first = _run(work, number, batch)
+    work.train_state = _back(kept, places)
+    answer, second = _run(work, number, batch)
     if not (leaves := _differing(first, second)):
         bad = failed_self_test(work.mesh)
         return answer, Verdict("device" if bad else "none", (), tuple(bad))
-    answer, third = _run(work, number, batch, kept)
+    work.train_state = _back(kept, places)
+    answer, third = _run(work, number, batch)
     if third in (first, second):
         return answer, Verdict("transient", tuple(leaves))
     bad = failed_self_test(work.mesh)
     return answer, Verdict("device" if bad else "software", tuple(leaves), tuple(bad))
 
 
-def _run(work: Work, number: int, batch: Any, kept: PyTree | None) -> tuple[Any, Sums]:
-    """Computes the update, from the kept state unless it is None; returns its answer and the new state's sums."""
-    if kept is not None:
-        work.train_state = _back(kept, jax.tree.map(lambda leaf: leaf.sharding, work.train_state))
+def _run(work: Work, number: int, batch: Any) -> tuple[Any, Sums]:
+    """Computes the update; returns its answer and the new state's sums."""
     answer = work.update(number, batch)
     leaves = jax.tree_util.tree_leaves_with_path(work.train_state)
     return answer, _sums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})

@@ -157,6 +157,19 @@ def packed_step(dropout=True):
     )
 
 
+def reordered_step(layer_order="pipeline"):
+    return jaxfb.make_train_step(
+        Pipelined(lambda *_: None, lambda *_: None, lambda *_: None),
+        optax.sgd(0.1),
+        make_mesh(pipe=2),
+        BatchPlan(rows=8, rows_per_microbatch=2),
+        schedule="v_shape",
+        num_chunks=2,
+        change_gradients=lambda grads, state: grads,
+        layer_order=layer_order,
+    )
+
+
 def options_on_fsdp(**given):
     return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
 
@@ -316,6 +329,7 @@ REFUSED = [
     (clip, dict(max_grad_norm=-1.0)),
     (clip, dict(clip_convention="torhc")),
     (packed_step, dict(dropout=True)),
+    (reordered_step, dict(layer_order="pipeline")),
     # losses and tasks
     (jaxfb.PreferenceLoss, dict(kind="sigmoidd")),
     (jaxfb.PreferenceLoss, dict(kind="hinge", label_smoothing=0.1)),

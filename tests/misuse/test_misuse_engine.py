@@ -81,6 +81,7 @@ OPTIONS = {
     "layers_per_stage": maybe(
         lambda value: isinstance(value, list | tuple | range) or hasattr(value, "shape")
     ),
+    "layer_order": one_of(("model", "pipeline")),
     "trainable": maybe(
         lambda value: isinstance(value, list | tuple) and all(isinstance(one, str) for one in value)
     ),

@@ -103,6 +103,7 @@ CALLS = [
             "plan": nothing,
             "max_grad_norm": maybe(numbers(above=0, most=FLOAT32)),
             "clip_convention": one_of(("exact", "torch")),
+            "layer_order": one_of((None, "model", "pipeline")),
             "loss_scale": maybe(nothing),
             "dropout": boolean,
             "count_zeros": boolean,
