@@ -108,14 +108,26 @@ def test_experts_of_several_devices_are_gathered_ahead():
     close(ahead.grads, now.grads)
 
 
-def carries_gathered(program):
-    """Whether a loop hands what it gathers to its next turn."""
+def carried_gathers(program):
+    """(gather, the loop's body) wherever a loop hands what it gathers to its next turn."""
     for eqn in equations(program):
         if eqn.primitive.name == "scan":
             body = eqn.params["jaxpr"].jaxpr
-            made = {id(var) for one in body.eqns if gathers(one) for var in one.outvars}
-            if any(id(var) in made for var in body.outvars):
-                return True
+            made = {id(var): one for one in body.eqns if gathers(one) for var in one.outvars}
+            yield from ((made[id(var)], body) for var in body.outvars if id(var) in made)
+
+
+def depends_on(name, eqn, body):
+    """Whether an equation of that name is among those whose results lead to this one."""
+    maker = {id(var): one for one in body.eqns for var in one.outvars}
+    wanted, seen = [eqn], set()
+    while wanted:
+        one = wanted.pop()
+        makers = [maker[id(var)] for var in one.invars if id(var) in maker]
+        if any(made.primitive.name == name for made in makers):
+            return True
+        wanted += [made for made in makers if id(made) not in seen]
+        seen |= {id(made) for made in makers}
     return False
 
 
@@ -131,4 +143,7 @@ def test_it_is_the_default_on_accelerators(topology):
     where = parse_topology(topology)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(where)))
     traced = job.step.trace(job.state, job.batch).jaxpr
-    assert carries_gathered(traced) == (topology != "cpu:4")
+    carried = list(carried_gathers(traced))
+    assert bool(carried) == (topology != "cpu:4")
+    # what the next turn begins with is gathered after this turn's first layer, whose parameters lie where it will
+    assert all(depends_on("optimization_barrier", eqn, body) for eqn, body in carried)
