@@ -64,8 +64,8 @@ class Ahead:
 
         def pair(carried, turns):
             carried, first = step(carried, turns[0])
-            # the second layer's turn too is behind the barrier: gathered earlier, the parameters of the next turn's first
-            # layer could not lie where this turn's still are
+            # the second layer's turn too is behind the barrier: gathered earlier, the parameters of the next turn's
+            # first layer could not lie where this turn's still are
             carried, second = step(*lax.optimization_barrier((carried, turns[1])))
             return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
 
