@@ -14,9 +14,8 @@ import numpy as np
 from jaxfb.models.adapted import A, B, LoRA
 from jaxfb.models.lora import changed, projections
 from jaxfb.models.pattern import LEADING, is_layer, layer_name, named
-from jaxfb.pretrained.families.deepseek_v3 import DEEPSEEK_V3
+from jaxfb.pretrained.architectures import ARCHITECTURES
 from jaxfb.pretrained.family import Architecture
-from jaxfb.pretrained.tensors import DENSE
 from jaxfb.refusal import Refused
 
 PyTree = Any
@@ -193,14 +192,19 @@ def _module(name: str, architecture: Architecture | None = None) -> str:
 
     architecture: None for the name that it has wherever it is a module of its own.
     """
-    names = {**DEEPSEEK_V3.layer_names, **DENSE} if architecture is None else architecture.layer_names
-    stored = names.get(f"{name}.kernel")
+    stored = (_usual_names() if architecture is None else architecture.layer_names).get(f"{name}.kernel")
     if not isinstance(stored, str):
         raise Refused(
             f"[lora] {name} has no adapter in PEFT's format: transformers has no module of its own for that kernel; "
             "export the merged model, without --adapter"
         )
     return stored.removesuffix(".weight")
+
+
+def _usual_names() -> dict[str, str]:
+    """Returns the tensor's name of each of our arrays, from all architectures that store it as one tensor."""
+    found = [architecture.layer_names for _, architecture in ARCHITECTURES.items()]
+    return {ours: stored for names in found for ours, stored in names.items() if isinstance(stored, str)}
 
 
 def _keys(module: str, node: Mapping[str, Any], stack: _Stack) -> dict[str, tuple[str, int, tuple[int, ...]]]:

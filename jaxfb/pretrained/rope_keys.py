@@ -42,6 +42,13 @@ def rope_sizes(values: Mapping[str, Any]) -> dict[str, Any]:
     if kind == "default":
         return {"rope_theta": theta}
     kind = "longrope" if kind == "su" else kind  # what it was called at first
+    if kind == "dynamic":
+        length = _original(rope, values)
+        raise Refused(
+            "[hf] rope_type='dynamic' is not supported: its frequencies follow the length of the text so far, and "
+            f"cached keys would not be those of training; texts of at most {length} tokens are computed the same "
+            "with rope_type='default' in config.json"
+        )
     if kind not in KINDS:
         raise Refused(
             f"[hf] rope_type={kind!r} is not supported; it must be one of default, {', '.join(KINDS)}"

@@ -67,3 +67,27 @@ def test_layers_of_other_types_are_refused(keys, sentence):
     config = json.loads((GOLDEN / "hf_qwen2_tiny" / "config.json").read_text())
     with pytest.raises(ValueError, match=sentence):
         sizes_of({**config, **keys})
+
+
+@pytest.mark.parametrize("of_local", [{}, {"rope_type": "linear", "factor": 2.0}])
+def test_each_kind_of_gemma_3_has_its_own_scaling(of_local):
+    values = json.loads((GOLDEN / "hf_gemma3_tiny" / "config.json").read_text())
+    values["rope_parameters"]["sliding_attention"] |= of_local
+    found = stack_of(sizes_of(values)).period
+    assert {layer.window: (layer.rope_scaling and layer.rope_scaling.factor) for layer in found} == {
+        5: of_local.get("factor"),
+        None: 8.0,
+    }
+    if not of_local:  # as Gemma 3 was published
+        del values["rope_parameters"]
+        older = {
+            "rope_theta": 1e5,
+            "rope_local_base_freq": 1e4,
+            "rope_scaling": {"factor": 8.0, "rope_type": "linear"},
+        }
+        assert stack_of(sizes_of(values | older)).period == found
+    values["rope_parameters"] = {
+        "sliding_attention": {"rope_theta": 1e4, "rope_type": "linear", "factor": 2.0},
+        "full_attention": {"rope_theta": 1e5, "rope_type": "default"},
+    }
+    assert [layer.rope_scaling is None for layer in stack_of(sizes_of(values)).period] == [True, False]

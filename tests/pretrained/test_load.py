@@ -159,8 +159,12 @@ def test_tensors_that_do_not_fit_are_listed_before_anything_is_read(copied):
         ({"hidden_act": "relu"}, "only hidden_act='silu' is"),
         ({"attention_bias": True}, "self_attn.q_proj.bias: missing"),
         (
-            {"rope_scaling": {"rope_type": "dynamic"}, "rope_parameters": None},
+            {"rope_scaling": {"rope_type": "ntk"}, "rope_parameters": None},
             "default, linear, llama3, yarn, longrope",
+        ),
+        (
+            {"rope_scaling": {"type": "dynamic"}, "rope_parameters": None},
+            "with rope_type='default' in config",
         ),
         ({"quantization_config": {"quant_method": "gptq"}}, "quantised (gptq)"),
         ({"num_attention_heads": 5}, "head"),

@@ -36,10 +36,12 @@ def _sizes(values: Values) -> dict[str, Any]:
     every = found[0] or found[1] or 6
     types = types_of(values, [SLIDING if (layer + 1) % every else FULL for layer in range(number)])
     ropes = _ropes(values)
-    kinds = {SLIDING: LayerKind(window=window), FULL: LayerKind(**ropes[FULL])}
+    local = LayerKind(window=window, rope_scaling=ropes[SLIDING].get("rope_scaling"))
+    kinds = {SLIDING: local, FULL: LayerKind(**ropes[FULL])}
     return {
         **later_gemma_sizes(values),
-        **ropes[SLIDING],
+        "rope_theta": ropes[SLIDING]["rope_theta"],
+        "rope_scaling": None,  # a kind without scaling takes the model's
         **stack_sizes([kinds[kind] for kind in types]),
         "qk_norm": True,
         "logit_softcap": values.get("final_logit_softcapping"),
