@@ -18,6 +18,7 @@ from flax import nnx
 
 from jaxfb.models.activations import gated
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.products import product_of_tokens
 from jaxfb.parallel.context import own_part, size_here
 from jaxfb.parallel.tensor import constrain, residual_stream
 
@@ -31,7 +32,7 @@ class Linear(nnx.Linear):
     adapter: Any = None
 
     def __init__(self, *sizes: int, use_bias: bool = False, **options: Any):
-        super().__init__(*sizes, use_bias=use_bias, **options)
+        super().__init__(*sizes, use_bias=use_bias, dot_general=product_of_tokens, **options)
 
     def __call__(self, inputs: jax.Array, *more: Any, **options: Any) -> jax.Array:
         out = super().__call__(inputs, *more, **options)
