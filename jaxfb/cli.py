@@ -243,11 +243,12 @@ def _chat(options) -> None:
 
 
 def _chaos(options) -> int:
-    for name in ("kills", "flips"):
+    for name in ("kills", "flips", "skip"):
         integer(f"--{name}", getattr(options, name), least=0)
     from jaxfb.chaos import command
 
-    return command.main(options.kills, options.flips, not options.no_faults, tuple(options.overrides))
+    faults, overrides = not options.no_faults, tuple(options.overrides)
+    return command.main(options.kills, options.flips, faults, overrides, options.skip)
 
 
 def _replay(options) -> int:

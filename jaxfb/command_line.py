@@ -240,6 +240,13 @@ def _add_chaos(verbs) -> None:
     chaos = _verb(verbs, "chaos", text)
     chaos.add_argument("--kills", type=int, default=17, metavar="N", help="processes to kill (default: 17)")
     chaos.add_argument(
+        "--skip",
+        type=int,
+        default=0,
+        metavar="N",
+        help="leave out the first N of the kills, to continue a call",
+    )
+    chaos.add_argument(
         "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
     )
     chaos.add_argument("--no-faults", action="store_true", help="leave out the faults inside a process")

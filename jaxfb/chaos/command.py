@@ -5,6 +5,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 
 from jaxfb.chaos import trials
@@ -12,9 +13,12 @@ from jaxfb.chaos.runs import Laboratory
 from jaxfb.chaos.trials import Outcome, Trial
 
 
-def chosen(kills: int, flips: int, faults: bool, devices: int) -> Iterator[Trial]:
-    """Returns the trials of one call: so many kills and flipped bits, and every fault once."""
-    yield from trials.kills(kills)
+def chosen(kills: int, flips: int, faults: bool, devices: int, skip: int = 0) -> Iterator[Trial]:
+    """Returns the trials of one call: so many kills and flipped bits, and every fault once.
+
+    skip: of the kills, so many are left out, from the first on.
+    """
+    yield from islice(trials.kills(kills), skip, None)
     yield from (trials.flipped_bit(seed) for seed in range(flips))
     if faults:
         yield from trials.faults()
@@ -36,13 +40,13 @@ def run_trials(
     return outcomes
 
 
-def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = ()) -> int:
-    """Runs all trials in a directory that is removed; returns 0 if nothing was wrong."""
+def main(kills: int, flips: int, faults: bool, overrides: tuple[str, ...] = (), skip: int = 0) -> int:
+    """Runs all trials but the first `skip` kills in a directory that is removed; returns 0 if nothing was wrong."""
     import jax
 
     with tempfile.TemporaryDirectory() as directory:
         laboratory = Laboratory(Path(directory), overrides)
-        outcomes = run_trials(chosen(kills, flips, faults, jax.device_count()), laboratory)
+        outcomes = run_trials(chosen(kills, flips, faults, jax.device_count(), skip), laboratory)
     bad = [outcome for outcome in outcomes if outcome.problems]
     print(f"{len(outcomes)} trials, {len(bad)} with a problem")
     return 1 if bad else 0

@@ -36,8 +36,9 @@ def texts_of(path: Path, column: str) -> Iterator[str | None]:
             schema, batches = _opened(path, column, opened)
             _check_column(path, column, schema)
             for batch in batches:
+                batch.validate(full=True)  # offsets that point elsewhere would be followed, text be no UTF-8
                 yield from batch.column(column).to_pylist()
-    except (pyarrow.ArrowException, OSError) as error:
+    except (pyarrow.ArrowException, OSError, UnicodeDecodeError) as error:  # the last: names in the schema
         reason = str(error).partition("\n")[0]
         raise Refused(f"[data] {path} cannot be read to its end: {reason}; make it again") from None
 

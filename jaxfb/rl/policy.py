@@ -44,9 +44,9 @@ from jaxfb.rl.work import PostTraining, flat
 from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.trainable import joined
 from jaxfb.training.changes import changes_between
-from jaxfb.training.machine import check_table
+from jaxfb.training.machine import check_sampler, check_table
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import compute_dtype
+from jaxfb.training.setup import compute_dtype, param_dtype
 
 PyTree = Any
 WITHOUT_SIGNAL = "rollouts_without_signal"
@@ -251,7 +251,10 @@ def make_policy_work(
     length = row_slots(sampler.prompt_width, sampler.max_new_tokens, base.mesh)
     if config.warm_start.updates:
         check_table("warm_start", config.warm_start.rows, length)
-    check_table("rollout", config.rollout.prompts * config.rollout.samples_per_prompt, length)
+    rows = config.rollout.prompts * config.rollout.samples_per_prompt
+    check_table("rollout", rows, length)
+    slots, dtype = sampler.prompt_width + sampler.max_new_tokens, sampler.compute_dtype
+    check_sampler(base.sizes, base.mesh, rows, slots, dtype or param_dtype(config))
     plan = planned(base, lambda base: _rollout_plan(base, length))
     loss = PolicyLoss(
         make_surrogate(config.policy.surrogate, **config.policy.options),

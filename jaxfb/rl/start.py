@@ -33,7 +33,7 @@ from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.refusal import Refused
 from jaxfb.train_state import TrainState
 from jaxfb.train_step import TrainStep, make_train_step
-from jaxfb.training.machine import check_model, check_rows
+from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
 from jaxfb.training.setup import (
     POST_TRAINING,
@@ -191,6 +191,7 @@ def make_base(config: Kind) -> Base[Kind]:
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
+    check_continuation(sizes, config.eval.tokens)
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)

@@ -16,9 +16,11 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.generate import cache_of
 from jaxfb.refusal import Refused
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
+FEW_SLOTS = 8  # of which the keys and values are counted, to know those of one
 SLOT_BYTES = 16  # of a row on the host: tokens, targets, segments and the mask of the loss, 4 bytes each
 
 
@@ -96,6 +98,27 @@ def check_model(sizes: TransformerConfig, mesh: Mesh, itemsize: int) -> None:
             f"[model] {count:,} parameters (num_layers={sizes.num_layers}, hidden_size={sizes.hidden_size}, "
             f"vocab_size={sizes.vocab_size}, num_experts={sizes.num_experts}) take {_gb(count * itemsize)}, but "
             f"the memory of all {mesh.size} devices is {_gb(memory * mesh.size)}; use a smaller model or more devices"
+        )
+
+
+def check_sampler(sizes: TransformerConfig, mesh: Mesh, rows: int, slots: int, dtype: Any) -> None:
+    """Refuses the responses of one rollout whose keys and values are larger than the memory of all devices.
+
+    slots: of a row, for its prompt and response. dtype: that is sampled with.
+
+    Raises:
+      ValueError: names the sizes, and the greatest number of rows or their greatest length.
+    """
+    memory = device_memory(mesh)
+    short = jax.tree.leaves(cache_of(sizes, 1, FEW_SLOTS, dtype))
+    each = sum(leaf.size * leaf.dtype.itemsize for leaf in short) // FEW_SLOTS
+    if memory is not None and rows * slots * each > memory * mesh.size:
+        most = memory * mesh.size // (each * slots)
+        use = f"{most} rows" if most else f"rows of {memory * mesh.size // (each * rows)} tokens"
+        raise Refused(
+            f"[rollout] {rows} responses of up to {slots} tokens, prompts included, need "
+            f"{_gb(rows * slots * each)} for keys and values, but the memory of all {mesh.size} devices is "
+            f"{_gb(memory * mesh.size)}; use at most {use}"
         )
 
 

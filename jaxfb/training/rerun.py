@@ -60,12 +60,12 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
     """
     kept, places = _kept(work.train_state), jax.tree.map(lambda leaf: leaf.sharding, work.train_state)
     _, first = _run(work, number, batch)
-    work.train_state = _back(kept, places)
+    _put_back(work, kept, places)
     answer, second = _run(work, number, batch)
     if not (leaves := _differing(first, second)):
         bad = failed_self_test(work.mesh)
         return answer, Verdict("device" if bad else "none", (), tuple(bad))
-    work.train_state = _back(kept, places)
+    _put_back(work, kept, places)
     answer, third = _run(work, number, batch)
     if third in (first, second):
         return answer, Verdict("transient", tuple(leaves))
@@ -103,6 +103,9 @@ def _kept(state: PyTree) -> PyTree:
     return jax.block_until_ready(jax.tree.map(copy, state))
 
 
-def _back(kept: PyTree, places: PyTree) -> PyTree:
-    """Returns the kept state on the devices, once more as a copy: the update donates it."""
-    return jax.tree.map(lambda leaf, place: jax.device_put(leaf, place, may_alias=False), kept, places)
+def _put_back(work: Work, kept: PyTree, places: PyTree) -> None:
+    """Replaces the train state by a copy of the kept one: the update donates it."""
+    work.train_state = None  # type: ignore[assignment] # its memory is free for the copy
+    work.train_state = jax.tree.map(
+        lambda leaf, place: jax.device_put(leaf, place, may_alias=False), kept, places
+    )

@@ -68,6 +68,12 @@ def test_kills_cover_every_point_of_every_job():
     assert {f"kill rl {point}:1" for point in ("rollout", "rollout.done")} <= set(names[:17])
 
 
+def test_a_call_continues_where_another_was_interrupted():
+    names = [trial.name for trial in command.chosen(6, 1, True, 1, skip=4)]
+    assert names[:3] == [*[trial.name for trial in trials.kills(6)][4:], "flip 0"]
+    assert [trial.name for trial in command.chosen(2, 0, False, 1, skip=3)] == []
+
+
 def test_a_job_has_a_laboratory_of_its_own(tmp_path):
     laboratory = Laboratory(tmp_path, ("run.updates=3",))
     assert laboratory.of(TRAIN) is laboratory and laboratory.of(RL) is laboratory.of(RL)

@@ -102,10 +102,10 @@ def config(seed):
     rng = random.Random(seed)
     name = rng.choice(BASES)
     values = _parse(starter_text(name) or "", name)
-    every = list(keys(kind_of(values)))
-    changed = []
+    kind, changed = kind_of(values), []
+    every = list(keys(kind))
     for path, hint in rng.sample(every, rng.choice((1, 1, 1, 2, 3))):
-        node, cls = values, kind_of(values)
+        node, cls = values, kind
         for name in path[:-1]:
             cls = sections_of(fields_of(cls)[name])[0]
             if not isinstance(node.get(name), dict):

@@ -37,7 +37,7 @@ NOT_DATA = {
     """,
     "other processes, devices or slices": """
         mesh.py::make_mesh training/cluster.py::_numbered training/machine.py::check_model
-        training/machine.py::check_table
+        training/machine.py::check_sampler training/machine.py::check_table
     """,
     "other code of the caller's: a model, a loss, a callback, a table, rows": """
         callbacks.py::_check_names forward_backward/engine.py::ForwardBackward.check_plan
