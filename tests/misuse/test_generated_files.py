@@ -1,8 +1,8 @@
 """A few of the damaged files that `python tests/misuse/data_files.py` draws by the thousand."""
 
 import pytest
-
 from data_files import outcome, table
+
 from jaxfb.data import DataConfig, prepare
 
 
@@ -19,5 +19,5 @@ def test_a_column_of_bytes_that_are_no_text_is_refused(tmp_path):
     pytest.importorskip("pyarrow")
     path = tmp_path / "a.arrow"
     path.write_bytes(table("arrow").replace(b"Ways", b"\xffays"))
-    with pytest.raises(ValueError, match="cannot be read to its end: Invalid UTF8"):
+    with pytest.raises(ValueError, match="cannot be read to its end: .*Invalid UTF8"):
         prepare(DataConfig(source="arrow", path=str(path), tokenizer="bytes", cache_dir=str(tmp_path / "c")))
