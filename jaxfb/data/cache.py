@@ -19,7 +19,7 @@ from jaxfb.data.fingerprint import fingerprints
 from jaxfb.refusal import Refused
 
 log = logging.getLogger(__name__)
-SEAL = "meta.json"  # written last: the facts, and the fingerprint of every other file
+SEAL = "meta.json"  # written last: the facts, the fingerprint of every other file, and a digest of both
 ABANDONED_AFTER_SECONDS = 24 * 3600
 
 
@@ -72,6 +72,9 @@ def read_whole(directory: Path) -> dict | None:
     """
     try:
         sealed = json.loads((directory / SEAL).read_text())
+        content = {name: sealed[name] for name in ("facts", "files")}
+        if sealed not in (content, _with_digest(content)):  # older ones have no digest
+            return None
         names = list(sealed["files"])
         whole = fingerprints(directory / name for name in names) == [sealed["files"][name] for name in names]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
@@ -82,11 +85,16 @@ def read_whole(directory: Path) -> dict | None:
 def _seal(draft: Path, facts: dict) -> None:
     files = sorted(path for path in draft.iterdir() if path.is_file())
     named = dict(zip((path.name for path in files), fingerprints(files), strict=True))
-    (draft / SEAL).write_text(json.dumps({"facts": facts, "files": named}, indent=1))
+    content = json.loads(json.dumps({"facts": facts, "files": named}))
+    (draft / SEAL).write_text(json.dumps(_with_digest(content), indent=1))
     for path in [*files, draft / SEAL, draft]:
         descriptor = os.open(path, os.O_RDONLY)
         os.fsync(descriptor)
         os.close(descriptor)
+
+
+def _with_digest(content: dict) -> dict:
+    return {**content, "digest": digest(content)}
 
 
 def _publish(draft: Path, directory: Path) -> dict:

@@ -100,10 +100,16 @@ def test_a_cache_whose_bytes_changed_is_made_again(config, tmp_path, caplog):
     settings = config(source="text", path=str(tmp_path / "book.txt"), tokenizer="bytes")
     first = prepare(settings)
     whole = [batch.copy() for batch in first.train.gather(np.arange(len(first.train))).values()]
-    for name in ("train.bin", "train.documents.npy", "offset.npy"):
+    places = {
+        "train.bin": -1,
+        "train.documents.npy": -1,
+        "offset.npy": -1,
+        "meta.json": 20,
+    }  # the last: facts
+    for name, place in places.items():
         path = next(cache_directory(settings.cache_dir).rglob(name))
         content = bytearray(path.read_bytes())
-        content[-1] ^= 64
+        content[place] ^= 64
         path.write_bytes(content)
         caplog.clear()
         with caplog.at_level(logging.WARNING, "jaxfb"):
