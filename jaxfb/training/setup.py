@@ -230,6 +230,11 @@ def model_sizes(config: Config | PostTrainingConfig, vocab_size: int) -> Transfo
     assert config.model is not None  # a config of pretraining has one
     rounded = -(-vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE
     if config.model.vocab_size is not None and config.model.vocab_size < vocab_size:
+        if (source := getattr(config.model, "from_", None)) is not None:
+            raise Refused(
+                f"[model] the model of {source} has {config.model.vocab_size} ids, fewer than the {vocab_size} of the "
+                "tokenizer; put the model's own tokenizer.json into that directory"
+            )
         raise Refused(
             f"[model] vocab_size={config.model.vocab_size} is below the {vocab_size} ids of the tokenizer; "
             f"use {rounded}, or leave it out",

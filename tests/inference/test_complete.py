@@ -1,6 +1,7 @@
 """`jaxfb generate` and `jaxfb chat` on a directory of Hugging Face files: batches, samples, pieces, a conversation."""
 
 import json
+from pathlib import Path
 
 import chex
 import jax
@@ -104,6 +105,14 @@ def test_a_model_computes_in_the_dtype_that_is_asked_for(directory, capsys):
         open_model(directory, dtype="half")
     command = ["generate", str(directory), "mesh.tensor=3", "--prompt", "Who?"]
     assert main(command) == 2 and "cannot be made of 8 devices" in capsys.readouterr().err
+
+
+def test_a_directory_without_its_tokenizer_is_refused():
+    golden = Path(__file__).parent.parent / "golden" / "hf_llama_tiny"
+    with pytest.raises(
+        ValueError, match="has 37 ids, fewer than the 257 of the tokenizer; put the model's own"
+    ):
+        open_model(golden)
 
 
 def test_samples_differ_and_return_with_their_seed(model):
