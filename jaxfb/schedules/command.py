@@ -42,7 +42,7 @@ def chosen(
 def compared(
     pipe: int | None, microbatches: int | None, chunks: int | None, costs: Mapping[str, float]
 ) -> str:
-    """Compares all kinds side by side, and Megatron's own orders."""
+    """Compares all kinds side by side, and the published orders of Megatron, ZB-V and DualPipeV."""
     pipe, microbatches = _required(pipe, microbatches)
     _check_costs(costs)
     if costs["head"]:

@@ -5,9 +5,16 @@ from typing import NamedTuple
 
 from jaxfb.refusal import refuse
 from jaxfb.schedules.by_name import make
+from jaxfb.schedules.dualpipe_v import dualpipe_v_orders
+from jaxfb.schedules.earliest import time_of
 from jaxfb.schedules.kinds import KINDS
-from jaxfb.schedules.megatron import megatron_order, megatron_time
+from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
+from jaxfb.schedules.placement import v_placement
+from jaxfb.schedules.published import zb_v_orders
 from jaxfb.schedules.sizes import checked_costs, checked_sizes
+
+COSTS = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
+PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
 
 
 class ComparisonRow(NamedTuple):
@@ -38,8 +45,8 @@ def comparison(
     """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
-    `num_chunks` (at least two), zero_bubble both. Megatron's times are of independent ranks with free transport,
-    ours of lockstep ticks.
+    `num_chunks` (at least two), zero_bubble both. The times of Megatron's orders, and of the published ZB-V and DualPipeV,
+    are of independent ranks with free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
     costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
@@ -49,7 +56,7 @@ def comparison(
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:
         rows += [_megatron(num_stages, num_microbatches, chunks, costs)]
-    return rows
+    return rows + [_published(name, num_stages, num_microbatches, costs) for name in PUBLISHED]
 
 
 def comparison_table(rows: Sequence[ComparisonRow]) -> str:
@@ -93,3 +100,12 @@ def _megatron(num_stages: int, num_microbatches: int, num_chunks: int, costs: di
     peaks = tuple(rank.max_in_flight for rank in ranks)
     name = "Megatron 1F1B" if num_chunks == 1 else "Megatron interleaved"
     return ComparisonRow(name, num_chunks, None, time, 1 - ideal / time, peaks, max(peaks) / num_chunks)
+
+
+def _published(name: str, num_stages: int, num_microbatches: int, costs: dict) -> ComparisonRow:
+    orders = PUBLISHED[name](num_stages, num_microbatches)
+    halves = {kind: costs[cost] / 2 for kind, cost in COSTS.items()}
+    time = time_of(orders, v_placement(num_stages), halves)
+    peaks = tuple(map(most_in_flight, orders))
+    bubble = 1 - num_microbatches * sum(costs.values()) / time
+    return ComparisonRow(name, 2, None, time, bubble, peaks, max(peaks) / 2)

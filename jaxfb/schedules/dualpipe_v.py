@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass, field
 
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.earliest import earliest
 from jaxfb.schedules.kinds import schedule_kind
 from jaxfb.schedules.placement import check_two_chunks, v_placement
+from jaxfb.schedules.steps import Steps
 from jaxfb.schedules.table import Schedule
 
 
@@ -30,57 +29,34 @@ def dualpipe_v(num_stages: int, num_microbatches: int, num_chunks: int) -> Sched
     """
     check_two_chunks("dualpipe_v", num_chunks, instead="zero_bubble")
     placement = v_placement(num_stages)
-    # the order is defined from 2P microbatches on; without the last of them it stays a possible one
-    count = max(num_microbatches, 2 * num_stages)
-    orders = [_Order().of(num_stages, count, device) for device in range(num_stages)]
-    wanted = [[a for a in order if a.microbatch < num_microbatches] for order in orders]
-    ticks = tuple(earliest(wanted, placement))
+    ticks = tuple(earliest(dualpipe_v_orders(num_stages, num_microbatches), placement))
     return Schedule("dualpipe_v", num_stages, num_microbatches, 2, ticks, placement, by_device=True)
 
 
-@dataclass
-class _Order:
-    """Counts microbatches of each kind and chunk, and keeps the weight gradients that are put off."""
+def dualpipe_v_orders(num_stages: int, num_microbatches: int) -> list[list[Action]]:
+    """Returns each device's actions in the published order."""
+    # it is defined from 2P microbatches on; without the last of them it stays a possible one
+    count = max(num_microbatches, 2 * num_stages)
+    orders = [_order(num_stages, count, device) for device in range(num_stages)]
+    return [[action for action in order if action.microbatch < num_microbatches] for order in orders]
 
-    begun: Counter = field(default_factory=Counter)
-    put_off: deque[Action] = field(default_factory=deque)
 
-    def of(self, num_stages: int, num_microbatches: int, device: int) -> list[Action]:
-        """Returns a device's actions in the published order of eight steps."""
-        below = num_stages - 1 - device
-        return [
-            *self._each(2 * below, "F0"),
-            *self._each(device + 1, "F0 F1"),
-            *self._each(below, "b1 w F1"),
-            *self._each(num_microbatches - 2 * num_stages + device + 1, "F0 B1 F1 B0"),
-            *self._each(below, "B1 F1 B0"),
-            *self._last_backwards(device),
-            *self._each(below, "w b0"),
-            *self._each(device + 1, "w"),
-        ]
+def _order(num_stages: int, num_microbatches: int, device: int) -> list[Action]:
+    """Returns a device's actions in eight steps."""
+    steps, below = Steps(), num_stages - 1 - device
+    return [
+        *steps.each(2 * below, "F0"),
+        *steps.each(device + 1, "F0 F1"),
+        *steps.each(below, "b1 w F1"),
+        *steps.each(num_microbatches - 2 * num_stages + device + 1, "F0 B1 F1 B0"),
+        *steps.each(below, "B1 F1 B0"),
+        *_last_backwards(steps, device),
+        *steps.each(below, "w b0"),
+        *steps.each(device + 1, "w"),
+    ]
 
-    def _each(self, times: int, steps: str) -> Iterator[Action]:
-        for _ in range(times):
-            for step in steps.split():
-                yield from self._step(step)
 
-    def _last_backwards(self, device: int) -> Iterator[Action]:
-        """Yields B of both chunks in turn; from the middle on their weight gradients are put off."""
-        for i in range(2 * (device + 1)):
-            yield from self._step(("B" if i <= device else "b") + str(1 - i % 2))
-
-    def _step(self, step: str) -> Iterator[Action]:
-        """Yields F, B with its W, b (B whose W is put off), or w (the oldest W that was put off)."""
-        if step == "w":
-            yield self.put_off.popleft()
-            return
-        kind, chunk = step[0].upper(), int(step[1])
-        action = Action(kind, self.begun[step.upper()], chunk)
-        self.begun[step.upper()] += 1
-        yield action
-        if kind == "B":
-            weights = action._replace(kind="W")
-            if step[0] == "b":
-                self.put_off.append(weights)
-            else:
-                yield weights
+def _last_backwards(steps: Steps, device: int) -> Iterator[Action]:
+    """Yields B of both chunks in turn; from the middle on their weight gradients are put off."""
+    for i in range(2 * (device + 1)):
+        yield from steps.each(1, ("B" if i <= device else "b") + str(1 - i % 2))

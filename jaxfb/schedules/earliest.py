@@ -1,6 +1,6 @@
 """Runs every action as early as its inputs allow (forward_backward step), in a given order on each device."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 from jaxfb.schedules.action import Action, Table
 from jaxfb.schedules.placement import Placement
@@ -26,6 +26,30 @@ def earliest(orders: Sequence[Sequence[Action]], placement: Placement) -> Iterat
             for action in cell
         }
         yield cells
+
+
+def time_of(orders: Sequence[Sequence[Action]], placement: Placement, costs: Mapping[str, float]) -> float:
+    """Returns when the last device ends: each runs its actions in order, as soon as their inputs are there.
+
+    Args:
+      costs: of an action of each kind, "F", "B" and "W"; transport is free.
+    """
+    last = sum(map(len, placement)) - 1
+    done: dict[tuple[str, int, int], float] = {}
+    clocks, waiting = [0.0] * len(orders), [list(reversed(order)) for order in orders]
+    while any(waiting):
+        for device, order in enumerate(waiting):
+            while order:
+                kind, m, chunk = order[-1]
+                stage = placement[device][chunk]
+                source = {"F": stage - 1, "B": stage + 1}.get(kind, -1)
+                ready = done.get((kind, m, source)) if 0 <= source <= last else 0.0
+                if ready is None:
+                    break
+                clocks[device] = max(clocks[device], ready) + costs[kind]
+                done[kind, m, stage] = clocks[device]
+                order.pop()
+    return max(clocks)
 
 
 def earliest_forwards(table: Table, placement: Placement) -> Table:

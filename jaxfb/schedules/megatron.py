@@ -9,6 +9,8 @@ from dataclasses import dataclass
 
 from jaxfb.refusal import Refused, boolean, integer, refuse
 from jaxfb.schedules.action import Action
+from jaxfb.schedules.earliest import time_of
+from jaxfb.schedules.placement import loop_placement
 from jaxfb.schedules.sizes import WHO, checked_costs, checked_sizes
 
 
@@ -136,19 +138,4 @@ def megatron_time(ranks: Sequence[MegatronRank], *, forward: float, backward: fl
     checked_costs(forward=forward, backward=backward)
     num_chunks = 1 + max(action.chunk for action in ranks[0].order)
     costs = {"F": forward / num_chunks, "B": backward / num_chunks}
-    last = len(ranks) * num_chunks - 1
-    done: dict[tuple[str, int, int], float] = {}
-    clock, position = [0.0] * len(ranks), [0] * len(ranks)
-    while any(position[r.rank] < len(r.order) for r in ranks):
-        for rank in ranks:
-            while position[rank.rank] < len(rank.order):
-                kind, m, chunk = rank.order[position[rank.rank]]
-                stage = chunk * len(ranks) + rank.rank
-                neighbour = stage - 1 if kind == "F" else stage + 1
-                ready = done.get((kind, m, neighbour)) if 0 <= neighbour <= last else 0.0
-                if ready is None:
-                    break
-                clock[rank.rank] = max(clock[rank.rank], ready) + costs[kind]
-                done[kind, m, stage] = clock[rank.rank]
-                position[rank.rank] += 1
-    return max(clock)
+    return time_of([rank.order for rank in ranks], loop_placement(len(ranks), num_chunks), costs)

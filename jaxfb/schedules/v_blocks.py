@@ -6,7 +6,8 @@ turns. Six actions of a microbatch are a device's work, so blocks of successive 
 block whose actions fall on different ticks modulo 6 on every device never collides with its neighbours. How long an
 activation lives, and with it the memory, is the length of the block ("Pipeline Parallelism with Controllable Memory",
 arXiv:2405.15362, section 3). The bubbles at both ends are then closed: each device keeps the block's order of F and B,
-runs each as early as it can, and W wherever nothing else can run.
+or runs a B before its turn where nothing whose turn it is can run; each as early as it can, and W wherever nothing else
+can run.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
 from jaxfb.schedules.action import Action
@@ -74,7 +76,11 @@ def v_blocks(
     check_two_chunks(name, num_chunks, instead="zero_bubble")
     possible = [block for block in blocks if not block.collides(num_stages)]
     placement = v_placement(num_stages)
-    found = [_timed(block.order(num_stages, num_microbatches), placement, most) for block in possible]
+    found = [
+        _timed(block.order(num_stages, num_microbatches), placement, most, reorders)
+        for reorders in (False, True)
+        for block in possible
+    ]
     shortest = min((timed for timed in found if timed), key=lambda timed: timed[-1][0])
     return tabulate(name, shortest, placement, num_microbatches, by_device=True)
 
@@ -87,16 +93,48 @@ class _Device:
     weights: deque[Action] = field(default_factory=deque)
     live: int = 0
 
+    def candidates(self, reorders: bool) -> list[Action]:
+        """Returns what may run now: the next of the order and, with `reorders`, the next B of each chunk."""
+        found = list(islice(self.order, 1))
+        backwards = (action for action in self.order if action.kind == "B") if reorders else ()
+        chunks = set()
+        for action in backwards:
+            if action.chunk not in chunks:
+                chunks.add(action.chunk)
+                found.append(action)
+            if len(chunks) == 2:
+                break
+        return found
 
-def _timed(order: Sequence[Sequence[Action]], placement: Placement, most: int) -> list[Timed]:
-    """Returns each action with the tick in which a device runs it, one a tick; [] if the block needs more memory."""
+    def take(self, can_run: Sequence[Action]) -> Action | None:
+        """Takes the first of what can run, else a W, else nothing."""
+        if not can_run:
+            self.live -= bool(self.weights)
+            return self.weights.popleft() if self.weights else None
+        action = can_run[0]
+        self.order.remove(action)
+        self.live += action.kind == "F"
+        if action.kind == "B":
+            self.weights.append(action._replace(kind="W"))
+        return action
+
+
+def _timed(order: Sequence[Sequence[Action]], placement: Placement, most: int, reorders: bool) -> list[Timed]:
+    """Returns each action with the tick in which a device runs it, one a tick; [] if the block needs more memory.
+
+    reorders: whether a B may run before its turn.
+    """
     devices = [_Device(deque(actions)) for actions in order]
     done: set[tuple[str, int, int]] = set()
     found: list[Timed] = []
     pairs = list(zip(devices, placement, strict=True))
     tick, last = 0, 2 * len(devices) - 1
     while any(device.order or device.weights for device in devices):
-        taken = [(d, _next(device, stages, last, done, most)) for d, (device, stages) in enumerate(pairs)]
+        can_run = [
+            [a for a in device.candidates(reorders) if _possible(a, device.live, stages, last, done, most)]
+            for device, stages in pairs
+        ]
+        taken = [(d, device.take(can)) for d, (device, can) in enumerate(zip(devices, can_run, strict=True))]
         ran = [(tick, d, action) for d, action in taken if action is not None]
         if not ran:  # every device waits for another one's memory
             return []
@@ -106,20 +144,5 @@ def _timed(order: Sequence[Sequence[Action]], placement: Placement, most: int) -
     return found
 
 
-def _next(device: _Device, stages: Sequence[int], last: int, done: set, most: int) -> Action | None:
-    """Takes what the device runs now: the next of its order if that is possible, else a W, else nothing."""
-    if device.order and _possible(device, stages, last, done, most):
-        action = device.order.popleft()
-        device.live += action.kind == "F"
-        if action.kind == "B":
-            device.weights.append(action._replace(kind="W"))
-        return action
-    if device.weights:
-        device.live -= 1
-        return device.weights.popleft()
-    return None
-
-
-def _possible(device: _Device, stages: Sequence[int], last: int, done: set, most: int) -> bool:
-    action = device.order[0]
-    return (action.kind != "F" or device.live < most) and possible(action, stages, last, done)
+def _possible(action: Action, live: int, stages: Sequence[int], last: int, done: set, most: int) -> bool:
+    return (action.kind != "F" or live < most) and possible(action, stages, last, done)
