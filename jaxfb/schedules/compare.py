@@ -45,8 +45,8 @@ def comparison(
     """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
-    `num_chunks` (at least two), zero_bubble both. The times of Megatron's orders, and of the published ZB-V and DualPipeV,
-    are of independent ranks with free transport, ours of lockstep ticks.
+    `num_chunks` (at least two), zero_bubble both. Times of what was published (Megatron, ZB-V,
+    DualPipeV) are of independent ranks with free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
     costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
