@@ -20,6 +20,7 @@ from jaxfb.config.schema import _options, _registries, fields_of, listed_section
 from jaxfb.config.starter import starter_text
 from jaxfb.planner import parse_topology
 from jaxfb.planner.verdict import estimated
+from jaxfb.schedules import KINDS
 
 BASES = (
     "quickstart",
@@ -100,9 +101,12 @@ def section_of(cls, rng):
 def config(seed):
     """Returns plain values, and the keys that were changed."""
     rng = random.Random(seed)
-    name = rng.choice(BASES)
-    values = _parse(starter_text(name) or "", name)
+    base = rng.choice(BASES)
+    values = _parse(starter_text(base) or "", base)
     kind, changed = kind_of(values), []
+    if base == "mesh8" and rng.random() < 0.5:
+        values |= {"schedule": rng.choice(sorted(KINDS)), "mesh": {"data": 2, "pipe": 2, "tensor": 2}}
+        changed.append("schedule")
     every = list(keys(kind))
     for path, hint in rng.sample(every, rng.choice((1, 1, 1, 2, 3))):
         node, cls = values, kind

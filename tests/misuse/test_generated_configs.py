@@ -4,6 +4,7 @@ import pytest
 
 from configs import BASES, config, keys, outcome
 from jaxfb.config.load import load_config
+from jaxfb.schedules import KINDS
 
 
 @pytest.mark.parametrize("base", BASES)
@@ -22,8 +23,10 @@ def test_what_is_read_can_be_planned_or_is_refused():
 
 def test_the_keys_of_every_command_are_drawn():
     every = {".".join(path) for base in BASES for path, _ in keys(type(load_config(base)))}
-    drawn = {key for seed in range(1200) for key in config(seed)[1]}
+    configs = [config(seed) for seed in range(1200)]
+    drawn = {key for _, changed in configs for key in changed}
     assert len(every - drawn) < 0.1 * len(every)
+    assert {str(values.get("schedule")) for values, _ in configs} >= set(KINDS)
     late = {
         "trainable",
         "lora",
