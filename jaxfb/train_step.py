@@ -20,39 +20,28 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compat import is_traced
 from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
-from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
-from jaxfb.parallel.layer_order import LayerOrder
-from jaxfb.parallel.sharding import abstract, adopt, moment_specs, shardings
+from jaxfb.parallel.sharding import adopt
 from jaxfb.pipeline_state import (
-    PipelineState,
     closed,
     counted_in,
-    in_model_order,
-    in_pipeline_order,
     opened,
 )
-from jaxfb.refusal import INT32, Refused, boolean, function, instance, integer
+from jaxfb.refusal import INT32, Refused, function, instance, integer
+from jaxfb.state_placement import StatePlacement
 from jaxfb.train_arguments import (
-    check_alive,
-    check_changed_gradients,
     check_gradients,
-    check_init_function,
     check_limits,
     check_optimizer,
     check_options,
     check_rows,
-    check_state,
     layer_order_of,
-    one_key,
 )
-from jaxfb.train_state import Limits, StepMetrics, TrainState, is_init_function
+from jaxfb.train_state import Limits, StepMetrics, TrainState
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update import Update
 
@@ -119,11 +108,6 @@ def make_train_step(
     return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options), stores)
 
 
-def _on_the_host(leaf: jax.Array) -> Any:
-    """Returns an array that one process has for itself as numpy, which any jit takes; others as they are."""
-    return np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
-
-
 class TrainStep:
     """A compiled update, and where its state lives; made by `make_train_step`."""
 
@@ -136,12 +120,10 @@ class TrainStep:
         update: Update,
         layer_order: str = "model",
     ):
-        self.forward_backward = forward_backward
         self.model, self.plan, self.optimizer = model, plan, update.optimizer
-        self._layer_order = layer_order
-        self._dropout, self._change, self._loss_scale = dropout, update, update.loss_scale
+        self._dropout, self._change = dropout, update
+        self._placement = StatePlacement(forward_backward, model, plan, update, layer_order, self._compile)
         self._numbers: dict[int, jax.Array] = {}
-        self._own_specs, self._looked = None, False
         self._compile()
 
     def _compile(self) -> None:
@@ -150,8 +132,11 @@ class TrainStep:
         self._updated = per_options(self._update, static_argnums=3, **donating)
         self._applied = per_options(self._apply_given, **donating)
         self._differentiated = per_options(self._give, static_argnums=(4, 5))
-        self._copied = jax.jit(self._create)
-        self._shardings: dict = {}
+
+    @property
+    def forward_backward(self) -> ForwardBackward:
+        """Returns the engine, which knows how parameters are cut over the mesh."""
+        return self._placement.forward_backward
 
     def __call__(
         self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
@@ -167,7 +152,7 @@ class TrainStep:
         """
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
-        state = self._taken(state)
+        state = self._placement.taken(state)
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
@@ -201,7 +186,7 @@ class TrainStep:
         Raises:
           ValueError: as for a call of the step, or weights are not those of the terms.
         """
-        state = self._placed(state)
+        state = self._placement.placed(state)
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None
         if cut.by_tokens:
@@ -223,7 +208,7 @@ class TrainStep:
         first_row: int = 0,
     ) -> dict[str, jax.Array]:
         """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
-        state = opened(self._placed(state))[0]  # weights depend on the data alone
+        state = opened(self._placement.placed(state))[0]  # weights depend on the data alone
         model, cut, keys = self._of_call(state, model, plan, first_row)
         keys = self.key_of(state) if keys is None else keys
         return self.forward_backward.weights(model, state.params, batch, cut, keys)
@@ -253,7 +238,7 @@ class TrainStep:
           ValueError: the state was given to a step before, or the gradients are not like its parameters, or they do not
             consist of all calls whose weights divided them.
         """
-        state = self._taken(state)
+        state = self._placement.taken(state)
         check_gradients(gradients, self.forward_backward.trained(opened(state)[0].params))
         mesh = self.forward_backward.mesh
         out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
@@ -286,28 +271,11 @@ class TrainStep:
 
     def lower(self, state: TrainState, batch: PyTree):
         """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
-        return self._jitted.lower(self._as_stored(state), batch, self.plan.real_rows, self.plan)
+        return self._jitted.lower(self._placement.as_stored(state), batch, self.plan.real_rows, self.plan)
 
     def trace(self, state: TrainState, batch: PyTree):
         """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
-        return self._jitted.trace(self._as_stored(state), batch, self.plan.real_rows, self.plan)
-
-    def _as_stored(self, state: TrainState) -> TrainState:
-        """Returns a (possibly abstract) state in the order in which this step stores layers."""
-        if isinstance(state, PipelineState) or is_traced(state):
-            return state
-        order = self._order_of(state.params, self.plan)
-        if order is None:
-            return state
-        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            return closed(state, order)
-        return in_pipeline_order(state, order, donate=False)
-
-    def _order_of(self, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
-        """Returns the order in which this step stores layers; None: the model's."""
-        if self._layer_order == "model":
-            return None
-        return self.forward_backward.layer_order(self.model, params, plan)
+        return self._jitted.trace(self._placement.as_stored(state), batch, self.plan.real_rows, self.plan)
 
     def init(
         self,
@@ -328,61 +296,11 @@ class TrainStep:
         Raises:
           ValueError: a leaf is no float array, or is one that Flax does not keep as a parameter.
         """
-        key = one_key(rng)
-        if is_init_function(params):
-            check_init_function(params)
-            create = self._creator(params)
-            shapes = jax.eval_shape(create, key)
-            self._look_at(shapes.params, concrete=False)
-            return self._taken(jax.jit(create, out_shardings=self.state_shardings(shapes))(key))
-        self._look_at(params)
-        donated = (0,) if boolean("donate", donate) else ()
-        mesh = self.forward_backward.mesh
-        places = shardings(self.forward_backward.param_specs(self.model, params), mesh)
-        if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
-            shapes = jax.eval_shape(self._create, params, key)
-            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), donate_argnums=donated)
-            return self._taken(made(jax.tree.map(_on_the_host, params), key))
-        create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
-        return self._taken(create(*jax.device_put((params, key), (places, NamedSharding(mesh, P())))))
-
-    def _look_at(self, params: PyTree, concrete: bool = True) -> None:
-        """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
-        fb = self.forward_backward
-        check_params(params, forward_only=False, concrete=concrete)
-        pipelined = isinstance(self.model, Pipelined)
-        asked = fb.options.param_specs if self._own_specs is None else None
-        if not asked and not (pipelined and self.model.param_specs):
-            found = tensor_specs(params, fb.mesh, stacked=pipelined)
-            if found is not None and found != self._own_specs:
-                self._own_specs = found
-                self.forward_backward = fb = replace(
-                    fb, options=replace(fb.options, param_specs=lambda params: found)
-                )
-                self._compile()
-        if not self._looked:
-            self._looked = True
-            warn_if_whole(fb.param_specs(self.model, params), fb.mesh)
-
-    def _create(self, params: PyTree, key: jax.Array) -> TrainState:
-        """Makes a fresh state of copies: it will be donated, and where `device_put` moved nothing the arrays are the
-        caller's.
-        """
-        state = TrainState.create(jax.tree.map(jnp.copy, params), self.optimizer, key, self._loss_scale)
-        return jax.lax.with_sharding_constraint(state, self.state_shardings(state))
+        return self._placement.init(params, rng, donate=donate)
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
         """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""
-        shapes = jax.eval_shape(self._creator(params), jax.random.key(0))
-        return abstract(shapes, self.state_shardings(shapes))
-
-    def _creator(self, params: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], TrainState]:
-        def create(key):
-            return TrainState.create(
-                params(jax.random.fold_in(key, 0)), self.optimizer, key, self._loss_scale
-            )
-
-        return create
+        return self._placement.abstract_state(params)
 
     def place(self, state: TrainState) -> TrainState:
         """Returns the state moved to where this step keeps it; nothing happens to what is there already.
@@ -390,62 +308,13 @@ class TrainStep:
         Raises:
           ValueError: it is no TrainState, or a step has overwritten it.
         """
-        return self._as_stored(self._placed(state))
-
-    def _taken(self, state: TrainState) -> TrainState:
-        """Returns what `place` returns; the state that is given is overwritten."""
-        placed = self._placed(state)
-        order = None if is_traced(placed) else self._order_of(opened(placed)[0].params, self.plan)
-        if order is None or isinstance(placed, PipelineState):
-            return placed
-        return in_pipeline_order(placed, order, donate=True)
-
-    def _placed(self, state: TrainState) -> TrainState:
-        """Returns the state on this step's mesh, its layers in the order that they have or, if that is another
-        step's, in the model's.
-        """
-        instance("state", state, TrainState, "a jaxfb.TrainState, such as init(params) returns")
-        if is_traced(state):
-            return state
-        check_alive(state)
-        stored, order = opened(state)
-        if order is not None and order != self._order_of(stored.params, self.plan):
-            stored, order = in_model_order(state), None
-        return closed(self._on_mesh(stored), order)
-
-    def _on_mesh(self, state: TrainState) -> TrainState:
-        """Returns a state on this step's mesh in the order that it has."""
-        leaves, structure = jax.tree.flatten(state)
-        shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
-        if shapes not in self._shardings:
-            self._look_at(state.params)
-            check_state(state, self.optimizer, self._loss_scale)
-            if self._change.change_gradients is not None:
-                fb = self.forward_backward
-                trained, dtypes = fb.trained(state.params), fb.grad_dtypes(state.params)
-                check_changed_gradients(self._change.change_gradients, state, trained, dtypes)
-            self._shardings[shapes] = self.state_shardings(state)
-        targets = self._shardings[shapes]
-        if all(
-            getattr(x, "sharding", None) == y for x, y in zip(leaves, jax.tree.leaves(targets), strict=True)
-        ):
-            return state
-        return jax.device_put(state, targets)
+        return self._placement.place(state)
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """Returns NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the
         gradients.
         """
-        if isinstance(state, PipelineState):
-            return closed(self.state_shardings(state.stored), state.order)
-        fb, params = self.forward_backward, state.params
-        specs = jax.tree.map(lambda _: P(), state)
-        specs = replace(
-            specs,
-            params=fb.param_specs(self.model, params),
-            opt_state=moment_specs(state.opt_state, fb.trained(params), fb.grad_specs(self.model, params)),
-        )
-        return shardings(specs, fb.mesh)
+        return self._placement.state_shardings(state)
 
     def _update(
         self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan, limits: Any = None

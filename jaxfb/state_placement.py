@@ -1,0 +1,215 @@
+"""Decides where the state of a train step lives: how leaves are cut over the mesh, in which order layers are stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.batch_plan import BatchPlan
+from jaxfb.compat import is_traced
+from jaxfb.forward_backward import ForwardBackward
+from jaxfb.forward_backward.arguments import check_params
+from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
+from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parallel.sharding import abstract, moment_specs, shardings
+from jaxfb.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
+from jaxfb.refusal import boolean, instance
+from jaxfb.train_arguments import (
+    check_alive,
+    check_changed_gradients,
+    check_init_function,
+    check_state,
+    one_key,
+)
+from jaxfb.train_state import TrainState, is_init_function
+from jaxfb.types import LossFn, Pipelined
+from jaxfb.update import Update
+
+PyTree = Any
+
+
+class StatePlacement:
+    """Makes the states of a train step, and moves states to where it keeps them.
+
+    forward_backward: learns from the first parameters how they are cut over "tensor", if they are annotated.
+    layer_order:      "pipeline" or "model", as for `make_train_step`.
+    on_new_specs:     called when `forward_backward` has learned it: what was traced before is of no use then.
+    """
+
+    def __init__(
+        self,
+        forward_backward: ForwardBackward,
+        model: LossFn | Pipelined,
+        plan: BatchPlan,
+        update: Update,
+        layer_order: str,
+        on_new_specs: Callable[[], None],
+    ):
+        self.forward_backward = forward_backward
+        self._model, self._plan, self._update, self._layer_order = model, plan, update, layer_order
+        self._on_new_specs = on_new_specs
+        self._own_specs, self._looked = None, False
+        self._forget()
+
+    def _forget(self) -> None:
+        self._shardings: dict = {}
+        self._copied = jax.jit(self._create)
+
+    def init(
+        self,
+        params: PyTree | Callable[[jax.Array], PyTree],
+        rng: int | jax.Array = 0,
+        *,
+        donate: bool = False,
+    ) -> TrainState:
+        """Returns a fresh state; see `TrainStep.init`."""
+        key = one_key(rng)
+        if is_init_function(params):
+            check_init_function(params)
+            create = self._creator(params)
+            shapes = jax.eval_shape(create, key)
+            self._look_at(shapes.params, concrete=False)
+            return self.taken(jax.jit(create, out_shardings=self.state_shardings(shapes))(key))
+        self._look_at(params)
+        donated = (0,) if boolean("donate", donate) else ()
+        mesh = self.forward_backward.mesh
+        places = shardings(self.forward_backward.param_specs(self._model, params), mesh)
+        if jax.process_count() > 1:  # device_put does not reach devices of other processes; a jit does
+            shapes = jax.eval_shape(self._create, params, key)
+            made = jax.jit(self._create, out_shardings=self.state_shardings(shapes), donate_argnums=donated)
+            return self.taken(made(jax.tree.map(_on_the_host, params), key))
+        create = jax.jit(self._create, donate_argnums=donated) if donate else self._copied
+        return self.taken(create(*jax.device_put((params, key), (places, NamedSharding(mesh, P())))))
+
+    def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
+        """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""
+        shapes = jax.eval_shape(self._creator(params), jax.random.key(0))
+        return abstract(shapes, self.state_shardings(shapes))
+
+    def _creator(self, params: Callable[[jax.Array], PyTree]) -> Callable[[jax.Array], TrainState]:
+        def create(key):
+            return TrainState.create(
+                params(jax.random.fold_in(key, 0)), self._update.optimizer, key, self._update.loss_scale
+            )
+
+        return create
+
+    def place(self, state: TrainState) -> TrainState:
+        """Returns the state moved to where this step keeps it; nothing happens to what is there already.
+
+        Raises:
+          ValueError: it is no TrainState, or a step has overwritten it.
+        """
+        return self.as_stored(self.placed(state))
+
+    def taken(self, state: TrainState) -> TrainState:
+        """Returns what `place` returns; the state that is given is overwritten."""
+        placed = self.placed(state)
+        order = None if is_traced(placed) else self._order_of(opened(placed)[0].params, self._plan)
+        if order is None or isinstance(placed, PipelineState):
+            return placed
+        return in_pipeline_order(placed, order, donate=True)
+
+    def placed(self, state: TrainState) -> TrainState:
+        """Returns the state on this step's mesh, its layers in the order that they have or, if that is another
+        step's, in the model's.
+        """
+        instance("state", state, TrainState, "a jaxfb.TrainState, such as init(params) returns")
+        if is_traced(state):
+            return state
+        check_alive(state)
+        stored, order = opened(state)
+        if order is not None and order != self._order_of(stored.params, self._plan):
+            stored, order = in_model_order(state), None
+        return closed(self._on_mesh(stored), order)
+
+    def _on_mesh(self, state: TrainState) -> TrainState:
+        """Returns a state on this step's mesh in the order that it has."""
+        leaves, structure = jax.tree.flatten(state)
+        shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
+        if shapes not in self._shardings:
+            self._look_at(state.params)
+            check_state(state, self._update.optimizer, self._update.loss_scale)
+            if self._update.change_gradients is not None:
+                fb = self.forward_backward
+                trained, dtypes = fb.trained(state.params), fb.grad_dtypes(state.params)
+                check_changed_gradients(self._update.change_gradients, state, trained, dtypes)
+            self._shardings[shapes] = self.state_shardings(state)
+        targets = self._shardings[shapes]
+        if all(
+            getattr(x, "sharding", None) == y for x, y in zip(leaves, jax.tree.leaves(targets), strict=True)
+        ):
+            return state
+        return jax.device_put(state, targets)
+
+    def as_stored(self, state: TrainState) -> TrainState:
+        """Returns a (possibly abstract) state in the order in which this step stores layers."""
+        if isinstance(state, PipelineState) or is_traced(state):
+            return state
+        order = self._order_of(state.params, self._plan)
+        if order is None:
+            return state
+        if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
+            return closed(state, order)
+        return in_pipeline_order(state, order, donate=False)
+
+    def _order_of(self, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
+        """Returns the order in which this step stores layers; None: the model's."""
+        if self._layer_order == "model":
+            return None
+        return self.forward_backward.layer_order(self._model, params, plan)
+
+    def state_shardings(self, state: TrainState) -> TrainState:
+        """Returns NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the
+        gradients.
+        """
+        if isinstance(state, PipelineState):
+            return closed(self.state_shardings(state.stored), state.order)
+        fb, params = self.forward_backward, state.params
+        specs = jax.tree.map(lambda _: P(), state)
+        specs = replace(
+            specs,
+            params=fb.param_specs(self._model, params),
+            opt_state=moment_specs(state.opt_state, fb.trained(params), fb.grad_specs(self._model, params)),
+        )
+        return shardings(specs, fb.mesh)
+
+    def _look_at(self, params: PyTree, concrete: bool = True) -> None:
+        """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
+        fb = self.forward_backward
+        check_params(params, forward_only=False, concrete=concrete)
+        pipelined = isinstance(self._model, Pipelined)
+        asked = fb.options.param_specs if self._own_specs is None else None
+        if not asked and not (pipelined and self._model.param_specs):
+            found = tensor_specs(params, fb.mesh, stacked=pipelined)
+            if found is not None and found != self._own_specs:
+                self._own_specs = found
+                self.forward_backward = fb = replace(
+                    fb, options=replace(fb.options, param_specs=lambda params: found)
+                )
+                self._forget()
+                self._on_new_specs()
+        if not self._looked:
+            self._looked = True
+            warn_if_whole(fb.param_specs(self._model, params), fb.mesh)
+
+    def _create(self, params: PyTree, key: jax.Array) -> TrainState:
+        """Makes a fresh state of copies: it will be donated, and where `device_put` moved nothing the arrays are the
+        caller's.
+        """
+        state = TrainState.create(
+            jax.tree.map(jnp.copy, params), self._update.optimizer, key, self._update.loss_scale
+        )
+        return jax.lax.with_sharding_constraint(state, self.state_shardings(state))
+
+
+def _on_the_host(leaf: jax.Array) -> Any:
+    """Returns an array that one process has for itself as numpy, which any jit takes; others as they are."""
+    return np.asarray(leaf) if getattr(leaf, "is_fully_addressable", True) else leaf
