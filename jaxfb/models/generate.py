@@ -85,7 +85,6 @@ def generate(
     Raises:
       ValueError: an empty prompt, no tokens asked for, a temperature, filter or stop token out of range, or no key.
     """
-    config = _of_length(config, prompt_tokens.shape[1] + max_new_tokens)
     how = {
         "prompt_lengths": prompt_lengths,
         "temperature": temperature,
@@ -118,16 +117,25 @@ def stream(
       ValueError: as `generate`, before the first token.
     """
     every = integer("every", every, who="[generate]")
-    config = _of_length(config, prompt_tokens.shape[1] + max_new_tokens)
     prompt, pick, rest = _request(config, prompt_tokens, max_new_tokens, key, **how)
     return _pieces(config, _in_one_dtype(params), prompt, max_new_tokens, every, pick, rest)
 
 
 def _pieces(config, params, prompt, total, every, pick, rest) -> Iterator[np.ndarray]:
-    state = _begun(config, total, params, prompt, rest[0])
+    size = prompt.shape[1] + total
+    short, end = _of_length(config, size), total
+    if _becomes_long(config, size) and (drawn := int(_short_tokens(config, total, rest[0]))):
+        short, end = _of_length(config, 1), drawn
+    state = _begun(short, total, params, prompt, rest[0])
+    pieces = [np.zeros((prompt.shape[0], 0), np.int32)]
     while (done := int(state.index)) < total and not bool(state.stopped.all()):
-        state, piece = _advanced(config, min(every, total - done), pick, state, params, *rest)
-        yield np.asarray(jax.device_get(piece.tokens))
+        if done == end:
+            written = np.pad(np.concatenate(pieces, axis=1), [(0, 0), (0, total - done)])
+            short, end = _of_length(config, size), total
+            state = _begun_again(short, params, prompt, rest[0], state, jnp.asarray(written))
+        state, piece = _advanced(short, min(every, end - done), pick, state, params, *rest)
+        pieces.append(np.asarray(jax.device_get(piece.tokens)))
+        yield pieces[-1]
 
 
 def _request(
@@ -158,12 +166,22 @@ def _request(
 
 
 def _of_length(config: TransformerConfig, length: int) -> TransformerConfig:
-    """Returns the config for sequences of up to so many tokens: what is in the cache cannot be turned anew when a
-    sequence becomes a long one ("longrope").
-    """
+    """Returns the config for sequences of up to so many tokens, of which "longrope" turns the long ones otherwise."""
     if config.rope_scaling is None:
         return config
     return replace(config, rope_scaling=config.rope_scaling.of_length(length))
+
+
+def _becomes_long(config: TransformerConfig, length: int) -> bool:
+    """Returns whether a sequence of so many tokens is turned otherwise than its first tokens would be alone."""
+    return _of_length(config, length) != _of_length(config, 1)
+
+
+def _short_tokens(config: TransformerConfig, max_new_tokens: int, lengths: jax.Array) -> jax.Array:
+    """Returns how many tokens are drawn until the longest sequence is a long one, i32[]."""
+    scaling = config.rope_scaling
+    original = 0 if scaling is None else scaling.original_length or 0
+    return jnp.clip(original - lengths.max() + 1, 0, max_new_tokens)
 
 
 def _in_one_dtype(params):
@@ -184,8 +202,21 @@ class _State(NamedTuple):
 
 @partial(jax.jit, static_argnums=(0, 1, 2))
 def _generate(config, max_new_tokens, pick, params, prompt, lengths, temperatures, stops, keys):
-    state = _begin(config, max_new_tokens, params, prompt, lengths)
-    return _advance(config, max_new_tokens, pick, state, params, lengths, temperatures, stops, keys)[1]
+    size, rest = prompt.shape[1] + max_new_tokens, (params, lengths, temperatures, stops, keys)
+    long = _of_length(config, size)
+    if not _becomes_long(config, size):
+        state = _begin(long, max_new_tokens, params, prompt, lengths)
+        return _advance(long, max_new_tokens, pick, state, *rest)[1]
+    short, drawn = _of_length(config, 1), _short_tokens(config, max_new_tokens, lengths)
+    begin = [partial(_begin, one, max_new_tokens, params, prompt, lengths) for one in (short, long)]
+    state = lax.cond(drawn > 0, *begin)
+    state, first = _advance(short, max_new_tokens, pick, state, *rest, end=drawn)
+    goes_on = (drawn > 0) & (drawn < max_new_tokens) & ~state.stopped.all()
+    again = partial(_begin_again, long, params, prompt, lengths, state, first.tokens)
+    state = lax.cond(goes_on, again, lambda: state)
+    second = _advance(long, max_new_tokens, pick, state, *rest, end=max_new_tokens)[1]
+    is_first = jnp.arange(max_new_tokens) < state.index
+    return jax.tree.map(lambda a, b: jnp.where(is_first, a, jnp.roll(b, state.index, 1)), first, second)
 
 
 def _begin(config, max_new_tokens, params, prompt, lengths) -> _State:
@@ -196,10 +227,23 @@ def _begin(config, max_new_tokens, params, prompt, lengths) -> _State:
     return _State(jnp.int32(0), _logits(config, params, last), cache, *nothing)
 
 
+def _begin_again(config, params, prompt, lengths, state, written) -> _State:
+    """Returns the same state with the cache of another config. written: the tokens until now, i32[R, N]."""
+    rows, places = jnp.arange(prompt.shape[0])[:, None], jnp.arange(written.shape[1])
+    whole = jnp.pad(prompt, [(0, 0), (0, written.shape[1])])
+    whole = whole.at[rows, lengths[:, None] + places].set(jnp.where(places < state.index, written, 0))
+    hidden, cache = _prefill(config, params, whole, 0)
+    last = jnp.take_along_axis(hidden, (lengths + state.index - 1)[:, None, None], axis=1)[:, 0]
+    return state._replace(logits=_logits(config, params, last), cache=cache)
+
+
 def _advance(
-    config, steps, pick, state, params, lengths, temperatures, stops, keys
+    config, steps, pick, state, params, lengths, temperatures, stops, keys, end=None
 ) -> tuple[_State, Generated]:
-    """Writes so many tokens, fewer where every row has stopped; the rest is then the rows' last token."""
+    """Writes so many tokens, fewer where every row has stopped; the rest is then the rows' last token.
+
+    end: of all tokens, at most so many.
+    """
     temperature, log_prob_temperature = temperatures
     first, rows = state.index, lengths.shape[0]
 
@@ -220,7 +264,7 @@ def _advance(
 
     def unfinished(carried):
         state, _ = carried
-        return (state.index < first + steps) & ~state.stopped.all()
+        return (state.index < first + steps if end is None else state.index < end) & ~state.stopped.all()
 
     nothing = Generated(jnp.zeros((rows, steps), jnp.int32), jnp.zeros((rows, steps), state.logits.dtype))
     state, written = lax.while_loop(unfinished, step, (state, nothing))
@@ -229,6 +273,7 @@ def _advance(
 
 
 _begun = jax.jit(_begin, static_argnums=(0, 1))
+_begun_again = jax.jit(_begin_again, static_argnums=0)
 _advanced = jax.jit(_advance, static_argnums=(0, 1, 2), donate_argnums=3)
 
 

@@ -11,7 +11,7 @@ from whole import logits
 from jaxfb import check_equivalence
 from jaxfb.config.sections import ModelConfig
 from jaxfb.models.config import TransformerConfig, num_params
-from jaxfb.models.generate import generate
+from jaxfb.models.generate import generate, stream
 from jaxfb.models.latent import Latent
 from jaxfb.models.rope import document_lengths
 from jaxfb.models.rope_scaling import RopeScaling
@@ -129,6 +129,31 @@ def test_a_cache_of_keys_changes_no_probability(name):
         wanted = jax.nn.log_softmax(whole_logits(config, params, {"tokens": tokens}))[0, length - 1 : -1]
         np.testing.assert_array_equal(found.tokens[row], wanted.argmax(-1))
         np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
+
+
+def test_a_text_is_turned_as_a_short_one_until_it_is_long():
+    config, params = VARIANTS["longrope"], drawn(VARIANTS["longrope"])  # long are more than 4 tokens
+    prompt, lengths = batch(rows=2, length=4)["tokens"], np.array([3, 2])
+    found = generate(config, params, prompt, 5, prompt_lengths=lengths, stop_token=[22, 23])
+    for row, length in enumerate(lengths):
+        tokens = np.concatenate([prompt[row, :length], found.tokens[row]])[None, : length + 4]
+        short, long = (
+            jax.nn.log_softmax(whole_logits(one, params, {"tokens": tokens}))[0, length - 1 :]
+            for one in (replace(config, rope_scaling=config.rope_scaling.of_length(size)) for size in (4, 5))
+        )
+        wanted = np.concatenate([short[:2], long[2:]])  # the third is drawn after five tokens of the longest
+        np.testing.assert_array_equal(found.tokens[row], wanted.argmax(-1))
+        np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
+        assert np.abs(short - long).max() > 1e-3
+    pieces = stream(config, params, prompt, 5, prompt_lengths=lengths, stop_token=[22, 23], every=3)
+    np.testing.assert_array_equal(np.concatenate(list(pieces), axis=1), found.tokens)
+    stops = np.asarray(found.tokens[:, 1])  # both rows end before the longest is long
+    ended = generate(config, params, prompt, 5, prompt_lengths=lengths, stop_token=stops)
+    for row, tokens in enumerate(np.asarray(found.tokens)):
+        number = np.isin(tokens, stops).argmax()
+        np.testing.assert_array_equal(
+            ended.tokens[row], np.append(tokens[:number], [tokens[number]] * (5 - number))
+        )
 
 
 def test_a_document_has_the_length_that_its_positions_tell():
