@@ -69,6 +69,9 @@ JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
+    "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
+        "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
+    ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b",

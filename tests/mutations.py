@@ -342,6 +342,13 @@ MUTATIONS = (
         "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "the_next_turns_layer_gathered_early",
+        "forward_backward/ahead.py",
+        "step(*lax.optimization_barrier((carried, turns[1])))",
+        "step(lax.optimization_barrier(carried), turns[1])",
+        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
+    ),
+    Mutation(
         "last_late_gradients_lost",
         "forward_backward/stage.py",
         "return carry, self._add(sums, target, *last)",

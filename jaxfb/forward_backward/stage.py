@@ -300,6 +300,8 @@ class Stage:
 
         def late(carried, xs):
             (carry, sums, before), (place, layer) = carried, (xs[0], Layers(*xs[1]))
+            # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
+            # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
             sums = self._add(sums, target, *before)
             carry, grads = one(carry, place, layer)
             return (carry, sums, (place, layer.real, wide(grads))), None

@@ -34,7 +34,8 @@ def all_gather(shard: jax.Array, axis: str, dim: int) -> jax.Array:
 def reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
     """Returns this device's shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`.
 
-    16-bit floats are summed in float32 and come back in their own dtype.
+    16-bit floats are summed in float32 and come back in their own dtype. Rounded sums would be half the bytes: 5.8 s in
+    place of 6.6 s for a step of 8B on v6e:8x8, by the compiler (libtpu 0.0.48).
     """
     return _widened(partial(_reduce_scatter, axis=axis, dim=dim), whole)
 

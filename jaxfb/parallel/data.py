@@ -90,6 +90,10 @@ def reduce_gradients(
     gather="layer" the fsdp part was already scattered by the backward of `gather_parameters`, and with
     `scattered_over_data` that of data by `scatter_over_data`. What pipe or expert cuts is a stage's or an
     expert's own, and not summed over it.
+
+    It runs after the last microbatch, beside nothing: 0.03 s of a step of 10.0 s for 8B on v5p:4x4x4 with data 8, fsdp
+    8 and 16 microbatches, ZeRO-1's gather included (libtpu 0.0.48). To hide it, the program would need the loops of a
+    microbatch twice.
     """
 
     def reduce(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
