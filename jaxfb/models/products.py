@@ -13,22 +13,13 @@ import jax
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.mesh import platform_here
-from jaxfb.parallel.tensor import automatic_axes
 
 
 def product_of_tokens(x: jax.Array, kernel: jax.Array, *_: Any, **__: Any) -> jax.Array:
-    """Returns x [..., D] @ kernel [D, F], in the signature with which `nnx.Linear` calls it.
-
-    Dims that XLA partitions by itself stay apart: it would gather a cut dim of tokens to merge it with the rows.
-    """
-    if x.ndim < 3 or platform_here() != "cpu" or _is_cut_by_compiler():
+    """Returns x [..., D] @ kernel [D, F], in the signature with which `nnx.Linear` calls it."""
+    if x.ndim < 3 or platform_here() != "cpu":
         return x @ kernel
     return _product(x, kernel)
-
-
-def _is_cut_by_compiler() -> bool:
-    mesh = jax.sharding.get_abstract_mesh()
-    return any(mesh.shape[axis] > 1 for axis in automatic_axes())
 
 
 @jax.custom_vjp
