@@ -5,6 +5,7 @@ import os
 import signal
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -16,6 +17,7 @@ from jaxfb.checkpoint import CannotWrite, CheckpointStore
 from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.metrics import JsonlWriter, read_jsonl
+from jaxfb.training import disk
 from jaxfb.training.guard import NonFiniteAbort, unsound_leaves
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.run_dir import RunDirectory
@@ -204,6 +206,27 @@ def test_a_full_disk_under_the_checkpoints_is_one_sentence(config, capsys, monke
     with pytest.raises(CannotWrite):
         with CheckpointStore(RunDirectory.of(config).checkpoints) as store:
             store.save(5, {"w": jnp.ones(3)}, {})
+
+
+def test_a_disk_without_space_for_a_checkpoint_ends_the_run_before_it_computes(config, capsys, monkeypatch):
+    monkeypatch.setattr(disk, "free_space", lambda path: 1000)
+    assert main(["train", str(RunDirectory.of(config).path.parent / "tiny.yaml")]) == 74
+    said = capsys.readouterr()
+    assert "one checkpoint takes " in said.err and "has 0.0 MB free; free some space" in said.err
+    assert "1/8" not in said.out and len(said.err.splitlines()) == 1
+
+
+def test_space_that_a_run_will_need_is_counted(tmp_path, monkeypatch):
+    said, checkpoints = [], tmp_path / "checkpoints"
+    monkeypatch.setattr(disk, "free_space", lambda path: 35)
+    assert "one checkpoint takes" in disk.lack_of_space(checkpoints, 36, 2, said.append) and said == []
+    assert disk.lack_of_space(checkpoints, 12, 2, said.append) is None and "3 more checkpoints" in said.pop()
+    for step in ("3", "4"):
+        (checkpoints / step).mkdir(parents=True)
+    assert disk.lack_of_space(checkpoints, 35, 2, said.append) is None and said == []
+    monkeypatch.setattr(disk, "free_space", lambda path: None)
+    assert disk.lack_of_space(checkpoints, 36, 2, said.append) is None
+    assert disk.bytes_of({"w": jnp.ones((4, 2), jnp.float32), "key": jax.random.key(0)}) == 40
 
 
 def test_a_token_that_cannot_be_read_ends_the_run_saved(tmp_path, capsys):

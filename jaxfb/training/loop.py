@@ -24,6 +24,7 @@ from jaxfb.refusal import Refused, boolean
 from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.disk import bytes_of, lack_of_space
 from jaxfb.training.ending import after_failures, after_fault, what_is_saved
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort
 from jaxfb.training.guards import Guards, Spike
@@ -153,6 +154,7 @@ class _Loop:
         here.enter("initialization")
         if not run_.resumed:
             self._work.start(run_.say)
+        self._check_space()
         here.enter("callbacks")
         self._hooks.on_train_start(run_)
         reach("start.ready")
@@ -176,6 +178,13 @@ class _Loop:
             replay = f"; the update can be computed again with: jaxfb replay {dump}" if dump else ""
             raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}{replay}") from None
         run_.wait_saved()
+
+    def _check_space(self) -> None:
+        """Ends the run, before the first update, where the disk has no space for a checkpoint."""
+        run_, needed = self._run, bytes_of(self._work.state())
+        where, keep = run_.directory.checkpoints, run_.config.checkpoint.keep
+        if lack := self._hosts.first(lambda: lack_of_space(where, needed, keep, run_.say)):
+            raise CannotWrite(lack)
 
     def _one_or_back(self) -> None:
         """Makes one update, or returns to a checkpoint where the one before turns out to be a spike."""
