@@ -371,9 +371,24 @@ MUTATIONS = (
     ),
     # ticks by device, frozen parameters, windows, local checkpoints, spikes
     Mutation(
+        "chunks_that_change_places_on_one_device",
+        "parallel/pipe.py",
+        "return self.even and [stage for row in self.placement for stage in row] != in_place",
+        "return self.even and [stage // self.num_chunks for row in self.placement for stage in row] != [\n"
+        "            stage // self.num_chunks for stage in in_place\n        ]",
+        "test_layer_order.py::test_chunks_of_a_device_may_be_in_any_order",
+    ),
+    Mutation(
+        "counted_leaves_in_the_order_of_the_pipeline",
+        "pipeline_state.py",
+        "changed = order.to_pipeline(after(order.to_model(params), metrics))",
+        "changed = after(params, metrics)",
+        "test_layer_order.py::test_counted_leaves_are_changed_by_the_metrics_of_their_own_layer",
+    ),
+    Mutation(
         "memory_of_a_v_ignored",
         "schedules/v_blocks.py",
-        '(action.kind != "F" or device.live < most) and ',
+        '(action.kind != "F" or live < most) and ',
         "",
         "schedules/test_v_schedules.py::test_memory_is_one_half_and_one_third_of_1f1b",
     ),

@@ -23,7 +23,7 @@ BLOCKS = (
 def v_min(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
     """Runs one action of two chunks a tick on each device: about 6M + 4P - 5 ticks, for M of at least P.
 
-    At most 2(P + 1)/3 + 2 half-stages are live on every device (arXiv:2405.15362, V-Min). ValueError unless
+    At most 2 floor((P + 1) / 3) + 2 half-stages are live on every device (arXiv:2405.15362, V-Min). ValueError unless
     num_chunks is 2.
     """
     most = most_live(num_stages)
@@ -32,4 +32,4 @@ def v_min(num_stages: int, num_microbatches: int, num_chunks: int) -> Schedule:
 
 def most_live(num_stages: int) -> int:
     """Returns how many half-stages' activations a device keeps at most."""
-    return 2 * (num_stages + 1) // 3 + 2
+    return 2 * ((num_stages + 1) // 3) + 2

@@ -32,7 +32,7 @@ def test_bubbles(num_stages, num_microbatches, bubbles):
 @pytest.mark.parametrize("num_stages", [1, 2, 3, 4, 6, 8, 12, 16])
 def test_memory_is_one_half_and_one_third_of_1f1b(num_stages):
     """1F1B with independent ranks keeps P microbatches on the first device, 2P of their halves."""
-    for name, most in (("v_half", num_stages + 2), ("v_min", 2 * (num_stages + 1) // 3 + 2)):
+    for name, most in (("v_half", num_stages + 2), ("v_min", 2 * ((num_stages + 1) // 3) + 2)):
         for num_microbatches in (1, num_stages, 3 * num_stages + 1):
             result = make(name, num_stages, num_microbatches, 2).simulate()
             assert max(result.peak_live_activations) <= most
