@@ -1,6 +1,7 @@
 """Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
 
 import itertools
+import socket
 import threading
 import time
 from pathlib import Path
@@ -339,4 +340,16 @@ def test_a_coordinator_that_cannot_be_reached_is_said_in_time(tmp_path):
     codes = finish([launch(tmp_path, 0, 1, "train", *place, "hosts.timeout=1")])
     said = logs(tmp_path, 1)[0]
     assert codes == [76] and "process 1 of 2" in said and "could not reach the coordinator" in said, said
+    assert "Traceback" not in said
+
+
+@pytest.mark.processes
+def test_a_port_that_is_in_use_is_said(tmp_path):
+    write_tiny(tmp_path)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        address = f"127.0.0.1:{taken.getsockname()[1]}"
+        place = ["--coordinator", address, "--processes", 2, "--process-id", 0]
+        codes = finish([launch(tmp_path, 0, 1, "train", *place, "hosts.timeout=5")])
+    said = logs(tmp_path, 1)[0]
+    assert codes == [76] and f"cannot listen at {address}: the port is in use" in said, said
     assert "Traceback" not in said

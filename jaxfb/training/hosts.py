@@ -14,7 +14,8 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import jax
@@ -224,7 +225,7 @@ def _join(config: HostsConfig) -> None:
 
     Raises:
       ValueError: too little is known of the job, or jax has made its devices already.
-      LostProcess: the coordinator cannot be reached in time.
+      LostProcess: the coordinator cannot be reached in time, or cannot listen.
     """
     if jax.distributed.is_initialized():
         return
@@ -238,7 +239,7 @@ def _join(config: HostsConfig) -> None:
         )
     if place.process_id:
         _reach(place, config.timeout)
-    with _patience(place, config.timeout):
+    with _patience(place, config.timeout), _port_of(place):
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
@@ -272,6 +273,20 @@ def _reach(place: Place, timeout: float) -> None:
         f"coordinator, process 0 at {place.coordinator}, within {timeout:g} s; look at process 0's log, name and "
         "port, or raise hosts.timeout"
     )
+
+
+@contextmanager
+def _port_of(place: Place) -> Iterator[None]:
+    """Turns the runtime's error where process 0 cannot listen into a sentence."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RPC server" not in str(error):
+            raise
+        raise LostProcess(
+            f"[hosts] process 0 on {socket.gethostname()} cannot listen at {place.coordinator}: the port is in use, or "
+            "the address is not this machine's; use another port in hosts.coordinator"
+        ) from None
 
 
 class _patience:
