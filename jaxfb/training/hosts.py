@@ -8,14 +8,14 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import errno
 import itertools
 import json
 import socket
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 import jax
@@ -239,7 +239,9 @@ def _join(config: HostsConfig) -> None:
         )
     if place.process_id:
         _reach(place, config.timeout)
-    with _patience(place, config.timeout), _port_of(place):
+    else:
+        _check_port(place)
+    with _patience(place, config.timeout):
         jax.distributed.initialize(
             place.coordinator,
             place.processes,
@@ -275,17 +277,19 @@ def _reach(place: Place, timeout: float) -> None:
     )
 
 
-@contextmanager
-def _port_of(place: Place) -> Iterator[None]:
-    """Turns the runtime's error where process 0 cannot listen into a sentence."""
+def _check_port(place: Place) -> None:
+    """Refuses a port that process 0 cannot listen at, where newer runtimes crash."""
+    host, _, port = (_bind_address(place.coordinator) or place.coordinator).rpartition(":")
+    host = host.strip("[]") if _bind_address(place.coordinator) else ""
     try:
-        yield
-    except jax.errors.JaxRuntimeError as error:
-        if "RPC server" not in str(error):
-            raise
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        socket.create_server((host, int(port)), family=family).close()
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            return
         raise LostProcess(
-            f"[hosts] process 0 on {socket.gethostname()} cannot listen at {place.coordinator}: the port is in use, or "
-            "the address is not this machine's; use another port in hosts.coordinator"
+            f"[hosts] process 0 on {socket.gethostname()} cannot listen at {place.coordinator}: the port is in use; "
+            "use another port in hosts.coordinator"
         ) from None
 
 
