@@ -95,7 +95,7 @@ def abstract_step(mesh, schedule: str, remat: str, num_microbatches: int):
     optimizer = optax.adamw(1e-3)
     step = jaxfb.make_train_step(
         transformer(CONFIG), optimizer, mesh, plan, dropout=False, schedule=schedule, remat=remat,
-        num_chunks=CHUNKS.get(schedule, 1), compute_dtype=jnp.bfloat16,
+        num_chunks=CHUNKS.get(schedule, 1), compute_dtype=jnp.bfloat16, layer_order="pipeline",
     )  # fmt: skip
     state = step.abstract_state(lambda key: init_params(CONFIG, key))
     rows = NamedSharding(mesh, P(None, "data"))

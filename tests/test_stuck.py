@@ -22,7 +22,7 @@ def hangs():
 
 moves, wait = int(sys.argv[1]), eval(sys.argv[2])
 with Hosts(HostsConfig(stuck_after=2.0)) as hosts:
-    hosts.advise(lambda: "update 6 is saved: start all again with --resume")
+    hosts.advise(lambda: "update 6 is saved: start the run again with --resume")
     hangs()
 """
 
@@ -39,7 +39,7 @@ def test_one_process_that_hangs_ends_with_its_stack_and_a_sentence():
     last = done.stderr.splitlines()[-1]
     assert last.startswith("jaxfb: [hosts] nothing has moved for 2 s: process 0 of 1 (")
     assert "saving the state of update 7" in last and last.endswith(
-        "update 6 is saved: start all again with --resume"
+        "update 6 is saved: start the run again with --resume"
     )
 
 

@@ -53,7 +53,7 @@ class Hosts:
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
         self._watch: Watch | None = None
         self._slow: set[int] = set()  # processes that were found slow
-        self._advice = lambda: "start all again"
+        self._advice = lambda: "start the run again"
 
     @property
     def is_first(self) -> bool:

@@ -364,10 +364,10 @@ def _after_a_loss(directory: RunDirectory) -> str:
     newest = directory.newest_update()
     if directory.has_identity:
         saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
-        return f"{saved}later ones may be on the hosts' own disks: start all again with --resume"
+        return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
     if newest is None:
-        return "nothing is saved yet: start all again"
-    return f"update {newest} is saved: start all again with --resume"
+        return "nothing is saved yet: start the run again"
+    return f"update {newest} is saved: start the run again with --resume"
 
 
 def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summary: dict | None) -> Result:

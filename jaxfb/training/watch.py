@@ -66,7 +66,7 @@ class Watch:
         self._heard: dict[int, Sign] = {}  # the newest of the others
         self._reports: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
         self._answered = time.monotonic()  # when the coordinator last did
-        self.advice: Callable[[], str] = lambda: "start all again"
+        self.advice: Callable[[], str] = lambda: "start the run again"
 
     def start(self) -> None:
         """Begins; every process counts as alive now."""
@@ -187,7 +187,7 @@ class Watch:
         if self._kind == STUCK:
             faulthandler.dump_traceback(file=STDERR)
         print(
-            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start all again')}", file=sys.stderr, flush=True
+            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}", file=sys.stderr, flush=True
         )
         self.fail(str(self._verdict), self._kind)
         leave(RESUMABLE if self._kind == STOPPED else LOST)
