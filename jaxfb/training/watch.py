@@ -187,7 +187,9 @@ class Watch:
         if self._kind == STUCK:
             faulthandler.dump_traceback(file=STDERR)
         print(
-            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}", file=sys.stderr, flush=True
+            f"jaxfb: {self._verdict}; {briefly(self.advice, 'start the run again')}",
+            file=sys.stderr,
+            flush=True,
         )
         self.fail(str(self._verdict), self._kind)
         leave(RESUMABLE if self._kind == STOPPED else LOST)

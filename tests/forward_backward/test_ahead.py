@@ -49,7 +49,7 @@ def slow(*case):
         ({"fsdp": 4}, {"remat": "layer"}),
         ({"fsdp": 2}, {"remat": "none", "num_microbatches": 1}),
         ({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
-        ({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
+        slow({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
         slow({"fsdp": 2}, {"remat": "selective", "layers": 4}),
         slow({"fsdp": 4}, {"remat": "full", "layers": 1}),
         slow({"fsdp": 2, "tensor": 2}, {"remat": "full", "param_specs": tensor_specs}),

@@ -102,7 +102,11 @@ def test_the_law_on_meshes(mesh, count, options):
     close(out.grads, wanted())
 
 
-@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"pipe": 2, "context": 2}], ids=str)
+@pytest.mark.parametrize(
+    "mesh",
+    [{"data": 2, "tensor": 2}, pytest.param({"pipe": 2, "context": 2}, marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_dropout_of_adapters_depends_on_the_row_alone(mesh):
     config = adapted(BASE, replace(ADAPTED.lora, dropout=0.4, targets=("query", "down")))
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=mesh.get("data", 1), num_microbatches=2)

@@ -258,7 +258,7 @@ def whole():
 
 
 SPLITS = [
-    ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {}),
+    ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
@@ -266,7 +266,7 @@ SPLITS = [
             ({}, 4, {"remat": "full"}),
             ({"pipe": 2, "data": 2}, 4, {}),
             ({"expert": 4, "tensor": 2}, 1, {}),
-            ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
+            ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {}),
             ({"context": 2, "expert": 2}, 2, {}),
             ({"pipe": 2, "context": 2}, 2, {}),
             ({"pipe": 2, "expert": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),

@@ -108,6 +108,7 @@ def test_the_reference_of_a_policy_is_its_frozen_base(tmp_path):
     assert kl[0] < 1e-12 < kl[-1] and changed(before, work.params) == adapters_of(before)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_refuses_other_adapters(tmp_path, capsys):
     whole = write(tmp_path / "whole", SFT, LORA)
     assert main(["sft", str(whole)]) == 0
@@ -121,6 +122,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_refuses_other_ad
     chex.assert_trees_all_equal(*(saved(tmp_path / name / "run") for name in ("whole", "cut")))
 
 
+@pytest.mark.slow
 def test_a_run_is_exported_merged_or_as_an_adapter_that_is_read_again(tmp_path):
     targets = {"rank": 2, "alpha": 3.0, "targets": ["query", "gate"]}
     narrow = {"precision": {"compute_dtype": "float32", "frozen_dtype": "bfloat16"}}
