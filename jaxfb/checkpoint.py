@@ -38,6 +38,7 @@ from jaxfb.manifest import (
     shapes_of,
 )
 from jaxfb.parallel.totals import begun_checksums
+from jaxfb.pipeline_state import as_saved
 from jaxfb.record import RECORD, context
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
 from jaxfb.stored_parts import StoredArrays
@@ -104,8 +105,8 @@ class CheckpointStore:
         self.wait()
         step = integer("step", step, who=WHO, least=0, most=INT64)
         instance("host", host, Mapping, "a dict of values that JSON has", who=WHO)
-        leaves = named_leaves(state)
-        check_writable(state, leaves)
+        check_writable(state, named_leaves(state))
+        leaves = named_leaves(as_saved(state))
         content = {"format": FORMAT, "leaves": shapes_of(leaves), "host": as_json(host)}
         writer = self._writer or self._open_writer()
         if (self.directory / str(step)).exists():
@@ -152,6 +153,7 @@ class CheckpointStore:
         named_leaves(
             abstract_state
         )  # a state that is none is refused: the checkpoints are not what is damaged
+        abstract_state = as_saved(abstract_state)
         if step is not None:
             return self._load(self._existing(step), abstract_state, partial)
         reasons = []

@@ -76,6 +76,12 @@ def in_model_order(state: TrainState, donate: bool = False) -> TrainState:
     return replace(stored, params=order.to_model(stored.params, donate), opt_state=opt_state)
 
 
+def as_saved(tree: PyTree) -> PyTree:
+    """Returns a pytree in which every state, abstract ones too, has its layers in the model's order."""
+    is_state = lambda node: isinstance(node, PipelineState)  # noqa: E731
+    return jax.tree.map(lambda node: in_model_order(node) if is_state(node) else node, tree, is_leaf=is_state)
+
+
 def in_pipeline_order(state: TrainState, order: LayerOrder, donate: bool) -> PipelineState:
     """Returns a state with its layers in that order, from one in the model's; donate: as for `in_model_order`."""
     opt_state = order.moments(state.opt_state, state.params, back=False, donate=donate)

@@ -62,13 +62,7 @@ class StatePlacement:
         self._shardings: dict = {}
         self._copied = jax.jit(self._create)
 
-    def init(
-        self,
-        params: PyTree | Callable[[jax.Array], PyTree],
-        rng: int | jax.Array = 0,
-        *,
-        donate: bool = False,
-    ) -> TrainState:
+    def init(self, params: PyTree | Callable[[jax.Array], PyTree], rng: Any, donate: Any) -> TrainState:
         """Returns a fresh state; see `TrainStep.init`."""
         key = one_key(rng)
         if is_init_function(params):

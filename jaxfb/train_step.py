@@ -296,7 +296,7 @@ class TrainStep:
         Raises:
           ValueError: a leaf is no float array, or is one that Flax does not keep as a parameter.
         """
-        return self._placement.init(params, rng, donate=donate)
+        return self._placement.init(params, rng, donate)
 
     def abstract_state(self, params: Callable[[jax.Array], PyTree]) -> TrainState:
         """Returns what `init` would return for a function key -> parameters, as shapes, dtypes and shardings."""

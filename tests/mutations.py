@@ -276,6 +276,20 @@ MUTATIONS = (
         "test_skipped_updates.py::test_rows_that_count_nothing_skip_the_update_in_every_normalization",
     ),
     Mutation(
+        "pipelines_order_in_a_checkpoint",
+        "checkpoint.py",
+        "leaves = named_leaves(as_saved(state))",
+        "leaves = named_leaves(state)",
+        "test_layer_order.py::test_a_loop_of_ones_own_saves_and_restores_the_order_of_the_model",
+    ),
+    Mutation(
+        "input_kept_for_a_frozen_kernel",
+        "models/products.py",
+        "kept = x.value if kernel.perturbed else None",
+        "kept = x.value",
+        "models/test_products.py::test_its_input_is_not_kept_for_a_frozen_kernel",
+    ),
+    Mutation(
         "callers_arrays_donated",
         "state_placement.py",
         "self._copied = jax.jit(self._create)",

@@ -86,6 +86,17 @@ def test_updates_are_those_of_one_device(schedule, sizes, options, wanted):
     close(trained(state), trained(wanted[2]))
 
 
+def test_a_loop_of_ones_own_saves_and_restores_the_order_of_the_model(interleaved, wanted, tmp_path):
+    """A checkpoint names arrays and no classes, so it must not depend on how a state stores them."""
+    state = updated(interleaved, interleaved.init(toy.params()), 1)
+    with CheckpointStore(tmp_path, asynchronous=False) as store:
+        store.save(1, {"state": state}, {})
+        plain, again = (store.restore({"state": like})[0]["state"] for like in (wanted[1], state))
+    close(trained(plain), trained(wanted[1]))
+    close(trained(again), trained(wanted[1]))
+    close(trained(updated(interleaved, again, 1, 1)), trained(wanted[2]))
+
+
 def test_a_state_goes_from_one_schedule_to_another_and_to_one_device(interleaved, wanted):
     """What is saved is in the model's order; a step takes any state and stores it in its own order."""
     state = updated(interleaved, interleaved.init(toy.params()), 1)

@@ -136,7 +136,8 @@ def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
         if asked:
             raise
         return None
-    devices = list(whole.devices[:, 0, :, :, 0, :].flat)
+    one_of_each = tuple(0 if axis in ("data", "context") else slice(None) for axis in whole.axis_names)
+    devices = list(whole.devices[one_of_each].flat)
     fsdp = axis_size(whole, "pipe", "fsdp")
     if len(devices) == 1:
         return None

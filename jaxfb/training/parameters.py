@@ -50,21 +50,13 @@ def newest_params(
     source = weights_of(directory.path, config)
     if source is not None and directory.newest_update() is None:
         shapes = jax.tree.map(lambda leaf: leaf.update(dtype=jnp.dtype(dtype or leaf.dtype)), abstract_params)
-        params, record = (
-            begun(config, params_in(source, config.model, without_adapters(shapes))),
-            {"update": 0},
-        )
+        params = begun(config, params_in(source, config.model, without_adapters(shapes)))
+        record: Mapping = {"update": 0}
     else:
         store = CheckpointStore(directory.checkpoints, keep_best=None)
         state, record = store.restore({"params": abstract_params}, partial=True)
         params = state["params"]
     return (params if dtype is None else jax.tree.map(lambda leaf: leaf.astype(dtype), params)), record
-
-
-def _in_dtype(shapes: PyTree, dtype: str) -> PyTree:
-    return jax.tree.map(
-        lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.dtype(dtype), sharding=leaf.sharding), shapes
-    )
 
 
 def params_of_run(run_dir: str | Path, sizes: TransformerConfig, abstract_params: PyTree) -> PyTree:
