@@ -82,7 +82,6 @@ JOBS = {
             "mesh.tp=8",
             "batch.rows=512",
             "schedule=1f1b",
-            "model.sequence_parallel=false",
         ),
         PIPELINE,
     ),
@@ -198,10 +197,10 @@ def sizes(config):
 
 
 def options_of(job: Job) -> dict[str, Any]:
-    """The options by kind of chip."""
+    """The options by kind of chip and layout."""
     chip = parse_topology(job.topology).chip
     assert chip is not None
-    return dict(compiler.TABLE.get(chip.kind, {}))
+    return dict(compiler.table_for(chip.kind, jaxfb_config(job).mesh.tensor))
 
 
 def compile_jaxfb(job: Job, compiled, best: bool) -> None:

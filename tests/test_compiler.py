@@ -74,3 +74,8 @@ def test_inside_the_callers_own_jit_they_are_left_out(table):
 def test_chips_with_sparsecores_have_options():
     kinds = {"TPU v5", "TPU v6 lite"}
     assert kinds <= set(compiler.TABLE) and "TPU v5 lite" not in compiler.TABLE
+
+
+def test_a_tensor_axis_adds_options():
+    alone, beside = compiler.table_for("TPU v5"), compiler.table_for("TPU v5", tensor=8)
+    assert alone.items() < beside.items() and compiler.table_for("TPU v5 lite", tensor=8) == {}

@@ -36,10 +36,13 @@ class Ahead:
 
     gather:     shards of parameters -> whole parameters.
     to_shards: gradients of whole trained parameters -> those of the shards.
+    cut: annotates gradients of whole trained parameters as `tensor` cuts those; where a loop carries them the
+      partitioner would otherwise cut some along another dim, and exchange them in every turn.
     """
 
     gather: Callable[[PyTree], PyTree]
     to_shards: Callable[[PyTree], PyTree]
+    cut: Callable[[PyTree], PyTree]
 
     def scan(
         self, one: Callable, carry: PyTree, shards: PyTree, others: PyTree, reverse: bool = False

@@ -298,6 +298,9 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, self._add(sums, target, place, layer.real, grads)), None
 
+        if (ahead := self._ahead) is None:
+            return self._backwards(now, (carry, target.sums), layers)
+
         def late(carried, xs):
             (carry, sums, before), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
@@ -309,11 +312,9 @@ class Stage:
         def wide(grads):
             # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
             return jax.tree.map(
-                lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), grads, target.sums
+                lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), ahead.cut(grads), target.sums
             )
 
-        if self._ahead is None:
-            return self._backwards(now, (carry, target.sums), layers)
         shapes = self._trained(jax.eval_shape(self._first, layers).params)
         # behind the barrier zeros are no constants, for which XLA would pass over the gradients once more in every turn
         nothing = lax.optimization_barrier(wide(jax.tree.map(jnp.zeros_like, shapes)))

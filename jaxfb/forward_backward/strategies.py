@@ -104,6 +104,11 @@ class Execution:
         specs = like(self.sums["layers"], self._layer_specs())
         return lambda grads: data.to_shards(grads, specs)
 
+    def layer_cut(self):
+        """Returns a function that annotates gradients of one whole layer as `tensor` cuts its parameters."""
+        specs = like(self.sums["layers"], self._layer_specs())
+        return lambda grads: data.cut_over_tensor(grads, specs)
+
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
         return jax.tree.map(
@@ -125,7 +130,7 @@ class Execution:
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
-        ahead = Ahead(self.gather_layer(), self.layer_to_shards()) if self.ahead else None
+        ahead = Ahead(self.gather_layer(), self.layer_to_shards(), self.layer_cut()) if self.ahead else None
         of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
         return Stage(layer, keep, trained=of_layers, ahead=ahead, on_host=on_host, **options)
 

@@ -120,6 +120,16 @@ def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
     return jax.tree.map(cut, grads, specs)
 
 
+def cut_over_tensor(grads: PyTree, specs: PyTree) -> PyTree:
+    """Annotates gradients of whole leaves as `tensor` cuts their parameters."""
+
+    def cut(grad: jax.Array, spec: P) -> jax.Array:
+        entries = (*spec, *(None,) * (grad.ndim - len(spec)))
+        return tensor.constrain(grad, *(tensor.AXIS if entry == tensor.AXIS else None for entry in entries))
+
+    return jax.tree.map(cut, grads, specs)
+
+
 def scatter_over_data(grad_specs: PyTree):
     """Returns a function from one microbatch's gradients to their sums over data, each leaf cut as in `grad_specs`
     (ZeRO-2).

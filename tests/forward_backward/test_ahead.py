@@ -147,3 +147,30 @@ def test_it_is_the_default_on_accelerators(topology):
     assert bool(carried) == (topology != "cpu:4")
     # what the next turn begins with is gathered after this turn's first layer, whose parameters lie where it will
     assert all(depends_on("optimization_barrier", eqn, body) for eqn, body in carried)
+
+
+def carried_cuts(program):
+    """Dims that `tensor` cuts of each gradient that a loop hands to its next turn and that is annotated."""
+    for eqn in equations(program):
+        if eqn.primitive.name == "scan":
+            body, number = eqn.params["jaxpr"].jaxpr, eqn.params["num_carry"]
+            made = {id(var): one for one in body.eqns for var in one.outvars}
+            for maker in (made.get(id(var)) for var in body.outvars[:number]):
+                if maker and maker.primitive.name == "sharding_constraint":
+                    spec = maker.params["sharding"].spec
+                    yield (
+                        maker.outvars[0].aval.shape,
+                        [dim for dim, one in enumerate(spec) if one == "tensor"],
+                    )
+
+
+def test_gradients_that_wait_for_their_scatter_are_cut_as_their_parameters():
+    """Over tensor: the partitioner is otherwise free to cut them along another dim, and exchanges them later."""
+    over = ("mesh.fsdp=2", "mesh.tensor=2", "data.tokenizer=bytes", "parallel.gather_ahead=true")
+    config = load_config("configs/quickstart.yaml", over)
+    job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology("cpu:4"))))
+    found = list(carried_cuts(job.step.trace(job.state, job.batch).jaxpr))
+    width, heads, kv, mlp = 96, 96, 48, 256
+    columns = [((width, size), [1]) for size in (heads, kv, kv, mlp, mlp)]
+    assert all(found.count(one) >= columns.count(one) for one in columns)
+    assert {((heads, width), (0,)), ((mlp, width), (0,))} <= {(shape, tuple(dims)) for shape, dims in found}
