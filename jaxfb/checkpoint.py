@@ -41,12 +41,12 @@ from jaxfb.parallel.totals import begun_checksums
 from jaxfb.pipeline_state import as_saved
 from jaxfb.record import RECORD, context
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
+from jaxfb.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
 from jaxfb.stored_parts import StoredArrays
 
 log = logging.getLogger(__name__)
 
 FORMAT, WITHOUT_SUMS = 2, 1
-DAMAGED_SUFFIX = ".damaged"
 
 
 class CannotWrite(StorageError):
@@ -108,7 +108,10 @@ class CheckpointStore:
         check_writable(state, named_leaves(state))
         leaves = named_leaves(as_saved(state))
         content = {"format": FORMAT, "leaves": shapes_of(leaves), "host": as_json(host)}
-        writer = self._writer or self._open_writer()
+        try:
+            writer = self._writer or self._open_writer()
+        except OSError as error:
+            raise self._cannot_write(step, error) from error
         if (self.directory / str(step)).exists():
             raise Refused(
                 f"[checkpoint] step {step} is already saved in {self.directory}; resume from it, or train "
@@ -157,7 +160,7 @@ class CheckpointStore:
         if step is not None:
             return self._load(self._existing(step), abstract_state, partial)
         reasons = []
-        for candidate in reversed(self._step_directories()):
+        for candidate in reversed(steps_in(self.directory)):
             try:
                 return self._load(candidate, abstract_state, partial)
             except Mismatch:
@@ -211,11 +214,11 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """Returns complete steps, oldest first. A directory without a readable manifest is not one."""
-        return [step for step in self._step_directories() if self._is_complete(step)]
+        return [step for step in steps_in(self.directory) if self._is_complete(step)]
 
     def latest(self) -> int | None:
         """Returns the newest complete step; a save still being written does not count."""
-        return next((step for step in reversed(self._step_directories()) if self._is_complete(step)), None)
+        return next((step for step in reversed(steps_in(self.directory)) if self._is_complete(step)), None)
 
     def best(self) -> int | None:
         """Returns the complete step with the lowest `keep_best` metric, the newer of equals."""
@@ -268,7 +271,7 @@ class CheckpointStore:
                 writer.close()
 
     def _open_writer(self) -> ocp.training.Checkpointer:
-        self._set_aside_damaged()
+        self._clear()
         watch_renames(self.directory)
         logging.getLogger("absl").addFilter(_is_reported_elsewhere)
         policies: Any = ocp.training.preservation_policies
@@ -286,22 +289,27 @@ class CheckpointStore:
             save_decision_policy=cast(Any, ocp.training.save_decision_policies.FixedIntervalPolicy(1)),
             preservation_policy=policies.AnyPreservationPolicy(keep),
             context=context(),
-            cleanup_tmp_directories=True,
+            cleanup_tmp_directories=False,  # done by _clear, which waits for writes that are under way
         )
         return self._writer
 
-    def _set_aside_damaged(self) -> None:
-        """Renames what cannot be read, so that it neither counts as newest nor blocks its step number."""
+    def _clear(self) -> None:
+        """Sets aside what cannot be read and removes what an earlier save left unfinished, on process 0."""
         if jax.process_index() == 0:
-            for step in self._step_directories():
-                if step in self._damaged or not self._is_complete(step):
-                    target = _unused(self.directory / f"{step}{DAMAGED_SUFFIX}")
-                    (self.directory / str(step)).rename(target)
-                    log.warning("[checkpoint] step %d cannot be read; set aside as %s", step, target)
+            self._set_aside_damaged()
+            remove_unfinished(self.directory)
         if jax.process_count() > 1:
             from jax.experimental import multihost_utils
 
             multihost_utils.sync_global_devices("jaxfb set aside damaged checkpoints")
+
+    def _set_aside_damaged(self) -> None:
+        """Renames what cannot be read, so that it neither counts as newest nor blocks its step number."""
+        for step in steps_in(self.directory):
+            if step in self._damaged or not self._is_complete(step):
+                target = unused(self.directory / f"{step}{DAMAGED_SUFFIX}")
+                (self.directory / str(step)).rename(target)
+                log.warning("[checkpoint] step %d cannot be read; set aside as %s", step, target)
 
     def _load(self, step: int, abstract_state: Any, partial: bool) -> tuple[Any, dict]:
         self.check_fit(abstract_state, step, partial)
@@ -332,11 +340,6 @@ class CheckpointStore:
         except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
             return False
 
-    def _step_directories(self) -> list[int]:
-        if not self.directory.is_dir():
-            return []
-        return sorted(step for step in map(step_of, self.directory.iterdir()) if step is not None)
-
     def _score(self, host: Mapping[str, Any]) -> dict | None:
         value = (host.get("metrics") or {}).get(self.keep_best) if self.keep_best else None
         return {"score": float(value)} if value is not None and math.isfinite(value) else None
@@ -352,13 +355,6 @@ class CheckpointStore:
         have = ", ".join(map(str, self.steps())) or "none"
         what = "no checkpoint that can be read" if step is None else f"no checkpoint of step {step}"
         return f"[checkpoint] {what} in {self.directory}; complete steps: {have}"
-
-
-def step_of(path: Path | epath.Path) -> int | None:
-    """Returns the step whose checkpoint lies at `path`, by its name alone; None for any other file or directory."""
-    name = path.name
-    is_number = name.isascii() and name.isdecimal() and name == str(int(name))
-    return int(name) if is_number and path.is_dir() else None
 
 
 def _begun_save(
@@ -399,10 +395,3 @@ def _root_of(error: BaseException) -> str:
             return os.strerror(int(number[1]))
         cause = cause.__cause__ or cause.__context__
     return _first_line(error)
-
-
-def _unused(path: epath.Path) -> epath.Path:
-    number, candidate = 1, path
-    while candidate.exists():
-        number, candidate = number + 1, path.with_name(f"{path.name}{number}")
-    return candidate

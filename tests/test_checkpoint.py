@@ -1,5 +1,6 @@
 """A checkpoint comes back as the same bits, on any mesh, or says in one sentence why not."""
 
+import errno
 import json
 import logging
 import os
@@ -13,11 +14,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from etils import epath
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import PATIENCE, free_port
 
-from jaxfb import checkpoint
+from jaxfb import checkpoint, step_directories
 from jaxfb.checkpoint import CannotWrite, CheckpointStore
 
 
@@ -109,6 +111,29 @@ def test_a_save_without_checksums_is_none(tmp_path, monkeypatch):
         store.save(2, state, {})
         store.wait()
         assert store.steps() == [2]
+
+
+def test_what_a_failed_save_still_writes_does_not_stop_the_next(tmp_path, monkeypatch, caplog):
+    """Its threads may create files in the directory that is being removed; they end soon."""
+    kind = type(epath.Path(tmp_path))
+    remove, refusals = kind.rmtree, [OSError(errno.ENOTEMPTY, "Directory not empty")] * 2
+
+    def busy(path, missing_ok=False):
+        if refusals:
+            raise refusals.pop()
+        remove(path, missing_ok)
+
+    monkeypatch.setattr(kind, "rmtree", busy)
+    monkeypatch.setattr(step_directories, "PAUSE", 0)
+    (left := tmp_path / "1.orbax-checkpoint-tmp" / "state").mkdir(parents=True)
+    with CheckpointStore(tmp_path) as store, caplog.at_level(logging.WARNING, "jaxfb"):
+        store.save(1, make_state(mesh_of(data=1)), {})
+        store.wait()
+        assert (store.steps(), left.parent.exists(), caplog.text) == ([1], False, "")
+        left.mkdir(parents=True)
+        refusals += [OSError(errno.EBUSY, "Device or resource busy")] * step_directories.REMOVALS
+        step_directories.remove_unfinished(store.directory)
+        assert "cannot be removed: [Errno 16]" in caplog.text
 
 
 @pytest.mark.filterwarnings("ignore")  # orbax leaves coroutines behind when a file is torn

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.checkpoint import step_of
+from jaxfb.step_directories import step_of
 
 
 def bytes_of(state: Any) -> int:
