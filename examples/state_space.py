@@ -114,7 +114,7 @@ def windows(source: np.ndarray, rows: int, length: int, rng: np.random.Generator
     return {"tokens": taken[:, :-1], "targets": taken[:, 1:]}
 
 
-def main(updates=120):
+def main(updates=80):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     source, rng = text(2_000_000), np.random.default_rng(0)
@@ -124,13 +124,13 @@ def main(updates=120):
     print(found)
     found.raise_if_above()
 
-    plan = jaxfb.BatchPlan(rows=32, rows_per_microbatch=2, data_parallel=2)
-    optimizer = jaxfb.make_optimizer("adamw", learning_rate=3e-3)
+    plan = jaxfb.BatchPlan(rows=32, rows_per_microbatch=4, data_parallel=2)
+    optimizer = jaxfb.make_optimizer("adamw", learning_rate=5e-3)
     mesh = jaxfb.make_mesh(pipe=4, data=2)
     train_step = jaxfb.make_train_step(model, optimizer, mesh, plan, schedule="1f1b", max_grad_norm=1.0)
     state, losses = train_step.init(init), []
     for step in range(1, updates + 1):
-        state, metrics = train_step(state, windows(source, plan.rows, 64, rng))
+        state, metrics = train_step(state, windows(source, plan.rows, 32, rng))
         losses.append(float(metrics.loss))  # simulated devices want to be waited for at each step
         if step == 1 or step % 20 == 0:
             print(f"step {step}: loss {losses[-1]:.3f} nats a byte")

@@ -31,6 +31,7 @@ def guarded(tmp_path_factory):
         return trainer.train(config, callbacks=[Profile(skip=1, steps=2)]), seen
 
 
+@pytest.mark.slow
 def test_an_update_moves_nothing_that_it_was_not_told_to(guarded):
     assert guarded[1] == [1, 2, 3, 4, 5]
 

@@ -312,6 +312,7 @@ def test_a_coordinator_that_answers_nothing_counts_as_lost():
 
 
 @pytest.mark.processes
+@pytest.mark.slow
 def test_processes_that_differ_stop_with_one_sentence_before_they_compute(tmp_path):
     write_tiny(tmp_path)
     codes = finish(start(tmp_path, 2, 1, own={1: ["optimizer.learning_rate=0.5", "batch.rows=16"]}))

@@ -97,6 +97,7 @@ def test_a_loop_of_ones_own_saves_and_restores_the_order_of_the_model(interleave
     close(trained(updated(interleaved, again, 1, 1)), trained(wanted[2]))
 
 
+@pytest.mark.slow
 def test_a_state_goes_from_one_schedule_to_another_and_to_one_device(interleaved, wanted):
     """What is saved is in the model's order; a step takes any state and stores it in its own order."""
     state = updated(interleaved, interleaved.init(toy.params()), 1)
@@ -155,6 +156,7 @@ def test_layers_stay_in_the_order_of_the_model_where_the_optimizer_may_tell_them
         step_of("interleaved", change_gradients=lambda grads, state: grads, layer_order="pipeline")
 
 
+@pytest.mark.slow
 def test_counted_leaves_are_changed_by_the_metrics_of_their_own_layer():
     """The metrics of layers are in the model's order, and so is what the function of the user receives."""
 

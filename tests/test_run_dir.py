@@ -135,6 +135,7 @@ def test_other_head_counts_of_equal_shapes_are_refused(template, tmp_path, capsy
     assert "model.num_heads=2 (now 1)" in said and "model.head_size=8 (now 16)" in said
 
 
+@pytest.mark.slow
 def test_what_may_change_is_printed_and_the_old_config_is_kept(stopped, capsys):
     was = yaml.safe_load((stopped / "config.yaml").read_text())
     changes = ["optimizer.learning_rate=0.005", "lr.name=cosine", "run.updates=5"]

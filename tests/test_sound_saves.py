@@ -68,7 +68,7 @@ def into_moments(state):
     state.opt_state.inner.nu["norm"]["scale"] *= np.nan
 
 
-@pytest.mark.parametrize("put", [into_parameters, into_moments])
+@pytest.mark.parametrize("put", [pytest.param(into_parameters, marks=pytest.mark.slow), into_moments])
 def test_poison_is_never_saved_and_what_was_good_stays(config, capsys, put):
     """After update 5, with a checkpoint due at 6, 8, ...: update 4 is the last that is saved."""
     with pytest.raises(NonFiniteAbort) as given_up:
@@ -143,6 +143,7 @@ def test_a_state_that_turns_bad_behind_the_last_update_is_found_when_it_is_saved
     assert saved(config) == [2, 4]
 
 
+@pytest.mark.slow
 def test_a_checkpoint_with_a_nan_is_not_resumed(config, capsys):
     trainer.train(config)
     store = CheckpointStore(RunDirectory.of(config).checkpoints, keep=9, keep_best=None)
@@ -170,6 +171,7 @@ def test_single_numbers_may_be_infinite_and_integers_are_no_matter():
     assert unsound_leaves({"count": jnp.int32(3)}) == []
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_metrics_saves_first(config, capsys, monkeypatch):
     write, run = JsonlWriter.write, RunDirectory.of(config)
 
@@ -229,6 +231,7 @@ def test_space_that_a_run_will_need_is_counted(tmp_path, monkeypatch):
     assert disk.bytes_of({"w": jnp.ones((4, 2), jnp.float32), "key": jax.random.key(0)}) == 40
 
 
+@pytest.mark.slow
 def test_a_token_that_cannot_be_read_ends_the_run_saved(tmp_path, capsys):
     tokens = np.random.default_rng(0).integers(1, 100, 20_000).astype(np.uint16)
     tokens[::20] = 0

@@ -59,6 +59,7 @@ def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
     assert "the smoke run did not end as it should" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     import yaml
     from tiny import TINY

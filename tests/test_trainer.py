@@ -118,6 +118,7 @@ def test_a_finished_run_stays_as_it_is(done, capsys):
     assert (result.directory / "metrics.jsonl").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_a_signal_saves_and_resuming_is_bitwise(done, tmp_path):
     """Stopped in update 6, which no checkpoint falls on; then another config may not take its place."""
     config, whole, _ = done

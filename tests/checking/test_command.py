@@ -12,6 +12,7 @@ from jaxfb.cli import main
 pytestmark = pytest.mark.processes
 
 
+@pytest.mark.slow
 def test_cases_that_agree_are_counted(capfd):
     assert main(["check", "--random", "2", "--seed", "1", "--first", "5"]) == 0
     out, err = capfd.readouterr()
@@ -19,6 +20,7 @@ def test_cases_that_agree_are_counted(capfd):
     assert "random cases of seed 1, each next to one device, on cpu" in err and "    6  " in err
 
 
+@pytest.mark.slow
 def test_a_finding_is_code_1_and_comes_with_a_program(capfd, monkeypatch, tmp_path):
     tests = [str(Path(__file__).parent), str(Path(__file__).parent.parent)]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([*tests, os.environ.get("PYTHONPATH", "")]))

@@ -24,6 +24,7 @@ def poisoned(layer):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_layer_whose_parameters_went_bad_is_named(tmp_path, capsys):
     short = {
         "run": {"updates": 8, "max_nonfinite": 2},

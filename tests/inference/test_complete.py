@@ -65,6 +65,7 @@ def test_a_model_on_several_devices_continues_as_on_one(directory, model):
     assert "".join(answers(parts, messages, how)) == "".join(answers(model, messages, how))
 
 
+@pytest.mark.slow
 def test_log_probs_of_experts_over_several_devices_are_those_of_one():
     sizes = TransformerConfig(
         vocab_size=32,

@@ -43,6 +43,7 @@ def by_hand(model, context, continuation):
     return float(picked.sum()), bool((found.argmax(-1) == row[1:])[-len(continuation) :].all())
 
 
+@pytest.mark.slow
 def test_scores_on_a_mesh_are_those_of_a_forward_of_each_row(scorer):
     rng = np.random.default_rng(0)
     pairs = [

@@ -52,6 +52,7 @@ def scaled_model(form, per_token):
     return jaxfb.from_megatron(loss_func, per_token=per_token)
 
 
+@pytest.mark.slow
 def test_gradients_of_megatrons_own_runs(golden):
     for case in golden("megatron_pipeline_grads.json")["cases"]:
         given, expected = case["inputs"], case["expected"]

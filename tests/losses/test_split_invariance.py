@@ -256,7 +256,8 @@ def test_other_heads_in_microbatches_of_two_replicas(kind):
     _check(kind, {"data": 2}, 2)
 
 
-@pytest.mark.parametrize("packing", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("packing", [True, False])
 def test_token_budgets_and_packing(packing):
     """Rows sorted by length into microbatches of at most 16 tokens on each of two replicas, several in an array row."""
     budget = {"max_tokens_per_microbatch": 16, "sequence_length": SEQ, "packing": packing}
@@ -292,6 +293,7 @@ def test_other_heads_with_a_vocabulary_cut_over_two_axes(kind):
     _check(kind, {"pipe": 2, "tensor": 2}, 4)
 
 
+@pytest.mark.slow
 def test_forward_only_gives_log_probs_and_values_in_row_order():
     """On a pipeline whose sequences are cut as well, with purposes of their own."""
     mesh = jaxfb.make_mesh(pipe=2, context=2, devices=jax.devices()[:4])

@@ -21,6 +21,7 @@ def test_what_is_read_can_be_planned_or_is_refused():
     assert "planned" in outcomes and set(outcomes) <= {"planned", "refused"}
 
 
+@pytest.mark.slow
 def test_the_keys_of_every_command_are_drawn():
     every = {".".join(path) for base in BASES for path, _ in keys(type(load_config(base)))}
     configs = [config(seed) for seed in range(1200)]

@@ -158,6 +158,7 @@ def all_calls(tmp_path_factory):
         yield calls(directory, store)
 
 
+@pytest.mark.slow
 def test_one_wrong_argument_is_refused_by_name(all_calls):
     failures = [failure for call in all_calls for failure in call.failures(pool(seed=9), legal_too=False)]
     assert not failures

@@ -216,6 +216,7 @@ def shared_functions_with_manual_parts(text: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("small_blocks")
+@pytest.mark.slow
 def test_gradients_of_a_pipeline_are_those_of_one_device_and_plain_attention(monkeypatch):
     """The engine with the kernel interpreted, in float32: 2e-5 of the largest gradient of a leaf."""
     kernel = splash._kernel

@@ -131,6 +131,7 @@ def test_a_cache_of_keys_changes_no_probability(name):
         np.testing.assert_allclose(found.log_probs[row], wanted.max(-1), rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_text_is_turned_as_a_short_one_until_it_is_long():
     config, params = VARIANTS["longrope"], drawn(VARIANTS["longrope"])  # long are more than 4 tokens
     prompt, lengths = batch(rows=2, length=4)["tokens"], np.array([3, 2])

@@ -46,7 +46,7 @@ def _one_device():
 @pytest.mark.parametrize(
     "sizes, options",
     [
-        (dict(data=2, tensor=2), {}),
+        pytest.param(dict(data=2, tensor=2), {}, marks=pytest.mark.slow),
         pytest.param(dict(pipe=2, context=2, tensor=2), dict(schedule="1f1b"), marks=pytest.mark.slow),
     ],
     ids=str,
@@ -92,6 +92,7 @@ def _of_layers(mesh, program):
     }
 
 
+@pytest.mark.slow
 def test_layers_gather_their_tokens_and_hold_fewer():
     """The CPU's compiler makes no reduce-scatters: there, it is an all-reduce and a slice."""
     programs = {on: _compiled(jax.devices()[:4], on, tensor=4) for on in (False, True)}

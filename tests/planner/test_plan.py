@@ -29,6 +29,7 @@ def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_compiler_answers_for_simulated_devices_in_a_process_of_its_own():
     verdict = plan(load_config("configs/mesh8.yaml", ONE_LAYER), parse_topology("cpu:2"))
     assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.01)

@@ -30,6 +30,7 @@ def needed(config):
     return float(re.search(r"total +([\d.]+) GB", advice(config, H100, None))[1])
 
 
+@pytest.mark.slow
 def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
     config = load_config(write_tiny(tmp_path, mesh={"data": -1}), BIG)
     now = needed(config)
@@ -62,6 +63,7 @@ POST_TRAINING = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", POST_TRAINING)
 def test_changes_of_post_training_are_keys_of_its_own_and_need_what_they_promise(name):
     config = load_config(name, POST_TRAINING[name])

@@ -88,6 +88,7 @@ def test_weights_are_read_cut_and_unchanged_with_the_tokenizer_and_its_stops(tmp
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_checkpoint_goes_on_where_the_directory_began(tmp_path, directory, capsys):
     """Trains, loses the directory's weights, resumes, generates and exports."""
     source = shutil.copytree(directory, tmp_path / "model")
@@ -109,6 +110,7 @@ def test_a_checkpoint_goes_on_where_the_directory_began(tmp_path, directory, cap
     }
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_pretraining_goes_on_with_a_directory(tmp_path, directory, capsys):
     same = {"eval": {"every": None, "prompt": "", "batches": 1}, "optimizer": {"learning_rate": 1e-9}}

@@ -31,6 +31,7 @@ def loaded(depth, directory=SOURCE, dtype=jnp.float32):
     return repository, sizes, load_params(repository, sizes, shapes)
 
 
+@pytest.mark.slow
 def test_losses_and_gradient_norms_are_those_of_transformers(tmp_path):
     repository, sizes, params = loaded(1, dtype=jnp.float64)
     expected = json.loads((SOURCE / "multi_token.json").read_text())

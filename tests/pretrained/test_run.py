@@ -81,6 +81,7 @@ def test_a_model_that_transformers_lacks_stays_a_run(field):
         describe(TransformerConfig(**SMALL, **field))
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_exported(tmp_path):
     from tiny import write_tiny
 

@@ -79,6 +79,7 @@ def test_supervised_training_changes_the_adapters_alone(tmp_path, start):
     assert sorted(moments) == sorted(2 * [leaf.shape for leaf in trained])
 
 
+@pytest.mark.slow
 def test_the_first_preference_loss_is_log_2_and_no_reference_is_kept(tmp_path):
     work = started(make_preference_work(load_config(write(tmp_path, DPO, LORA, lora={"rank": 2}))))
     metrics, _ = one_update(work, 0)
@@ -109,6 +110,7 @@ def test_the_reference_of_a_policy_is_its_frozen_base(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_refuses_other_adapters(tmp_path, capsys):
     whole = write(tmp_path / "whole", SFT, LORA)
     assert main(["sft", str(whole)]) == 0
@@ -122,6 +124,7 @@ def test_a_resumed_run_has_the_bits_of_an_uninterrupted_one_and_refuses_other_ad
     chex.assert_trees_all_equal(*(saved(tmp_path / name / "run") for name in ("whole", "cut")))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_run_is_exported_merged_or_as_an_adapter_that_is_read_again(tmp_path):
     targets = {"rank": 2, "alpha": 3.0, "targets": ["query", "gate"]}

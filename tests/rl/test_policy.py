@@ -79,6 +79,7 @@ def same_bits(one, other):
         np.testing.assert_array_equal(a, b)
 
 
+@pytest.mark.slow
 def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_path):
     work = started(config(tmp_path, rollout={"temperature": 0.7, "importance_cap": 2.0}))
     metrics, record = one_update(work, 0)
@@ -110,6 +111,7 @@ OTHER_PLANS = {
 }
 
 
+@pytest.mark.slow
 def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
     """The same rows of a rollout, updated by two runs that differ in every plan but that of training."""
     one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
@@ -124,6 +126,7 @@ def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
     same_bits(other.params, again.params)
 
 
+@pytest.mark.slow
 def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
     one, other = started(config(tmp_path)), started(config(tmp_path, {"plans": OTHER_PLANS}))
     one_update(one, 0)
@@ -137,7 +140,10 @@ def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
 @pytest.mark.parametrize(
     "changes",
     [
-        {"mesh": {"data": 2}, "plans": {"train": {"max_tokens_per_microbatch": 24, "packing": True}}},
+        pytest.param(
+            {"mesh": {"data": 2}, "plans": {"train": {"max_tokens_per_microbatch": 24, "packing": True}}},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             {"mesh": {"pipe": 2, "data": 2}, "plans": {"train": {"rows_per_microbatch": 2}}},
             marks=pytest.mark.slow,
@@ -238,6 +244,7 @@ class Recorded(Evens):
         return super().reward(problem, response)
 
 
+@pytest.mark.slow
 def test_ids_that_the_tokenizer_lacks_are_never_sampled_and_rewards_see_the_ids(tmp_path):
     """257 ids in a vocabulary of 384: a random policy would draw every third token from the padding."""
     work = make_policy_work(
@@ -279,6 +286,7 @@ class Same(Evens):
         return 0.5
 
 
+@pytest.mark.slow
 def test_prompts_without_a_better_and_a_worse_sample_are_counted_and_reported(tmp_path):
     sizes = {"rollouts": 3, "epochs": 1, "rows_per_update": 16}
     quiet = {"policy": {"kl_coef": 0.0, "entropy_coef": 0.0}, "plans": {"train": {"rows_per_microbatch": 16}}}

@@ -58,6 +58,7 @@ def stopped(template, tmp_path):
     return Path(shutil.copytree(template / "run", tmp_path / "run"))
 
 
+@pytest.mark.slow
 def test_resumed_at_checkpoint_0_it_keeps_the_record_of_the_start(stopped):
     (start,) = read_jsonl(stopped / "metrics.jsonl")
     assert start["step"] == 0 and start["eval/loss"] > 0
