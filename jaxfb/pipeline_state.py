@@ -59,6 +59,13 @@ def opened(state: TrainState) -> tuple[TrainState, LayerOrder | None]:
     return (state.stored, state.order) if isinstance(state, PipelineState) else (state, None)
 
 
+def shapes_of_params(state: TrainState) -> PyTree:
+    """Returns the shapes and dtypes of a state's parameters in the model's order, without moving any."""
+    stored, order = opened(state)
+    shapes = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype), stored.params)
+    return shapes if order is None else order.to_model(shapes)
+
+
 def closed(stored: TrainState, order: LayerOrder | None) -> TrainState:
     """Returns the state of arrays that are stored in an order."""
     return stored if order is None else PipelineState.of(stored, order)

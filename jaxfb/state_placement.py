@@ -16,9 +16,10 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward
 from jaxfb.forward_backward.arguments import check_params
+from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.layer_order import LayerOrder
-from jaxfb.parallel.sharding import abstract, moment_specs, shardings
+from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
 from jaxfb.refusal import boolean, instance
 from jaxfb.train_arguments import (
@@ -106,10 +107,10 @@ class StatePlacement:
     def taken(self, state: TrainState) -> TrainState:
         """Returns what `place` returns; the state that is given is overwritten."""
         placed = self.placed(state)
-        order = None if is_traced(placed) else self._order_of(opened(placed)[0].params, self._plan)
+        order = None if is_traced(placed) else self._order_of(placed)
         if order is None or isinstance(placed, PipelineState):
             return placed
-        return in_pipeline_order(placed, order, donate=True)
+        return self._in_order(placed, order, donate=True)
 
     def placed(self, state: TrainState) -> TrainState:
         """Returns the state on this step's mesh, its layers in the order that they have or, if that is another
@@ -120,21 +121,27 @@ class StatePlacement:
             return state
         check_alive(state)
         stored, order = opened(state)
-        if order is not None and order != self._order_of(stored.params, self._plan):
+        if order is not None and order != self._order_of(state):
             stored, order = in_model_order(state), None
-        return closed(self._on_mesh(stored), order)
+        return self._on_mesh(closed(stored, order))
+
+    def _in_order(self, state: TrainState, order: LayerOrder, donate: bool) -> TrainState:
+        """Returns a state in the order in which this step stores layers, from one in the model's order."""
+        moved = in_pipeline_order(state, order, donate)
+        return moved if order.layout.even else jax.device_put(moved, self.state_shardings(moved))
 
     def _on_mesh(self, state: TrainState) -> TrainState:
         """Returns a state on this step's mesh in the order that it has."""
         leaves, structure = jax.tree.flatten(state)
         shapes = (structure, tuple(jnp.shape(leaf) for leaf in leaves))
         if shapes not in self._shardings:
-            self._look_at(state.params)
-            check_state(state, self._update.optimizer, self._update.loss_scale)
+            stored = opened(state)[0]
+            self._look_at(stored.params)
+            check_state(stored, self._update.optimizer, self._update.loss_scale)
             if self._update.change_gradients is not None:
                 fb = self.forward_backward
-                trained, dtypes = fb.trained(state.params), fb.grad_dtypes(state.params)
-                check_changed_gradients(self._update.change_gradients, state, trained, dtypes)
+                trained, dtypes = fb.trained(stored.params), fb.grad_dtypes(stored.params)
+                check_changed_gradients(self._update.change_gradients, stored, trained, dtypes)
             self._shardings[shapes] = self.state_shardings(state)
         targets = self._shardings[shapes]
         if all(
@@ -147,33 +154,36 @@ class StatePlacement:
         """Returns a (possibly abstract) state in the order in which this step stores layers."""
         if isinstance(state, PipelineState) or is_traced(state):
             return state
-        order = self._order_of(state.params, self._plan)
+        order = self._order_of(state)
         if order is None:
             return state
         if any(isinstance(leaf, jax.ShapeDtypeStruct) for leaf in jax.tree.leaves(state)):
-            return closed(state, order)
-        return in_pipeline_order(state, order, donate=False)
+            moved = in_pipeline_order(state, order, donate=False)
+            return abstract(moved, self.state_shardings(moved))
+        return self._in_order(state, order, donate=False)
 
-    def _order_of(self, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
-        """Returns the order in which this step stores layers; None: the model's."""
-        if self._layer_order == "model":
+    def _order_of(self, state: TrainState) -> LayerOrder | None:
+        """Returns the order in which this step stores the layers of a state; None: the model's."""
+        if self._layer_order == "model" or self.forward_backward.pipe == 1:
             return None
-        return self.forward_backward.layer_order(self._model, params, plan)
+        stored, order = opened(state)
+        number = num_layers(stored.params) if order is None else order.layout.num_layers
+        return self.forward_backward.order_of_layers(number, self._plan)
 
     def state_shardings(self, state: TrainState) -> TrainState:
         """Returns NamedShardings of a (possibly abstract) state: params over fsdp and tensor, moments as the
         gradients.
         """
-        if isinstance(state, PipelineState):
-            return closed(self.state_shardings(state.stored), state.order)
-        fb, params = self.forward_backward, state.params
-        specs = jax.tree.map(lambda _: P(), state)
-        specs = replace(
-            specs,
-            params=fb.param_specs(self._model, params),
-            opt_state=moment_specs(state.opt_state, fb.trained(params), fb.grad_specs(self._model, params)),
-        )
-        return shardings(specs, fb.mesh)
+        fb, (stored, order) = self.forward_backward, opened(state)
+        if order is not None:
+            fb = replace(fb, options=replace(fb.options, layer_order="pipeline"))
+        params, grads = fb.param_specs(self._model, stored.params), fb.grad_specs(self._model, stored.params)
+        if order is None and (other := self._order_of(state)) is not None and not other.layout.even:
+            # until they are moved; the engine would have all layers on each device
+            params, grads = (cut_over_pipe(specs, stored.params, fb.mesh) for specs in (params, grads))
+        moments = moment_specs(stored.opt_state, fb.trained(stored.params), grads)
+        specs = replace(jax.tree.map(lambda _: P(), stored), params=params, opt_state=moments)
+        return closed(shardings(specs, fb.mesh), order)
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:
         """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""

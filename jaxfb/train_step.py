@@ -30,6 +30,7 @@ from jaxfb.pipeline_state import (
     closed,
     counted_in,
     opened,
+    shapes_of_params,
 )
 from jaxfb.refusal import INT32, Refused, function, instance, integer
 from jaxfb.state_placement import StatePlacement
@@ -239,7 +240,7 @@ class TrainStep:
             consist of all calls whose weights divided them.
         """
         state = self._placement.taken(state)
-        check_gradients(gradients, self.forward_backward.trained(opened(state)[0].params))
+        check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
         mesh = self.forward_backward.mesh
         out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
@@ -328,7 +329,7 @@ class TrainStep:
         """Returns loss and gradients, whose layers are in the order in which the state stores them."""
         stored, order = opened(state)
         fb, params = self.forward_backward, stored.params
-        in_place = order is not None and order == fb.layer_order(model, params, plan)
+        in_place = order is not None and order == fb.order_of_layers(order.layout.num_layers, plan)
         if in_place:
             fb = replace(fb, options=replace(fb.options, layer_order="pipeline"))
         elif order is not None:
@@ -360,7 +361,10 @@ class TrainStep:
     ) -> tuple[TrainState, StepMetrics]:
         stored, order = opened(state)
         change = replace(self._change, counted=counted_in(order, self._change.counted))
-        new, metrics = change.apply(stored, out, rows, self.state_shardings(stored), limits)
+        new, metrics = change.apply(stored, out, rows, opened(self.state_shardings(state))[0], limits)
+        if order is not None and metrics.num_zeros is not None:
+            empty = order.empty(self.forward_backward.trained(stored.params))
+            metrics = replace(metrics, num_zeros=metrics.num_zeros - empty)
         return closed(new, order), metrics
 
 

@@ -86,6 +86,64 @@ def test_updates_are_those_of_one_device(schedule, sizes, options, wanted):
     close(trained(state), trained(wanted[2]))
 
 
+@pytest.mark.parametrize(
+    "chunks, sizes, options",
+    [
+        (1, {"pipe": 2}, {"layers_per_stage": (3, 1)}),
+        pytest.param(
+            2,
+            {"pipe": 2, "data": 2},
+            {"layers_per_stage": (2, 1, 0, 1), "optimizer_sharding": "data", "schedule": "zb_v"},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            1,
+            {"pipe": 2, "fsdp": 2},
+            {"layers_per_stage": (1, 3), "remat": "layer", "schedule": "zero_bubble"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_a_device_holds_the_layers_of_its_own_uneven_stages(chunks, sizes, options, wanted, tmp_path):
+    """Each stage takes as much room as the longest; what is left is zero, and nothing of it is seen."""
+    step = step_of(
+        **{"schedule": None} | options, mesh=jaxfb.make_mesh(**sizes), chunks=chunks, count_zeros=True
+    )
+    state = step.init(toy.params())
+    state, metrics = step(state, toy.batch(0, rows=8))
+    counts = options["layers_per_stage"]
+    stored = state.stored.params["layers"]["w"]
+    assert stored.shape[0] == len(counts) * max(counts) and stored.sharding.spec[0] == "pipe"
+    assert np.count_nonzero(np.any(np.asarray(stored), axis=(1, 2))) == sum(counts) == toy.LAYERS
+    assert metrics.num_zeros == 0
+    close(trained(state), trained(wanted[1]))
+    with CheckpointStore(tmp_path, asynchronous=False) as store:
+        store.save(1, {"state": state}, {})
+        plain, again = (store.restore({"state": like})[0]["state"] for like in (wanted[1], state))
+    close(trained(plain), trained(wanted[1]))
+    gradients = step.gradients(again, toy.batch(1, rows=8))
+    state, metrics = step.apply(step.place(again), gradients)
+    close(trained(state), trained(wanted[2]))
+    shapes = step.abstract_state(lambda key: toy.params())
+    assert step.lower(shapes, toy.batch(0, rows=8)).compile().memory_analysis() is not None
+
+
+def test_stacked_layers_that_the_stages_do_not_take_are_refused():
+    step = step_of(None, layers_per_stage=(2, 1), chunks=1)
+    with pytest.raises(
+        ValueError, match=r"layers_per_stage=\[2, 1\] must give each of 2 stages .* of the 4 layers"
+    ):
+        step.init(toy.params())
+    fb = jaxfb.get_forward_backward_func(MESH, layers_per_stage=(3, 1), layer_order="pipeline")
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2)
+    with pytest.raises(ValueError, match="must be 6, .* got 4; use fb.layer_order"):
+        fb(toy.model, toy.params(), toy.batch(0, rows=8), plan)
+    order = fb.layer_order(toy.model, toy.params(), plan)
+    params = jax.tree.map(jnp.asarray, toy.params())
+    with pytest.raises(ValueError, match="is for 4 stacked layers, got 6"):
+        order.to_pipeline(order.to_pipeline(params))
+
+
 def test_a_loop_of_ones_own_saves_and_restores_the_order_of_the_model(interleaved, wanted, tmp_path):
     """A checkpoint names arrays and no classes, so it must not depend on how a state stores them."""
     state = updated(interleaved, interleaved.init(toy.params()), 1)

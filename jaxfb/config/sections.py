@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.layout import stages_of
 from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
 from jaxfb.pretrained.sizes import sizes_in
 from jaxfb.refusal import Refused, shown
@@ -303,7 +304,8 @@ class ParallelConfig:
                  from its input), "offload" (the same, and the inputs wait in the host's memory), "full" (as "layer"; in
                  a pipeline a stage from its input: least memory without the host, most time).
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
-    layers_per_stage: layers of each of the mesh.pipe * chunks stages, where they do not divide evenly.
+    layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
+                 (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
     """
 
     fsdp_gather: Literal["layer", "step"] = "layer"
@@ -311,7 +313,11 @@ class ParallelConfig:
     compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     remat: Literal["none", "selective", "layer", "offload", "full"] = "none"
     head_placement: Annotated[str, HEADS] | None = None
-    layers_per_stage: tuple[int, ...] | None = None
+    layers_per_stage: tuple[int, ...] | str | None = None
+
+    def __post_init__(self):
+        if isinstance(self.layers_per_stage, str):
+            stages_of(self.layers_per_stage)
 
 
 @dataclass(frozen=True)

@@ -97,10 +97,12 @@ def get_forward_backward_func(
         over rows, and rows that pipe divides) or "last" (every device spends the time of the whole head in a
         tick, the last stage's answer counts). None: "vocabulary" where it is possible, else "last".
       layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
-        evenly. Every device then holds all layers' parameters and spends the time of the longest stage.
+        evenly. Every device then spends the time of the longest stage, and holds all layers' parameters unless
+        `layer_order` is "pipeline".
       layer_order: "model": parameters and gradients have their layers in the model's order; with several chunks, or a
         V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
-        them in the order of `ForwardBackward.layer_order`, in which nothing moves. Metrics are in the model's order.
+        them in the order of `ForwardBackward.layer_order`, in which nothing moves, and in which stages of uneven length
+        all take as much room as the longest. Metrics are in the model's order.
       trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
         name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
         in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
@@ -266,16 +268,21 @@ class ForwardBackward:
     def layer_order(self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan) -> LayerOrder | None:
         """Returns the order in which devices hold the layers of these (possibly abstract) parameters in a call.
 
-        None where it is the model's: without a pipeline, with one chunk, or with stages of uneven length, of which
-        every device stores all layers.
+        None where it is the model's: without a pipeline, or with one chunk and stages of even length.
+
+        params: in the model's order.
         """
+        return None if not isinstance(model, Pipelined) else self.order_of_layers(num_layers(params), plan)
+
+    def order_of_layers(self, number: int, plan: BatchPlan) -> LayerOrder | None:
+        """Returns what `layer_order` returns for a `Pipelined` with so many layers."""
         # where a kind of schedule puts its chunks is asked of any number of microbatches if the plan leaves it open
         given = getattr(self.options.schedule, "num_microbatches", 1)
         schedule = self.schedule_for(given if plan.by_tokens else plan.num_microbatches)
-        if not isinstance(model, Pipelined) or schedule is None:
+        if schedule is None:
             return None
-        layout = pipe.layout_of(num_layers(params), schedule.placement, self.options.layers_per_stage)
-        return LayerOrder(self.mesh, layout) if layout.exchanges else None
+        layout = pipe.layout_of(number, schedule.placement, self.options.layers_per_stage)
+        return LayerOrder(self.mesh, layout) if layout.exchanges or not layout.even else None
 
     def schedule_for(self, num_microbatches: int) -> schedules.Schedule | None:
         """Returns the schedule that a plan with so many microbatches runs under; None without a pipeline."""
@@ -318,10 +325,7 @@ def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
 def _run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
     model, plan, complete = resolved.model, resolved.plan, params
     if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        cast = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, resolved.dtypes.tree
-        )
-        check_padding(as_loss_fn(model), cast, microbatches, keys)
+        check_padding(as_loss_fn(model), resolved.shapes(params), microbatches, keys)
     if _counts_before(model):
         with jax.named_scope("count"):
             metrics = _one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics

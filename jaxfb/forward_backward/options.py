@@ -89,6 +89,11 @@ class EngineOptions:
         """Returns whether all stages have as many layers."""
         return self.layers_per_stage is None or len(set(self.layers_per_stage)) == 1
 
+    @property
+    def cuts_layers(self) -> bool:
+        """Returns whether a device of a pipeline holds its own layers alone."""
+        return self.even or self.layer_order == "pipeline"
+
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises ValueError for options that this mesh cannot have."""
         pipe = axis_size(mesh, "pipe")

@@ -19,6 +19,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import like, pruned
 from jaxfb.types import LossFn, Pipelined, outer_params, restrict_to
@@ -67,6 +68,15 @@ class Resolved:
     layout: pipe.Layout | None
     placement: str | None
 
+    def shapes(self, params: PyTree) -> PyTree:
+        """Returns the shapes and dtypes of the parameters as the model's functions see them: each layer once."""
+        cast = jax.tree.map(lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, self.dtypes.tree)
+        if self.layout is None or self.layout.even:
+            return cast
+        number = self.layout.num_layers
+        layers = jax.tree.map(lambda leaf: leaf.update(shape=(number, *leaf.shape[1:])), cast["layers"])
+        return {**cast, "layers": layers}
+
     @property
     def gathers_ahead(self) -> bool:
         """Returns whether FSDP gathers a layer's parameters while the layer before it computes."""
@@ -108,8 +118,7 @@ def resolve(
     specs = param_specs(mesh, options, model, params, placement)
     if placement is not None and not plan.by_tokens:  # the plan that it is arranged into is resolved again
         schedule = options.schedule_for(size, plan.num_microbatches)
-        layout = pipe.layout_of(num_layers(params), schedule.placement, options.layers_per_stage)
-        layout = replace(layout, arranged=options.layer_order == "pipeline")
+        layout = layout_for(options, params, schedule)
         check_rows(placement, plan.rows_per_microbatch, size)
     return Resolved(
         mesh,
@@ -124,6 +133,26 @@ def resolve(
         layout=layout,
         placement=placement,
     )
+
+
+def layout_for(options: EngineOptions, params: PyTree, schedule: Schedule) -> pipe.Layout:
+    """Returns which layers of the given parameters each device has.
+
+    Raises:
+      ValueError: they do not divide, or are not as many as the stages take.
+    """
+    number, counts, placement = num_layers(params), options.layers_per_stage, schedule.placement
+    if options.cuts_layers and not options.even:
+        layout = pipe.layout_of(sum(counts or ()), placement, counts)
+        if number != layout.num_places:
+            raise Refused(
+                f'with layer_order="pipeline" and layers_per_stage={list(counts or ())} the stacked layers must be '
+                f"{layout.num_places}, as many as the longest stage has for each, got {number}; use "
+                "fb.layer_order(model, params, plan).to_pipeline(params)"
+            )
+    else:
+        layout = pipe.layout_of(number, placement, counts)
+    return replace(layout, arranged=options.layer_order == "pipeline")
 
 
 def placement_for(mesh: Mesh, options: EngineOptions, model: Pipelined, params: PyTree) -> str:
@@ -173,7 +202,7 @@ def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placeme
         dims = model.vocabulary.dims(outer)
     else:
         dims = jax.tree.map(lambda _: -1, outer)
-    return dims | {"layers": jax.tree.map(lambda _: 0 if options.even else -1, params["layers"])}
+    return dims | {"layers": jax.tree.map(lambda _: 0 if options.cuts_layers else -1, params["layers"])}
 
 
 def _compute_dtypes(options: EngineOptions, model: LossFn | Pipelined, params: PyTree) -> PyTree:

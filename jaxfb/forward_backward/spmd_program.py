@@ -38,6 +38,7 @@ class SpmdProgram:
     def __init__(self, resolved: Resolved, forward_only: bool):
         self.mesh, self.model, self.normalize = resolved.mesh, resolved.model, resolved.options.normalize
         self.strategy = resolved.strategy(forward_only)
+        self.shapes = resolved.shapes
         self.specs, self.grad_specs = resolved.specs.tree, None if forward_only else resolved.grad_specs.tree
 
     def run(self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any) -> tuple:
@@ -62,9 +63,7 @@ class SpmdProgram:
 
     def _one_device(self, params: PyTree, microbatches: PyTree, keys: Any) -> tuple[_OneDevice, tuple, tuple]:
         """Returns the program of one device, its (params, microbatches, keys), and how these are cut."""
-        cast = jax.tree.map(
-            lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype), params, self.strategy.execution.dtypes
-        )
+        cast = self.shapes(params)
         seen = jax.tree.map(self._seen_by_one_device, cast, self.specs)
         traced, context = traced_on_mesh(as_loss_fn(self.model), self.mesh, seen, cast, microbatches, keys)
         if context is None:

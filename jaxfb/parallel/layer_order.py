@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import is_traced
 from jaxfb.parallel import pipe
-from jaxfb.parallel.sharding import in_layers, moment_specs
+from jaxfb.parallel.sharding import in_layers, moment_specs, optimizer_specs
+from jaxfb.refusal import Refused
 
 PyTree = Any
 STACKED = P("pipe")
@@ -23,7 +24,8 @@ STACKED = P("pipe")
 class LayerOrder:
     """Moves stacked layers, leaves [num_layers, ...], between the model's order and that of a pipeline.
 
-    In the pipeline's order each device's share of the first dim is its own chunks, one after the other.
+    In the pipeline's order each device's share of the first dim is its own chunks, one after the other. Where stages
+    are of uneven length, each takes as much room as the longest, and what is left of it is zero.
     """
 
     mesh: Mesh
@@ -50,15 +52,51 @@ class LayerOrder:
             lambda leaf, place: self.move(leaf, back, donate) if place == STACKED else leaf, opt_state, found
         )
 
+    def empty(self, params: PyTree) -> int:
+        """Returns how many numbers of stacked leaves in the pipeline's order belong to no layer."""
+        layout = self.layout
+        leaves = jax.tree_util.tree_leaves_with_path(params)
+        one_layer = sum(leaf.size // layout.num_places for path, leaf in leaves if in_layers(path))
+        return (layout.num_places - layout.num_layers) * one_layer
+
     def move(self, leaf: Any, back: bool, donate: bool = False) -> Any:
-        """Returns one stacked array in the other order; `back`: in the model's. Shapes stay as they are."""
+        """Returns one stacked array in the other order; `back`: in the model's."""
+        self._check(leaf, back)
         if isinstance(leaf, jax.ShapeDtypeStruct):
-            return leaf
+            length = self.layout.num_layers if back else self.layout.num_places
+            return leaf.update(
+                shape=(length, *leaf.shape[1:]), sharding=leaf.sharding and self._place(leaf, back)
+            )
         if is_traced(leaf):
             return self._moved(back)(leaf)
-        return _program(self, back, donate, leaf.sharding)(leaf)
+        donate = donate and self.layout.even  # otherwise the other one has another shape
+        return _program(self, back, donate, self._place(leaf, back))(leaf)
+
+    def _check(self, leaf: Any, back: bool) -> None:
+        layout = self.layout
+        if leaf.shape[0] != (layout.num_places if back else layout.num_layers):
+            raise Refused(
+                f"layers_per_stage={list(layout.layers_per_stage)} is for {layout.num_layers} stacked layers, got "
+                f"{leaf.shape[0]}"
+            )
+
+    def _place(self, leaf: Any, back: bool) -> NamedSharding:
+        """Returns where a leaf is in the other order.
+
+        Layers of uneven stages are cut over pipe in the pipeline's order, and in the model's along any dim that pipe
+        divides.
+        """
+        if self.layout.even:
+            return leaf.sharding
+        spec = [None if entry == "pipe" else entry for entry in getattr(leaf.sharding, "spec", P())]
+        if not back:
+            return NamedSharding(self.mesh, P("pipe", *spec[1:]))
+        shape = jax.ShapeDtypeStruct((self.layout.num_layers, *leaf.shape[1:]), leaf.dtype)
+        return NamedSharding(self.mesh, optimizer_specs(P(*spec), shape, self.mesh, "pipe"))
 
     def _moved(self, back: bool) -> Callable[[jax.Array], jax.Array]:
+        if not self.layout.even:
+            return partial(pipe.unpadded if back else pipe.padded, layout=self.layout)
         move = partial(pipe.rearranged, layout=self.layout, back=back)
         cut = {"in_specs": STACKED, "out_specs": STACKED}
         return jax.shard_map(move, mesh=self.mesh, axis_names={"pipe"}, check_vma=False, **cut)

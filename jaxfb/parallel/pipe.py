@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfb.parallel.collectives import psum
@@ -28,7 +29,7 @@ class Layout:
     placement:        placement[device][chunk] is the stage.
     layers_per_stage: number of layers of each stage, in the order of stages.
     arranged:         whether the stacked layers come in the pipeline's order, each device's chunks one after the other,
-                      and not in the model's.
+                      and not in the model's. Stages of uneven length then all take as much room as the longest.
     """
 
     placement: tuple[tuple[int, ...], ...]
@@ -57,6 +58,15 @@ class Layout:
     @property
     def longest(self) -> int:
         return max(self.layers_per_stage)
+
+    @property
+    def num_layers(self) -> int:
+        return sum(self.layers_per_stage)
+
+    @property
+    def num_places(self) -> int:
+        """Returns the length of stacked layers in the pipeline's order: that of the model, if stages are even."""
+        return len(self.layers_per_stage) * self.longest
 
     @cached_property
     def index(self) -> list:
@@ -134,11 +144,11 @@ def to_chunks(layers: PyTree, layout: Layout) -> PyTree:
 
     From [num_layers / pipe, ...] (the cut of an even layout, in the order that it defines) or whole [num_layers, ...].
     """
+    if layout.arranged:
+        return jax.tree.map(lambda leaf: _blocks(leaf, layout), layers)
     if not layout.even:
         index = _mine(layout.index)
         return jax.tree.map(lambda leaf: leaf[index], layers)
-    if layout.arranged:
-        return jax.tree.map(lambda leaf: _blocks(leaf, layout), layers)
     return jax.tree.map(lambda leaf: _exchange(_blocks(leaf, layout), layout, back=False), layers)
 
 
@@ -146,18 +156,33 @@ def from_chunks(grads: PyTree, layout: Layout, num_layers: int) -> PyTree:
     """Returns the inverse for gradients: back to the cut that they came in, or summed over pipe to whole
     [num_layers, ...].
     """
+    if layout.arranged:
+        return jax.tree.map(_joined, grads)
     if not layout.even:
         index = _mine(layout.index)
         zeros = lambda leaf: jnp.zeros((num_layers, *leaf.shape[2:]), leaf.dtype)  # noqa: E731
         return jax.tree.map(lambda leaf: psum(zeros(leaf).at[index].add(leaf), "pipe"), grads)
-    if layout.arranged:
-        return jax.tree.map(_joined, grads)
     return jax.tree.map(lambda leaf: _joined(_exchange(leaf, layout, back=True)), grads)
 
 
 def rearranged(leaf: jax.Array, layout: Layout, back: bool) -> jax.Array:
     """Returns a device's share [num_layers / pipe, ...] of the pipeline's order from that of the model's, or `back`."""
     return _joined(_exchange(_blocks(leaf, layout), layout, back))
+
+
+def padded(leaf: jax.Array, layout: Layout) -> jax.Array:
+    """Returns whole stacked layers [num_layers, ...] in the pipeline's order, [num_places, ...]; zero where a stage is
+    shorter than the longest.
+    """
+    index, real = (np.asarray(table).reshape(-1) for table in (layout.index, layout.real))
+    return jnp.where(real.reshape(-1, *[1] * (leaf.ndim - 1)), leaf[index], 0)
+
+
+def unpadded(leaf: jax.Array, layout: Layout) -> jax.Array:
+    """Returns the inverse of `padded`."""
+    index, real = (np.asarray(table).reshape(-1) for table in (layout.index, layout.real))
+    places = np.flatnonzero(real)
+    return leaf[places[np.argsort(index[places])]]
 
 
 def shift(tree: PyTree, channel: str) -> PyTree:

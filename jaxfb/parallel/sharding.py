@@ -65,6 +65,15 @@ def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data
     )
 
 
+def cut_over_pipe(specs: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
+    """Returns specs in which each leaf of "layers" has one more dim cut over pipe; None where a leaf has none."""
+
+    def one(path, leaf, spec):
+        return optimizer_specs(spec, leaf, mesh, "pipe") if spec is not None and in_layers(path) else spec
+
+    return jax.tree_util.tree_map_with_path(one, params, specs)
+
+
 def moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTree:
     """Returns where optimizer state lives: what mirrors a parameter (its path ends so, same shape) as its gradient."""
     leaves = jax.tree_util.tree_leaves_with_path(params)

@@ -20,6 +20,7 @@ from jaxfb.mesh import AXES
 from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params, seen_share
+from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
 from jaxfb.models.transformer import init_params
 from jaxfb.planner.chips import Chip
@@ -109,7 +110,21 @@ def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
     with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
     experts = 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
     layers = num_params(sizes) - outer - experts + experts / mesh.expert
-    return layers / (mesh.pipe * mesh.tensor), outer / (mesh.pipe * mesh.tensor)
+    return layers * _share_of_layers(config, sizes) / mesh.tensor, outer / (mesh.pipe * mesh.tensor)
+
+
+def _share_of_layers(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the share of the layers that a device has room for, and runs: for each of its stages, the longest's."""
+    counts = config.parallel.layers_per_stage
+    if counts is None:
+        return 1 / config.mesh.pipe
+    counts = layers_of_stages(counts, sizes) if isinstance(counts, str) else counts
+    return config.chunks * max(counts) / sum(counts)
+
+
+def _layers_here(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many layers a device has room for."""
+    return sizes.num_layers * _share_of_layers(config, sizes)
 
 
 def _trained(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
@@ -118,8 +133,8 @@ def _trained(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
     if patterns is None:
         return held
     layers, outer = _number(sizes, patterns)
-    cut = config.mesh.pipe * config.mesh.tensor
-    return min(layers / cut, held[0]), min(outer / cut, held[1])
+    share, tensor = _share_of_layers(config, sizes), config.mesh.tensor
+    return min(layers * share / tensor, held[0]), min(outer / (config.mesh.pipe * tensor), held[1])
 
 
 @lru_cache(maxsize=16)
@@ -164,7 +179,7 @@ def _working_bytes(config: Config, sizes: TransformerConfig, topology: Topology)
     """
     (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
     gathers, ahead = _gathers_layers(config), 2 if _gathers_ahead(config, topology) else 1
-    layer, gradient = (number * config.mesh.pipe / sizes.num_layers for number in (layers, trained))
+    layer, gradient = (number / _layers_here(config, sizes) for number in (layers, trained))
     of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
@@ -198,7 +213,7 @@ def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
     if remat == "offload":  # they wait in the host's memory
         return 2 * _tokens(config) * 2 * _hidden(config, sizes)
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
-    layers, inputs, in_flight = sizes.num_layers / config.mesh.pipe, _layer_inputs(config, sizes), 1.0
+    layers, inputs, in_flight = _layers_here(config, sizes), _layer_inputs(config, sizes), 1.0
     if config.mesh.pipe > 1:
         in_flight = _kind(config).in_flight(config.mesh.pipe, config.chunks)
     return 2 * _tokens(config) * in_flight * (inputs * _hidden(config, sizes) + layers * kept)
@@ -208,7 +223,7 @@ def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
     """Returns the number of layer inputs that a microbatch in flight keeps."""
     if config.mesh.pipe > 1 and config.parallel.remat == "full":
         return config.chunks
-    return sizes.num_layers / config.mesh.pipe
+    return _layers_here(config, sizes)
 
 
 def _hidden(config: Config, sizes: TransformerConfig) -> float:
@@ -218,7 +233,7 @@ def _hidden(config: Config, sizes: TransformerConfig) -> float:
 
 def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what one layer's backward takes beside weights."""
-    layers, tokens = sizes.num_layers / config.mesh.pipe, _tokens(config)
+    layers, tokens = _layers_here(config, sizes), _tokens(config)
     again = layers * _hidden(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * _products(sizes) / config.mesh.tensor + again
     return 2 * tokens * at_work
@@ -235,7 +250,7 @@ def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     config: as for `estimate`.
     """
     layers, outer = _held(config, sizes)
-    layer = layers * config.mesh.pipe / sizes.num_layers
+    layer = layers / _layers_here(config, sizes)
     weights = 2 * outer + 2 * (layer if _gathers_layers(config) else layers)
     return weights + _layer_work_bytes(config, sizes, topology) + _logit_bytes(config, sizes)
 
@@ -300,7 +315,9 @@ def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, f
     layers = flops_per_token(sizes, config.data.sequence_length) - head
     remat = config.parallel.remat
     again = _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat]
-    return layers * (1 + again) * of_layers, head * of_head
+    return layers * (1 + again) * of_layers * _share_of_layers(
+        config, sizes
+    ) * config.mesh.pipe, head * of_head
 
 
 def _flops(config: Config, sizes: TransformerConfig, devices: int) -> float:
@@ -316,7 +333,10 @@ def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) 
     if config.mesh.pipe > 1:
         moved = _MOVED_WITH_RESIDUALS if config.parallel.remat == "none" else _MOVED_IN_PIPELINE
     read = 2 * moved * _products(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
-    read = read * of_layers + _LOGIT_BYTES * sizes.vocab_size * of_head
+    read = (
+        read * of_layers * _share_of_layers(config, sizes) * config.mesh.pipe
+        + _LOGIT_BYTES * sizes.vocab_size * of_head
+    )
     return (
         _flops(config, sizes, topology.num_devices) / chip.flops
         + (tokens * read + _accumulated_bytes(config, sizes)) / chip.bandwidth
@@ -335,7 +355,7 @@ def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float
     times = microbatches if config.parallel.fsdp_gather == "layer" else 1
     hidden = 2 * _tokens(config) * sizes.hidden_size * microbatches
     of_layers, of_head = _turns(config)
-    sums = 8 * hidden * of_layers * sizes.num_layers / mesh.pipe
+    sums = 8 * hidden * of_layers * _layers_here(config, sizes)
     seconds = times * 4 * (held + trained) * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
     seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
     seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")

@@ -30,6 +30,7 @@ from jaxfb.models.adapted import adapted
 from jaxfb.models.attention import check_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.language_model import LanguageModel, language_model
+from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.lora import all_layers, check_targets
 from jaxfb.models.transformer import init_params
 from jaxfb.optim import (
@@ -358,6 +359,21 @@ def engine_options(config: AnyConfig) -> dict[str, Any]:
         "schedule": config.schedule,
         "num_chunks": config.chunks,
         "head_placement": config.parallel.head_placement,
-        "layers_per_stage": config.parallel.layers_per_stage,
+        "layers_per_stage": stage_lengths(config),
     }
     return {**options, **pipeline}
+
+
+def stage_lengths(config: AnyConfig) -> tuple[int, ...] | None:
+    """Returns `layers_per_stage` as the engine takes it: of a layout in words, the numbers of layers or periods.
+
+    Raises:
+      ValueError: the layout does not fit the model.
+    """
+    given = config.parallel.layers_per_stage
+    if not isinstance(given, str):
+        return given
+    if isinstance(config, CustomConfig) or isinstance(config.model, OwnModelConfig):
+        return layers_of_stages(given)
+    sizes = model_sizes(config, SMALLEST_VOCAB)
+    return layers_of_stages(given, sizes if isinstance(sizes, TransformerConfig) else None)

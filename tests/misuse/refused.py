@@ -24,6 +24,7 @@ from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import _check_shares as check_shares
 from jaxfb.models.latent import Latent
+from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.lora import check_targets
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import RopeScaling
@@ -125,6 +126,10 @@ def sampler(**given):
 
 def arithmetic(held_out):
     return Arithmetic(digits=1, num_held_out=held_out).train
+
+
+def stages(layers_per_stage):
+    return layers_of_stages(layers_per_stage, TransformerConfig(**{**SIZES, "num_layers": 2}))
 
 
 def attention(backend):
@@ -313,6 +318,7 @@ REFUSED = [
     (experts, dict(num_experts=6, expert=4)),
     *((zigzag, dict(length=length, size=2)) for length in (3, 10)),
     (lambda layers_per_stage: layout_of(4, [[0], [1]], layers_per_stage), dict(layers_per_stage=[1, 2])),
+    *((stages, dict(layers_per_stage=layout)) for layout in ("tt", "Et|L", "EtttttL", "Et|tmL", "E|||L")),
     (attention, dict(backend="cudnn")),
     (sampler, dict(top_k=0)),
     (sampler, dict(top_k=33)),

@@ -42,6 +42,7 @@ NOT_DATA = {
     "other code of the caller's: a model, a loss, a callback, a table, rows": """
         callbacks.py::_check_names forward_backward/engine.py::ForwardBackward.check_plan
         forward_backward/packed.py::Packed.keys forward_backward/packed.py::row_lengths
+        forward_backward/resolved.py::layout_for
         losses/aggregation.py::check_aggregation losses/coupling.py::check_rows_uncoupled
         parallel/context.py::exchanged parallel/context.py::later schedules/placement.py::channel_of
         schedules/validate.py::_check_cells train_arguments.py::check_alive training/custom.py::make_custom
