@@ -11,6 +11,9 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.refusal import FLOAT32, INT32, Refused, integer, number
 
 A, B = "lora_a", "lora_b"
+ADAPTERS = "adapters"
+"""The name, among the arrays of experts, of their adapters."""
+EXPERTS = ("gate", "up", "down")
 PATTERNS = (f"*.{A}", f"*.{B}")
 """The parameters of adapters, as patterns of `trainable`."""
 PROJECTIONS = ("query", "key", "value", "output", "gate", "up", "down")
@@ -23,9 +26,9 @@ class LoRA:
 
     rank:    columns of A and rows of B.
     alpha:   over rank, what the adapters' answer is multiplied by.
-    targets: the projections of each layer that have an adapter: names, or patterns of dotted names such as
-             "attention.*"; experts have none.
-    dropout: rate on what an adapter reads, drawn per row; 0 for none.
+    targets: what has an adapter in each layer: names of projections, or patterns of dotted names such as "attention.*".
+             Experts, each of which has its own adapter, by patterns alone: "experts.*", "experts.down".
+    dropout: rate on what an adapter reads, drawn per row; 0 for none, as for experts.
     adapter: a directory in PEFT's format, of the same rank, alpha and targets, to begin with; null: new adapters.
     """
 
@@ -63,8 +66,9 @@ class LoRA:
 
     def adapts(self, name: str) -> bool:
         """Returns whether the projection of that dotted name below its layer, "attention.query", is a target."""
-        last = name.rpartition(".")[2]
-        return any(fnmatchcase(last, target) or fnmatchcase(name, target) for target in self.targets)
+        above, _, last = name.rpartition(".")
+        short = f"experts.{last}" if above.endswith("experts") else last
+        return any(fnmatchcase(short, target) or fnmatchcase(name, target) for target in self.targets)
 
 
 @dataclass(frozen=True)

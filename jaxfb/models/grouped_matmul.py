@@ -14,6 +14,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 TILE = (
     1024  # rows at most; they must cost more to multiply than it costs to read and write a matrix' gradient
@@ -36,16 +37,21 @@ def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax
 
 
 def _forward(rows, kernels, sizes):
-    return _product(rows, kernels, sizes), (rows, kernels, sizes)
+    kept = (
+        rows.value if kernels.perturbed else None
+    )  # frozen kernels have no gradient, so rows are not kept for it
+    return _product(rows.value, kernels.value, sizes.value), (kept, kernels.value, sizes.value)
 
 
 def _backward(kept, cotangent):
+    if isinstance(cotangent, SymbolicZero):
+        return None, None, None
     rows, kernels, sizes = kept
-    of_kernels = tiled_outer_product(rows, cotangent, sizes).astype(kernels.dtype)
+    of_kernels = None if rows is None else tiled_outer_product(rows, cotangent, sizes).astype(kernels.dtype)
     return _product(cotangent, kernels.swapaxes(1, 2), sizes), of_kernels, None
 
 
-grouped_matmul.defvjp(_forward, _backward)
+grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(rows, kernels, sizes):

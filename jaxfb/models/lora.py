@@ -2,6 +2,9 @@
 
     {"kernel": [layers, in, out], "lora_a": [layers, in, rank], "lora_b": [layers, rank, out]}
 
+Those of experts are all below "adapters", beside the experts' arrays: {"gate": [layers, experts, in, out], ...,
+"adapters": {"gate": {"lora_a": [layers, experts, in, rank], "lora_b": [layers, experts, rank, out]}, ...}}.
+
 A module is adapted after it was rebuilt from its arrays, so no module knows of adapters but `Linear`, which adds what
 its adapter answers. The kernel itself is not changed: a frozen one has no gradient.
 
@@ -11,7 +14,7 @@ Shapes: R = rows, T = tokens of a row.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from jaxfb.models.adapted import A, B, LoRA
+from jaxfb.models.adapted import ADAPTERS, EXPERTS, A, B, LoRA
 from jaxfb.models.layers import dropout
 from jaxfb.models.pattern import LEADING, is_layer
 from jaxfb.refusal import Refused
@@ -27,6 +30,7 @@ from jaxfb.types import PyTree
 
 _SITES = 2  # of dropout, which the layers themselves use
 _NOT_LINEAR = ("router",)
+_EXPERTS = "moe.experts"  # below a layer
 
 
 @dataclass(frozen=True)
@@ -44,6 +48,19 @@ class Adapter:
         return (x @ self.a) @ self.b * self.lora.scale
 
 
+@dataclass(frozen=True)
+class ExpertAdapter:
+    """scale * (x @ a) @ b of each expert's rows."""
+
+    a: jax.Array
+    b: jax.Array
+    scale: float
+
+    def __call__(self, product: Callable[[jax.Array, jax.Array], jax.Array], rows_SD: jax.Array) -> jax.Array:
+        """product: rows times the matrix of their expert."""
+        return product(product(rows_SD, self.a), self.b) * self.scale
+
+
 def attach(module: nnx.Module, params: Mapping, lora: LoRA, keys: jax.Array | None, path: str = "") -> None:
     """Gives every projection of a layer that has an adapter in `params` that adapter."""
     for name, value in params.items():
@@ -52,7 +69,12 @@ def attach(module: nnx.Module, params: Mapping, lora: LoRA, keys: jax.Array | No
         ):  # leading layers are none of the embedding's
             continue
         child, below = getattr(module, name), f"{path}.{name}".lstrip(".")
-        if A in value:
+        if ADAPTERS in value:
+            adapters = {
+                name: ExpertAdapter(node[A], node[B], lora.scale) for name, node in value[ADAPTERS].items()
+            }
+            object.__setattr__(child, ADAPTERS, adapters)
+        elif A in value:
             adapter = Adapter(value[A], value[B], lora, keys, _SITES + zlib.crc32(below.encode()) % 2**30)
             object.__setattr__(child, "adapter", adapter)  # no state of the module: its arrays are arguments
         else:
@@ -71,21 +93,31 @@ def with_adapters(lora: LoRA | None, params: PyTree, key: jax.Array, dtype: Any 
         return params
     names = check_targets(lora, all_layers(params))
 
-    def one(path: str, node: Mapping) -> dict:
-        kernel, own = node["kernel"], jax.random.fold_in(key, zlib.crc32(path.encode()))
+    def new(path: str, kernel: jax.Array) -> dict:
+        own = jax.random.fold_in(key, zlib.crc32(path.encode()))
         *layers, inputs, outputs = kernel.shape
         bound = inputs**-0.5
         a = jax.random.uniform(own, (*layers, inputs, lora.rank), jnp.float32, -bound, bound)
-        return {**node, A: a.astype(dtype), B: jnp.zeros((*layers, lora.rank, outputs), dtype)}
+        return {A: a.astype(dtype), B: jnp.zeros((*layers, lora.rank, outputs), dtype)}
 
-    return _with_all_layers_changed(params, dict.fromkeys(names, one))
+    def one(path: str, node: Mapping) -> dict:
+        return {**node, **new(path, node["kernel"])}
+
+    def of_experts(path: str, node: Mapping) -> dict:
+        of_these = [name for name in EXPERTS if f"{_EXPERTS}.{name}" in names]
+        return {**node, ADAPTERS: {name: new(f"{path}.{name}", node[name]) for name in of_these}}
+
+    functions = {name: one for name in names if not name.startswith(f"{_EXPERTS}.")}
+    return _with_all_layers_changed(
+        params, functions | ({_EXPERTS: of_experts} if len(functions) < len(names) else {})
+    )
 
 
 def without_adapters(params: PyTree) -> PyTree:
     """Returns the parameters without the leaves of adapters; no kernel is changed."""
     if not isinstance(params, Mapping):
         return params
-    return {name: without_adapters(value) for name, value in params.items() if name not in (A, B)}
+    return {name: without_adapters(value) for name, value in params.items() if name not in (A, B, ADAPTERS)}
 
 
 def merged(params: PyTree, lora: LoRA) -> PyTree:
@@ -95,8 +127,15 @@ def merged(params: PyTree, lora: LoRA) -> PyTree:
         rest = {name: leaf for name, leaf in node.items() if name not in (A, B)}
         return {**rest, "kernel": merged_kernel(node["kernel"], node[A], node[B], lora)}
 
+    def of_experts(_: str, node: Mapping) -> dict:
+        adapters = node.get(ADAPTERS, {})
+        rest = {name: leaf for name, leaf in node.items() if name != ADAPTERS}
+        return rest | {
+            name: merged_kernel(node[name], own[A], own[B], lora) for name, own in adapters.items()
+        }
+
     found = {name for name, node in projections(all_layers(params)) if A in node}
-    return _with_all_layers_changed(params, dict.fromkeys(found, one))
+    return _with_all_layers_changed(params, dict.fromkeys(found, one) | {_EXPERTS: of_experts})
 
 
 def all_layers(params: Mapping) -> Mapping:
@@ -116,6 +155,12 @@ def merged_kernel(kernel: jax.Array, a: jax.Array, b: jax.Array, lora: LoRA) -> 
     return kernel.astype(dtype) + change
 
 
+def adapter_path(kernel: str, leaf: str) -> str:
+    """Returns the dotted path of a leaf of the adapter of a kernel, or of an array of experts, from its own."""
+    above, _, name = kernel.rpartition(".")
+    return f"{above}.{leaf}" if name == "kernel" else f"{above}.{ADAPTERS}.{name}.{leaf}"
+
+
 def projections(layers: Mapping, path: str = "") -> Iterator[tuple[str, Mapping]]:
     """Yields (dotted name below its layer, arrays) of every projection of the layers, those of experts left out."""
     for name, value in layers.items():
@@ -129,23 +174,36 @@ def projections(layers: Mapping, path: str = "") -> Iterator[tuple[str, Mapping]
 
 
 def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
-    """Returns the dotted names of the projections that have an adapter.
+    """Returns the dotted names of the projections, and of the experts' matrices, that have an adapter.
 
     Raises:
-      ValueError: a target is the name of none.
+      ValueError: a target is the name of none, or what experts' adapters read would be dropped.
     """
-    names = list(dict.fromkeys(name for name, _ in projections(layers)))
+    plain = list(dict.fromkeys(name for name, _ in projections(layers)))
+    names = plain + [f"{_EXPERTS}.{name}" for name in EXPERTS if has_experts(layers)]
     for target in lora.targets:
         if not any(LoRA(targets=(target,)).adapts(name) for name in names):
-            legal = list(dict.fromkeys(name.rpartition(".")[2] for name in names))
+            legal = list(dict.fromkeys(name.rpartition(".")[2] for name in plain))
             kept = [one for one in lora.targets if any(LoRA(targets=(one,)).adapts(name) for name in names)]
             use = kept or legal
             raise Refused(
-                f"[lora] targets: {target!r} is not a projection of a layer of this model (experts and routers have no "
-                f"adapters); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
+                f"[lora] targets: {target!r} is not a projection of a layer of this model (routers have no adapters, and "
+                f"experts by patterns such as experts.*); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
                 [{"targets": use}],
             )
-    return [name for name in names if lora.adapts(name)]
+    chosen = [name for name in names if lora.adapts(name)]
+    if lora.dropout and any(name.startswith(f"{_EXPERTS}.") for name in chosen):
+        raise Refused(
+            f"[lora] dropout={lora.dropout} is not for adapters of experts, whose rows come from several places; use "
+            "dropout=0, or targets without experts",
+            [{"dropout": 0.0}],
+        )
+    return chosen
+
+
+def has_experts(layers: Mapping) -> bool:
+    """Returns whether some of the layers have experts."""
+    return any("moe" in one for one in (layers, *(value for name, value in layers.items() if is_layer(name))))
 
 
 def changed(layers: Mapping, functions: Mapping[str, Any], own: str = "", path: str = "") -> dict:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from functools import partial
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -77,8 +78,10 @@ class Router(nnx.Module):
 
 class Experts(nnx.Module):
     """E SwiGLUs in three arrays, [E, D, F] twice and [E, F, D], E cut over `expert` and F over `tensor`; with biases
-    three more, [E, F] twice and [E, D].
+    three more, [E, F] twice and [E, D]. An adapter adds to what its matrix answers (`jaxfb.models.lora`).
     """
+
+    adapters: Any = None
 
     def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         number, width, inner = config.num_experts, config.hidden_size, config.expert_mlp_size
@@ -97,15 +100,21 @@ class Experts(nnx.Module):
 
     def __call__(self, rows_SD: jax.Array, sizes_L: jax.Array) -> jax.Array:
         """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined."""
-        gate, up = (grouped_matmul(rows_SD, kernel[...], sizes_L) for kernel in (self.gate, self.up))
+        gate, up = (self._product(name, rows_SD, sizes_L) for name in ("gate", "up"))
         if self.has_biases:
             expert_S = _expert_of_row(sizes_L, rows_SD.shape[0])
             gate, up = gate + _of_rows(self.gate_bias, expert_S), up + _of_rows(self.up_bias, expert_S)
         inner_SF = constrain(gated(self.activation, gate, up), None, "tensor")
-        out_SD = grouped_matmul(inner_SF, self.down[...], sizes_L)
+        out_SD = self._product("down", inner_SF, sizes_L)
         if self.has_biases:
             out_SD += _of_rows(self.down_bias, expert_S)
         return constrain(out_SD, None, None)
+
+    def _product(self, name: str, rows: jax.Array, sizes_L: jax.Array) -> jax.Array:
+        product = partial(grouped_matmul, sizes=sizes_L)
+        out = product(rows, getattr(self, name)[...])
+        adapter = (self.adapters or {}).get(name)
+        return out if adapter is None else out + adapter(product, rows)
 
 
 class MoE(nnx.Module):

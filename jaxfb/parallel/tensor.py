@@ -141,7 +141,8 @@ def transformer_param_specs(params: Any) -> Any:
 
 def _leaf_spec(path: tuple, leaf: Any) -> P:
     names = tuple(str(getattr(entry, "key", entry)) for entry in path)
-    of_expert, dim = names[-2:-1] == ("experts",), _SPLIT_DIM.get(names[-2:])
+    of_expert = names[-2:-1] == ("experts",) or names[-4:-2] == ("experts", "adapters")
+    dim = _SPLIT_DIM.get(names[-2:])
     if dim is None and not of_expert:
         return P()
     spec: list[str | None] = [None] * len(leaf.shape)

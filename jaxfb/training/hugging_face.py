@@ -19,7 +19,7 @@ from jaxfb.config import config_from_dict, load_config, save_yaml
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.adapted import A, B, LoRA, adapted
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.lora import merged_kernel
+from jaxfb.models.lora import adapter_path, merged_kernel
 from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, with_depths
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
@@ -136,7 +136,7 @@ def _export_checkpoint(source: Path, config: Any, target: Path, dtype: str | Non
 
 def _parts(saved: StoredArrays, lora: LoRA | None, path: str, depth: int) -> Iterator[Any]:
     """Yields the parts of a saved parameter, with those of its adapter merged into them."""
-    names = [path, *(path.removesuffix("kernel") + leaf for leaf in (A, B))]
+    names = [path, *(adapter_path(path, leaf) for leaf in (A, B))]
     arrays = [saved.parts(f"params.{name}", depth) for name in names if f"params.{name}" in saved]
     if lora is None or len(arrays) == 1:
         return arrays[0]

@@ -15,8 +15,10 @@ import jaxfb
 from jaxfb import trainable
 from jaxfb.models.adapted import PATTERNS, PROJECTIONS, AdaptedConfig, LoRA, adapted
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.latent import Latent
 from jaxfb.models.lora import merged, projections, without_adapters
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.models.variant import Variant
 
 ROWS, LENGTH, RANK = 8, 8, 2
 BASE = TransformerConfig(
@@ -24,6 +26,13 @@ BASE = TransformerConfig(
 )
 ADAPTED = adapted(BASE, LoRA(rank=RANK, alpha=3.0))
 KEY = jax.random.key(5)
+EXPERTS = adapted(
+    replace(
+        BASE, num_kv_heads=4, num_experts=4, expert_mlp_size=6, shared_expert_size=4, variant=Variant(mlp_bias=True),
+        latent=Latent(4, 4, 4, query_rank=6), head_size=8,
+    ),
+    LoRA(rank=RANK, alpha=3.0, targets=("experts.*", "attention.*")),
+)  # fmt: skip
 
 
 @lru_cache
@@ -77,6 +86,31 @@ def test_gradients_are_the_projected_gradients_of_the_merged_model():
         assert node["kernel"] is None
 
 
+def test_gradients_of_experts_adapters_are_the_projected_ones_of_each_experts_matrix():
+    """Of gpt-oss' kind too, whose experts have biases; the attention is DeepSeek's."""
+    lora, tree = EXPERTS.lora, params(EXPERTS)
+    full = jax.jit(jax.grad(lambda tree: objective(adapted(EXPERTS, None), tree)))(merged(tree, lora))
+    found = wanted(config=EXPERTS)["layers"]
+    for name, node in found["moe"]["experts"]["adapters"].items():
+        matrix, own = (
+            full["layers"]["moe"]["experts"][name],
+            tree["layers"]["moe"]["experts"]["adapters"][name],
+        )
+        of_a = lora.scale * jnp.einsum("leio,lero->leir", matrix, own["lora_b"])
+        of_b = lora.scale * jnp.einsum("leio,leir->lero", matrix, own["lora_a"])
+        close(node, {"lora_a": of_a, "lora_b": of_b})
+        assert found["moe"]["experts"][name] is None and np.all(np.any(of_b, axis=(2, 3)))
+    names = {name for name, node in projections(found) if "lora_a" in node}
+    latent = ("query_down", "query_up", "key_value_down", "key_value_up", "output")
+    assert names == {f"attention.{name}" for name in latent}
+    for name, node in projections(found):
+        kernel = dict(projections(full["layers"]))[name]["kernel"]
+        if "lora_a" in node:
+            own = dict(projections(tree["layers"]))[name]
+            close(node["lora_b"], lora.scale * jnp.einsum("lio,lir->lro", kernel, own["lora_a"]))
+    assert abs(objective(adapted(EXPERTS, None), merged(tree, lora)) / objective(EXPERTS, tree) - 1) < 1e-12
+
+
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
@@ -100,6 +134,24 @@ def test_the_law_on_meshes(mesh, count, options):
     fb = jaxfb.get_forward_backward_func(on, trainable=PATTERNS, **options)
     out = fb(transformer(ADAPTED), params(), batch(), plan)
     close(out.grads, wanted())
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"expert": 2, "tensor": 2}, {}),
+        slow({"expert": 2, "fsdp": 2}, {"remat": "layer", "optimizer_sharding": "data"}),
+        slow({"pipe": 2, "expert": 2}, {"schedule": "zero_bubble"}),
+    ],
+    ids=str,
+)
+def test_the_law_of_experts_on_meshes(mesh, options):
+    on = jaxfb.make_mesh(**mesh)
+    plan = jaxfb.BatchPlan(
+        rows=ROWS, data_parallel=mesh.get("expert", 1) * mesh.get("fsdp", 1), num_microbatches=2
+    )
+    fb = jaxfb.get_forward_backward_func(on, trainable=PATTERNS, **options)
+    close(fb(transformer(EXPERTS), params(EXPERTS), batch(), plan).grads, wanted(config=EXPERTS))
 
 
 @pytest.mark.parametrize(
@@ -149,14 +201,34 @@ def test_targets_are_names_or_patterns(targets, names):
     assert {name for name, node in projections(tree["layers"]) if "lora_a" in node} == names
 
 
+@pytest.mark.parametrize(
+    ("targets", "names"),
+    [
+        (("query", "down"), set()),
+        (("experts.down",), {"down"}),
+        (("moe.experts.gate", "*.up"), {"gate", "up"}),
+        (("*",), {"gate", "up", "down"}),
+    ],
+)
+def test_experts_are_targets_by_patterns_alone(targets, names):
+    """Their adapters are many, so that a bare name does not ask for them."""
+    config = replace(EXPERTS, lora=LoRA(targets=targets), latent=None, variant=Variant())
+    tree = jax.eval_shape(lambda: init_params(config, KEY))
+    assert set(tree["layers"]["moe"]["experts"].get("adapters", ())) == names
+
+
 def test_refusals():
     experts = replace(BASE, num_experts=4)
     with pytest.raises(
-        ValueError, match=r"'gate' is not a projection .*use targets=\[query, key, value, output\]"
+        ValueError,
+        match=r"'gate' is not a projection .*moe.experts.gate, .*use targets=\[query, key, value, output\]",
     ) as error:
         init_params(adapted(experts, LoRA()), KEY)
     legal = adapted(experts, LoRA(**error.value.choices[0]))
     assert jax.eval_shape(lambda: init_params(legal, KEY))
+    with pytest.raises(ValueError, match=r"\[lora\] dropout=0.1 is not for adapters of experts") as error:
+        init_params(adapted(experts, LoRA(targets=("query", "experts.down"), dropout=0.1)), KEY)
+    assert error.value.choices == ({"dropout": 0.0},)
     for wrong in (
         {"rank": 0},
         {"alpha": 0},
