@@ -57,7 +57,7 @@ class ExpertAdapter:
     scale: float
 
     def __call__(self, product: Callable[[jax.Array, jax.Array], jax.Array], rows_SD: jax.Array) -> jax.Array:
-        """product: rows times the matrix of their expert."""
+        """Returns what is added for rows; product: of rows, each with the matrix of its expert."""
         return product(product(rows_SD, self.a), self.b) * self.scale
 
 
@@ -187,7 +187,7 @@ def check_targets(lora: LoRA, layers: Mapping) -> list[str]:
             kept = [one for one in lora.targets if any(LoRA(targets=(one,)).adapts(name) for name in names)]
             use = kept or legal
             raise Refused(
-                f"[lora] targets: {target!r} is not a projection of a layer of this model (routers have no adapters, and "
+                f"[lora] targets: {target!r} is not a projection of a layer of this model (routers have no adapters, "
                 f"experts by patterns such as experts.*); it has {', '.join(names)}; use targets=[{', '.join(use)}]",
                 [{"targets": use}],
             )

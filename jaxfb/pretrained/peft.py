@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.models.adapted import A, B, LoRA
+from jaxfb.models.adapted import ADAPTERS, A, B, LoRA
 from jaxfb.models.lora import changed, projections
 from jaxfb.models.pattern import LEADING, is_layer, layer_name, named
 from jaxfb.pretrained.architectures import ARCHITECTURES
@@ -61,6 +61,11 @@ def save_adapter(
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise Refused(f"[hf] {target} must be a new or an empty directory")
     tensors, modules = _tensors(params, architecture)
+    if adapted_experts(params):
+        raise Refused(
+            "[lora] experts have adapters, which in PEFT's format are of gate and up together; export the merged "
+            "model, without --adapter"
+        )
     target.mkdir(parents=True, exist_ok=True)
     values = {
         "peft_type": "LORA",
@@ -88,6 +93,11 @@ def load_adapter(directory: str | Path, params: PyTree, lora: LoRA) -> PyTree:
       ValueError: the directory has none, or other ones than `lora` describes.
     """
     path = Path(directory)
+    if adapted_experts(params):
+        raise Refused(
+            f"[lora] adapter={str(path)!r} cannot be read for experts, whose gate and up have one adapter in PEFT's "
+            "format; leave it out, or the experts out of targets"
+        )
     for name in (CONFIG, WEIGHTS):
         if not (path / name).is_file():
             raise Refused(
@@ -165,6 +175,11 @@ def _replaced(
         return replaced
 
     return changed(stack.layers, {name: own(name) for name, _ in adapted_projections(stack.layers)})
+
+
+def adapted_experts(params: PyTree) -> bool:
+    """Returns whether some experts have adapters."""
+    return any(ADAPTERS in stack.layers.get("moe", {}).get("experts", {}) for stack in _stacks(params))
 
 
 def adapted_projections(layers: Mapping[str, Any]) -> list[tuple[str, Mapping[str, Any]]]:

@@ -29,6 +29,15 @@ def plain(rows, kernels, cotangent, sizes):
     return out, of_rows, of_kernels
 
 
+def test_frozen_matrices_keep_no_rows_and_have_no_gradient():
+    rows, kernels = jnp.ones((ROWS, BEFORE)), jnp.ones((GROUPS, BEFORE, AFTER))
+    sizes = jnp.array(SIZES["uneven"], jnp.int32)
+    shapes = lambda function: {leaf.shape for leaf in jax.tree.leaves(jax.vjp(function, rows)[1])}  # noqa: E731
+    frozen = shapes(lambda rows: grouped_matmul(rows, kernels, sizes))
+    assert rows.shape not in frozen
+    assert rows.shape in shapes(lambda rows: grouped_matmul(rows, kernels + rows.sum(), sizes))
+
+
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu", "default"])
 def test_equals_a_loop_over_rows(platform, monkeypatch):
     def choose(*args, **ways):

@@ -73,6 +73,17 @@ def test_what_peft_cannot_name_is_refused(name, sentence, tmp_path):
     assert not (tmp_path / "adapter").exists()
 
 
+def test_adapters_of_experts_are_exported_merged(tmp_path):
+    config = json.loads((GOLDEN / "hf_mixtral_tiny" / "config.json").read_text())
+    lora = LoRA(rank=2, targets=("experts.*", "query"))
+    params = drawn(config, lora)
+    with pytest.raises(ValueError, match="experts have adapters, .* export the merged model"):
+        save_adapter(tmp_path / "adapter", params, lora, architecture_of(config), "base")
+    assert not (tmp_path / "adapter").exists()
+    with pytest.raises(ValueError, match="cannot be read for experts, .* leave it out"):
+        load_adapter(tmp_path / "adapter", params, lora)
+
+
 @pytest.mark.parametrize(
     "key, value",
     [("target_parameters", ["mlp.experts.down_proj"]), ("layer_replication", [[0, 2]]), ("use_qalora", True)],
