@@ -213,7 +213,9 @@ class CheckpointStore:
         return step
 
     def steps(self) -> list[int]:
-        """Returns complete steps, oldest first. A directory without a readable manifest is not one."""
+        """Returns complete steps, oldest first. One without a readable manifest is none, nor one that `restore` passed
+        over as damaged.
+        """
         return [step for step in steps_in(self.directory) if self._is_complete(step)]
 
     def latest(self) -> int | None:
@@ -336,7 +338,7 @@ class CheckpointStore:
 
     def _is_complete(self, step: int) -> bool:
         try:
-            return bool(self._record(step))
+            return step not in self._damaged and bool(self._record(step))
         except Exception:  # whatever is wrong with it, it is not a checkpoint one can resume from
             return False
 

@@ -4,6 +4,7 @@ import errno
 import os
 import signal
 from dataclasses import replace
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -229,6 +230,34 @@ def test_space_that_a_run_will_need_is_counted(tmp_path, monkeypatch):
     monkeypatch.setattr(disk, "free_space", lambda path: None)
     assert disk.lack_of_space(checkpoints, 36, 2, said.append) is None
     assert disk.bytes_of({"w": jnp.ones((4, 2), jnp.float32), "key": jax.random.key(0)}) == 40
+
+
+def test_a_disk_without_inodes_for_a_checkpoint_ends_the_run_before_its_first_update(
+    config, tmp_path, capsys, monkeypatch
+):
+    def left(count, limited=1):
+        """`os.statvfs` of a disk on which so many files can be made; limited=0: of one that sets no limit."""
+        blocks = {"f_blocks": 2**30, "f_bfree": 2**30, "f_bavail": 2**30, "f_frsize": 4096}
+        found = SimpleNamespace(f_files=limited, f_favail=count, **blocks)
+        monkeypatch.setattr(os, "statvfs", lambda path: found)
+
+    left(24)
+    assert main(["train", str(tmp_path / "tiny.yaml")]) == 74
+    said = capsys.readouterr().err
+    assert (
+        "one checkpoint takes up to 25 files, but the disk of " in said and "has inodes for 24 more" in said
+    )
+    assert len(said.splitlines()) == 1 and saved(config) == []
+    for count, limited in ((25, 1), (0, 0)):
+        left(count, limited)
+        assert disk.lack_of_space(tmp_path / "checkpoints", 1, 2, lambda text: None) is None
+
+
+def test_a_checkpoint_takes_no_more_files_than_are_looked_for(tmp_path):
+    state = {f"leaf{at}": jnp.ones([at + 1]) for at in range(8)}
+    with CheckpointStore(tmp_path, asynchronous=False) as store:
+        store.save(1, state, {})
+    assert 10 < len(list((tmp_path / "1").rglob("*"))) + 1 <= disk.FILES + disk.FILES_OF_A_PROCESS
 
 
 @pytest.mark.slow

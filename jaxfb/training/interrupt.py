@@ -26,7 +26,12 @@ ONE_SIGNAL = (
 
 
 class Stopped(BaseException):
-    """A signal came before there was anything to save. No `Exception`, so that nobody takes it for a failure."""
+    """A signal came before there was anything to save. No `Exception`, so that nobody takes it for a failure.
+
+    newest: tells the update that is saved, once the checkpoints were looked at.
+    """
+
+    newest: Callable[[], int | None] | None = None
 
 
 class Interrupt:

@@ -79,8 +79,9 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
         try:
             return _run(make_work, config, start, hooks, directory, interrupt)
         except Stopped as stopped:
-            print(f"{stopped_early(str(stopped))}; {_after_a_loss(directory)}", flush=True)
-            return Result("interrupted", directory.path, directory.newest_update() or 0, {})
+            newest = stopped.newest() if stopped.newest else directory.newest_update()
+            print(f"{stopped_early(str(stopped))}; {_after_a_loss(directory, newest)}", flush=True)
+            return Result("interrupted", directory.path, newest or 0, {})
 
 
 def _run(
@@ -96,7 +97,7 @@ def _run(
         if hasattr(config, "hosts"):
             config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
-        hosts.advise(lambda: _after_a_loss(directory))
+        hosts.advise(lambda: _after_a_loss(directory, directory.newest_update()))
         if not start.fresh and (summary := hosts.first(lambda: directory.finished(config))):
             return _already_finished(hosts, directory, summary["updates"], summary)
         hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))
@@ -108,7 +109,12 @@ def _run(
             hosts.first(lambda: move_aside(directory, lock))
         interrupt.limit(config.run.minutes, config.run.stop_at)
         with Run(work, directory, hosts.say) as run_:
-            return _Loop(hosts, run_, callbacks, interrupt).start(start)
+            hosts.advise(lambda: _after_a_loss(directory, run_.newest_saved))
+            try:
+                return _Loop(hosts, run_, callbacks, interrupt).start(start)
+            except Stopped as stopped:  # checkpoints that were passed over as damaged are known by now
+                stopped.newest = lambda: run_.newest_saved
+                raise
 
 
 class _Loop:
@@ -360,8 +366,7 @@ def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
     hosts.first(directory.unmark)
 
 
-def _after_a_loss(directory: RunDirectory) -> str:
-    newest = directory.newest_update()
+def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
     if directory.has_identity:
         saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
         return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
