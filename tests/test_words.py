@@ -19,7 +19,7 @@ FRAGMENTS = frozenset(
 """Words with which a docstring continues the name above it in place of being a sentence."""
 VERBS_IN_S = re.compile(r"[A-Z][a-z]+(-[a-z]+)?s[,;:]?")
 PRIVATE = re.compile(
-    r"\b(stor(y|ies)|rooms|witness(es)?|hears?|speaks?|brings|says|told|of one's own|beside the story)\b"
+    r"\b(stor(y|ies)|rooms?|witness(es)?|hears?|speaks?|brings|says|told|of one's own|beside the story)\b"
 )
 """Words with a private meaning that came back again and again."""
 

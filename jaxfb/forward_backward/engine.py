@@ -102,7 +102,7 @@ def get_forward_backward_func(
       layer_order: "model": parameters and gradients have their layers in the model's order; with several chunks, or a
         V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
         them in the order of `ForwardBackward.layer_order`, in which nothing moves, and in which stages of uneven length
-        all take as much room as the longest. Metrics are in the model's order.
+        are all stored as if they were as long as the longest. Metrics are in the model's order.
       trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
         name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
         in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.

@@ -25,7 +25,7 @@ class LayerOrder:
     """Moves stacked layers, leaves [num_layers, ...], between the model's order and that of a pipeline.
 
     In the pipeline's order each device's share of the first dim is its own chunks, one after the other. Where stages
-    are of uneven length, each takes as much room as the longest, and what is left of it is zero.
+    are of uneven length, each is stored in arrays of the longest one's size, and what it does not fill is zero.
     """
 
     mesh: Mesh

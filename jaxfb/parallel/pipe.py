@@ -29,7 +29,8 @@ class Layout:
     placement:        placement[device][chunk] is the stage.
     layers_per_stage: number of layers of each stage, in the order of stages.
     arranged:         whether the stacked layers come in the pipeline's order, each device's chunks one after the other,
-                      and not in the model's. Stages of uneven length then all take as much room as the longest.
+                      and not in the model's. Stages of uneven length are then all stored as if they were as long as the
+                      longest.
     """
 
     placement: tuple[tuple[int, ...], ...]

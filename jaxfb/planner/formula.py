@@ -114,7 +114,7 @@ def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
 
 
 def _share_of_layers(config: Config, sizes: TransformerConfig) -> float:
-    """Returns the share of the layers that a device has room for, and runs: for each of its stages, the longest's."""
+    """Returns the share of the layers that a device stores and runs: for each stage, those of the longest."""
     counts = config.parallel.layers_per_stage
     if counts is None:
         return 1 / config.mesh.pipe
@@ -123,7 +123,7 @@ def _share_of_layers(config: Config, sizes: TransformerConfig) -> float:
 
 
 def _layers_here(config: Config, sizes: TransformerConfig) -> float:
-    """Returns how many layers a device has room for."""
+    """Returns how many layers the arrays of a device are for."""
     return sizes.num_layers * _share_of_layers(config, sizes)
 
 
