@@ -6,20 +6,23 @@ from jaxfb.schedules import (  # noqa: F401
     gpipe,
     interleaved,
     one_f_one_b,
+    seq1f1b,
     v_half,
     v_min,
     v_shape,
     zb_v,
     zero_bubble,
 )
-from jaxfb.schedules.kinds import KINDS, kind_of
-from jaxfb.schedules.sizes import checked_sizes
+from jaxfb.schedules.kinds import KINDS, Kind, kind_of
+from jaxfb.schedules.sizes import checked_pieces, checked_sizes
 from jaxfb.schedules.table import Schedule
 
 # Importing a file registers its kind. A new built-in kind is one file, and its name in the import above.
 
 
-def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1) -> Schedule:
+def make(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1, num_pieces: int = 1
+) -> Schedule:
     """Builds a schedule by name.
 
     Args:
@@ -28,8 +31,9 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
       num_microbatches: M, any number from 1; it need not be a multiple of P.
       num_chunks: V, stages a device holds; the model is cut into P * V. Exactly 2 for v_shape, zb_v,
         v_half, v_min and dualpipe_v.
+      num_pieces: pieces that each sequence is cut into; 1 but for seq1f1b.
     Raises:
-      ValueError: an unknown name, a size below 1, or num_chunks that the kind cannot use.
+      ValueError: an unknown name, a size below 1, or num_chunks or num_pieces that the kind cannot use.
     """
     try:
         kind = kind_of(name)
@@ -37,9 +41,26 @@ def make(name: str, num_stages: int, num_microbatches: int, num_chunks: int = 1)
         choices = [{"name": near} for choice in refused.choices for near in choice.values()]
         raise Refused(str(refused), choices) from None
     sizes = checked_sizes(num_stages, num_microbatches, num_chunks)
+    sizes += pieces_of(name, kind, sizes, num_pieces)
     return instance(
         "name", kind.build(*sizes), Schedule, f"that of a function that returns a Schedule, {name!r}"
     )
+
+
+def pieces_of(name: str, kind: Kind, sizes: tuple[int, int, int], num_pieces: int) -> tuple[int, ...]:
+    """Returns the size of `build` behind the three that every kind has, if this kind has one.
+
+    Raises:
+      ValueError: there are several pieces and the kind has whole sequences, or its table would be too large.
+    """
+    pieces = checked_pieces(*sizes, num_pieces)
+    if not kind.pieces and pieces > 1:
+        raise Refused(
+            f"[schedule] {name} runs whole sequences, num_pieces={pieces} cuts them; use schedule seq1f1b or "
+            "num_pieces=1",
+            [{"name": "seq1f1b"}, {"num_pieces": 1}],
+        )
+    return (pieces,) if kind.pieces else ()
 
 
 def check_name(name: str) -> None:

@@ -11,7 +11,7 @@ from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.published import zb_v_orders
-from jaxfb.schedules.sizes import checked_costs, checked_sizes
+from jaxfb.schedules.sizes import checked_costs, checked_pieces, checked_sizes
 
 COSTS = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
 PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
@@ -20,8 +20,8 @@ PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_or
 class ComparisonRow(NamedTuple):
     """The numbers of one schedule; times in the unit of the costs.
 
-    peak_live_activations is in chunks, by device; peak_microbatches is its largest in whole microbatches of a
-    device (chunks / num_chunks), which compares across numbers of chunks.
+    peak_live_activations is in chunks (of one piece), by device; peak_microbatches is its largest in whole microbatches
+    of a device, which compares across numbers of chunks and pieces.
     """
 
     name: str
@@ -37,6 +37,7 @@ def comparison(
     num_stages: int,
     num_microbatches: int,
     num_chunks: int = 2,
+    num_pieces: int = 1,
     *,
     forward: float = 1,
     backward_input: float = 1,
@@ -45,14 +46,21 @@ def comparison(
     """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
-    `num_chunks` (at least two), zero_bubble both. Times of what was published (Megatron, ZB-V,
+    `num_chunks` (at least two), zero_bubble both. With `num_pieces` of at least two, seq1f1b cuts sequences into so
+    many and the others leave them whole; with one it is 1f1b and left out. Times of what was published (Megatron, ZB-V,
     DualPipeV) are of independent ranks with free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
     costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
     chunks = max(num_chunks, 2)
-    kinds = [(name, v) for name in KINDS for v in KINDS[name].chunks(chunks)]
-    rows = [_ours(name, num_stages, num_microbatches, v, costs) for name, v in kinds]
+    pieces = checked_pieces(num_stages, num_microbatches, chunks, num_pieces)
+    kinds = [
+        (name, v, pieces if kind.pieces else 1)
+        for name, kind in KINDS.items()
+        if pieces > 1 or not kind.pieces
+        for v in kind.chunks(chunks)
+    ]
+    rows = [_ours(name, num_stages, num_microbatches, *parts, costs) for name, *parts in kinds]
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:
         rows += [_megatron(num_stages, num_microbatches, chunks, costs)]
@@ -83,13 +91,15 @@ def _cells(row: ComparisonRow) -> tuple[str, ...]:
     )
 
 
-def _ours(name: str, num_stages: int, num_microbatches: int, num_chunks: int, costs: dict) -> ComparisonRow:
-    schedule = make(name, num_stages, num_microbatches, num_chunks)
+def _ours(
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, num_pieces: int, costs: dict
+) -> ComparisonRow:
+    schedule = make(name, num_stages, num_microbatches, num_chunks, num_pieces)
     cost = schedule.simulate(**costs)
     peaks = cost.peak_live_activations
-    return ComparisonRow(
-        name, num_chunks, schedule.num_ticks, cost.time, cost.bubble_fraction, peaks, max(peaks) / num_chunks
-    )
+    label = name if num_pieces == 1 else f"{name}, {num_pieces} pieces"
+    numbers = schedule.num_ticks, cost.time, cost.bubble_fraction, peaks
+    return ComparisonRow(label, num_chunks, *numbers, max(peaks) / (num_chunks * num_pieces))
 
 
 def _megatron(num_stages: int, num_microbatches: int, num_chunks: int, costs: dict) -> ComparisonRow:

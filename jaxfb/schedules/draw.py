@@ -47,7 +47,7 @@ def bars(
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
     costs = {kind: cost / schedule.num_chunks for kind, cost in costs.items()}
     last = schedule.num_stages * schedule.num_chunks - 1
-    losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_microbatches)} if head else {}
+    losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_items)} if head else {}
     found, now = [], 0.0
     for tick, executed in enumerate(executed_kinds(schedule)):
         work = max(sum(costs[kind] for kind in kinds) for kinds in executed)

@@ -10,7 +10,7 @@ from jaxfb.refusal import function
 from jaxfb.registry import Registry
 from jaxfb.schedules.table import Schedule
 
-Build = Callable[[int, int, int], Schedule]
+Build = Callable[..., Schedule]
 B = TypeVar("B", bound=Callable[..., Schedule])
 
 
@@ -18,13 +18,14 @@ B = TypeVar("B", bound=Callable[..., Schedule])
 class Kind:
     """A way to build a schedule for any sizes.
 
-    build:           (num_stages, num_microbatches, num_chunks) -> Schedule.
+    build:           (num_stages, num_microbatches, num_chunks) -> Schedule; with `pieces` a fourth size, num_pieces.
     chunks:          the numbers of chunks that suit the kind, given the number that is asked for; the first is the
       default.
     fill:            stages P -> microbatches of one chunk for which a device idles in all.
     in_flight:       (P, num_chunks) -> microbatches whose activations device 0 keeps at the peak.
     splits_backward: weight gradients are separate actions.
     by_device:       each device computes its own actions alone, so a stage may have no collective in it.
+    pieces:          it can cut each microbatch's sequences into pieces.
     baseline:        no user would choose it; the planner's search leaves it out.
     """
 
@@ -34,6 +35,7 @@ class Kind:
     in_flight: Callable[[int, int], float] = lambda stages, chunks: stages + (stages - 1) / chunks
     splits_backward: bool = False
     by_device: bool = False
+    pieces: bool = False
     baseline: bool = False
 
     @property

@@ -31,8 +31,13 @@ def group_sizes(num_stages: int, num_microbatches: int) -> list[int]:
 
 def queue(num_stages: int, num_microbatches: int, num_chunks: int) -> dict[tuple[int, int], int]:
     """Returns position of each (microbatch, nth chunk visited), in order of position."""
+    return queue_of(group_sizes(num_stages, num_microbatches), num_stages, num_chunks)
+
+
+def queue_of(groups: Sequence[int], num_stages: int, num_chunks: int) -> dict[tuple[int, int], int]:
+    """Returns the same for groups of any sizes."""
     positions, start, first = {}, 0, 0
-    for size in group_sizes(num_stages, num_microbatches):
+    for size in groups:
         pitch = max(size, num_stages)
         for visit in range(num_chunks):
             for i in range(size):
@@ -69,13 +74,15 @@ def tabulate(
     placement: Placement,
     num_microbatches: int,
     by_device: bool = False,
+    num_pieces: int = 1,
 ) -> Schedule:
     """Returns the schedule that runs these actions in these ticks; a cell is in the order in which a tick runs it."""
     table = [[[] for _ in placement] for _ in range(1 + max(tick for tick, _, _ in timed))]
     for tick, device, action in timed:
         table[tick][device].append(action)
     cells = tuple(tuple(tuple(sorted(c, key=_rank)) for c in row) for row in table)
-    return Schedule(name, len(placement), num_microbatches, len(placement[0]), cells, placement, by_device)
+    sizes = len(placement), num_microbatches, len(placement[0])
+    return Schedule(name, *sizes, cells, placement, by_device, num_pieces)
 
 
 def _rank(action: Action) -> int:

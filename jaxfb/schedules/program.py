@@ -3,10 +3,11 @@
 THE FORMAT. `program.rows` maps a name to a nested list of ints. A name marked [t] has one int a tick, the
 same for all devices; a name marked [t][d] has one int a tick and device. A phase is the slice
 rows[name][phase.start:phase.stop]; its body runs just the kinds in `phase.kinds`. An entry that is not valid
-has microbatch 0 and chunk 0. There are four buffers (`slots.py` defines what is in them): residual, activation,
-gradient, cotangent. `program.num_<buffer>_slots` are needed of each; of activation and gradient one more, the
+has microbatch 0 and chunk 0. There are five buffers (`slots.py` defines what is in them): residual, activation,
+gradient, cotangent, cache. `program.num_<buffer>_slots` are needed of each; of activation and gradient one more, the
 spare slot with that number, at which entries that are not valid point. Those of residual and cotangent point at
-a slot that nothing occupies in that tick.
+a slot that nothing occupies in that tick. The last buffer is for sequences in pieces (`program.num_pieces` > 1): every
+`microbatch` then is the number of a piece, microbatch * num_pieces + piece, and what is not valid writes to no cache.
 
 One tick, on device d, in this order (`replay.py` is the same in Python):
 
@@ -23,6 +24,7 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       f_embed     [t][d]  1: stage 0, the input is embed(microbatch), not a slot
       f_input     [t][d]  activation slot to read (spare if f_embed)
       f_residual  [t][d]  residual slot to write (none if the schedule has no backward)
+      f_cache     [t][d]  cache slot with keys and values of earlier pieces, to which this one's are written
       f_last      [t][d]  1: last stage, the output goes to the loss of step 3 and travels nowhere
                           (every F sends on every channel; the receiver's row sends what it does not expect to
                           its spare slot)
@@ -35,6 +37,8 @@ One tick, on device d, in this order (`replay.py` is the same in Python):
       b_valid, b_microbatch, b_chunk  [t][d]
       b_residual   [t][d]  residual slot to read
       b_gradient   [t][d]  gradient slot to read, on the last stage too (step 3 put it there)
+      b_cache      [t][d]  cache slot with keys and values, and their gradients from later pieces: this one's are
+                          read, those of earlier pieces are added to (the last piece finds none and writes them)
       b_embed      [t][d]  1: stage 0, the input gradient is that of embed(microbatch) and travels nowhere
       b_cotangent  [t][d]  cotangent slot to write for W (none if there is no W: B is all of it then)
       embed_gradient_valid, embed_gradient_microbatch  [t]  the microbatch whose stage 0 ran B in this tick
@@ -54,7 +58,7 @@ from dataclasses import dataclass
 
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.placement import MIRROR, channel_of
-from jaxfb.schedules.slots import BUFFERS, WRITTEN_BY, Slots
+from jaxfb.schedules.slots import BUFFERS, WITH_SPARE, WRITTEN_BY, Slots
 
 CHANNELS = ("next", "prev", "stay")
 
@@ -76,6 +80,8 @@ SLOT_ROWS = {
     "b_cotangent": "cotangent",
     "w_residual": "residual",
     "w_cotangent": "cotangent",
+    "f_cache": "cache",
+    "b_cache": "cache",
 }
 """Row name to the buffer it points into."""
 
@@ -90,6 +96,7 @@ class Program:
     num_activation_slots: int
     num_gradient_slots: int
     num_cotangent_slots: int
+    num_cache_slots: int
     forward_channels: tuple[str, ...]
     backward_channels: tuple[str, ...]
     embed_device: int
@@ -97,6 +104,7 @@ class Program:
     phases: tuple[Phase, ...]
     rows: dict[str, list]
     by_device: bool = False
+    num_pieces: int = 1
 
     def spare(self, buffer: str) -> int:
         """Returns the slot of activations or gradients that takes what nobody reads: one past the last real one."""
@@ -104,7 +112,7 @@ class Program:
 
     def allocated(self, buffer: str) -> int:
         """Returns slots to allocate, the spare one included."""
-        return getattr(self, f"num_{buffer}_slots") + (buffer not in WRITTEN_BY)
+        return getattr(self, f"num_{buffer}_slots") + (buffer in WITH_SPARE)
 
     def phase_rows(self, phase: Phase) -> dict[str, list]:
         """Returns the rows of one phase, to be handed to its scan."""
@@ -133,7 +141,9 @@ def program_of(schedule) -> Program:
     for (kind, m, stage), tick in schedule.ticks.items():
         device, chunk = schedule.device_chunk_of(stage)
         lower = {"F": _forward, "B": _backward, "W": _weight}[kind]
-        for name, value in lower(slots, hops, m, stage).items():
+        cached = slots.number["cache"].get((m - m % schedule.num_pieces, stage))
+        row = lower(slots, hops, m, stage) | ({} if cached is None else {f"{kind.lower()}_cache": cached})
+        for name, value in row.items():
             rows[name][tick][device] = value
         prefix = kind.lower()
         for field, value in (("valid", 1), ("microbatch", m), ("chunk", chunk)):
@@ -150,13 +160,14 @@ def program_of(schedule) -> Program:
         phases=schedule.phases,
         rows=rows,
         by_device=schedule.by_device,
+        num_pieces=schedule.num_pieces,
     )
 
 
 def _blank(schedule, slots: Slots) -> dict[str, list]:
     ticks, devices = range(schedule.num_ticks), schedule.num_stages
     initial = dict.fromkeys(ZERO_ROWS, 0)
-    initial |= {name: 0 if buffer in WRITTEN_BY else slots.most(buffer) for name, buffer in SLOT_ROWS.items()}
+    initial |= {name: slots.most(buffer) if buffer in WITH_SPARE else 0 for name, buffer in SLOT_ROWS.items()}
     rows: dict[str, list] = {name: [0 for _ in ticks] for name in TICK_ROWS}
     rows |= {name: [[value] * devices for _ in ticks] for name, value in initial.items()}
     for buffer, kind in WRITTEN_BY.items():

@@ -36,6 +36,8 @@ def headline(schedule) -> str:
     chunks = "1 chunk" if schedule.num_chunks == 1 else f"{schedule.num_chunks} chunks"
     devices = f"{schedule.num_stages} device" + "s" * (schedule.num_stages > 1)
     sizes = f"{devices} x {chunks}, {schedule.num_microbatches} microbatches"
+    if schedule.num_pieces > 1:
+        sizes += f" in {schedule.num_pieces} pieces"
     return f"{schedule.name}: {sizes}, {schedule.num_ticks} ticks"
 
 

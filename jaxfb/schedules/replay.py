@@ -8,7 +8,11 @@ from jaxfb.schedules.program import CHANNELS, Program
 from jaxfb.schedules.slots import BUFFERS
 
 Label = tuple
-"""("input" | "residual" | "gradient" | "cotangent", microbatch, stage), or None for garbage."""
+"""("input" | "residual" | "gradient" | "cotangent", microbatch, stage), or None for garbage.
+
+In a cache ("keys" | "gradients", piece, stage): the keys and values of the pieces up to this one, or the gradients from
+this one and those after it.
+"""
 
 
 def replay(program: Program, placement) -> list[tuple[str, int, int]]:
@@ -29,6 +33,9 @@ def replay(program: Program, placement) -> list[tuple[str, int, int]]:
         for d in devices:
             _store_arrivals(buffers[d], cells[d], d, sent, program)
         where = [(buffers[d], cells[d], placement[d], tick, d, executed) for d in devices]
+        if program.num_pieces > 1:
+            for one in where:
+                _check_cache(*one[:-1], program)
         where = [(*one, program.by_device) for one in where]
         outputs = [_forward(*one) if "F" in kinds[tick] else None for one in where]
         if cells[0]["loss_valid"]:
@@ -98,6 +105,25 @@ def _weight(buffers, cell, stages, tick, device, executed) -> None:
         _expect(buffers["residual"][cell["w_residual"]], ("residual", m, stage), "W", tick, device)
         _expect(buffers["cotangent"][cell["w_cotangent"]], ("cotangent", m, stage), "W", tick, device)
         executed.append(("W", m, stage))
+
+
+def _check_cache(buffers, cell, stages, tick, device, program) -> None:
+    """Reads and writes the caches of a tick; F comes before B."""
+    for kind, label, first, before in (
+        ("F", "keys", 0, -1),
+        ("B", "gradients", program.num_pieces - 1, 1),
+    ):
+        name = kind.lower()
+        if not cell[f"{name}_valid"]:
+            continue
+        item, stage = cell[f"{name}_microbatch"], stages[cell[f"{name}_chunk"]]
+        piece, slot = item % program.num_pieces, cell[f"{name}_cache"]
+        found = buffers["cache"][slot]
+        if piece != first:
+            _expect(found, (label, item + before, stage), kind, tick, device)
+        elif kind == "B":
+            _expect(found, ("keys", item, stage), kind, tick, device)
+        buffers["cache"][slot] = (label, item, stage)
 
 
 def _keep(slots: list, slot: int, label: Label | None) -> None:

@@ -14,8 +14,8 @@ class Simulation:
       time: of one step: the sum over ticks of the longest that a device takes for what it executes in the tick.
       ideal_time: of one step if no device ever idled: M microbatches of everything.
       bubble_fraction: 1 - ideal_time / time, in 0 .. 1.
-      peak_live_activations: by device, the most chunk activations (each 1 / num_chunks of a device's layers)
-        whose F has run and whose last reader, B or W, has not.
+      peak_live_activations: by device, the most chunk activations (each 1 / num_chunks of a device's layers, of one
+        piece) whose F has run and whose last reader, B or W, has not.
       tick_times: cost of each tick.
     """
 
@@ -32,13 +32,14 @@ def simulate(
     """Charges each tick for what the device executes that has most to do in it."""
     checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head)
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
+    parts = schedule.num_chunks * schedule.num_pieces
     tick_times = [
-        max(sum(costs[kind] for kind in kinds) for kinds in by_device) / schedule.num_chunks
+        max(sum(costs[kind] for kind in kinds) for kinds in by_device) / parts
         for by_device in executed_kinds(schedule)
     ]
     last = schedule.num_stages * schedule.num_chunks - 1
-    for m in range(schedule.num_microbatches):
-        tick_times[schedule.ticks["F", m, last]] += head
+    for item in range(schedule.num_items):
+        tick_times[schedule.ticks["F", item, last]] += head if schedule.num_pieces == 1 else head / schedule.num_pieces
     time = sum(tick_times)
     ideal = schedule.num_microbatches * (sum(costs.values()) + head)
     return Simulation(

@@ -30,6 +30,19 @@ def checked_sizes(num_stages: Any, num_microbatches: Any, num_chunks: Any) -> tu
     return stages, microbatches, chunks
 
 
+def checked_pieces(num_stages: int, num_microbatches: int, num_chunks: int, num_pieces: Any) -> int:
+    """Returns the number of pieces of a sequence; ValueError if it is no positive int, or makes a table too large."""
+    pieces = _size("num_pieces", num_pieces, {})
+    if pieces > 1 and cells_of(num_stages, num_microbatches * pieces, num_chunks) > LARGEST:
+        most = max(1, (LARGEST // (num_stages * num_chunks) - num_stages) // num_microbatches)
+        raise Refused(
+            f"{WHO} num_stages={num_stages} with num_microbatches={num_microbatches} and num_pieces={pieces} makes a "
+            f"table of more than {LARGEST} cells; use num_pieces={most}",
+            [{"num_pieces": most}],
+        )
+    return pieces
+
+
 def _size(name: str, value: Any, sizes: Mapping[str, Any]) -> int:
     try:
         return integer(name, value, most=LARGEST)

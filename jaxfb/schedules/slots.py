@@ -1,6 +1,6 @@
 """Buffer slots of a table (forward_backward step): how many of each kind a device needs, and who uses which.
 
-Four buffers, each a ring on every device; a value occupies one slot from the tick that writes it to the tick
+Five buffers, each a ring on every device; a value occupies one slot from the tick that writes it to the tick
 of its last reader, both included (a tick writes before it reads):
 
   residual    what a forward leaves for its backward: written by F, read by B, and by W where the table has W
@@ -9,6 +9,9 @@ of its last reader, both included (a tick writes before it reads):
               on the last stage, in the tick of F itself, by the loss; read by B
   cotangent   what B leaves for W (the gradients at the outputs of the weights' products): written by
               B, read by W
+  cache       where sequences are cut into pieces, the keys and values of a microbatch and their gradients: written by
+              F and by B of every piece, from F of its first piece to B of the same (without a backward, to F of
+              its last)
 
 Intervals are coloured greedily by start, lowest free slot first, which is optimal: the number of slots is the
 largest number of intervals that overlap. What F and B write in a bubble goes to a slot that nothing occupies in that
@@ -20,12 +23,14 @@ import heapq
 from dataclasses import dataclass
 from typing import NamedTuple
 
-BUFFERS = ("residual", "activation", "gradient", "cotangent")
+BUFFERS = ("residual", "activation", "gradient", "cotangent", "cache")
 WRITTEN_BY = {"residual": "F", "cotangent": "B"}
 """The kinds that write to a buffer on every device, valid or not, and never as an arrival."""
+WITH_SPARE = ("activation", "gradient")
+"""The buffers that have a slot more, for what nobody reads."""
 
 Item = tuple[int, int]
-"""(microbatch, stage)."""
+"""(microbatch, stage); of sequences in pieces (piece, stage), and for a cache the first piece."""
 
 
 class Interval(NamedTuple):
@@ -81,6 +86,9 @@ def intervals(schedule) -> dict[str, list[list[Interval]]]:
         if kind == "B":
             arrival = ticks["F", m, stage] if stage == last else ticks["B", m, stage + 1] + 1
             add("gradient", stage, arrival, tick, m)
+        if kind == "F" and schedule.num_pieces > 1 and m % schedule.num_pieces == 0:
+            last_piece = ticks["F", m + schedule.num_pieces - 1, stage]
+            add("cache", stage, tick, ticks.get(("B", m, stage), last_piece), m)
         if kind == "W":
             add("cotangent", stage, ticks["B", m, stage], tick, m)
     return found

@@ -34,6 +34,9 @@ class Schedule:
       placement: placement[device][chunk] is the stage.
       by_device: in a tick each device computes the actions of its own cell and no others, under a branch; else all
         devices compute every kind of the phase. A branch allows no collective inside a stage.
+      num_pieces: n, pieces that the sequences of a microbatch are cut into. An action's `microbatch` then counts
+        pieces: piece p of microbatch m has the number m * n + p. Forwards of a microbatch run from its first
+        piece to its last, backwards from its last to its first.
     """
 
     name: str
@@ -43,6 +46,7 @@ class Schedule:
     table: tuple[tuple[tuple[Action, ...], ...], ...]
     placement: Placement
     by_device: bool = False
+    num_pieces: int = 1
 
     @classmethod
     def from_table(
@@ -100,6 +104,11 @@ class Schedule:
     @cached_property
     def _homes(self) -> list[tuple[int, int]]:
         return homes_of(self.placement)
+
+    @property
+    def num_items(self) -> int:
+        """Returns M * n: microbatches, or their pieces, which actions count."""
+        return self.num_microbatches * self.num_pieces
 
     @property
     def num_ticks(self) -> int:
@@ -192,4 +201,5 @@ class Schedule:
             self.num_chunks,
             tuple(table),
             self.placement,
+            num_pieces=self.num_pieces,
         )

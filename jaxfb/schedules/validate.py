@@ -40,14 +40,15 @@ def _check_cells(schedule) -> None:
 
 def _problem(schedule, tick: int, device: int, action: Action, seen: dict) -> str | None:
     kind, microbatch, chunk = action
+    items = "microbatches" if schedule.num_pieces == 1 else "pieces"
     if kind not in tuple(KINDS):
         return (
             f"a kind is F, B or W; {action} on device {device} in tick {tick} is none of them; use F, B or W"
         )
-    if not (0 <= microbatch < schedule.num_microbatches and 0 <= chunk < schedule.num_chunks):
+    if not (0 <= microbatch < schedule.num_items and 0 <= chunk < schedule.num_chunks):
         return (
-            f"{action} on device {device} is out of range: microbatches are 0 .. "
-            f"{schedule.num_microbatches - 1}, chunks 0 .. {schedule.num_chunks - 1}"
+            f"{action} on device {device} is out of range: {items} are 0 .. "
+            f"{schedule.num_items - 1}, chunks 0 .. {schedule.num_chunks - 1}"
         )
     if (device, action) in seen:
         ticks = f"in ticks {seen[device, action]} and {tick}"
@@ -68,7 +69,7 @@ def _check_complete(schedule) -> None:
         if kind != "F" and not any(kind == k for k, _, _ in schedule.ticks):
             continue
         for stage in range(schedule.num_stages * schedule.num_chunks):
-            for m in range(schedule.num_microbatches):
+            for m in range(schedule.num_items):
                 if (kind, m, stage) not in schedule.ticks:
                     device, chunk = schedule.device_chunk_of(stage)
                     message = (
@@ -81,16 +82,16 @@ def _check_order(schedule) -> None:
     """Checks happens-before, with one tick of transport between stages, also between two on the same device."""
     last = schedule.num_stages * schedule.num_chunks - 1
     for (kind, m, stage), tick in schedule.ticks.items():
-        for need, delay in _needs(kind, m, stage, last):
+        for need, delay in _needs(kind, m, stage, last) + _needs_of_piece(kind, m, stage, schedule.num_pieces):
             ready = schedule.ticks[need]
             if tick >= ready + delay:
                 continue
             device, chunk = schedule.device_chunk_of(stage)
             other, other_chunk = schedule.device_chunk_of(need[2])
             message = (
-                f"{kind}{m}.{chunk} on device {device} in tick {tick} needs {need[0]}{m}.{other_chunk} of "
+                f"{kind}{m}.{chunk} on device {device} in tick {tick} needs {need[0]}{need[1]}.{other_chunk} of "
                 f"device {other}, which runs in tick {ready}"
-                + (" and takes one tick to arrive" if delay else "")
+                + (" and takes one tick to arrive" if delay and need[2] != stage else "")
                 + f"; move it to tick {ready + delay} or later"
             )
             _refuse(schedule, tick, device, kind, message)
@@ -103,3 +104,15 @@ def _needs(kind: str, m: int, stage: int, last: int) -> list[tuple[tuple[str, in
     if kind == "B":
         return [(("F", m, stage), 0)] + ([(("B", m, stage + 1), 1)] if stage < last else [])
     return [(("B", m, stage), 0)]
+
+
+def _needs_of_piece(kind: str, item: int, stage: int, num_pieces: int) -> list[tuple[tuple[str, int, int], int]]:
+    """Returns the same of what a piece reads of others on its own stage: keys and values of earlier pieces going
+    forward, their gradients from later pieces coming back.
+    """
+    piece = item % num_pieces
+    if kind == "F":
+        return [(("F", item - 1, stage), 1)] if piece > 0 else []
+    if kind == "B":
+        return [(("B", item + 1, stage), 1)] if piece < num_pieces - 1 else []
+    return []
