@@ -152,6 +152,10 @@ class Pipelined:
     unembed: optional, (outer, hidden) -> Unembedding; with it the head can be replaced by another loss over the
            model's log-probs (`losses.heads`), under `vocabulary` too, where `outer` is this device's share.
     counted: optional, which leaves are made by counting over the whole global batch.
+    layer_piece: optional, (layer_params, hidden, microbatch, rng, piece) -> (hidden, own): a layer on a `Piece` of the
+           sequences, for schedules that cut them. hidden and microbatch then have the tokens of the piece alone, in
+           `embed` and `head` too, whose terms and metrics must be sums over tokens and outputs [rows, tokens, ...].
+           `own` is a tree of float arrays [rows, tokens, ...], such as keys and values, that later pieces read.
     check: optional, (microbatch of shapes [rows, ...], num_parts) -> None: raises ValueError if the head would not give
            the same of a global batch split into so many parts. Asked before a training call is compiled.
 
@@ -165,7 +169,24 @@ class Pipelined:
     vocabulary: VocabularyParallel | None = None
     unembed: Callable[..., Unembedding] | None = None
     counted: Counted | None = None
+    layer_piece: Callable[..., tuple[PyTree, PyTree]] | None = None
     check: Callable[[PyTree, int], None] | None = None
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Piece:
+    """A piece of the sequences of a microbatch, equally long for all, as `Pipelined.layer_piece` is given it.
+
+    number: i32[], which piece of each sequence, from 0.
+    whole:  the microbatch with whole sequences, leaves [rows, length, ...] and [rows].
+    past:   what the layer returned as `own` for all pieces, [rows, length, ...]. Only that of earlier pieces is
+      defined; the rest must not be read, or be hidden by a mask. None where only shapes are asked for.
+    """
+
+    number: jax.Array
+    whole: PyTree
+    past: PyTree
 
 
 def outer_params(params: Mapping) -> dict:

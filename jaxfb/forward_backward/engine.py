@@ -49,6 +49,7 @@ def get_forward_backward_func(
     schedule: str | schedules.Schedule | None = None,
     *,
     num_chunks: int = 1,
+    num_pieces: int = 1,
     normalize: str = "global",
     accum_dtype: Any = None,
     compute_dtype: Any = None,
@@ -75,6 +76,8 @@ def get_forward_backward_func(
         "v_min", "dualpipe_v", or your own `Schedule` for the plan's number of microbatches. None: "1f1b", or
         "interleaved" if num_chunks > 1.
       num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
+      num_pieces: pieces that each sequence is cut into, which go through the pipeline one after the other; more than 1
+        needs schedule="seq1f1b" and a model with `layer_piece`.
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.

@@ -36,6 +36,7 @@ class EngineOptions:
 
     schedule: str | schedules.Schedule | None = None
     num_chunks: int = 1
+    num_pieces: int = 1
     normalize: str = "global"
     accum_dtype: Any = None
     compute_dtype: Any = None
@@ -55,6 +56,9 @@ class EngineOptions:
         chunks = self.num_chunks
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise Refused(f"num_chunks must be a positive int, got {shown(chunks)}; 1 is one stage a device")
+        pieces = self.num_pieces
+        if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
+            raise Refused(f"num_pieces must be a positive int, got {shown(pieces)}; 1 leaves sequences whole")
         if isinstance(self.schedule, schedules.Schedule):
             self.schedule.validate()
         elif self.schedule is not None:
@@ -111,12 +115,13 @@ class EngineOptions:
         if isinstance(self.schedule, schedules.Schedule):
             return _check_schedule(self.schedule, pipe, num_microbatches)
         name = schedules.default_name(self.num_chunks) if self.schedule is None else self.schedule
-        return _make_schedule(name, pipe, num_microbatches, self.num_chunks)
+        return _make_schedule(name, pipe, num_microbatches, self.num_chunks, self.num_pieces)
 
     def _check_no_pipeline(self) -> None:
         given = {
             "schedule": self.schedule,
             "num_chunks": self.num_chunks if self.num_chunks > 1 else None,
+            "num_pieces": self.num_pieces if self.num_pieces > 1 else None,
             "head_placement": self.head_placement,
             "layers_per_stage": self.layers_per_stage,
         }
@@ -126,13 +131,13 @@ class EngineOptions:
             raise Refused(
                 f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
                 "make the mesh with pipe=2 or more, or leave them out",
-                [{name: 1 if name == "num_chunks" else None for name in found}],
+                [{name: 1 if name in ("num_chunks", "num_pieces") else None for name in found}],
             )
 
 
 @lru_cache(maxsize=64)
-def _make_schedule(name: str, pipe: int, num_microbatches: int, num_chunks: int) -> schedules.Schedule:
-    return schedules.make(name, pipe, num_microbatches, num_chunks)
+def _make_schedule(name: str, *sizes: int) -> schedules.Schedule:
+    return schedules.make(name, *sizes)
 
 
 def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:

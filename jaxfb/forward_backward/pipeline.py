@@ -70,6 +70,11 @@ class Executor:
     layout: pipe.Layout
     poison: bool = False
 
+    @property
+    def tick(self) -> type[Tick]:
+        """Returns what runs a tick."""
+        return Tick
+
     def run(
         self,
         weights: Weights,
@@ -82,13 +87,13 @@ class Executor:
 
         seeds, accum_dtypes: None for a program without a backward.
         """
-        tick = _Tick(self, weights, microbatches, keys, seeds)
+        tick = self.tick(self, weights, microbatches, keys, seeds)
         buffers = tick.empty_buffers(accum_dtypes)
         for phase in self.program.phases:
             buffers = self._phase(phase, tick, buffers)
         return buffers.grads, self._answer(buffers)
 
-    def _phase(self, phase: Phase, tick: _Tick, buffers: Buffers) -> Buffers:
+    def _phase(self, phase: Phase, tick: Tick, buffers: Buffers) -> Buffers:
         me = lax.axis_index("pipe")
         rows = {name: np.asarray(row, np.int32) for name, row in self.program.phase_rows(phase).items()}
         mine = {name: jnp.asarray(row)[:, me] if row.ndim == 2 else row for name, row in rows.items()}
@@ -107,7 +112,7 @@ class Executor:
         return self.head.whole(with_layers(records, layers))
 
 
-class _Tick:
+class Tick:
     """Runs one tick: store what arrived, F, loss, B, W."""
 
     def __init__(
@@ -124,9 +129,10 @@ class _Tick:
 
     def _traced(self) -> Shapes:
         """Returns what a stage reads and writes, in shapes."""
-        inputs, layers = jax.eval_shape(lambda: (self._inputs(jnp.int32(0)), self._layers(jnp.int32(0))))
+        zero = jnp.int32(0)
+        inputs, layers = jax.eval_shape(lambda: (self._inputs(zero), self._layers(zero)))
         hidden = _check_float(jax.eval_shape(self._head.embed, self._weights.outer, inputs))
-        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, inputs)
+        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, self._stage_inputs(zero))
         return Shapes(inputs, layers, hidden, out)
 
     def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
@@ -147,22 +153,29 @@ class _Tick:
         return b
 
     def _forward(self, b: Buffers, row: dict, when_embed: str) -> tuple[Buffers, PyTree]:
-        inputs = self._inputs(row["f_microbatch"])
+        inputs = self._stage_inputs(row["f_microbatch"])
         before = self._filled(row["f_valid"], self._input(b, row, when_embed))
 
         def run(carried):
             residual, records, before = carried
             layers = self._layers(row["f_chunk"])
-            slot = self._slot(residual, row, "f_residual")
-            hidden, out, slot = self._stage.forward(layers, before, inputs, slot)
+            hidden, out, residual = self._stage_forward(row, layers, before, inputs, residual)
             out = _where(row["f_valid"] == 1, self._among_all(layers, out))
             records = _add(records, row["f_microbatch"], out)
-            return residual if slot is None else slot.buffers, records, hidden
+            return residual, records, hidden
 
         with jax.named_scope("F"):
             residual, records, hidden = self._run("f", row, run, (b.residual, b.layer_records, before))
         arriving = {channel: pipe.shift(hidden, channel) for channel in self._program.forward_channels}
         return b._replace(residual=residual, layer_records=records, arriving=arriving), hidden
+
+    def _stage_forward(
+        self, row: dict, layers: Layers, before: PyTree, inputs: Any, residual: PyTree
+    ) -> tuple[PyTree, LossOutput, PyTree]:
+        """Returns (hidden, the layers' terms and metrics, residual)."""
+        slot = self._slot(residual, row, "f_residual")
+        hidden, out, slot = self._stage.forward(layers, before, inputs, slot)
+        return hidden, out, residual if slot is None else slot.buffers
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
         arrived = _get(b.activation, row["f_input"])
@@ -195,23 +208,36 @@ class _Tick:
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
-        chunk, inputs = row["b_chunk"], self._inputs(row["b_microbatch"])
+        inputs = self._stage_inputs(row["b_microbatch"])
         seeds = self._seed(row["b_microbatch"], b.layer_records.terms)
         cotangent = self._filled(row["b_valid"], _get(b.gradient, row["b_gradient"]))
 
         def run(carried):
-            saved, sums, cotangent = carried
-            arguments = (self._layers(chunk), Slot(b.residual, row["b_residual"]), cotangent, seeds, inputs)
-            if self._splits:
-                slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
-                return slot.buffers, sums, before
-            target = Target(sums, chunk, row["b_valid"] == 1)
-            return saved, *self._stage.backward(*arguments, target)
+            return self._stage_backward(row, b.residual, seeds, inputs, *carried)
 
         with jax.named_scope("B"):
             saved, sums, before = self._run("b", row, run, (b.cotangent, b.grads.layers, cotangent))
         b = b._replace(cotangent=saved, grads=b.grads._replace(layers=sums), leaving=before)
         return self._embed_backward(b, row, before, when)
+
+    def _stage_backward(
+        self,
+        row: dict,
+        residual: PyTree,
+        seeds: dict,
+        inputs: Any,
+        saved: PyTree,
+        sums: PyTree,
+        cotangent: PyTree,
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns (saved, sums, cotangent of the stage's input)."""
+        chunk = row["b_chunk"]
+        arguments = (self._layers(chunk), Slot(residual, row["b_residual"]), cotangent, seeds, inputs)
+        if self._splits:
+            slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
+            return slot.buffers, sums, before
+        target = Target(sums, chunk, row["b_valid"] == 1)
+        return saved, *self._stage.backward(*arguments, target)
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
         if not jax.tree.leaves(b.grads.outer):
@@ -264,6 +290,10 @@ class _Tick:
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
         return StageInputs(*_get((self._microbatches, self._keys), microbatch))
 
+    def _stage_inputs(self, microbatch: jax.Array) -> Any:
+        """Returns what the layers are given besides hidden."""
+        return self._inputs(microbatch)
+
     def _seed(self, microbatch: jax.Array, terms: Mapping) -> dict:
         seeds = self._seeds or {}
         return {name: seeds[name][microbatch].astype(term.total.dtype) for name, term in terms.items()}
@@ -282,24 +312,30 @@ class _Tick:
         """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
         program, (inputs, layers, hidden, out) = self._program, self._shapes
         records = jax.eval_shape(self._head.loss, self._weights.outer, hidden, inputs)
-        count = jax.tree.leaves(self._microbatches)[0].shape[0]
-        saved, grads = None, None
-        if self._seeds is not None:
-            grads = empty_sums(self._weights, accum_dtypes)
-        if self._splits:
-            seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
-            saved = self._stage.saved(layers, hidden, seeds, inputs)
+        count = jax.tree.leaves(self._microbatches)[0].shape[0] * program.num_pieces
+        grads = None if self._seeds is None else empty_sums(self._weights, accum_dtypes)
+        residual, cotangent = self._empty_kept()
         return Buffers(
-            residual=self._stage.empty(layers, hidden, inputs, program.allocated("residual")),
+            residual=residual,
             activation=empty_slots(hidden, program.allocated("activation")),
             gradient=empty_slots(hidden, program.allocated("gradient")),
-            cotangent=empty_slots(saved, program.allocated("cotangent")),
+            cotangent=cotangent,
             arriving={channel: _zeros(hidden) for channel in program.forward_channels},
             leaving=_zeros(hidden),
             grads=grads,
             records=empty_slots(records, count + 1),
             layer_records=empty_slots(jax.eval_shape(self._among_all, layers, out), count + 1),
         )
+
+    def _empty_kept(self) -> tuple[PyTree, PyTree]:
+        """Returns empty buffers of what F keeps for B, and of what B keeps for W."""
+        program, (inputs, layers, hidden, out) = self._program, self._shapes
+        saved = None
+        if self._splits:
+            seeds = {name: jax.ShapeDtypeStruct((), term.total.dtype) for name, term in out.terms.items()}
+            saved = self._stage.saved(layers, hidden, seeds, inputs)
+        residual = self._stage.empty(layers, hidden, inputs, program.allocated("residual"))
+        return residual, empty_slots(saved, program.allocated("cotangent"))
 
 
 def _when(valid: np.ndarray) -> str:

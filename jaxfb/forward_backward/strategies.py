@@ -18,6 +18,8 @@ from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
+from jaxfb.forward_backward.piece_executor import PieceExecutor
+from jaxfb.forward_backward.pieces import PieceStage
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
 from jaxfb.forward_backward.sequential import as_is, layer_output, sequential
@@ -121,18 +123,32 @@ class Execution:
         is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
         return self.gather("outer") if self.gathers_in_loop and is_cut else None
 
-    def stage(self, model: Pipelined, keep: str, **options) -> Stage:
-        """Returns a run of the model's layers, which keeps that of its forward."""
+    def stage(self, model: Pipelined, keep: str, num_pieces: int = 1, **options) -> Stage:
+        """Returns a run of the model's layers, which keeps that of its forward; of a piece of the sequences, where
+        there are several.
+        """
         gather = as_is if self.ahead else self.gather_layer()
 
-        def layer(shards, hidden, microbatch, rng):
+        def whole(shards, hidden, microbatch, rng):
             return layer_output(model.layer(gather(shards), hidden, microbatch, rng))
+
+        def of_piece(shards, hidden, given, rng):
+            assert model.layer_piece is not None  # `check_pieces` refuses a model without
+            arguments = gather(shards), hidden, given.microbatch, rng, given.piece
+            return model.layer_piece(*arguments), LossOutput({})
+
+        layer = whole if num_pieces == 1 else of_piece
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
         ahead = Ahead(self.gather_layer(), self.layer_to_shards(), self.layer_cut()) if self.ahead else None
         of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
-        return Stage(layer, keep, trained=of_layers, ahead=ahead, on_host=on_host, **options)
+        options |= {"trained": of_layers, "ahead": ahead, "on_host": on_host}
+        return (
+            Stage(layer, keep, **options)
+            if num_pieces == 1
+            else PieceStage(layer, keep, num_pieces=num_pieces, **options)
+        )
 
 
 def _part(tree: PyTree, of: str) -> PyTree:
@@ -243,13 +259,15 @@ class Pipelining:
         """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
         execution, program = self.execution, schedule.program
         keep = PIPELINE_KEEPS[execution.remat]
-        stage = execution.stage(self.model, keep, padded=not self.layout.even, written_out=WRITTEN_OUT)
+        options = {"padded": not self.layout.even, "written_out": WRITTEN_OUT}
+        stage = execution.stage(self.model, keep, schedule.num_pieces, **options)
         specs = outer_params(execution.specs)
         specs = specs if model is None else execution.trained(specs, "outer")
         cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))
         model = self.model if model is None else model
         placement = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
-        return Executor(program, stage, placement, self.layout, self.poison)
+        executor = Executor if schedule.num_pieces == 1 else PieceExecutor
+        return executor(program, stage, placement, self.layout, self.poison)
 
 
 def of_trained(model: Pipelined, outer: PyTree) -> Pipelined:

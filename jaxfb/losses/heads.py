@@ -117,7 +117,7 @@ def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -
         return head_loss(outer, hidden, microbatch, axis)
 
     vocabulary = model.vocabulary and replace(model.vocabulary, head=head)
-    return replace(model, head=partial(head, axis=None), vocabulary=vocabulary, check=None)
+    return replace(model, head=partial(head, axis=None), vocabulary=vocabulary, layer_piece=None, check=None)
 
 
 def unembed_of(model: Any) -> Callable[..., Unembedding]:

@@ -40,6 +40,7 @@ from jaxfb.models.latent_attention import LatentAttention
 from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
 from jaxfb.models.moe import MoE
 from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
+from jaxfb.models.pieces import layer_piece_of, runs_on_pieces
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import context_attention, size_here, token_index
 from jaxfb.parallel.scores import PLAIN
@@ -120,7 +121,9 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
     """
     stack = stack_of(config)
     period, last = [_layer_of(one) for one in stack.period], stack.period[-1]
-    multi_token = None
+    multi_token, layer_piece = None, None
+    if loss is None and runs_on_pieces(stack):
+        layer_piece = layer_piece_of(stack, [rebuilder(Block, one) for one in stack.period])
     if loss is None and config.mtp_depth:
         multi_token = mtp.MultiToken(config, rebuilder(partial(mtp.Depth, block=Block), last))
     if loss is None:
@@ -176,7 +179,16 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
 
     shared = _shares_rows if multi_token or leading else None
     vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part, shared)
-    return Pipelined(embed, layer, head, transformer_param_specs, vocabulary, unembed, counted_leaves(config))
+    return Pipelined(
+        embed,
+        layer,
+        head,
+        transformer_param_specs,
+        vocabulary,
+        unembed,
+        counted_leaves(config),
+        layer_piece,
+    )
 
 
 def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.float32) -> dict:

@@ -19,7 +19,16 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfb.parallel.collectives import gather_summing_wide
-from jaxfb.parallel.scores import PLAIN, Scores, slope, soft_capped
+from jaxfb.parallel.online_softmax import (
+    attend,
+    attend_backward,
+    grouped,
+    nothing,
+    sinks_backward,
+    visible,
+    within_window,
+)
+from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.refusal import Refused
 
 AXIS = "context"
@@ -157,9 +166,9 @@ def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> j
     length, size = query.shape[1], size_here()
     places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
     everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
-    mask = _visible(token_index(length), places, segments, everywhere, window)
-    q, k, v = _grouped(query, key.shape[2]), gather(key), gather(value)
-    sums = _attend(_nothing(q, sinks), q, k, v, mask, softcap)
+    mask = visible(token_index(length), places, segments, everywhere, window)
+    q, k, v = grouped(query, key.shape[2]), gather(key), gather(value)
+    sums = attend(nothing(q, sinks), q, k, v, mask, softcap)
     return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
 
 
@@ -180,11 +189,11 @@ def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> 
 
     q, k, v = to_heads(query), to_heads(key), to_heads(value)
     whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
-    grouped = _grouped(q, k.shape[2])
-    mask = _visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
+    by_head = grouped(q, k.shape[2])
+    mask = visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(AXIS) * q.shape[2], q.shape[2])
-    sums = _attend(_nothing(grouped, sinks), grouped, k, v, mask, softcap)
+    sums = attend(nothing(by_head, sinks), by_head, k, v, mask, softcap)
     out = (sums.out / sums.total[..., None]).astype(query.dtype).reshape(q.shape)
     return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
 
@@ -203,16 +212,8 @@ class _Block(NamedTuple):
     segments: jax.Array
 
 
-class _Sums(NamedTuple):
-    """Online softmax of a query's scores so far: out f[R, T, G, N, K]; top and total f[R, T, G, N]."""
-
-    out: jax.Array
-    top: jax.Array
-    total: jax.Array
-
-
 def _ring_forward(query, key, value, sinks, segments, window, softcap):
-    q = _grouped(query, key.shape[2])
+    q = grouped(query, key.shape[2])
     block = _Block(key, value, segments)
 
     def add(sums, block, step):
@@ -221,7 +222,7 @@ def _ring_forward(query, key, value, sinks, segments, window, softcap):
         )
 
     own = _own_mask(query.shape[1], segments, window)
-    sums = _attend(_nothing(q, sinks), q, key, value, own, softcap)
+    sums = attend(nothing(q, sinks), q, key, value, own, softcap)
 
     def turn(carry, step):
         sums, block = carry
@@ -237,11 +238,11 @@ def _ring_forward(query, key, value, sinks, segments, window, softcap):
 
 def _ring_backward(window, softcap, residuals, cotangent):
     query, key, value, sinks, segments, out, normalizer = residuals
-    q, wide = _grouped(query, key.shape[2]), out.dtype
-    d_out = _grouped(cotangent, key.shape[2]).astype(wide)
+    q, wide = grouped(query, key.shape[2]), out.dtype
+    d_out = grouped(cotangent, key.shape[2]).astype(wide)
     saved = (q, normalizer, d_out, jnp.sum(d_out * out, axis=-1))
     own = _own_mask(query.shape[1], segments, window)
-    d_query, d_key, d_value = _attend_backward(*saved, key, value, own, softcap)
+    d_query, d_key, d_value = attend_backward(*saved, key, value, own, softcap)
 
     def add(carry, step):
         d_query, block, d_key, d_value = carry
@@ -261,15 +262,9 @@ def _ring_backward(window, softcap, residuals, cotangent):
         d_query.reshape(query.shape).astype(query.dtype),
         d_key.astype(key.dtype),
         d_value.astype(value.dtype),
-        None if sinks is None else _d_sinks(sinks, normalizer, saved[-1]),
+        None if sinks is None else sinks_backward(sinks, normalizer, saved[-1]),
         None,
     )
-
-
-def _d_sinks(sinks, normalizer, delta):
-    """Computes the sinks' gradient: each has taken its probability of what the other scores' values give."""
-    prob = jnp.exp(sinks.astype(delta.dtype).reshape(delta.shape[2:]) - normalizer)
-    return -jnp.sum(prob * delta, axis=(0, 1)).reshape(-1).astype(sinks.dtype)
 
 
 ring.defvjp(_ring_forward, _ring_backward)
@@ -308,14 +303,14 @@ class _Seen(NamedTuple):
 def _add_block(sums, q, seen, start, block, _):
     mask = seen.mask(start, block)
     part = jax.tree.map(lambda leaf: leaf[:, start:], sums)
-    after = _attend(part, q[:, start:], block.key, block.value, mask, seen.softcap)
+    after = attend(part, q[:, start:], block.key, block.value, mask, seen.softcap)
     return jax.tree.map(lambda whole, tail: jnp.concatenate([whole[:, :start], tail], 1), sums, after)
 
 
 def _block_backward(saved, seen, start, block, length):
     mask = seen.mask(start, block)
     q, normalizer, d_out, delta = (leaf[:, start:] for leaf in saved)
-    dq, dk, dv = _attend_backward(q, normalizer, d_out, delta, block.key, block.value, mask, seen.softcap)
+    dq, dk, dv = attend_backward(q, normalizer, d_out, delta, block.key, block.value, mask, seen.softcap)
     missing = saved[0].shape[1] - length
     tail = lambda x: jnp.pad(x, [(0, 0), (0, missing)] + [(0, 0)] * (x.ndim - 2))  # noqa: E731
     return jnp.pad(dq, [(0, 0), (start, 0)] + [(0, 0)] * (dq.ndim - 2)), tail(dk), tail(dv)
@@ -329,67 +324,4 @@ def _pass_on(tree):
 
 def _own_mask(length, segments, window):
     places = token_index(length)
-    return _visible(places, places, segments, segments, window)
-
-
-def _visible(query_places, key_places, query_segments, key_segments, window):
-    """Returns bool[R, T, S]: the key is not later, in the window, and of the same document."""
-    causal = query_places[:, None] >= key_places[None, :]
-    if window is not None:
-        causal &= within_window(query_places, key_places, window)
-    return causal[None] & (query_segments[:, :, None] == key_segments[:, None, :])
-
-
-def within_window(query_places: jax.Array, key_places: jax.Array, window: int) -> jax.Array:
-    """Returns bool[T, S]: the key is less than `window` places before the query, or later."""
-    return query_places[:, None] - key_places[None, :] < window
-
-
-def _grouped(query, kv_heads):
-    rows, length, _, size = query.shape
-    return query.reshape(rows, length, kv_heads, -1, size)
-
-
-def _nothing(q, sinks) -> _Sums:
-    """Returns the sums before any key; sinks are scores whose values are 0."""
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    shape, out = q.shape[:-1], jnp.zeros(q.shape, wide)
-    if sinks is None:
-        return _Sums(out, jnp.full(shape, -jnp.inf, wide), jnp.zeros(shape, wide))
-    top = jnp.broadcast_to(sinks.astype(wide).reshape(shape[2:]), shape)
-    return _Sums(out, top, jnp.ones(shape, wide))
-
-
-def _scores(q, key, softcap):
-    wide = jnp.promote_types(q.dtype, jnp.float32)
-    scores = jnp.einsum("rtgnk,rsgk->rtgns", q, key, preferred_element_type=wide) / q.shape[-1] ** 0.5
-    return soft_capped(scores, softcap)
-
-
-def _masked(scores, mask):
-    return jnp.where(mask[:, :, None, None, :], scores, -jnp.inf)
-
-
-def _attend(sums: _Sums, q, key, value, mask, softcap) -> _Sums:
-    """Adds one more block of keys to the sums; a query that has seen nothing yet must see something in it."""
-    scores = _masked(_scores(q, key, softcap), mask)
-    top = jnp.maximum(sums.top, scores.max(-1))
-    probs, scale = jnp.exp(scores - top[..., None]), jnp.exp(sums.top - top)
-    added = jnp.einsum(
-        "rtgns,rsgk->rtgnk", probs.astype(value.dtype), value, preferred_element_type=top.dtype
-    )
-    return _Sums(sums.out * scale[..., None] + added, top, sums.total * scale + probs.sum(-1))
-
-
-def _attend_backward(q, normalizer, d_out, delta, key, value, mask, softcap):
-    """Computes gradients of one block: (d q, d key, d value), in the dtype of the sums."""
-    scores = _scores(q, key, softcap)
-    probs = jnp.exp(_masked(scores, mask) - normalizer[..., None])
-    product = partial(jnp.einsum, preferred_element_type=d_out.dtype)
-    d_value = product("rtgns,rtgnk->rsgk", probs.astype(value.dtype), d_out.astype(value.dtype))
-    d_probs = product("rtgnk,rsgk->rtgns", d_out.astype(value.dtype), value)
-    d_scores = probs * (d_probs - delta[..., None]) / q.shape[-1] ** 0.5
-    if softcap is not None:
-        d_scores *= slope(scores, softcap)
-    d_scores = d_scores.astype(q.dtype)
-    return product("rtgns,rsgk->rtgnk", d_scores, key), product("rtgns,rtgnk->rsgk", d_scores, q), d_value
+    return visible(places, places, segments, segments, window)

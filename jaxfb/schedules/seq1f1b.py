@@ -12,8 +12,9 @@ def seq1f1b(num_stages: int, num_microbatches: int, num_chunks: int, num_pieces:
     """Starts the backward in the tick in which the last piece of the first microbatch leaves the last chunk.
 
     Seq1F1B (arXiv:2406.03488) with F and B in one tick. For n pieces and one chunk, three static phases: F (n + P - 2
-    ticks), F+B (M*n - n + 1), B (n + P - 2). Time (M*n*V + P - 1) * (f + b) / (n*V) where pieces cost the same. With one
-    chunk device d keeps n + 2 * (P - 1 - d) pieces at the most, whatever M is. With one piece it is 1F1B, or interleaved.
+    ticks), F+B (M*n - n + 1), B (n + P - 2). Time (M*n*V + P - 1) * (f + b) / (n*V) where pieces cost the same. With
+    one chunk device d keeps n + 2 * (P - 1 - d) pieces at the most, whatever M is. With one piece it is 1F1B, or
+    interleaved.
     """
     groups = [num_pieces * size for size in group_sizes(-(-num_stages // num_pieces), num_microbatches)]
     positions = queue_of(groups, num_stages, num_chunks)

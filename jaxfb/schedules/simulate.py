@@ -39,7 +39,9 @@ def simulate(
     ]
     last = schedule.num_stages * schedule.num_chunks - 1
     for item in range(schedule.num_items):
-        tick_times[schedule.ticks["F", item, last]] += head if schedule.num_pieces == 1 else head / schedule.num_pieces
+        tick_times[schedule.ticks["F", item, last]] += (
+            head if schedule.num_pieces == 1 else head / schedule.num_pieces
+        )
     time = sum(tick_times)
     ideal = schedule.num_microbatches * (sum(costs.values()) + head)
     return Simulation(

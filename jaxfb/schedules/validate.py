@@ -82,7 +82,9 @@ def _check_order(schedule) -> None:
     """Checks happens-before, with one tick of transport between stages, also between two on the same device."""
     last = schedule.num_stages * schedule.num_chunks - 1
     for (kind, m, stage), tick in schedule.ticks.items():
-        for need, delay in _needs(kind, m, stage, last) + _needs_of_piece(kind, m, stage, schedule.num_pieces):
+        for need, delay in _needs(kind, m, stage, last) + _needs_of_piece(
+            kind, m, stage, schedule.num_pieces
+        ):
             ready = schedule.ticks[need]
             if tick >= ready + delay:
                 continue
@@ -106,7 +108,9 @@ def _needs(kind: str, m: int, stage: int, last: int) -> list[tuple[tuple[str, in
     return [(("B", m, stage), 0)]
 
 
-def _needs_of_piece(kind: str, item: int, stage: int, num_pieces: int) -> list[tuple[tuple[str, int, int], int]]:
+def _needs_of_piece(
+    kind: str, item: int, stage: int, num_pieces: int
+) -> list[tuple[tuple[str, int, int], int]]:
     """Returns the same of what a piece reads of others on its own stage: keys and values of earlier pieces going
     forward, their gradients from later pieces coming back.
     """

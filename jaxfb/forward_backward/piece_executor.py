@@ -1,0 +1,84 @@
+"""Runs a schedule whose items are pieces of sequences: the pipeline's ticks with caches of keys and values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+
+from jaxfb.forward_backward.pieces import Cache, PieceInputs, PieceSlot, PieceStage, piece_of, whole_records
+from jaxfb.forward_backward.pipeline import Buffers, Executor, Tick
+from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.stage import Layers, StageInputs, Target
+from jaxfb.types import LossOutput
+
+PyTree = Any
+
+
+@dataclass(frozen=True)
+class PieceExecutor(Executor):
+    """An `Executor` of a program with several pieces, and a `PieceStage`."""
+
+    @property
+    def tick(self) -> type[Tick]:
+        """Returns what runs a tick."""
+        return _PieceTick
+
+    def _answer(self, buffers: Buffers) -> LossOutput:
+        return whole_records(super()._answer(buffers), self.program.num_pieces)
+
+
+class _PieceTick(Tick):
+    """Runs one tick. The residual buffers are (what F keeps, caches), those between B and W are caches of gradients."""
+
+    _stage: PieceStage
+
+    def _inputs(self, microbatch: jax.Array) -> StageInputs:
+        """Returns what embedding and head are given: the tokens of the piece."""
+        whole, number = self._whole(microbatch)
+        return whole._replace(microbatch=piece_of(whole.microbatch, number, self._program.num_pieces))
+
+    def _stage_inputs(self, microbatch: jax.Array) -> PieceInputs:
+        whole, number = self._whole(microbatch)
+        return PieceInputs(*self._inputs(microbatch), whole.microbatch, number)
+
+    def _seed(self, microbatch, terms) -> dict:
+        return super()._seed(self._divided(microbatch)[0], terms)
+
+    def _whole(self, item: jax.Array) -> tuple[StageInputs, jax.Array]:
+        microbatch, number = self._divided(item)
+        return super()._inputs(microbatch), number
+
+    def _divided(self, item: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (microbatch, piece) of an item of the schedule."""
+        pieces = self._program.num_pieces
+        return lax.div(item, item.dtype.type(pieces)), lax.rem(item, item.dtype.type(pieces))
+
+    def _stage_forward(self, row, layers: Layers, before, inputs, residual):
+        kept, caches = residual
+        cache = Cache(Slot(caches, row["f_cache"]), row["f_valid"] == 1)
+        slot = PieceSlot(self._slot(kept, row, "f_residual"), cache)
+        hidden, out, slot = self._stage.forward(layers, before, inputs, slot)
+        assert slot is not None
+        kept = kept if slot.kept is None else slot.kept.buffers
+        return hidden, out, (kept, slot.cache.slot.buffers)
+
+    def _stage_backward(self, row, residual, seeds, inputs, saved, sums, cotangent):
+        kept, caches = residual
+        valid, chunk = row["b_valid"] == 1, row["b_chunk"]
+        slot = PieceSlot(Slot(kept, row["b_residual"]), Cache(Slot(caches, row["b_cache"]), valid))
+        gradients = Cache(Slot(saved, row["b_cache"]), valid)
+        sums, before, gradients = self._stage.backward_of_piece(
+            self._layers(chunk), slot, cotangent, seeds, inputs, gradients, Target(sums, chunk, valid)
+        )
+        return gradients.slot.buffers, sums, before
+
+    def _empty_kept(self) -> tuple[PyTree, PyTree]:
+        program, shapes = self._program, self._shapes
+        inputs = jax.eval_shape(lambda: self._stage_inputs(jax.numpy.int32(0)))
+        kept, caches, gradients = self._stage.empty_slots(
+            shapes.layers, shapes.hidden, inputs, program.allocated("residual"), program.allocated("cache")
+        )
+        return (kept, caches), gradients

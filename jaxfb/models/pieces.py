@@ -1,0 +1,78 @@
+"""The transformer's layers on a piece of each sequence, with the keys and values of earlier pieces at hand."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.models.adapted import lora_of
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.pattern import Stack, layer_name
+from jaxfb.models.piece_attention import Keys, piece_attention
+from jaxfb.parallel.scores import PLAIN
+from jaxfb.types import Piece
+
+PyTree = Any
+
+
+def runs_on_pieces(stack: Stack) -> bool:
+    """Returns whether these layers can run a piece of a sequence as they run the whole.
+
+    Not those with dropout, drawn for whole rows, with experts, whose losses are of whole sequences, with rotary
+    positions that depend on a document's length, nor layers before the first period, which run in the embedding.
+    """
+
+    def can(config: TransformerConfig) -> bool:
+        adapters, scaling = lora_of(config), config.rope_scaling
+        is_drawn = config.dropout or (adapters is not None and adapters.dropout)
+        by_length = scaling is not None and scaling.kind == "longrope"
+        return not (is_drawn or by_length or config.num_experts or config.mtp_depth)
+
+    return not stack.leading and all(map(can, stack.period))
+
+
+def layer_piece_of(
+    stack: Stack, blocks: Sequence[Callable[[Mapping], Any]]
+) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """Returns `Pipelined.layer_piece` of a period of layers.
+
+    blocks: of each layer of the period, parameters -> its `Block`.
+    """
+
+    def layer_piece(params, hidden, microbatch, rng, piece: Piece):
+        positions, several, kept = _positions(microbatch, piece), len(blocks) > 1, []
+        pasts = [None] * len(blocks) if piece.past is None else stack.split(piece.past)
+        for config, block_of, own, past in zip(stack.period, blocks, stack.split(params), pasts, strict=True):
+            attend = partial(_attend, window=config.window, piece=piece, past=past)
+            hidden, keys = block_of(own)(hidden, positions, attend)
+            kept.append(keys)
+        return hidden, {layer_name(i): keys for i, keys in enumerate(kept)} if several else kept[0]
+
+    return layer_piece
+
+
+def _attend(query, key, value, scores=PLAIN, *, window, piece: Piece, past: Keys | None):
+    """Attends to a piece and those before it, and hands back its keys and values."""
+    if past is None:  # nobody reads the numbers of a call for shapes
+        return query, Keys(key, value)
+    out = piece_attention(
+        query,
+        key,
+        value,
+        scores,
+        past=past,
+        number=piece.number,
+        segments=piece.whole.get("segments"),
+        window=window,
+    )
+    return out, Keys(key, value)
+
+
+def _positions(microbatch: Mapping, piece: Piece) -> jax.Array:
+    rows, tokens = microbatch["tokens"].shape
+    places = piece.number * tokens + jnp.arange(tokens)
+    return microbatch.get("positions", jnp.broadcast_to(places, (rows, tokens)))
