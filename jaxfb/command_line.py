@@ -41,6 +41,7 @@ SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
     "chunks": "stages per device (default: depends on the kind)",
+    "pieces": "pieces of a sequence, of seq1f1b (default: 1)",
 }
 SCHEDULE_COSTS = {
     "forward": "a forward",

@@ -44,6 +44,7 @@ SYNONYMS = {
     "dtype": "precision.compute_dtype",
     "warmup_steps": "lr.warmup",
     "num_chunks": "chunks",
+    "num_pieces": "parallel.pieces",
     "iterations_to_skip": "run.skip_updates",
     "exit_duration_in_mins": "run.minutes",
     "exit_interval": "run.stop_at",

@@ -293,7 +293,7 @@ class PrecisionConfig:
 
 @dataclass(frozen=True)
 class ParallelConfig:
-    """Settings of how the work is laid out, never of what is computed. The last two apply to a pipeline.
+    """Settings of how the work is laid out, never of what is computed. The last three apply to a pipeline.
 
     fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
     gather_ahead: whether "layer" gathers while the layer before computes, for the memory of one more layer; null: on
@@ -306,6 +306,8 @@ class ParallelConfig:
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
                  (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
+    pieces:      equal pieces of each sequence that go through the pipeline one after the other (schedule seq1f1b): with
+                 few microbatches of long sequences stages wait less, and keep less.
     """
 
     fsdp_gather: Literal["layer", "step"] = "layer"
@@ -314,8 +316,10 @@ class ParallelConfig:
     remat: Literal["none", "selective", "layer", "offload", "full"] = "none"
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | str | None = None
+    pieces: int = 1
 
     def __post_init__(self):
+        positive("parallel", pieces=self.pieces)
         if isinstance(self.layers_per_stage, str):
             stages_of(self.layers_per_stage)
 

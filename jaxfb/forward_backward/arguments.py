@@ -42,6 +42,9 @@ def check_model(model: Any) -> None:
     if isinstance(model, Pipelined):
         for name, arguments in _STAGES.items():
             _check_function(f"Pipelined.{name}", getattr(model, name), arguments)
+        if model.layer_piece is not None:
+            arguments = "(layer_params, hidden, microbatch, rng, piece)"
+            _check_function("Pipelined.layer_piece", model.layer_piece, arguments)
     elif not callable(model) or isinstance(model, type):
         raise Refused(f"model must be {_MODEL}, got {shown(model)}")
     else:

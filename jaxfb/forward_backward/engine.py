@@ -30,6 +30,7 @@ from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, spec
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.packed import Packed, is_arranged
 from jaxfb.forward_backward.padding import check_padding
+from jaxfb.forward_backward.pieces import check_lengths, check_offers_pieces
 from jaxfb.forward_backward.resolved import Resolved, resolve
 from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
 from jaxfb.forward_backward.spmd_program import SpmdProgram
@@ -73,11 +74,11 @@ def get_forward_backward_func(
     Args:
       mesh: from `make_mesh`; None is one device. The rows are split over data, fsdp and expert.
       schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half",
-        "v_min", "dualpipe_v", or your own `Schedule` for the plan's number of microbatches. None: "1f1b", or
-        "interleaved" if num_chunks > 1.
+        "v_min", "dualpipe_v", "seq1f1b", or your own `Schedule` for the plan's number of microbatches. None: "1f1b",
+        "interleaved" if num_chunks > 1, or "seq1f1b" if num_pieces > 1.
       num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
       num_pieces: pieces that each sequence is cut into, which go through the pipeline one after the other; more than 1
-        needs schedule="seq1f1b" and a model with `layer_piece`.
+        needs schedule="seq1f1b" (or None) and a model with `layer_piece`.
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
@@ -172,6 +173,7 @@ class ForwardBackward:
             outputs, origin = packed.restore(out.outputs), replace(out.origin, rows=plan.real_rows)
             return replace(out, outputs=outputs, origin=origin)
         microbatches = split(batch, plan, self.mesh).leaves
+        check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
         if not forward_only:
             check_parts(
                 model, microbatches, plan.data_parallel * (self.pipe if resolved.placement == "rows" else 1)
@@ -241,8 +243,13 @@ class ForwardBackward:
                 f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
                 f"got {shown(model)}; use pipe=1 for a plain loss function"
             )
-        if not plan.by_tokens and not forward_only:
-            _check_backward(self.schedule_for(plan.num_microbatches))
+        if plan.by_tokens:
+            return
+        schedule = self.schedule_for(plan.num_microbatches)
+        if schedule is not None:
+            check_offers_pieces(model, schedule.num_pieces)
+        if not forward_only:
+            _check_backward(schedule)
 
     def trained(self, params: PyTree) -> PyTree:
         """Returns the parameters that have a gradient, with None in place of each frozen one.

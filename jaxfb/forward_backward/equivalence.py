@@ -43,7 +43,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.0
 """How far loss and gradients that are computed in a dtype may be from those of one device in the widest dtype, relative
 to the largest number of the leaf: rounding of the layers, a few units of the dtype (2^-52, 2^-23, 2^-8, 2^-11), not of
 sums over rows, microbatches and devices, which are float32 at least."""
-_PIPELINE_OPTIONS = ("head_placement", "layers_per_stage")
+_PIPELINE_OPTIONS = ("head_placement", "layers_per_stage", "num_pieces")
 _SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale, not by their own rounding
 
 
@@ -154,7 +154,8 @@ def check_equivalence(
       batch: pytree of [rows, ...] arrays; a few rows are enough. Its float leaves are cast likewise.
       meshes: sizes such as {"pipe": 2, "data": 2}, or meshes; None takes the kinds of mesh that the devices at hand
         allow. `XLA_FLAGS=--xla_force_host_platform_device_count=8` makes eight devices of a CPU.
-      schedules: for meshes with pipe > 1: names, (name, num_chunks) or `Schedule`s; None takes every kind.
+      schedules: for meshes with pipe > 1: names, (name, num_chunks) or `Schedule`s; None takes every kind
+        that runs sequences whole, or in `num_pieces` where the options have it.
       rng: PRNG key of dropout and the like, None for none.
       rows_per_microbatch: on each replica; small, so that there are several microbatches.
       dtype: "float64", "float32", "bfloat16" or "float16"; None is float64 where x64 is enabled (`JAX_ENABLE_X64=1`),
@@ -188,7 +189,7 @@ def check_equivalence(
     whole = loss, pruned(checked_patterns(options.get("trainable")), grads)
     found = []
     for mesh in meshes:
-        for schedule in _kinds(mesh, schedules):
+        for schedule in _kinds(mesh, schedules, options.get("num_pieces", 1) != 1):
             compare = _Comparison(model, params, batch, rng, rows_per_microbatch, options)
             found.append(compare(mesh, schedule, whole))
             if report is not None:
@@ -332,11 +333,17 @@ def _allowed(model: LossFn | Pipelined) -> list[dict[str, int]]:
     return [sizes for sizes in MESHES if usable(sizes) and count % int(np.prod(list(sizes.values()))) == 0]
 
 
-def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None) -> Sequence:
+def _kinds(mesh: Mapping | Mesh, schedules: Sequence | None, in_pieces: bool) -> Sequence:
     sizes = _sizes(mesh)
     if sizes.get("pipe", 1) == 1:
         return (None,)
-    return [name for name in KINDS if runs_on(name, dict(sizes), "layer")] if schedules is None else schedules
+    if schedules is not None:
+        return schedules
+    return [
+        name
+        for name, kind in KINDS.items()
+        if kind.pieces == in_pieces and runs_on(name, dict(sizes), "layer")
+    ]
 
 
 def _sizes(mesh: Mapping | Mesh) -> Mapping[str, int]:

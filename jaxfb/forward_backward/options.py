@@ -109,12 +109,22 @@ class EngineOptions:
             schedule = self.schedule_for(pipe, getattr(self.schedule, "num_microbatches", 1))
             if schedule is not None and schedule.by_device:
                 check_by_device(schedule.name, mesh.shape, self.fsdp_gather)
+            if schedule.num_pieces > 1 and (context := axis_size(mesh, "context")) > 1:
+                raise Refused(
+                    f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
+                    "cuts it over several; use num_pieces=1, or a mesh with context=1",
+                    [{"num_pieces": 1, "schedule": None}, {"context": 1}],
+                )
 
     def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule:
         """Returns the schedule of a pipeline that a plan with so many microbatches runs under."""
         if isinstance(self.schedule, schedules.Schedule):
-            return _check_schedule(self.schedule, pipe, num_microbatches)
-        name = schedules.default_name(self.num_chunks) if self.schedule is None else self.schedule
+            return _check_schedule(self.schedule, pipe, num_microbatches, self.num_pieces)
+        name = (
+            schedules.default_name(self.num_chunks, self.num_pieces)
+            if self.schedule is None
+            else self.schedule
+        )
         return _make_schedule(name, pipe, num_microbatches, self.num_chunks, self.num_pieces)
 
     def _check_no_pipeline(self) -> None:
@@ -140,7 +150,15 @@ def _make_schedule(name: str, *sizes: int) -> schedules.Schedule:
     return schedules.make(name, *sizes)
 
 
-def _check_schedule(schedule: schedules.Schedule, pipe: int, num_microbatches: int) -> schedules.Schedule:
+def _check_schedule(
+    schedule: schedules.Schedule, pipe: int, num_microbatches: int, num_pieces: int
+) -> schedules.Schedule:
+    if num_pieces not in (1, schedule.num_pieces):
+        raise Refused(
+            f"schedule {schedule.name!r} has num_pieces={schedule.num_pieces}, the call has {num_pieces}; leave the "
+            "latter out",
+            [{"num_pieces": 1}],
+        )
     if (schedule.num_stages, schedule.num_microbatches) != (pipe, num_microbatches):
         raise Refused(
             f"schedule {schedule.name!r} is for pipe={schedule.num_stages} and {schedule.num_microbatches} "

@@ -8,8 +8,16 @@ from typing import Any
 import jax
 from jax import lax
 
-from jaxfb.forward_backward.pieces import Cache, PieceInputs, PieceSlot, PieceStage, piece_of, whole_records
-from jaxfb.forward_backward.pipeline import Buffers, Executor, Tick
+from jaxfb.forward_backward.pieces import (
+    Cache,
+    PieceInputs,
+    PieceSlot,
+    PieceStage,
+    check_outputs,
+    piece_of,
+    whole_records,
+)
+from jaxfb.forward_backward.pipeline import Buffers, Executor, Shapes, Tick
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Layers, StageInputs, Target
 from jaxfb.types import LossOutput
@@ -34,6 +42,12 @@ class _PieceTick(Tick):
     """Runs one tick. The residual buffers are (what F keeps, caches), those between B and W are caches of gradients."""
 
     _stage: PieceStage
+
+    def _traced(self) -> Shapes:
+        shapes = super()._traced()
+        out = jax.eval_shape(self._head.loss, self._weights.outer, shapes.hidden, shapes.inputs)
+        check_outputs(out.outputs, shapes.inputs.microbatch)
+        return shapes
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
         """Returns what embedding and head are given: the tokens of the piece."""

@@ -16,8 +16,9 @@ from jax import lax
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.refusal import Refused
 from jaxfb.trainable import joined
-from jaxfb.types import Last, LossOutput, Max, Min, Piece, Sum
+from jaxfb.types import Last, LossOutput, Max, Min, Piece, Pipelined, Sum
 
 PyTree = Any
 
@@ -224,6 +225,50 @@ class PieceStage(Stage):
         return lambda place: jax.tree.map(lambda leaf: leaf[place], befores)
 
 
+def check_offers_pieces(model: Any, num_pieces: int) -> None:
+    """Raises ValueError for a model that cannot run a sequence in several pieces."""
+    if num_pieces == 1 or (isinstance(model, Pipelined) and model.layer_piece is not None):
+        return
+    raise Refused(
+        f"num_pieces={num_pieces} needs a model with Pipelined.layer_piece, this one has none; the built-in "
+        "transformer has it for its own loss, without dropout, experts, multi-token prediction, longrope and leading "
+        "layers; use num_pieces=1",
+        [{"num_pieces": 1, "schedule": None}],
+    )
+
+
+def check_lengths(microbatches: PyTree, num_pieces: int) -> None:
+    """Raises ValueError unless leaves [num_microbatches, rows, length, ...] have one length, which divides."""
+    if num_pieces == 1:
+        return
+    lengths = {leaf.shape[2] for leaf in jax.tree.leaves(microbatches) if leaf.ndim > 2}
+    if len(lengths) != 1:
+        raise Refused(
+            f"num_pieces={num_pieces} cuts each leaf [rows, length, ...] of a batch along its length, which must be "
+            f"the same for all; got lengths {sorted(lengths)}"
+        )
+    length = lengths.pop()
+    if length % num_pieces:
+        nearest = min((n for n in range(1, length + 1) if length % n == 0), key=lambda n: abs(n - num_pieces))
+        raise Refused(
+            f"num_pieces={num_pieces} cuts sequences of {length} tokens into equal pieces, which does not divide; use "
+            f"num_pieces={nearest}",
+            [{"num_pieces": nearest}],
+        )
+
+
+def check_outputs(outputs: PyTree, piece: PyTree) -> None:
+    """Raises ValueError for an output that is not of tokens; piece: a microbatch's, leaves [rows, tokens, ...]."""
+    tokens = next(leaf.shape[1] for leaf in jax.tree.leaves(piece) if leaf.ndim > 1)
+    for leaf in jax.tree.leaves(outputs):
+        if leaf.ndim < 2 or leaf.shape[1] != tokens:
+            raise Refused(
+                f"with num_pieces of 2 or more an output must be of tokens, [rows, {tokens}, ...] for a piece of "
+                f"{tokens}, got shape {leaf.shape}; sum over the sequence outside the model, or use num_pieces=1",
+                [{"num_pieces": 1, "schedule": None}],
+            )
+
+
 def piece_of(microbatch: PyTree, number: jax.Array, num_pieces: int) -> PyTree:
     """Returns the tokens of one piece, [rows, length / num_pieces, ...], of leaves [rows, length, ...]; leaves [rows]
     are whole.
@@ -239,11 +284,7 @@ def piece_of(microbatch: PyTree, number: jax.Array, num_pieces: int) -> PyTree:
 
 
 def whole_records(records: LossOutput, num_pieces: int) -> LossOutput:
-    """Returns records of microbatches, [num_microbatches, ...] leaves, from those of their pieces, in order.
-
-    Raises:
-      ValueError: an output is not of tokens, [rows, tokens of a piece, ...].
-    """
+    """Returns records of microbatches, [num_microbatches, ...] leaves, from those of their pieces, in order."""
     by_piece = jax.tree.map(lambda leaf: leaf.reshape(-1, num_pieces, *leaf.shape[1:]), records)
     reduce = {
         Sum: lambda x: x.sum(1),

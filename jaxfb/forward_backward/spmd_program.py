@@ -27,6 +27,7 @@ from jaxfb.forward_backward.weights import check_given, check_terms, seeds, term
 from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
 from jaxfb.parallel import sharding
+from jaxfb.refusal import Refused
 from jaxfb.types import LossOutput, Sum
 
 PyTree = Any
@@ -152,6 +153,12 @@ class _OneDevice:
         """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""
         normalize = self.program.normalize
         totals = {name: term.total for name, term in out.terms.items()}
+        if missing := sorted(set(weights) - set(totals)):
+            raise Refused(
+                f"the model's layers return the term {missing[0]!r}, which its layer_piece leaves out; use "
+                "num_pieces=1",
+                [{"num_pieces": 1, "schedule": None}],
+            )
         totals = totals if self.context is None else reduce_records(totals, (AXIS,))
         local = {name: Sum(total, weights[name]) for name, total in totals.items()}
         means = means_of_microbatches(local) if normalize == "microbatch" else {}

@@ -63,7 +63,7 @@ def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[
 def _schedules(mesh: dict[str, int], sizes: TransformerConfig) -> list[tuple[str | None, int]]:
     if mesh["pipe"] == 1:
         return [(None, 1)]
-    kinds = [name for name in KINDS if not KINDS[name].baseline]
+    kinds = [name for name in KINDS if not (KINDS[name].baseline or KINDS[name].pieces)]
     choices = dict.fromkeys(
         (name, v) for name in kinds for asked in CHUNKS for v in KINDS[name].chunks(asked)
     )
@@ -78,7 +78,12 @@ def _with(config: Config, mesh, schedule, chunks, remat, rows, gather) -> Config
         chunks=chunks,
         batch=replace(config.batch, rows_per_microbatch=rows, num_microbatches=None),
         parallel=replace(
-            config.parallel, remat=remat, fsdp_gather=gather, head_placement=None, layers_per_stage=None
+            config.parallel,
+            remat=remat,
+            fsdp_gather=gather,
+            head_placement=None,
+            layers_per_stage=None,
+            pieces=1,
         ),
     )
 

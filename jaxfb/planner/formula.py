@@ -215,8 +215,16 @@ def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
     layers, inputs, in_flight = _layers_here(config, sizes), _layer_inputs(config, sizes), 1.0
     if config.mesh.pipe > 1:
-        in_flight = _kind(config).in_flight(config.mesh.pipe, config.chunks)
+        in_flight = _in_flight(config)
     return 2 * _tokens(config) * in_flight * (inputs * _hidden(config, sizes) + layers * kept)
+
+
+def _in_flight(config: Config) -> float:
+    """Returns microbatches whose activations the first stage keeps: of pieces, those of 1f1b and the rest of the first
+    microbatch.
+    """
+    found, pieces = _kind(config).in_flight(config.mesh.pipe, config.chunks), config.parallel.pieces
+    return found if pieces == 1 else (found + (pieces - 1) / config.chunks) / pieces
 
 
 def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
@@ -264,7 +272,7 @@ def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> flo
 
 
 def _kind(config: Config) -> Kind:
-    return kind_of(config.schedule or default_name(config.chunks))
+    return kind_of(config.schedule or default_name(config.chunks, config.parallel.pieces))
 
 
 def _products(sizes: TransformerConfig) -> float:
@@ -303,7 +311,7 @@ def _turns(config: Config) -> tuple[float, float]:
     pipe, chunks, microbatches = config.mesh.pipe, config.chunks, _microbatches(config)
     if pipe == 1:
         return 1.0, 1.0
-    return 1 + _kind(config).fill(pipe) / (chunks * microbatches), max(
+    return 1 + _kind(config).fill(pipe) / (chunks * microbatches * config.parallel.pieces), max(
         1.0, chunks - pipe * (chunks - 1) / microbatches
     )
 

@@ -15,7 +15,12 @@ EXAMPLE = "--pipe 4 --microbatches 8"
 
 
 def chosen(
-    table: str | None, kind: str | None, pipe: int | None, microbatches: int | None, chunks: int | None
+    table: str | None,
+    kind: str | None,
+    pipe: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    pieces: int | None = None,
 ) -> Schedule:
     """Returns the schedule that is asked for: a built-in kind by its sizes, or a file with your own table.
 
@@ -23,10 +28,10 @@ def chosen(
       ValueError: sizes are missing or do not fit, or the table is not a schedule; then with its bad cell marked.
     """
     if table is not None:
-        if (kind, pipe, microbatches, chunks) != (None,) * 4:
+        if (kind, pipe, microbatches, chunks, pieces) != (None,) * 5:
             raise Refused(
                 f"[schedule] --table={table} already defines sizes and kind; "
-                "leave out --kind, --pipe, --microbatches, --chunks"
+                "leave out --kind, --pipe, --microbatches, --chunks, --pieces"
             )
         path = Path(table)
         if not path.is_file():
@@ -35,12 +40,17 @@ def chosen(
             )
         return Schedule.from_text(path.read_text(), name=path.stem)
     pipe, microbatches = _required(pipe, microbatches)
-    kind = kind or default_name(chunks or 1)
-    return make(kind, pipe, microbatches, kind_of(kind).default_chunks if chunks is None else chunks)
+    pieces = 1 if pieces is None else pieces
+    kind = kind or default_name(chunks or 1, pieces)
+    return make(kind, pipe, microbatches, kind_of(kind).default_chunks if chunks is None else chunks, pieces)
 
 
 def compared(
-    pipe: int | None, microbatches: int | None, chunks: int | None, costs: Mapping[str, float]
+    pipe: int | None,
+    microbatches: int | None,
+    chunks: int | None,
+    costs: Mapping[str, float],
+    pieces: int | None = None,
 ) -> str:
     """Compares all kinds side by side, and the published orders of Megatron, ZB-V and DualPipeV."""
     pipe, microbatches = _required(pipe, microbatches)
@@ -50,7 +60,8 @@ def compared(
             f"[schedule] --compare has no head, which costs every kind the same; leave out --head {costs['head']:g}"
         )
     rest = {name: cost for name, cost in costs.items() if name != "head"}
-    return comparison_table(comparison(pipe, microbatches, 2 if chunks is None else chunks, **rest))
+    sizes = pipe, microbatches, 2 if chunks is None else chunks, 1 if pieces is None else pieces
+    return comparison_table(comparison(*sizes, **rest))
 
 
 def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
@@ -58,13 +69,18 @@ def described(schedule: Schedule, costs: Mapping[str, float]) -> str:
     _check_costs(costs)
     result = schedule.simulate(**costs)
     peaks = result.peak_live_activations
-    most = max(peaks) / schedule.num_chunks
+    most = max(peaks) / (schedule.num_chunks * schedule.num_pieces)
+    chunks = "chunks" if schedule.num_pieces == 1 else "chunks of one piece"
     rows = {
         "time": f"{result.time:g}; {result.ideal_time:g} if no device ever idled",
         "bubble": f"{result.bubble_fraction:.1%} of the time",
-        "peak live activations": f"{' '.join(map(str, peaks))} (chunks, by device)",
+        "peak live activations": f"{' '.join(map(str, peaks))} ({chunks}, by device)",
         "memory": f"what {most:g} microbatches leave in the layers of a device, on every device",
     }
+    if caches := schedule.slots.most("cache"):
+        rows["keys and values"] = (
+            f"of {caches} microbatches in a chunk's layers, and their gradients, on every device"
+        )
     width = max(map(len, rows))
     return "\n".join([schedule.render(), "", *(f"{name:<{width}}  {text}" for name, text in rows.items())])
 

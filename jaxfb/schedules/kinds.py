@@ -70,6 +70,10 @@ def kind_of(name: str) -> Kind:
     )
 
 
-def default_name(num_chunks: int) -> str:
-    """Returns the schedule that runs where none is named: 1f1b, or interleaved with several chunks."""
+def default_name(num_chunks: int, num_pieces: int = 1) -> str:
+    """Returns the schedule that runs where none is named: 1f1b, interleaved with several chunks, seq1f1b with pieces of
+    sequences.
+    """
+    if num_pieces > 1:
+        return "seq1f1b"
     return "1f1b" if num_chunks == 1 else "interleaved"

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from jaxfb.refusal import boolean, instance, integer
+from jaxfb.refusal import Refused, boolean, instance, integer
 from jaxfb.schedules.action import Action, cells_of_table
 from jaxfb.schedules.earliest import earliest_forwards
 from jaxfb.schedules.phases import Phase, one_phase_of, phases_of
@@ -16,6 +16,7 @@ from jaxfb.schedules.placement import Placement, homes_of, placement_of
 from jaxfb.schedules.program import Program, program_of
 from jaxfb.schedules.render import headline, is_by_device, parse_table, render
 from jaxfb.schedules.simulate import Simulation, simulate
+from jaxfb.schedules.sizes import checked_pieces
 from jaxfb.schedules.slots import Slots, slots_of
 from jaxfb.schedules.validate import validate
 
@@ -56,6 +57,7 @@ class Schedule:
         name: str = "custom",
         placement: str | Placement = "loop",
         by_device: bool = False,
+        num_pieces: int = 1,
     ) -> "Schedule":
         """Makes a schedule from a table of your own, and validates it.
 
@@ -65,6 +67,7 @@ class Schedule:
           placement: "loop" (stage = chunk * P + device), "v" (0 .. P-1, then P-1 .. 0), or
             placement[device][chunk].
           by_device: each device computes its own cell alone.
+          num_pieces: pieces of a sequence; microbatches of the table are then pieces, num_pieces of each.
         Raises:
           ValueError: with the table printed and the bad cell marked.
         """
@@ -73,10 +76,18 @@ class Schedule:
         actions = [action for row in cells for cell in row for action in cell]
         num_chunks = 1 + max(action.chunk for action in actions)
         placement = placement_of(placement, len(cells[0]), num_chunks)
-        num_microbatches = 1 + max(action.microbatch for action in actions)
-        sizes = len(cells[0]), num_microbatches, len(placement[0])
+        num_items, pieces = (
+            1 + max(action.microbatch for action in actions),
+            checked_pieces(1, 1, 1, num_pieces),
+        )
+        if num_items % pieces:
+            raise Refused(
+                f"[schedule] the table has {num_items} pieces, which num_pieces={pieces} does not divide; number "
+                f"piece p of microbatch m as m * {pieces} + p"
+            )
+        sizes = len(cells[0]), num_items // pieces, len(placement[0])
         by_device = boolean("by_device", by_device, who="[schedule]")
-        return cls(name, *sizes, cells, placement, by_device).validate()
+        return cls(name, *sizes, cells, placement, by_device, pieces).validate()
 
     @classmethod
     def from_text(
@@ -85,10 +96,12 @@ class Schedule:
         *,
         name: str = "custom",
         placement: str | Placement = "loop",
+        num_pieces: int = 1,
     ) -> "Schedule":
         """Makes a schedule from text in the form that `render` prints; otherwise as `from_table`."""
         table = parse_table(text)
-        return cls.from_table(table, name=name, placement=placement, by_device=is_by_device(text))
+        options = {"by_device": is_by_device(text), "num_pieces": num_pieces}
+        return cls.from_table(table, name=name, placement=placement, **options)
 
     def stage_of(self, device: int, chunk: int) -> int:
         """Returns the stage, 0 .. P*V - 1, that is this chunk of this device."""

@@ -50,10 +50,12 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     mesh = make_mesh(**vars(config.mesh))
     rows_per_microbatch = mesh.shape["pipe"] if config.parallel.head_placement == "rows" else 1
     rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
-    schedule = (config.schedule or default_name(config.chunks), config.chunks)
-    options = _options(config, *_OPTIONS, "head_placement", "layers_per_stage")
+    pieces = config.parallel.pieces
+    schedule = (config.schedule or default_name(config.chunks, pieces), config.chunks)
+    options = _options(config, *_OPTIONS, "head_placement", "layers_per_stage", "num_pieces")
+    batch = synthetic_batch(rows, pieces * -(-LENGTH // pieces))
     return check_equivalence(
-        model, params, synthetic_batch(rows), [mesh], [schedule],
+        model, params, batch, [mesh], [schedule],
         rng=rng, rows_per_microbatch=rows_per_microbatch, report=report, **options,
     )  # fmt: skip
 
@@ -125,17 +127,17 @@ def _narrow_latent(latent: Latent | None) -> Latent | None:
     return Latent(6, HEAD // 2, HEAD // 2, rank, latent.interleaved)
 
 
-def synthetic_batch(rows: int) -> dict[str, np.ndarray]:
+def synthetic_batch(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
     """Returns random tokens, packed into rows as several documents with padding at the end: each row counts
     differently.
     """
     rng = np.random.default_rng(0)
-    segments = np.sort(rng.integers(0, 4, (rows, LENGTH)), axis=1)[:, ::-1]
+    segments = np.sort(rng.integers(0, 4, (rows, length)), axis=1)[:, ::-1]
     segments = np.where(segments > 0, segments.max(axis=1, keepdims=True) - segments + 1, 0)
     starts = np.diff(segments, axis=1, prepend=-1) != 0
-    index = np.arange(LENGTH)
+    index = np.arange(length)
     positions = index - np.maximum.accumulate(np.where(starts, index, 0), axis=1)
-    tokens, targets = rng.integers(0, VOCAB, (2, rows, LENGTH))
+    tokens, targets = rng.integers(0, VOCAB, (2, rows, length))
     return {
         "tokens": tokens.astype(np.int32),
         "targets": targets.astype(np.int32),

@@ -358,6 +358,7 @@ def engine_options(config: AnyConfig) -> dict[str, Any]:
     pipeline = {
         "schedule": config.schedule,
         "num_chunks": config.chunks,
+        "num_pieces": config.parallel.pieces,
         "head_placement": config.parallel.head_placement,
         "layers_per_stage": stage_lengths(config),
     }
