@@ -39,14 +39,14 @@ class PieceInputs(NamedTuple):
 
 
 class Given(NamedTuple):
-    """What stands in for the microbatch where a layer runs a piece of it."""
+    """Stands in for the microbatch where a layer runs a piece of it."""
 
     microbatch: PyTree
     piece: Piece
 
 
 class Cache(NamedTuple):
-    """A cache among several, leaves [num_slots, l, rows, length, ...], and whether what is written to it counts."""
+    """Selects a cache among several, leaves [num_slots, l, rows, length, ...]; valid: what is written counts."""
 
     slot: Slot
     valid: jax.Array
@@ -264,8 +264,7 @@ def check_outputs(outputs: PyTree, piece: PyTree) -> None:
         if leaf.ndim < 2 or leaf.shape[1] != tokens:
             raise Refused(
                 f"with num_pieces of 2 or more an output must be of tokens, [rows, {tokens}, ...] for a piece of "
-                f"{tokens}, got shape {leaf.shape}; sum over the sequence outside the model, or use num_pieces=1",
-                [{"num_pieces": 1, "schedule": None}],
+                f"{tokens}, got shape {leaf.shape}; sum over the sequence outside the model"
             )
 
 

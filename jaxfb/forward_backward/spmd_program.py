@@ -155,9 +155,8 @@ class _OneDevice:
         totals = {name: term.total for name, term in out.terms.items()}
         if missing := sorted(set(weights) - set(totals)):
             raise Refused(
-                f"the model's layers return the term {missing[0]!r}, which its layer_piece leaves out; use "
-                "num_pieces=1",
-                [{"num_pieces": 1, "schedule": None}],
+                f"the model's layers return the term {missing[0]!r}, which its layer_piece leaves out, so that it runs "
+                "whole sequences only"
             )
         totals = totals if self.context is None else reduce_records(totals, (AXIS,))
         local = {name: Sum(total, weights[name]) for name, total in totals.items()}

@@ -17,6 +17,7 @@ from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
+from jaxfb.forward_backward.pieces import check_lengths, check_offers_pieces
 from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.models.adapted import LoRA
@@ -179,6 +180,23 @@ def options_on_fsdp(**given):
     return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
 
 
+def pieces_on(context=2, num_pieces=2, schedule=None):
+    return jaxfb.get_forward_backward_func(
+        make_mesh(pipe=2, context=context), schedule, num_pieces=num_pieces
+    )
+
+
+def pieces_of_a_table(num_pieces):
+    fb = jaxfb.get_forward_backward_func(
+        make_mesh(pipe=2, devices=jax.devices()[:2]), make("seq1f1b", 2, 4, 1, 4), num_pieces=num_pieces
+    )
+    return fb.schedule_for(4)
+
+
+def pieces_of_model(num_pieces, schedule=None):
+    return check_offers_pieces(MODEL, num_pieces)
+
+
 def compiled_with(**given):
     one = make_mesh(devices=jax.devices()[:1])
     return jaxfb.get_forward_backward_func(one, **given).compiler_options
@@ -276,6 +294,12 @@ REFUSED = [
     (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=3)),
     (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=2, router_top_groups=3)),
     (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
+    (pieces_on, dict(context=2)),
+    (pieces_of_a_table, dict(num_pieces=2)),
+    (pieces_of_model, dict(num_pieces=2)),
+    (lambda num_pieces: check_lengths({"tokens": np.zeros((1, 1, 8))}, num_pieces), dict(num_pieces=3)),
+    (make, dict(name="1f1b", num_stages=2, num_microbatches=2, num_pieces=2)),
+    (make, dict(name="seq1f1b", num_stages=2, num_microbatches=100, num_pieces=10**5)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
     (started, dict(name="quickstrt")),
     # data
