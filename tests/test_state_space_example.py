@@ -51,8 +51,10 @@ def test_no_schedule_changes_its_gradient(example):
     batch = example.windows(example.text(10_000), 4, 8, np.random.default_rng(0))
     found = jaxfb.check_equivalence(example.model, params, batch, [{"pipe": 2}])
     found.raise_if_above(1e-11)
-    # other tests of this process may have registered schedules too
-    assert {one.schedule.partition(" ")[0] for one in found.ran} >= set(jaxfb.schedules.NAMES)
+    # other tests of this process may have registered schedules too; one that cuts sequences is 1f1b of whole ones
+    kinds = jaxfb.schedules.KINDS
+    wanted = {name for name in jaxfb.schedules.NAMES if not kinds[name].pieces}
+    assert {one.schedule.partition(" ")[0] for one in found.ran} >= wanted
 
 
 def started(directory, updates):

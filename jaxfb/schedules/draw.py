@@ -22,7 +22,7 @@ LABELS = {"F": "forward", "B": "backward", "W": "weight gradient", "loss": "head
 
 
 class Bar(NamedTuple):
-    """A stretch of a device's time; `microbatch` is None in a bubble."""
+    """A stretch of a device's time; `microbatch`, of sequences in pieces the piece, is None in a bubble."""
 
     device: int
     kind: str
@@ -45,7 +45,9 @@ def bars(
     device.
     """
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
-    costs = {kind: cost / schedule.num_chunks for kind, cost in costs.items()}
+    parts = schedule.num_chunks * schedule.num_pieces
+    costs = {kind: cost / parts for kind, cost in costs.items()}
+    head = head if schedule.num_pieces == 1 else head / schedule.num_pieces
     last = schedule.num_stages * schedule.num_chunks - 1
     losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_items)} if head else {}
     found, now = [], 0.0
@@ -104,7 +106,7 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
         if (schedule.has_backward)
         else (figure.add_subplot(), None)
     )
-    _draw_bars(axes, found, schedule.num_chunks, result.time, figure.get_size_inches()[0])
+    _draw_bars(axes, found, schedule, result.time, figure.get_size_inches()[0])
     if not schedule.by_device:
         _draw_phases(axes, schedule, result.tick_times)
     _label(axes, schedule, result, {bar.kind for bar in found}, below)
@@ -171,11 +173,12 @@ def live_activations(schedule, found: Sequence[Bar], device: int) -> list[tuple[
 def _draw_memory(axes, schedule, found: Sequence[Bar], time: float) -> None:
     from matplotlib.ticker import MaxNLocator
 
+    parts = schedule.num_chunks * schedule.num_pieces
     for device in range(schedule.num_stages):
         changes = [(0.0, 0), *live_activations(schedule, found, device), (time, 0)]
         times, live = zip(*changes, strict=True)
         shade = str(0.7 * device / max(schedule.num_stages - 1, 1))  # from black, device 0, to grey
-        axes.step(times, [chunks / schedule.num_chunks for chunks in live], where="post", color=shade)
+        axes.step(times, [chunks / parts for chunks in live], where="post", color=shade)
     axes.set(ylim=(0, None))
     axes.set_ylabel("microbatches kept\n(black: device 0)", fontsize=8.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
@@ -183,9 +186,11 @@ def _draw_memory(axes, schedule, found: Sequence[Bar], time: float) -> None:
         axes.spines[side].set_visible(False)
 
 
-def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: float) -> None:
+def _draw_bars(axes, found: list[Bar], schedule, time: float, inches: float) -> None:
     for bar in found:
-        shade = None if bar.microbatch is None else _shade(COLOURS[bar.kind], bar.chunk or 0, num_chunks)
+        shade = (
+            None if bar.microbatch is None else _shade(COLOURS[bar.kind], bar.chunk or 0, schedule.num_chunks)
+        )
         axes.broken_barh(
             [(bar.start, bar.length)],
             (bar.device - 0.44, 0.88),
@@ -196,9 +201,14 @@ def _draw_bars(axes, found: list[Bar], num_chunks: int, time: float, inches: flo
         if shade and inches * bar.length / time > 0.14:
             dark = sum(shade) < 1.9
             axes.text(
-                bar.start + bar.length / 2, bar.device, str(bar.microbatch), ha="center", va="center",
-                fontsize=9, color="white" if dark else "#20242a",
+                bar.start + bar.length / 2, bar.device, _number(bar.microbatch, schedule.num_pieces),
+                ha="center", va="center", fontsize=9, color="white" if dark else "#20242a",
             )  # fmt: skip
+
+
+def _number(item: int, num_pieces: int) -> str:
+    """Returns the microbatch of an item; of pieces with theirs, such as 3.0 for the first."""
+    return str(item) if num_pieces == 1 else f"{item // num_pieces}.{item % num_pieces}"
 
 
 def _shade(colour: str, chunk: int, num_chunks: int) -> tuple[float, ...]:
