@@ -333,9 +333,10 @@ def _schedule(options) -> None:
 
     costs = {name.replace("-", "_"): getattr(options, name.replace("-", "_")) for name in SCHEDULE_COSTS}
     if options.compare:
-        print(command.compared(options.pipe, options.microbatches, options.chunks, costs))
+        print(command.compared(options.pipe, options.microbatches, options.chunks, costs, options.pieces))
         return
-    schedule = command.chosen(options.table, options.kind, options.pipe, options.microbatches, options.chunks)
+    sizes = options.pipe, options.microbatches, options.chunks, options.pieces
+    schedule = command.chosen(options.table, options.kind, *sizes)
     print(command.described(schedule, costs))
     for path in command.written(schedule, costs, options.out, options.svg, options.trace):
         print(f"wrote {path}")

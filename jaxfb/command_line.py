@@ -44,10 +44,11 @@ SCHEDULE_SIZES = {
     "pieces": "pieces of a sequence, of seq1f1b (default: 1)",
 }
 SCHEDULE_COSTS = {
-    "forward": "a forward",
+    "forward": "a forward of one microbatch on a device",
     "backward-input": "an input gradient",
     "backward-weight": "a weight gradient",
     "head": "head and loss",
+    "attention": "attention to other tokens, as a share of the first three: late pieces cost more",
 }
 
 
@@ -264,8 +265,8 @@ def _add_schedule(verbs) -> None:
         "--table", metavar="FILE", help="file with your own schedule, in the format that this command prints"
     )
     for name, what in SCHEDULE_COSTS.items():
-        default = 0.0 if name == "head" else 1.0
-        help_ = f"cost of {what}, one microbatch on a device (default: {default:g})"
+        default = 0.0 if name in ("head", "attention") else 1.0
+        help_ = f"cost of {what} (default: {default:g})"
         schedule.add_argument(f"--{name}", type=float, default=default, metavar="COST", help=help_)
     schedule.add_argument(
         "--compare", action="store_true", help="compare all kinds, and Megatron's schedules"

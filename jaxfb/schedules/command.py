@@ -123,5 +123,7 @@ def _check_costs(costs: Mapping[str, float]) -> None:
             raise Refused(
                 f"[schedule] --{name.replace('_', '-')} {cost:g} must not be negative or infinite; use 0"
             )
-    if not any(costs.values()):
+    if costs.get("attention", 0) > 1:
+        raise Refused(f"[schedule] --attention {costs['attention']:g} is a share, at most 1; use 1")
+    if not any(cost for name, cost in costs.items() if name != "attention"):
         raise Refused("[schedule] every cost is 0, so there is no time to share out; use --forward 1")

@@ -11,7 +11,7 @@ from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.published import zb_v_orders
-from jaxfb.schedules.sizes import checked_costs, checked_pieces, checked_sizes
+from jaxfb.schedules.sizes import checked_costs, checked_pieces, checked_share, checked_sizes
 
 COSTS = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
 PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
@@ -42,16 +42,19 @@ def comparison(
     forward: float = 1,
     backward_input: float = 1,
     backward_weight: float = 1,
+    attention: float = 0,
 ) -> list[ComparisonRow]:
     """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
     `num_chunks` (at least two), zero_bubble both. With `num_pieces` of at least two, seq1f1b cuts sequences into so
-    many and the others leave them whole; with one it is 1f1b and left out. Times of what was published (Megatron, ZB-V,
+    many and the others leave them whole; with one it is 1f1b and left out. `attention` is as in
+    `Schedule.simulate`. Times of what was published (Megatron, ZB-V,
     DualPipeV) are of independent ranks with free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
     costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
+    share = checked_share("attention", attention)
     chunks = max(num_chunks, 2)
     pieces = checked_pieces(num_stages, num_microbatches, chunks, num_pieces)
     kinds = [
@@ -60,7 +63,10 @@ def comparison(
         if pieces > 1 or not kind.pieces
         for v in kind.chunks(chunks)
     ]
-    rows = [_ours(name, num_stages, num_microbatches, *parts, costs) for name, *parts in kinds]
+    rows = [
+        _ours(name, num_stages, num_microbatches, *parts, {**costs, "attention": share})
+        for name, *parts in kinds
+    ]
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:
         rows += [_megatron(num_stages, num_microbatches, chunks, costs)]

@@ -12,7 +12,7 @@ from typing import NamedTuple
 from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS
 from jaxfb.schedules.render import headline
-from jaxfb.schedules.simulate import executed_kinds, kind_costs
+from jaxfb.schedules.simulate import executed_kinds, kind_costs, piece_costs
 
 COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
 IDLE = "#eceef1"
@@ -40,23 +40,28 @@ def bars(
     backward_input: float = 1,
     backward_weight: float = 1,
     head: float = 0,
+    attention: float = 0,
 ) -> list[Bar]:
     """Returns everything that every device executes, in order of time; adds up to `simulate(...).time` on each
     device.
     """
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
-    parts = schedule.num_chunks * schedule.num_pieces
-    costs = {kind: cost / parts for kind, cost in costs.items()}
+    costs = {kind: cost / schedule.num_chunks for kind, cost in costs.items()}
     head = head if schedule.num_pieces == 1 else head / schedule.num_pieces
     last = schedule.num_stages * schedule.num_chunks - 1
     losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_items)} if head else {}
     found, now = [], 0.0
     for tick, executed in enumerate(executed_kinds(schedule)):
-        work = max(sum(costs[kind] for kind in kinds) for kinds in executed)
+        cells = zip(schedule.table[tick], executed, strict=True)
+        lengths = [piece_costs(schedule, cell, kinds, costs, attention) for cell, kinds in cells]
+        work = max(map(sum, lengths))
         loss = (losses[tick], head) if tick in losses else None
         for device, kinds in enumerate(executed):
             done = {a.kind: (a.microbatch, a.chunk) for a in schedule.table[tick][device]}
-            steps = [(kind, costs[kind], *done.get(kind, (None, None))) for kind in kinds]
+            steps = [
+                (kind, length, *done.get(kind, (None, None)))
+                for kind, length in zip(kinds, lengths[device], strict=True)
+            ]
             idle = work - sum(length for _, length, _, _ in steps)
             if idle > 0:
                 steps.append(("idle", idle, None, None))

@@ -1,9 +1,10 @@
 """Simulates what a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from jaxfb.schedules.sizes import checked_costs
+from jaxfb.schedules.action import Action
+from jaxfb.schedules.sizes import checked_costs, checked_share
 
 
 @dataclass(frozen=True)
@@ -27,16 +28,23 @@ class Simulation:
 
 
 def simulate(
-    schedule, *, forward: float = 1, backward_input: float = 1, backward_weight: float = 1, head: float = 0
+    schedule,
+    *,
+    forward: float = 1,
+    backward_input: float = 1,
+    backward_weight: float = 1,
+    head: float = 0,
+    attention: float = 0,
 ) -> Simulation:
     """Charges each tick for what the device executes that has most to do in it."""
     checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head)
+    checked_share("attention", attention)
     costs = kind_costs(schedule, forward, backward_input, backward_weight)
-    parts = schedule.num_chunks * schedule.num_pieces
-    tick_times = [
-        max(sum(costs[kind] for kind in kinds) for kinds in by_device) / parts
-        for by_device in executed_kinds(schedule)
-    ]
+    tick_times = []
+    for row, by_device in zip(schedule.table, executed_kinds(schedule), strict=True):
+        cells = zip(row, by_device, strict=True)
+        work = max(sum(piece_costs(schedule, cell, kinds, costs, attention)) for cell, kinds in cells)
+        tick_times.append(work / schedule.num_chunks)
     last = schedule.num_stages * schedule.num_chunks - 1
     for item in range(schedule.num_items):
         tick_times[schedule.ticks["F", item, last]] += (
@@ -59,6 +67,18 @@ def executed_kinds(schedule) -> Iterator[tuple[str, ...]]:
         for row in schedule.table[phase.start : phase.stop]:
             own = tuple("".join(action.kind for action in cell) for cell in row)
             yield own if schedule.by_device else (phase.kinds,) * schedule.num_stages
+
+
+def piece_costs(
+    schedule, cell: Sequence[Action], kinds: str, costs: Mapping[str, float], attention: float
+) -> list[float]:
+    """Returns what each of these kinds costs that a device executes: of its cell, or in a bubble of the first piece."""
+    pieces = schedule.num_pieces
+    if pieces == 1:
+        return [costs[kind] for kind in kinds]
+    found = {action.kind: action.microbatch % pieces for action in cell}
+    shares = [(1 - attention) / pieces + attention * (2 * p + 2) / pieces**2 for p in range(pieces)]
+    return [costs[kind] * shares[found.get(kind, 0)] for kind in kinds]
 
 
 def kind_costs(schedule, forward: float, backward_input: float, backward_weight: float) -> dict[str, float]:

@@ -177,15 +177,16 @@ class Schedule:
         backward_weight: float = 1,
         *,
         head: float = 0,
+        attention: float = 0,
     ) -> Simulation:
         """Returns time, bubble fraction and peak memory, for costs of one microbatch on all chunks of a device.
 
         `head` is what head and loss of a microbatch cost each device, in the tick in which it leaves the last
-        stage.
+        stage. `attention` is the share of the other costs that attention to other tokens has in a whole sequence: of n
+        pieces, piece p has (2 p + 2) / n^2 of it, which is what its blocks of keys take, and 1 / n of the rest.
         """
-        return simulate(
-            self, forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head
-        )
+        costs = {"backward_input": backward_input, "backward_weight": backward_weight}
+        return simulate(self, forward=forward, **costs, head=head, attention=attention)
 
     def render(self, *, width: int = 120) -> str:
         """Returns the table as text, a line a device and kind, cut into blocks of at most `width` characters."""

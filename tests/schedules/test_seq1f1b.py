@@ -4,6 +4,7 @@ import pytest
 
 from jaxfb.schedules import Schedule, make
 from jaxfb.schedules.command import chosen, compared, described
+from jaxfb.schedules.draw import bars
 from jaxfb.schedules.replay import replay
 
 COSTS = {"forward": 1.0, "backward_input": 1.0, "backward_weight": 1.0, "head": 0.0}
@@ -82,3 +83,14 @@ def test_the_command_shows_pieces():
     table = compared(8, 4, 1, COSTS, 16)
     assert "seq1f1b, 16 pieces" in table and "1.875" in table
     assert "seq1f1b" not in compared(8, 4, 1, COSTS)
+
+
+def test_late_pieces_cost_more_where_attention_does():
+    schedule = make("seq1f1b", 1, 1, 1, 2)
+    assert schedule.simulate(1, 0, 0, attention=0.5).time == pytest.approx(
+        1.25
+    )  # 1 of products, 3/2 of attention
+    assert make("seq1f1b", 8, 4, 1, 16).simulate(attention=0.71).time == pytest.approx(17.94, abs=0.01)
+    assert make("1f1b", 8, 4).simulate(attention=0.71) == make("1f1b", 8, 4).simulate()
+    ends = [bar.start + bar.length for bar in bars(schedule, attention=0.5)]
+    assert max(ends) == pytest.approx(schedule.simulate(attention=0.5).time)
