@@ -107,11 +107,11 @@ class PieceStage(Stage):
         super().__init__(*arguments, **options)
         self._num_pieces = num_pieces
 
-    def forward(self, layers, hidden, inputs, slot: PieceSlot | None = None):
-        """Returns (hidden, terms and metrics, the slot); slot: None where only shapes are asked for."""
-        if slot is None:
-            return self._first_alone(layers, hidden, inputs)[0], LossOutput({}), None
-        keeps_input = slot.kept is not None and self._keep == "input"
+    def forward_of_piece(
+        self, layers: Layers, hidden: PyTree, inputs: PieceInputs, slot: PieceSlot
+    ) -> tuple[PyTree, LossOutput, PieceSlot]:
+        """Returns (hidden, terms and metrics of the layers, of which there are none, the slot)."""
+        keeps_input = self._keep == "input"
 
         def one(carry, xs):
             (before, kept, cache), (place, layer) = carry, (xs[0], Layers(*xs[1]))
@@ -122,7 +122,7 @@ class PieceStage(Stage):
             return (self._if_real(layer, after, before), kept, cache), self._masked(layer, out)
 
         (after, kept, cache), out = self._scan(one, (hidden, *slot), layers)
-        kept = slot.kept.put(hidden) if keeps_input else kept
+        kept = slot.kept.put(hidden) if slot.kept is not None and keeps_input else kept
         return after, sum_of_layers(out), PieceSlot(kept, cache)
 
     def backward_of_piece(
@@ -138,7 +138,6 @@ class PieceStage(Stage):
         """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input, the cache of
         gradients).
         """
-        assert slot.kept is not None  # a program with a backward keeps what it reads
         kept = self._kept_of_piece(layers, slot, inputs)
         own = self._own(layers, cotangent, inputs)
         begins = inputs.number == self._num_pieces - 1
@@ -210,6 +209,7 @@ class PieceStage(Stage):
 
     def _kept_of_piece(self, layers: Layers, slot: PieceSlot, inputs: PieceInputs):
         """Returns place -> what the backward of that layer reads."""
+        assert slot.kept is not None  # a program with a backward keeps it
         if self._keep != "input":
             return slot.kept.get
 

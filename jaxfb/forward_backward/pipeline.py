@@ -132,8 +132,11 @@ class Tick:
         zero = jnp.int32(0)
         inputs, layers = jax.eval_shape(lambda: (self._inputs(zero), self._layers(zero)))
         hidden = _check_float(jax.eval_shape(self._head.embed, self._weights.outer, inputs))
-        _, out, _ = jax.eval_shape(self._stage.forward, layers, hidden, self._stage_inputs(zero))
-        return Shapes(inputs, layers, hidden, out)
+        return Shapes(inputs, layers, hidden, self._answer_of_layers(layers, hidden, inputs))
+
+    def _answer_of_layers(self, layers: Layers, hidden: PyTree, inputs: StageInputs) -> LossOutput:
+        """Returns shapes of the terms and metrics of a stage's layers."""
+        return jax.eval_shape(self._stage.forward, layers, hidden, inputs)[1]
 
     def __call__(self, b: Buffers, row: dict, kinds: str, arrivals: tuple, events: dict) -> Buffers:
         gradients = {channel: pipe.shift(b.leaving, channel) for channel in arrivals[1]}

@@ -127,7 +127,7 @@ def _forward_here(query, own: Keys, past: Keys, sinks, seen: Seen) -> tuple[jax.
     # a document may begin in a later block: a first block of which nothing is seen must not give inf - inf
     sums = sums._replace(top=jnp.maximum(sums.top, jnp.finfo(sums.top.dtype).min))
     for keys, block in _passes(own, past, seen):
-        step = lambda j, sums, keys=keys, block=block: attend(sums, q, *block(j, keys), seen.softcap)  # noqa: E731
+        step = lambda j, sums, keys=keys, block=block: attend(sums, q, *block(j, keys), softcap=seen.softcap)  # noqa: E731
         sums = lax.fori_loop(*block.range, step, sums)
     out = sums.out / sums.total[..., None]
     return out.reshape(query.shape), sums.top + jnp.log(sums.total)
@@ -143,7 +143,9 @@ def _backward_here(query, out, normalizer, cotangent, own: Keys, past: Keys, sin
 
         def step(j, carry, keys=keys, block=block):
             d_q, d_keys = carry
-            more, *d_block = attend_backward(q, normalizer, d_out, delta, *block(j, keys), seen.softcap)
+            more, *d_block = attend_backward(
+                q, normalizer, d_out, delta, *block(j, keys), softcap=seen.softcap
+            )
             put = partial(lax.dynamic_update_slice_in_dim, start_index=j * block.size, axis=1)
             return d_q + more, Keys(*(put(d, b) for d, b in zip(d_keys, d_block, strict=True)))
 
@@ -174,7 +176,7 @@ class _Pass(NamedTuple):
         at = self.first + j * self.size
         of_keys = lax.dynamic_slice_in_dim(self.seen.segments, at, self.size, axis=1)
         places = start + jnp.arange(self.tokens), at + jnp.arange(self.size)
-        return *block, visible(*places, of_piece, of_keys, self.seen.window)
+        return block.key, block.value, visible(*places, of_piece, of_keys, self.seen.window)
 
 
 def _passes(own: Keys, past: Keys, seen: Seen) -> list[tuple[Keys, _Pass]]:

@@ -64,8 +64,7 @@ def comparison(
         for v in kind.chunks(chunks)
     ]
     rows = [
-        _ours(name, num_stages, num_microbatches, *parts, {**costs, "attention": share})
-        for name, *parts in kinds
+        _ours(name, num_stages, num_microbatches, v, n, {**costs, "attention": share}) for name, v, n in kinds
     ]
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:

@@ -203,7 +203,7 @@ def _draw_bars(axes, found: list[Bar], schedule, time: float, inches: float) -> 
             edgecolor="white",
             linewidth=0.8,
         )
-        if shade and inches * bar.length / time > 0.14:
+        if shade and bar.microbatch is not None and inches * bar.length / time > 0.14:
             dark = sum(shade) < 1.9
             axes.text(
                 bar.start + bar.length / 2, bar.device, _number(bar.microbatch, schedule.num_pieces),
