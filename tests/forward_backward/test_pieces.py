@@ -9,8 +9,11 @@ import pytest
 import jaxfb
 from jaxfb import BatchPlan, LossOutput, Pipelined, Sum, make_mesh
 from jaxfb.forward_backward.pieces import check_lengths, whole_records
+from jaxfb.models.adapted import LoRA, adapted
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.latent import Latent
+from jaxfb.models.pattern import LayerKind
 from jaxfb.models.piece_attention import Keys, piece_attention
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.models.variant import Variant
@@ -100,22 +103,39 @@ def test_a_forward_pass_in_pieces_gives_outputs_in_the_order_of_tokens():
     assert found.grads is None
 
 
-CASES = {
-    "packed, data, layer": ({"pipe": 2, "data": 2}, {"num_pieces": 2, "remat": "layer"}, True, {}),
+LATENT = Latent(key_value_rank=4, rotary_size=2, value_size=2)
+PATTERN = (LayerKind(window=3), LayerKind(rope=False))
+CASES = {  # mesh, options, documents in a row, sizes
+    "data, uneven": (
+        {"pipe": 2, "data": 2},
+        {"num_pieces": 2, "remat": "layer", "layers_per_stage": [1, 3]},
+        True,
+        {},
+    ),
     "tensor, sinks, soft cap": (
         {"pipe": 2, "tensor": 2},
         {"num_pieces": 4},
         True,
         {"variant": Variant(attention_sinks=True, attention_softcap=2.0)},
     ),
-    "fsdp, full, tied": (
+    "fsdp, full, pattern": (
         {"pipe": 2, "fsdp": 2},
         {"num_pieces": 4, "remat": "full"},
         False,
-        {"tied_embeddings": True},
+        {"tied_embeddings": True, "pattern": PATTERN},
     ),
-    "chunks, selective": ({"pipe": 2}, {"num_pieces": 2, "num_chunks": 2, "remat": "selective"}, False, {}),
-    "window": ({"pipe": 4}, {"num_pieces": 4}, True, {"window": 3}),
+    "chunks, selective, latent": (
+        {"pipe": 2},
+        {"num_pieces": 2, "num_chunks": 2, "remat": "selective"},
+        False,
+        {"latent": LATENT, "num_kv_heads": None, "head_size": 4},
+    ),
+    "window, adapters": (
+        {"pipe": 2},
+        {"num_pieces": 4},
+        True,
+        {"window": 3, "num_layers": 2, "lora": LoRA(rank=2)},
+    ),
 }
 
 
@@ -123,15 +143,17 @@ CASES = {
 @pytest.mark.parametrize("case", CASES)
 def test_pieces_of_the_transformer_change_nothing(case):
     mesh, options, packed, sizes = CASES[case]
-    sizes = {
+    widths = {
         "vocab_size": 16,
         "hidden_size": 8,
+        "mlp_size": 12,
         "num_layers": 4,
         "num_heads": 4,
         "num_kv_heads": 2,
-        "mlp_size": 12,
-    } | sizes
-    config = TransformerConfig(**sizes)
+    }
+    sizes = dict(widths | sizes)
+    adapters = sizes.pop("lora", None)
+    config = adapted(TransformerConfig(**sizes), adapters)
     model, params = transformer(config), init_params(config, jax.random.key(0), jnp.float64)
     rng, shape = np.random.default_rng(0), (8, LENGTH)
     batch = {name: rng.integers(0, 16, shape).astype(np.int32) for name in ("tokens", "targets")}
