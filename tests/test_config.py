@@ -86,6 +86,7 @@ def _option_keys(config):
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),
         ("3", "must contain sections such as model, data"),
         ("- !!python/object/apply:os.system ['true']", r"line 1: could not determine a constructor"),
+        pytest.param("#" * 2**20 + "\n", "a config has at most 1048576", id="too long"),
     ],
 )
 def test_bad_files(tmp_path, text, sentence):

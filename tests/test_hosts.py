@@ -1,5 +1,6 @@
 """Several processes: who is who, who differs in what, who is gone. Without a device, but for one job of two."""
 
+import io
 import itertools
 import socket
 import threading
@@ -76,10 +77,20 @@ def test_a_process_finds_its_place(config, environment, place, monkeypatch):
 
 @pytest.mark.parametrize(
     ("coordinator", "bound"),
-    [("127.0.0.1:81", "127.0.0.1:81"), ("localhost:81", "localhost:81"), ("[::1]:81", "[::1]:81"), ("node0:81", None)],
-)  # fmt: skip
-def test_a_coordinator_on_loopback_listens_there_alone(coordinator, bound):
+    [
+        *(("127.0.0.1:81", "127.0.0.1:81"), ("localhost:81", "localhost:81"), ("node0:81", None)),
+        *(("198.51.100.77:81", None), ("0.0.0.0:81", None), ("[2001:db8::77]:81", None), ("[::]:81", None)),
+    ],
+)
+def test_a_coordinator_at_an_address_of_its_machine_listens_there_alone(coordinator, bound):
+    """198.51.100.* and 2001:db8:* are for documentation, and so of no machine; a name may mean loopback here alone."""
     assert _bind_address(coordinator) == bound
+
+
+def test_a_coordinator_at_the_address_of_a_card_listens_there_alone(monkeypatch):
+    monkeypatch.setattr(socket, "create_server", lambda place, family: io.BytesIO())
+    assert _bind_address("198.51.100.77:81") == "198.51.100.77:81"
+    assert _bind_address("[::1]:81") == "[::1]:81"
 
 
 @pytest.mark.parametrize(

@@ -82,8 +82,9 @@ def test_the_newest_sound_one_since_the_same_checkpoint_is_restored(mesh, tmp_pa
     for update in (1, 2, 3, 4):
         tier.save(update, 0, state_on(mesh, update), {"update": update})
     tier.wait()
-    files = sorted(path.name.partition("_")[0] for path in (tmp_path / "run" / "process-0").iterdir())
-    assert files == ["2", "3", "4"]
+    own = tmp_path / "run" / "process-0"
+    assert sorted(path.name.partition("_")[0] for path in own.iterdir()) == ["2", "3", "4"]
+    assert own.stat().st_mode & 0o777 == 0o700
     wanted = abstract(state_on(mesh))
     assert tier.restore(None, wanted) is None and tier.restore(5, wanted) is None
     update, state, host = tier.restore(0, wanted)

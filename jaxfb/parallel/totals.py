@@ -23,7 +23,8 @@ SEEDS = ((0x9E3779B9, 0x7F4A7C15), (0x2545F491, 0xD1B54A33))
 """For each sum, what the numbers of rows and those of columns are made from."""
 
 _AT_ONCE = 2**19  # elements of a sum on the host: what it is made of stays in the processor's caches
-FOLDS = 4  # parts that are added to each other before a sum; with 16, XLA no longer uses wide registers
+# parts that are added to each other before a sum; 16 are too many for wide registers
+FOLDS, QUICK_FOLDS = 4, 8
 BITS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint32}
 
 
@@ -236,20 +237,20 @@ def _summed(words: jax.Array, rows: Sequence[jax.Array], factors: Sequence[jax.A
     low, high = words & np.uint32(0xFFFF), words >> np.uint32(16)
     products = []
     for number, of_rows in enumerate(rows):
-        halves = zip(_folded(low, of_rows), _folded(high, of_rows), strict=True)
+        halves = zip(_folded(low, of_rows, FOLDS), _folded(high, of_rows, FOLDS), strict=True)
         first, second = factors[2 * number : 2 * number + 2]
         products.append([one * first + other * second for one, other in halves])
     return reduce(jax.lax.add, map(_summed_together, zip(*products, strict=True)))
 
 
-def _folded(words: jax.Array, rows: jax.Array) -> list[jax.Array]:
-    """Returns arrays whose sum over all rows is that of words [r, c] times rows [r, 1]; together a quarter as long.
+def _folded(words: jax.Array, rows: jax.Array, folds: int) -> list[jax.Array]:
+    """Returns arrays whose sum over all rows is that of words [r, c] times rows [r, 1]; together 1/folds as long.
 
-    On a CPU XLA adds up in one scalar, word after word; four parts added to each other are done in wide registers.
+    On a CPU XLA adds up in one scalar, word after word; parts added to each other are done in wide registers.
     """
-    part = len(words) // FOLDS
-    products = [words[at : at + part] * rows[at : at + part] for at in range(0, FOLDS * part, part or 1)]
-    rest = [words[FOLDS * part :] * rows[FOLDS * part :]] if len(words) % FOLDS else []
+    part = len(words) // folds
+    products = [words[at : at + part] * rows[at : at + part] for at in range(0, folds * part, part or 1)]
+    rest = [words[folds * part :] * rows[folds * part :]] if len(words) % folds else []
     return [reduce(jax.lax.add, products), *rest] if part else rest
 
 
@@ -340,7 +341,7 @@ def _weighted(blocks: Sequence[jax.Array], places: Places) -> list[jax.Array]:
     words = [_words(block) for block in blocks]
     words = [block.reshape(-1, block.shape[-1] * (block.shape[-2] if len(places) else 1)) for block in words]
     rows, columns = _made(tuple(2 * jnp.arange(size, dtype=jnp.uint32) + 1 for size in words[0].shape))
-    parts = [[part * columns for part in _folded(block, rows[:, None])] for block in words]
+    parts = [[part * columns for part in _folded(block, rows[:, None], QUICK_FOLDS)] for block in words]
     return [reduce(jax.lax.add, map(_summed_together, [[part] for part in of_one])) for of_one in parts]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import errno
+import ipaddress
 import itertools
 import json
 import socket
@@ -255,12 +256,25 @@ def _join(config: HostsConfig) -> None:
 
 
 def _bind_address(coordinator: str) -> str | None:
-    """Returns where process 0 listens: on loopback if that is its address, else None, which is everywhere.
+    """Returns where process 0 listens: at the coordinator's address where that is one of this machine's, on loopback
+    alone if it is there; else None, which is everywhere.
 
+    A name may resolve to loopback here and to another address on the other hosts, so for a name it is everywhere.
     Nobody has to prove who they are there, so the port is to be closed to all but the job's hosts.
     """
     host = coordinator.rpartition(":")[0].strip("[]")
-    return coordinator if host in ("localhost", "::1") or host.startswith("127.") else None
+    return coordinator if host == "localhost" or _is_of_this_machine(host) else None
+
+
+def _is_of_this_machine(host: str) -> bool:
+    """Returns whether it is an IP address at which this machine can listen."""
+    try:
+        address = ipaddress.ip_address(host)
+        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
+        socket.create_server((host, 0), family=family).close()
+    except (ValueError, OSError):
+        return False
+    return not address.is_unspecified
 
 
 def _reach(place: Place, timeout: float) -> None:
