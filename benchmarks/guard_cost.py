@@ -30,7 +30,7 @@ from jaxfb.trainer import make_work  # noqa: E402
 from jaxfb.training.hosts import Hosts  # noqa: E402
 from jaxfb.training.rerun import update_twice  # noqa: E402
 
-ROUNDS, SAVES = 11, 40
+ROUNDS, SAVES = 11, 100
 SETTINGS = (
     *("model.num_layers=4", "model.hidden_size=256", "model.num_heads=4", "model.num_kv_heads=4"),
     *("data.tokenizer=bytes", "data.sequence_length=128", "data.max_bytes=400000", "batch.rows=16"),

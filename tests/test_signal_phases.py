@@ -73,7 +73,7 @@ def test_a_signal_saves_after_the_update_in_progress_and_a_second_one_ends_at_on
         time.sleep(0.1)
         assert not codes
         os.kill(os.getpid(), signal.SIGTERM)
-        assert left.wait(60)
+        assert left.wait(20)
 
     monkeypatch.setattr(interrupt, "leave", leave)
     before(monkeypatch, owner, name, send_twice, when)
