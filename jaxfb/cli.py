@@ -221,7 +221,7 @@ def _evaluate(options) -> int:
 
 
 def _generate(options) -> None:
-    is_one = options.samples == 1 and options.out is None
+    is_one = options.samples == 1 and options.out is None and not _hosts(options)
     if options.prompt is None or not is_one or options.overrides or options.dtype is not None:
         from jaxfb.inference import command
 

@@ -153,6 +153,7 @@ def _add_uses_of_a_run(verbs) -> None:
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
     )
+    _add_hosts(generate)
     chat = _verb(verbs, "chat", "talk with a run's newest checkpoint in the terminal")
     chat.add_argument("run_dir", metavar="RUN", help=MODEL)
     chat.add_argument("--system", metavar="TEXT", help="the message that the conversation begins with")

@@ -1,5 +1,6 @@
 """The same job as one process and as several: the same curve, and the same again after one of them is lost."""
 
+import json
 import os
 import re
 import signal
@@ -11,6 +12,10 @@ from processes import PATIENCE, ROOT, finish, logs, start, wait_for
 from quickly import flags
 from tiny import write_tiny
 
+from jaxfb.inference import complete
+from jaxfb.inference.model import open_model
+from jaxfb.inference.scores import Scorer
+from jaxfb.inference.text import perplexity
 from jaxfb.metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
@@ -75,6 +80,27 @@ def test_the_curve_is_one_devices(tmp_path, data, whole, mesh, processes, device
     assert "4/4  loss" in said[0] and all("loss" not in text for text in said[1:])
     assert (several / "run" / "sample.txt").read_text().startswith("def ")
     assert not (several / "run" / ".shared").exists()
+
+
+def test_two_processes_continue_and_score_as_one_does(tmp_path, whole):
+    """Also where each has a replica of all parameters, so that one alone could do it."""
+    prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
+    prompts.write_text("def one\nimport\n")
+    how = ("--samples", 2, "--tokens", 6, "--temperature", 0.7, "--out", out)
+    mesh = ("mesh.data=2", "mesh.tensor=2")
+    jobs = start(whole, 2, 2, "--prompts", prompts, *how, *mesh, verb="generate")
+    assert finish(jobs) == [0, 0], logs(whole, 2)
+    model = open_model(whole / "tiny.yaml", ("mesh.tensor=2",))
+    sampling = complete.Sampling(tokens=6, temperature=0.7, samples=2)
+    wanted = complete.complete(model, ["def one", "import"], sampling)
+    assert [json.loads(line)["answers"] for line in out.read_text().splitlines()] == wanted
+    jobs = start(whole, 2, 2, "--text", prompts, "--json", "mesh.fsdp=4", verb="eval")
+    assert finish(jobs) == [0, 0], logs(whole, 2)
+    first, second = logs(whole, 2)
+    found = json.loads(first[first.index("{") :])["scores"][str(prompts)]
+    scorer = Scorer(open_model(whole / "tiny.yaml", ("mesh.fsdp=2",), on_mesh=True))
+    assert found == pytest.approx(perplexity(scorer, prompts.read_text()), rel=1e-10)
+    assert "scores" not in second
 
 
 @pytest.mark.parametrize("lost", [0, 1])

@@ -18,6 +18,7 @@ from jaxfb.callbacks import HOOKS, callback
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
+from jaxfb.training import report
 from jaxfb.training.batches import WindowReader
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.run_dir import RunDirectory
@@ -238,3 +239,7 @@ def test_refusals_before_anything_is_compiled(tmp_path):
     for override, sentence in refused.items():
         with pytest.raises(ValueError, match=sentence):
             make_setup(load_config(path, [override]))
+
+
+def test_no_table_is_printed_where_no_text_was_held_out():
+    assert not list(report.loss_lines({"nats_per_token": {}, "bits_per_byte": {}}))

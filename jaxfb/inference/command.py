@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 from argparse import Namespace
 from typing import Any
 
+from jaxfb.config.sections import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.inference import complete, tasks
 from jaxfb.inference.chat import chat as converse
@@ -14,8 +16,25 @@ from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer
 from jaxfb.inference.text import perplexity, read_text
 from jaxfb.training.compile_cache import use_compile_cache
+from jaxfb.training.hosts import Hosts
 
+PLACE = ("coordinator", "processes", "process_id")
 SAMPLING = ("tokens", "temperature", "top_k", "top_p", "min_p", "seed")
+
+
+def _hosts(options: Namespace) -> Hosts:
+    """Returns the processes of a job that the flags describe; without any, this process alone."""
+    given: dict[str, Any] = {name: getattr(options, name) for name in PLACE}
+    if all(value is None for value in given.values()):
+        given["processes"] = 1
+    return Hosts(HostsConfig(**given, stuck_after=None))
+
+
+def _agree(hosts: Hosts, options: Namespace, texts: Any) -> None:
+    """Refuses processes with other options or texts than the others, for they would wait for each other."""
+    given = {name: value for name, value in vars(options).items() if name != "process_id"}
+    read = hashlib.sha256(repr(texts).encode()).hexdigest()
+    hosts.agree("options or texts", lambda: {**given, "texts": read})
 
 
 def generate(options: Namespace) -> None:
@@ -23,10 +42,14 @@ def generate(options: Namespace) -> None:
     given: dict[str, Any] = {name: getattr(options, name) for name in (*SAMPLING, "samples")}
     complete.Sampling(**{name: value for name, value in given.items() if value is not None})
     prompts = [options.prompt] if options.prompts is None else complete.read_prompts(options.prompts)
-    use_compile_cache()
-    model = open_model(options.run_dir, options.overrides, dtype=options.dtype)
-    how = complete.sampling_of(model, **given)
-    found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch)
+    with _hosts(options) as hosts:
+        _agree(hosts, options, prompts)
+        use_compile_cache()
+        model = open_model(options.run_dir, options.overrides, dtype=options.dtype)
+        how = complete.sampling_of(model, **given)
+        found = complete.complete(model, prompts, how, raw=options.raw, batch=options.batch)
+        if not hosts.is_first:
+            return
     if options.out is not None:
         complete.write_answers(options.out, prompts, found, print)
         return
@@ -41,12 +64,16 @@ def evaluate(options: Namespace) -> None:
     """Prints the perplexity of a text and the scores of tasks."""
     text = None if options.text is None else read_text(options.text)
     files = {path: tasks.read_task(path) for path in options.task or ()}
-    use_compile_cache()
-    model = open_model(options.run_dir, options.overrides, on_mesh=True)
-    scorer = Scorer(model, options.length, options.rows)
-    found = {} if text is None else {options.text: perplexity(scorer, text)}
-    for path, items in files.items():
-        found[path] = tasks.evaluate(scorer, items)
+    with _hosts(options) as hosts:
+        _agree(hosts, options, (text, files))
+        use_compile_cache()
+        model = open_model(options.run_dir, options.overrides, on_mesh=True)
+        scorer = Scorer(model, options.length, options.rows)
+        found = {} if text is None else {options.text: perplexity(scorer, text)}
+        for path, items in files.items():
+            found[path] = tasks.evaluate(scorer, items)
+        if not hosts.is_first:
+            return
     if options.json:
         print(json.dumps({"update": model.update, "scores": found}, indent=1))
         return

@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.data.conversations import ROLES
 from jaxfb.inference.model import Model
@@ -116,8 +117,15 @@ def _texts(
         key=key,
         **how.filters,
     )
-    for row in np.asarray(jax.device_get(drawn.tokens)):
+    for row in np.asarray(jax.device_get(_in_every_process(drawn.tokens, model.mesh))):
         yield until(text_of(model, row, ends), stops)
+
+
+def _in_every_process(tokens: jax.Array, mesh: Mesh | None) -> jax.Array:
+    """Returns an array that several processes have parts of, whole in each of them."""
+    if tokens.is_fully_addressable or mesh is None:
+        return tokens
+    return jax.jit(lambda same: same, out_shardings=NamedSharding(mesh, PartitionSpec()))(tokens)
 
 
 def answers(model: Model, messages: Sequence[Message], how: Sampling) -> Iterator[str]:

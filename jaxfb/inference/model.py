@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 
 from jaxfb.config import config_from_dict, load_config
@@ -122,7 +123,7 @@ def open_model(
 def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
     """Returns the mesh on which a model continues texts: fsdp, expert and tensor as in training, stages as more fsdp.
 
-    Replicas and context cut no parameters, so one of each is enough.
+    Replicas and context cut no parameters, so one of each is enough; in several processes all devices take part.
 
     Args:
       settings: the config's mesh.
@@ -138,12 +139,13 @@ def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
         return None
     one_of_each = tuple(0 if axis in ("data", "context") else slice(None) for axis in whole.axis_names)
     devices = list(whole.devices[one_of_each].flat)
-    fsdp = axis_size(whole, "pipe", "fsdp")
+    fsdp, expert, tensor = (axis_size(whole, *axes) for axes in (("pipe", "fsdp"), ("expert",), ("tensor",)))
+    if jax.process_count() > 1:
+        data = axis_size(whole, "data", "context")
+        return make_mesh(data=data, fsdp=fsdp, expert=expert, tensor=tensor)
     if len(devices) == 1:
         return None
-    return make_mesh(
-        fsdp=fsdp, expert=axis_size(whole, "expert"), tensor=axis_size(whole, "tensor"), devices=devices
-    )
+    return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices)
 
 
 def cut(shapes: PyTree, mesh: Mesh) -> PyTree:

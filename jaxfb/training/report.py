@@ -83,7 +83,9 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
 
 
 def loss_lines(summary: Mapping[str, Any]) -> Iterator[str]:
-    """Returns one line for each model: nats a token, bits a byte."""
+    """Returns one line for each model: nats a token, bits a byte; none where no text was held out."""
+    if not summary["nats_per_token"]:
+        return
     yield f"{'held-out loss':<16}{'nats/token':>12}{'bits/byte':>12}"
     names = {"held_out": "this model", "unigram": "unigram", "bigram": "bigram"}
     for name, nats in summary["nats_per_token"].items():

@@ -139,7 +139,7 @@ def test_the_law_on_meshes(mesh, count, options):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"expert": 2, "tensor": 2}, {}),
+        slow({"expert": 2, "tensor": 2}, {}),
         slow({"expert": 2, "fsdp": 2}, {"remat": "layer", "optimizer_sharding": "data"}),
         slow({"pipe": 2, "expert": 2}, {"schedule": "zero_bubble"}),
     ],

@@ -43,3 +43,18 @@ def test_a_part_of_a_part_of_a_tensor(place, part):
     own = Part("x", (), shape, cut)
     assert whole[cut].shape == (4, 6)
     np.testing.assert_array_equal(whole[own.within(part)], whole[cut][part])
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [
+        ("hf_qwen3_moe_sparse_tiny", {"mlp_only_layers": [0, 1, 2, 3, 4]}),
+        ("hf_qwen3_moe_sparse_tiny", {"num_local_experts": 0}),
+        ("hf_deepseek_v3_dense_tiny", {"first_k_dense_replace": 3}),
+    ],
+)
+def test_a_mixture_whose_layers_are_all_dense_is_a_dense_model(name, dense):
+    values = json.loads((ROOT / "golden" / name / "config.json").read_text())
+    sizes = sizes_of({**values, **dense})
+    assert (sizes.num_experts, sizes.leading, sizes.pattern) == (0, (), ())
+    assert sizes_of(values).num_experts and (sizes.latent is None) == ("qwen" in name)

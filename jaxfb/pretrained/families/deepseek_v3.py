@@ -48,8 +48,20 @@ def _sizes(values: Values) -> dict[str, Any]:
         values["moe_intermediate_size"],
     )
     grown, dense = grown_scale(values), values["first_k_dense_replace"]
-    return {
+    mixture = {
         **experts(values["n_routed_experts"], values),
+        "leading": (LayerKind(layers=dense, experts=False),) if dense else (),
+        "expert_mlp_size": width,
+        "shared_expert_size": width * values["n_shared_experts"],
+        "router_scores": "sigmoid",
+        "router_bias": True,
+        "router_groups": values.get("n_group") or 1,
+        "router_top_groups": values.get("topk_group") or 1,
+        "router_renormalize": values["norm_topk_prob"],
+        "router_scale": values["routed_scaling_factor"],
+    }
+    return {
+        **(mixture if dense < values["num_hidden_layers"] else {}),
         "head_size": head_size,
         "mtp_as_published": True,
         "num_kv_heads": values["num_attention_heads"],
@@ -60,15 +72,6 @@ def _sizes(values: Values) -> dict[str, Any]:
             query_rank=values.get("q_lora_rank"),
             interleaved=values.get("rope_interleave", True),
         ),
-        "leading": (LayerKind(layers=dense, experts=False),) if dense else (),
-        "expert_mlp_size": width,
-        "shared_expert_size": width * values["n_shared_experts"],
-        "router_scores": "sigmoid",
-        "router_bias": True,
-        "router_groups": values.get("n_group") or 1,
-        "router_top_groups": values.get("topk_group") or 1,
-        "router_renormalize": values["norm_topk_prob"],
-        "router_scale": values["routed_scaling_factor"],
         "variant": {} if grown is None else {"attention_scale": grown * head_size**-0.5},
     }
 

@@ -24,19 +24,17 @@ def _sizes(values: Values) -> dict[str, Any]:
     values.get("max_window_layers")  # read by no model: all layers have the window
     window, used = values.get("sliding_window"), values.get("use_sliding_window")
     window = window if used else None
-    kinds = [
-        LayerKind(window=window, experts=layer not in dense and (layer + 1) % step == 0)
-        for layer in range(values["num_hidden_layers"])
-    ]
     today, before = values.get("num_local_experts"), values.get("num_experts")
-    return {
-        **bias_sizes(values),
-        "qk_norm": True,
-        **stack_sizes(kinds, has_experts=True),
-        **experts(before or today or values["num_experts"], values),
+    number = values["num_experts"] if before is None and today is None else before or today or 0
+    layers = range(values["num_hidden_layers"])
+    has_experts = [bool(number) and layer not in dense and (layer + 1) % step == 0 for layer in layers]
+    mixture = {
+        **stack_sizes([LayerKind(window=window, experts=some) for some in has_experts], has_experts=True),
+        **experts(number, values),
         "expert_mlp_size": values["moe_intermediate_size"],
         "router_renormalize": values.get("norm_topk_prob", False),
     }
+    return {**bias_sizes(values), "qk_norm": True, **(mixture if any(has_experts) else {"window": window})}
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
