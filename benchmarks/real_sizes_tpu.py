@@ -24,7 +24,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -37,6 +37,7 @@ from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import hlo_cost, parse_topology, tpu
+from jaxfb.planner.routing import Routed
 
 ROOT = Path(__file__).parent.parent
 PATH = RESULTS / "real_sizes_tpu.json"
@@ -65,6 +66,25 @@ PIPELINE = {
     "scan_layers": False,
 }
 TENSOR = {"ici_fsdp_parallelism": 64, "ici_tensor_parallelism": 8, "per_device_batch_size": 1 / 8}
+IN_PIECES = (
+    "model.expert_pieces=true",
+    "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
+)
+LIKE_DEEPSEEK = (
+    "mesh.expert=16",
+    "model.num_layers=60",
+    "model.hidden_size=7168",
+    "model.num_heads=56",
+    "model.num_kv_heads=8",
+    "model.num_experts=256",
+    "model.experts_per_token=8",
+    "model.expert_mlp_size=2048",
+    "model.shared_expert_size=2048",
+    "model.router_scores=sigmoid",
+    "model.router_bias_rate=0.001",
+    "optimizer.name=adamw",
+)
+"""Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
 JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
@@ -84,6 +104,12 @@ JOBS = {
             "schedule=1f1b",
         ),
         PIPELINE,
+    ),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), None),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, in pieces": Job("moe-141b", "v5p:4x4x8", IN_PIECES, None),
+    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK, None),
+    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, in pieces": Job(
+        "moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK + IN_PIECES, None
     ),
 }
 
@@ -109,7 +135,9 @@ def main() -> None:
 def read_again(name: str, side: str, folder: str) -> dict[str, Any]:
     """The row that is there, with what a kept program says to the reader of today."""
     text = text_path(folder, name, side).read_text()
-    return json.loads(PATH.read_text())["rows"][name][side] | numbers(text, JOBS[name])
+    row = json.loads(PATH.read_text())["rows"][name][side]
+    work = Routed(**row["routed"]) if "routed" in row else None
+    return row | numbers(text, JOBS[name], work)
 
 
 def compile_row(name: str, side: str, keep: str | None) -> dict[str, Any]:
@@ -127,7 +155,7 @@ def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
     """Lowers, compiles and reads one step."""
     row: dict[str, Any] = {}
 
-    def compiled(lowered):
+    def compiled(lowered, work=None):
         began, cpu = time.perf_counter(), time.process_time()
         with tempfile.TemporaryDirectory() as folder:
             options = options_of(JOBS[name]) if side == "maxtext_best" else {}
@@ -137,7 +165,9 @@ def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
         row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
         text = program.as_text()
         row["arguments_gb"] = gigabytes(program.memory_analysis().argument_size_in_bytes)
-        row.update(numbers(text, JOBS[name]))
+        if work is not None:
+            row["routed"] = asdict(work)
+        row.update(numbers(text, JOBS[name], work))
         if keep:
             text_path(keep, name, side).write_text(text)
         return program
@@ -153,10 +183,10 @@ def text_path(folder: str, name: str, side: str) -> Path:
     return Path(folder, re.sub(r"\W+", "_", name) + f"_{side}.hlo")
 
 
-def numbers(text: str, job: Job) -> dict[str, Any]:
-    """What a compiled program says of itself."""
+def numbers(text: str, job: Job, work: Routed | None = None) -> dict[str, Any]:
+    """What a compiled program says of itself. work: of a device's experts, which no program contains."""
     topology, config = parse_topology(job.topology), jaxfb_config(job)
-    cost = hlo_cost.cost_of(text, layout(job), topology.chip)
+    cost = hlo_cost.cost_of(text, layout(job), topology.chip, work)
     tokens = config.batch.rows * config.data.sequence_length
     flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
     return {
@@ -173,6 +203,7 @@ def numbers(text: str, job: Job) -> dict[str, Any]:
                 "gb": gigabytes(one.bytes),
                 "s": round(one.seconds, 3),
                 "exposed_s": round(one.exposed_seconds, 3),
+                "beside_products_gb": gigabytes(one.beside_products),
             }
             for (axes, kind), one in sorted(cost.traffic.items())
         },
@@ -207,12 +238,15 @@ def compile_jaxfb(job: Job, compiled, best: bool) -> None:
     """The step of `jaxfb train`, which sets the options of the chip; without them if not `best`."""
     from jaxfb.mesh import make_mesh
     from jaxfb.planner.job import make_job
+    from jaxfb.planner.routing import routed
 
     config, topology = jaxfb_config(job), parse_topology(job.topology)
     none = {} if best else dict.fromkeys(options_of(job))
-    config = replace(config, parallel=replace(config.parallel, compiler_options=none))
+    own = dict(config.parallel.compiler_options or {})
+    config = replace(config, parallel=replace(config.parallel, compiler_options=own | none))
     made = make_job(config, make_mesh(**vars(config.mesh), devices=tpu.devices(topology)))
-    compiled(made.step.trace(made.state, made.batch).lower())
+    traced = made.step.trace(made.state, made.batch)
+    compiled(traced.lower(), routed(made, traced.jaxpr) if config.model.num_experts else None)
 
 
 def compile_maxtext(job: Job, compiled) -> None:

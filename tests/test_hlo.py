@@ -68,6 +68,16 @@ def test_every_kind_is_read_with_its_bytes_groups_and_loop_lengths():
     assert traffic(list(found.values()))["collective-permute"] == (15, 15 * 64)
 
 
+def test_a_ragged_exchange_is_as_large_as_its_smaller_side():
+    """The other is space for the worst case, all rows of all devices on one."""
+    sizes = "s32[4]{0} %s, s32[4]{0} %s, s32[4]{0} %s, s32[4]{0} %s"
+    for here, there in ((8, 32), (32, 8)):
+        exchange = f"ragged-all-to-all(f32[{here},4]{{1,0}} %a, f32[{there},4]{{1,0}} %b, {sizes}), replica_groups={{}}"
+        text = f"ENTRY %main (a: f32[8,4]) -> f32[8,4] {{\n  ROOT %x = f32[{there},4]{{1,0}} {exchange}\n}}\n"
+        (found,) = collectives(text)
+        assert (found.kind, found.bytes) == ("ragged-all-to-all", 8 * 4 * 4)
+
+
 def test_what_a_tpu_compiler_fuses_is_one_collective():
     """As in a program for v5e: a reduce-scatter is a fusion, and a gather is carried out by several."""
     gather = (

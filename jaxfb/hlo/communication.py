@@ -34,7 +34,8 @@ class Collective:
 
     kind:           such as "all-reduce"; the start of an asynchronous pair counts, its end does not.
     arrays:         how many arrays it carries (XLA combines several into one instruction).
-    bytes:          of the whole arrays on one device: the result of a gather, the operand of a scatter.
+    bytes:          of the whole arrays on one device: the result of a gather, the operand of a scatter; of a ragged
+                    exchange the smaller of operand and result.
     replica_groups: positions in `mesh.devices.flat` that talk to each other; of a permute the (source,
                     target) pairs; () is all devices together.
     times:          how often one run of the program executes it; None in a loop of unknown length.
@@ -122,6 +123,8 @@ def collective(instruction, kind, siblings, times, computation) -> Collective:
     if instruction.opcode.endswith("-start") and kind != "all-reduce":
         came -= moved  # the result of a start holds its operands too
     op_name = re.search(r'op_name="([^"]*)"', instruction.rest)
+    if kind == "ragged-all-to-all":
+        moved = came = _smaller(operands)
     return Collective(
         kind=kind,
         arrays=arrays_of(operands),
@@ -131,6 +134,13 @@ def collective(instruction, kind, siblings, times, computation) -> Collective:
         computation=computation,
         op_name=op_name[1] if op_name else "",
     )
+
+
+def _smaller(operands: str) -> int:
+    """Returns the bytes of the smaller of the first two operands of a ragged exchange: what is read, and the space that
+    is written to. One of the two is large enough for the worst case.
+    """
+    return min(map(bytes_of, re.findall(r"[a-z]+[0-9a-z]*\[[\d,]*\]", operands)[:2]))
 
 
 def _operands(instruction: Instruction, siblings: list[Instruction]) -> str:

@@ -87,6 +87,8 @@ class TransformerConfig:
     router_top_groups:    so many, by the sum of the two best scores of each (DeepSeek-V3).
     expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
                           share of a device's microbatch: faster, but results then depend on how rows are split.
+    expert_pieces:   a device exchanges its tokens with the experts' devices in four pieces, one while the experts run
+                     another; on a TPU with the compiler option xla_tpu_enable_async_ragged_all_to_all.
 
     Raises ValueError naming the field and the nearest legal choice.
     """
@@ -131,6 +133,7 @@ class TransformerConfig:
     router_z_coefficient: float = 0.0
     router_bias_rate: float = 0.0
     expert_capacity: float | None = None
+    expert_pieces: bool = False
     router_bias: bool = False
     router_groups: int = 1
     router_top_groups: int = 1

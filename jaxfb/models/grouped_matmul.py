@@ -21,7 +21,30 @@ TILE = (
 )
 
 
-@jax.custom_vjp
+class Kernels(NamedTuple):
+    """The matrices of all groups, and the way on which their gradient is summed over several products.
+
+    narrow: float[L, D, F], what rows are multiplied by; it has no gradient.
+    wide:   the same in float32 at least, which no product reads; its gradient is the matrices'.
+    """
+
+    narrow: jax.Array
+    wide: jax.Array
+
+    @classmethod
+    def of(cls, kernels: jax.Array) -> Kernels:
+        return cls(kernels, kernels.astype(jnp.promote_types(kernels.dtype, jnp.float32)))
+
+    def multiply(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Kernels]:
+        """Returns (`grouped_matmul` of the rows, the matrices for the next rows).
+
+        Each product gets the matrices from the one before it. So in the backward a loop over tiles adds to the sum
+        that the loop before it made; sums of their own would be written, read and added once more for each product.
+        """
+        out, wide = _multiply(rows, self.narrow, self.wide, sizes)
+        return out, Kernels(self.narrow, wide)
+
+
 def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
     """Multiplies each run of `sizes` rows by its matrix: out[s] = rows[s] @ kernels[group of s]; zero behind the last
     run.
@@ -33,25 +56,34 @@ def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax
     Returns:
       float[S, F].
     """
-    return _product(rows, kernels, sizes)
+    return Kernels.of(kernels).multiply(rows, sizes)[0]
 
 
-def _forward(rows, kernels, sizes):
-    kept = (
-        rows.value if kernels.perturbed else None
-    )  # frozen kernels have no gradient, so rows are not kept for it
-    return _product(rows.value, kernels.value, sizes.value), (kept, kernels.value, sizes.value)
+@jax.custom_vjp
+def _multiply(rows, narrow, wide, sizes):
+    return _product(rows, narrow, sizes), wide
 
 
-def _backward(kept, cotangent):
+def _forward(rows, narrow, wide, sizes):
+    # frozen kernels have no gradient, so rows are not kept for it
+    kept = rows.value if wide.perturbed else None
+    out = _product(rows.value, narrow.value, sizes.value)
+    return (out, wide.value), (kept, narrow.value, sizes.value)
+
+
+def _backward(kept, cotangents):
+    (rows, narrow, sizes), (cotangent, so_far) = kept, cotangents
     if isinstance(cotangent, SymbolicZero):
-        return None, None, None
-    rows, kernels, sizes = kept
-    of_kernels = None if rows is None else tiled_outer_product(rows, cotangent, sizes).astype(kernels.dtype)
-    return _product(cotangent, kernels.swapaxes(1, 2), sizes), of_kernels, None
+        return None, None, None if isinstance(so_far, SymbolicZero) else so_far, None
+    sums = None
+    if rows is not None:
+        if isinstance(so_far, SymbolicZero):
+            so_far = jnp.zeros(narrow.shape, jnp.promote_types(narrow.dtype, jnp.float32))
+        sums = tiled_outer_product(rows, cotangent, sizes, so_far)
+    return _product(cotangent, narrow.swapaxes(1, 2), sizes), None, sums, None
 
 
-grouped_matmul.defvjp(_forward, _backward, symbolic_zeros=True)
+_multiply.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(rows, kernels, sizes):
@@ -102,10 +134,10 @@ def tiled_product(rows, kernels, sizes):
     return lax.fori_loop(0, tiles.used, multiply, jnp.zeros((number, kernels.shape[2]), rows.dtype))
 
 
-def tiled_outer_product(rows, cotangent, sizes):
-    """Computes the gradient of the matrices [L, D, F] in a loop over tiles of rows, summed in float32 at least."""
+def tiled_outer_product(rows, cotangent, sizes, so_far):
+    """Adds the gradient of the matrices to `so_far` [L, D, F], in whose dtype it is summed, in a loop over tiles."""
     number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0])
-    tiles, wide = Tiles.of(sizes, number, size), jnp.promote_types(rows.dtype, jnp.float32)
+    tiles, wide = Tiles.of(sizes, number, size), so_far.dtype
 
     def add(tile, sums):
         start, there = _place(tiles, tile, number, size)
@@ -114,8 +146,7 @@ def tiled_outer_product(rows, cotangent, sizes):
         )
         return sums.at[tiles.group[tile]].add(jnp.matmul(left.T, right, preferred_element_type=wide))
 
-    zeros = jnp.zeros((sizes.shape[0], rows.shape[1], cotangent.shape[1]), wide)
-    return lax.fori_loop(0, tiles.used, add, zeros).astype(rows.dtype)
+    return lax.fori_loop(0, tiles.used, add, so_far)
 
 
 def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -22,7 +22,7 @@ from jax import lax
 from jaxfb.models.activations import gated
 from jaxfb.models.balance import Routing, router_losses, router_metrics, where_counted
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.grouped_matmul import grouped_matmul
+from jaxfb.models.grouped_matmul import Kernels, grouped_matmul
 from jaxfb.models.layers import SwiGLU, statistics_dtype
 from jaxfb.parallel import expert
 from jaxfb.parallel.tensor import constrain
@@ -98,23 +98,38 @@ class Experts(nnx.Module):
             self.gate_bias, self.up_bias = (nnx.Param(jnp.zeros((number, inner))) for _ in range(2))
             self.down_bias = nnx.Param(jnp.zeros((number, width)))
 
-    def __call__(self, rows_SD: jax.Array, sizes_L: jax.Array) -> jax.Array:
-        """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined."""
-        gate, up = (self._product(name, rows_SD, sizes_L) for name in ("gate", "up"))
+    def kernels(self) -> tuple[Kernels, Kernels, Kernels]:
+        """Returns the three arrays as the first call takes them."""
+        gate, up, down = (Kernels.of(kernel[...]) for kernel in (self.gate, self.up, self.down))
+        return gate, up, down
+
+    def __call__(
+        self, rows_SD: jax.Array, sizes_L: jax.Array, kernels: tuple[Kernels, Kernels, Kernels]
+    ) -> tuple[jax.Array, tuple[Kernels, Kernels, Kernels]]:
+        """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined.
+
+        Returns (the answers [S, D], the kernels for the next call).
+        """
+        gate_kernel, up_kernel, down_kernel = kernels
+        gate, gate_kernel = self._product("gate", gate_kernel, rows_SD, sizes_L)
+        up, up_kernel = self._product("up", up_kernel, rows_SD, sizes_L)
         if self.has_biases:
             expert_S = _expert_of_row(sizes_L, rows_SD.shape[0])
             gate, up = gate + _of_rows(self.gate_bias, expert_S), up + _of_rows(self.up_bias, expert_S)
         inner_SF = constrain(gated(self.activation, gate, up), None, "tensor")
-        out_SD = self._product("down", inner_SF, sizes_L)
+        out_SD, down_kernel = self._product("down", down_kernel, inner_SF, sizes_L)
         if self.has_biases:
             out_SD += _of_rows(self.down_bias, expert_S)
-        return constrain(out_SD, None, None)
+        return constrain(out_SD, None, None), (gate_kernel, up_kernel, down_kernel)
 
-    def _product(self, name: str, rows: jax.Array, sizes_L: jax.Array) -> jax.Array:
-        product = partial(grouped_matmul, sizes=sizes_L)
-        out = product(rows, getattr(self, name)[...])
+    def _product(
+        self, name: str, kernels: Kernels, rows: jax.Array, sizes_L: jax.Array
+    ) -> tuple[jax.Array, Kernels]:
+        out, kernels = kernels.multiply(rows, sizes_L)
         adapter = (self.adapters or {}).get(name)
-        return out if adapter is None else out + adapter(product, rows)
+        return out if adapter is None else out + adapter(
+            partial(grouped_matmul, sizes=sizes_L), rows
+        ), kernels
 
 
 class MoE(nnx.Module):
@@ -154,11 +169,13 @@ class MoE(nnx.Module):
         tokens = rows * length
         out = expert.dispatch(
             self.experts,
+            self.experts.kernels(),
             x_RTD.reshape(tokens, width),
             chosen.reshape(tokens, -1),
             config.num_experts,
             self.experts.gate[...].shape[0],
             _capacity(config, tokens),
+            expert.SHARES if config.expert_pieces else (1,),
         ).reshape(rows, length, -1, width)
         mixed = jnp.einsum("rtk,rtkd->rtd", weights, out.astype(weights.dtype))
         return constrain(mixed.astype(x_RTD.dtype), None, None, None)

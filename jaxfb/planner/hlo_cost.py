@@ -47,7 +47,7 @@ class Cost:
         """Returns work, and what it does not hide of the collectives."""
         return self.work_seconds + self.exposed_seconds
 
-    def add(self, other: Cost, times: int) -> None:
+    def add(self, other: Cost, times: float) -> None:
         """Adds so many runs of another program."""
         for name in ("flops", "bytes", "work_seconds", "product_seconds"):
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
@@ -59,7 +59,8 @@ class Cost:
 class Traffic:
     """The traffic of one kind of collective along one set of axes: how many, their bytes, their time, hidden or not.
 
-    bytes: of the arrays, as `jaxfb.hlo.Collective` counts. asynchronous: bytes whose start and done stand apart.
+    bytes: of the arrays, as `jaxfb.hlo.Collective` counts. asynchronous: bytes whose start and done stand apart;
+    beside_products: those of them between whose start and done there are matrix products.
     """
 
     count: int = 0
@@ -67,8 +68,9 @@ class Traffic:
     seconds: float = 0
     exposed_seconds: float = 0
     asynchronous: float = 0
+    beside_products: float = 0
 
-    def add(self, other: Traffic, times: int = 1) -> None:
+    def add(self, other: Traffic, times: float = 1) -> None:
         """Adds so many times what another row counts."""
         for name in self.__dataclass_fields__:
             setattr(self, name, getattr(self, name) + times * getattr(other, name))
@@ -93,7 +95,7 @@ class _Reader:
     def __init__(self, computations, mesh: Mesh, chip: Chip | None, routed: Routed):
         self._computations, self._mesh, self._chip = computations, mesh, chip
         self._turns = routed.turns
-        self._products, self._bytes = Products(computations, routed.rows), Bytes(computations)
+        self._products, self._bytes = Products(computations, routed.share), Bytes(computations)
         self._costs: dict[str, Cost] = {}
         self._chains: dict[str, float] = {}
 
@@ -106,7 +108,7 @@ class _Reader:
             self._costs[name] = run.end()
         return self._costs[name]
 
-    def regions(self, instruction: Instruction) -> list[tuple[Cost, int]]:
+    def regions(self, instruction: Instruction) -> list[tuple[Cost, float]]:
         """Returns (cost of one run, how many) of what an instruction runs; of branches, the longest."""
         called = hlo.callees(instruction, self._computations)
         costs = [(self.cost(name), self._turns if length is None else length) for name, length in called]
@@ -158,12 +160,16 @@ class _Reader:
 
 @dataclass
 class _Transfer:
-    """A collective on its way from `begin` to `over`; `before` is the last one among the same devices."""
+    """A collective of `size` bytes on its way from `begin` to `over`; `before` is the last one among the same devices,
+    `products` the seconds of products that lie before its start.
+    """
 
     begin: float
     over: float
     row: Traffic
     before: _Transfer | None
+    size: float
+    products: float
 
 
 class _Run:
@@ -222,11 +228,14 @@ class _Run:
         wire = (one.kind == "collective-permute", one.replica_groups[:1])
         before = self._wires.get(wire)
         begin = max(self._clock, before.over) if before else self._clock
-        self._wires[wire] = _Transfer(begin, begin + seconds, row, before)
+        products = self._cost.product_seconds
+        self._wires[wire] = _Transfer(begin, begin + seconds, row, before, one.bytes, products)
         return self._wires[wire]
 
     def _wait(self, sent: _Transfer) -> None:
         """Waits for a collective; its exposed time includes that of the collectives it waited for."""
+        if self._cost.product_seconds > sent.products:
+            sent.row.beside_products += sent.size
         over, part = max(self._clock, sent.over), sent
         while part is not None and part.over > self._clock:
             part.row.exposed_seconds += part.over - max(self._clock, part.begin)

@@ -16,11 +16,11 @@ from jaxfb.planner.kernels import kernel_flops
 class Products:
     """flops of the instructions of some computations; loops and branches apart, what a fusion holds included.
 
-    rows: those that a kernel for experts works through.
+    share: of the rows of a kernel for experts, those that it works through.
     """
 
-    def __init__(self, computations: dict[str, list[Instruction]], rows: float):
-        self._computations, self._rows = computations, rows
+    def __init__(self, computations: dict[str, list[Instruction]], share: float):
+        self._computations, self._share = computations, share
         self._types = {name: hlo.types(body) for name, body in computations.items()}
         self._inside: dict[str, float] = {}
 
@@ -33,7 +33,7 @@ class Products:
         if instruction.opcode in ("dot", "convolution"):
             return product_flops(instruction.opcode, instruction.result, *operands[:2], instruction.rest)
         if instruction.opcode == "custom-call":
-            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands], self._rows)
+            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands], self._share)
             return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
         return sum(self._of_all(inner) for inner, _ in hlo.callees(instruction, self._computations))
 

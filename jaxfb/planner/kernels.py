@@ -14,7 +14,7 @@ _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
 
 
-def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = math.inf) -> float:
+def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 1.0) -> float:
     """Returns the FLOPs of the matrix products of one call; 0 of a kernel that is not known.
 
     Args:
@@ -22,10 +22,10 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = m
       operands: their shapes; splash's are the two tables of its mask (blocks of queries by blocks of keys), then
         queries [R, H, T, K], or of one row [H, T, K]. A ragged product's are tables, rows [S, D] and matrices
         [L, D, F].
-      rows: of a ragged product, those that there are.
+      share: of a ragged product's rows, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
-        return _ragged_flops(operands, rows)
+        return share * _ragged_flops(operands)
     found = _SPLASH.match(name)
     if found is None:
         return 0.0
@@ -35,7 +35,7 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], rows: float = m
     return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
 
 
-def _ragged_flops(operands: Sequence[tuple[int, ...]], rows: float) -> float:
+def _ragged_flops(operands: Sequence[tuple[int, ...]]) -> float:
     capacity = next((shape[0] for shape in operands if len(shape) == 2), 0)
     matrices = next((shape for shape in operands if len(shape) == 3), (0, 0, 0))
-    return 2.0 * min(capacity, rows) * matrices[1] * matrices[2]
+    return 2.0 * capacity * matrices[1] * matrices[2]

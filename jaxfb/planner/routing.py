@@ -19,15 +19,15 @@ _RAGGED = ("ragged_dot", "ragged_dot_general")
 
 @dataclass(frozen=True)
 class Routed:
-    """rows: that one grouped matmul multiplies. turns: of its loop over tiles, where it is one; half of the last tile
-    of each group is empty."""
+    """share: of the rows that a grouped matmul has space for, those that it multiplies. turns: of its loop over tiles,
+    where it is one; half of the last tile of each group is empty."""
 
-    rows: float = math.inf
-    turns: int = 1
+    share: float = 1.0
+    turns: float = 1
 
 
 def routed(job: Job, jaxpr: Any) -> Routed:
-    """Returns the work of a device's experts in one microbatch.
+    """Returns the work of a device's experts in one product, the mean where a microbatch is exchanged in pieces.
 
     jaxpr: of the traced step, in which a grouped matmul is a ragged product.
     """
@@ -36,11 +36,19 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     ]
     if not found:
         return Routed()
-    (capacity, *_), _, (groups, *_) = max(found)[:3]
-    tokens = job.plan.rows_per_microbatch * job.config.data.sequence_length // job.mesh.shape["context"]
-    rows = min(capacity, tokens * job.sizes.experts_per_token)
-    tile = tile_size(capacity, groups)
-    return Routed(rows, round(rows / tile + groups / 2))
+    share = _used(job)
+    turns = [
+        share * space / tile_size(space, groups) + groups / 2 for (space, *_), _, (groups, *_), *_ in found
+    ]
+    return Routed(share, sum(turns) / len(turns))
+
+
+def _used(job: Job) -> float:
+    """Returns the rows that a device's experts meet, as a share of those that they have space for."""
+    sizes, devices = job.sizes, job.mesh.shape["expert"]
+    chosen = sizes.experts_per_token
+    space = devices * min(chosen, sizes.num_experts // devices) if devices > 1 else chosen
+    return min(1.0, chosen / min(space, chosen * (sizes.expert_capacity or math.inf)))
 
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:

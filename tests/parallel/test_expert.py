@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.hlo import collectives
 from jaxfb.parallel import expert
 
+ONE, PIECES = (1,), expert.SHARES
 TOKENS, CHOICES, WIDTH, EXPERTS, DEVICES = 12, 2, 3, 8, 4
 
 
@@ -29,9 +30,9 @@ def _routings():
     }
 
 
-def _layer(capacity, x, kernels, chosen):
-    run = lambda rows, sizes: jnp.sin(lax.ragged_dot(rows, kernels, sizes))  # noqa: E731
-    return expert.dispatch(run, x, chosen, EXPERTS, kernels.shape[0], capacity)
+def _layer(capacity, x, kernels, chosen, shares=(1,)):
+    run = lambda rows, sizes, calls: (jnp.sin(lax.ragged_dot(rows, kernels, sizes)), calls + 1)  # noqa: E731
+    return expert.dispatch(run, 0, x, chosen, EXPERTS, kernels.shape[0], capacity, shares)
 
 
 def _plain(x, kernels, chosen):
@@ -78,9 +79,9 @@ def _check(run, inputs):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-13, err_msg=name)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-def test_no_token_is_lost_for_any_routing(inputs, devices):
-    _check(_cut(lambda *args: _layer(None, *args), devices), inputs)
+@pytest.mark.parametrize("devices, shares", [(1, PIECES), (2, ONE), (4, ONE), (4, PIECES)])
+def test_no_token_is_lost_for_any_routing(inputs, devices, shares):
+    _check(_cut(lambda *args: _layer(None, *args, shares), devices), inputs)
 
 
 def test_one_exchange_there_and_one_back(inputs):
@@ -109,12 +110,20 @@ def _ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offset
 def test_the_ragged_exchange_of_other_platforms_is_the_same(inputs, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", _ragged_all_to_all)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, cpu, default: default(*args))
-    _check(_cut(lambda *args: _layer(None, *args)), inputs)
+    _check(_cut(lambda *args: _layer(None, *args, PIECES)), inputs)
 
 
-def test_with_a_capacity_each_device_keeps_the_first_choices(inputs):
+@pytest.mark.parametrize(
+    "tokens, ends", [(8, (1, 4, 7, 8)), (3, (1, 2, 3)), (1, (1,)), (4096, (512, 2048, 3584, 4096))]
+)
+def test_every_piece_has_tokens(tokens, ends):
+    assert expert.cut_points(tokens, (1, 3, 3, 1)) == ends and expert.cut_points(tokens, ONE) == (tokens,)
+
+
+@pytest.mark.parametrize("shares", [ONE, PIECES])
+def test_with_a_capacity_each_device_keeps_the_first_choices(inputs, shares):
     x, kernels, cotangent = inputs
-    got, *_ = _cut(lambda *args: _layer(1, *args))(
+    got, *_ = _cut(lambda *args: _layer(1, *args, shares))(
         x, kernels, _routings()["one device"].astype(np.int32), cotangent
     )
     everything = _plain(x, kernels, jnp.asarray(_routings()["one device"]))

@@ -63,6 +63,7 @@ def test_work_between_start_and_done_hides_the_wait():
     permute, total = cost.traffic["data", "collective-permute"], cost.traffic["data", "all-reduce"]
     assert (permute.seconds, permute.exposed_seconds, permute.asynchronous) == (4, 2, 4e6)
     assert (total.seconds, total.exposed_seconds, total.asynchronous) == (4, 4, 0)
+    assert (permute.beside_products, total.beside_products) == (4e6, 0)
     assert cost.exposed_seconds == 6
 
 
