@@ -214,7 +214,6 @@ def test_layers_stay_in_the_order_of_the_model_where_the_optimizer_may_tell_them
         step_of("interleaved", change_gradients=lambda grads, state: grads, layer_order="pipeline")
 
 
-@pytest.mark.slow
 def test_counted_leaves_are_changed_by_the_metrics_of_their_own_layer():
     """The metrics of layers are in the model's order, and so is what the function of the user receives."""
 
