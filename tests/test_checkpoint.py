@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -291,6 +292,12 @@ def test_a_flipped_bit_is_found_and_the_step_before_is_restored(tmp_path):
             assert (host["step"], bits(restored)) in ((20, right), (10, before)), (file, position)
         file.write_bytes(whole)
     assert passed_over > 5
+    shutil.rmtree(tmp_path / "c" / "20" / "state")
+    shutil.copytree(
+        tmp_path / "c" / "10" / "state", tmp_path / "c" / "20" / "state"
+    )  # sound, but for its sums
+    with pytest.raises(OSError, match="step 20 differs from what was saved, in "):
+        CheckpointStore(tmp_path / "c").restore(make_state(mesh_of(data=2)), step=20)
 
 
 def test_a_changed_record_is_no_record(tmp_path):
