@@ -158,9 +158,9 @@ def carried_cuts(program):
     """Dims that `tensor` cuts of each gradient that a loop hands to its next turn and that is annotated."""
     for eqn in equations(program):
         if eqn.primitive.name == "scan":
-            body, number = eqn.params["jaxpr"].jaxpr, eqn.params["num_carry"]
+            body = eqn.params["jaxpr"].jaxpr
             made = {id(var): one for one in body.eqns for var in one.outvars}
-            for maker in (made.get(id(var)) for var in body.outvars[:number]):
+            for maker in (made.get(id(var)) for var in body.outvars):
                 if maker and maker.primitive.name == "sharding_constraint":
                     spec = maker.params["sharding"].spec
                     yield (
