@@ -83,16 +83,15 @@ SECTIONS = (
         "Models of real size on TPU pods, compared with MaxText",
         """Whole train steps of models of real size, compiled ahead of time by the TPU compiler; nothing was run.
         Model, mesh, rows of {seq:,} tokens and microbatches are the same for both libraries, with full
-        rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip and the layout; a
-        row with the compiler's own shows what they change, for MaxText too where it was compiled with them.
-        What follows takes the shorter step of each library. jaxfb's HBM per chip, as the compiler reports it, is
-        **{least:.2f} to {most:.2f}** times MaxText's, at most MaxText's in {smaller} of {count} rows. Its
-        step's
+        rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip and
+        the layout; a row with the compiler's own shows what they change, for MaxText too where it was compiled with
+        them. What follows takes the shorter step of each library. jaxfb's HBM per chip, as the compiler reports it, is
+        **{least:.2f} to {most:.2f}** times MaxText's, at most MaxText's in {smaller} of {count} rows. Its step's
         lower bound in time is **{time_least:.2f} to {time_most:.2f}** times MaxText's, at most
         MaxText's in {faster} of {count}. The lower bound comes from a roofline of the scheduled program, instruction by
         instruction. Collectives that are not hidden behind computation take {exposed_least:.0%} to
-        {exposed_most:.0%} of jaxfb's step. MaxText sums FSDP's gradients over the chips in bfloat16, jaxfb in float32, which sends twice the
-        bytes. The last column is the memory of the process that compiles.""",
+        {exposed_most:.0%} of jaxfb's step. MaxText sums FSDP's gradients over the chips in the compute dtype,
+        jaxfb in the wider accum dtype, which sends twice the bytes. The last column is the memory of the process that compiles.""",
         facts, table, claims,
     ),
 )  # fmt: skip
