@@ -91,7 +91,8 @@ SECTIONS = (
         MaxText's in {faster} of {count}. The lower bound comes from a roofline of the scheduled program, instruction by
         instruction. Collectives that are not hidden behind computation take {exposed_least:.0%} to
         {exposed_most:.0%} of jaxfb's step. MaxText sums FSDP's gradients over the chips in the compute dtype,
-        jaxfb in the wider accum dtype, which sends twice the bytes. The last column is the memory of the process that compiles.""",
+        jaxfb in the wider accum dtype, which sends twice the bytes. The last column is the memory of
+        the process that compiles.""",
         facts, table, claims,
     ),
 )  # fmt: skip
