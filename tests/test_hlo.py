@@ -79,10 +79,8 @@ def test_a_ragged_exchange_is_as_large_as_its_smaller_side():
 
 
 def test_what_a_tpu_compiler_fuses_is_one_collective():
-    """As in a program for v5e: a reduce-scatter is a fusion, and a gather is carried out by several."""
-    gather = (
-        'f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, frontend_attributes={chain_id="1"}'
-    )
+    """As in a program for v5e: a reduce-scatter is a fusion, a gather several, and two gathers have one channel."""
+    gather = "f32[8]{0} all-gather(%p), channel_id=7, replica_groups={{0,1}}, frontend_attributes="
     text = f"""
 %all-reduce-scatter.2 (p: f32[8]) -> f32[4] {{
   %p = f32[8]{{0}} parameter(0)
@@ -91,20 +89,25 @@ def test_what_a_tpu_compiler_fuses_is_one_collective():
 }}
 %async_collective_fusion.1 (p: f32[4]) -> f32[8] {{
   %p = f32[4]{{0}} parameter(0)
-  ROOT %g = {gather}
+  ROOT %g = {gather}{{chain_id="1"}}
 }}
 %async_collective_fusion.2 (p: f32[4]) -> f32[8] {{
   %p = f32[4]{{0}} parameter(0)
-  ROOT %g = {gather}
+  ROOT %g = {gather}{{chain_id="1"}}
+}}
+%async_collective_fusion.3 (p: f32[4]) -> f32[8] {{
+  %p = f32[4]{{0}} parameter(0)
+  ROOT %g = {gather}{{chain_id="2"}}
 }}
 ENTRY %main (x: f32[8]) -> f32[8] {{
   %x = f32[8]{{0}} parameter(0)
   %a = f32[4]{{0}} fusion(%x), kind=kCustom, calls=%all-reduce-scatter.2
   %b = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.1
-  ROOT %c = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.2
+  %c = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.2
+  ROOT %d = f32[8]{{0}} fusion(%a), kind=kCustom, calls=%async_collective_fusion.3
 }}
 """
-    assert traffic(collectives(text)) == {"all-gather": (1, 32), "reduce-scatter": (1, 32)}
+    assert traffic(collectives(text)) == {"all-gather": (2, 64), "reduce-scatter": (1, 32)}
 
 
 def test_a_loop_of_unknown_length_is_said_and_not_guessed():

@@ -50,5 +50,6 @@ def test_the_section_counts_the_rows_that_both_sides_have():
     }
     facts = section.facts(result)
     assert (facts["smaller"], facts["faster"], facts["count"], facts["most"]) == (1, 1, 2, 1.5)
+    assert (facts["shipped_least"], facts["shipped_most"]) == (1.0, 1.1)
     assert facts["exposed_most"] == 0.2 and "12.00 GB" in section.claims(result)[2].ours
     assert len(section.tables(result)[0].lines()) == 2 + 5 + 1

@@ -101,9 +101,12 @@ def collective_kind(opcode: str, computation: str = "") -> str | None:
 
 
 def chain_of(instruction: Instruction) -> str | None:
-    """Returns the channel that all links of one collective share, if a chain of fusions carries it out."""
-    link = "chain_id=" in instruction.rest and re.search(r"channel_id=\d+", instruction.rest)
-    return link[0] if link else None
+    """Returns the number that all links of one collective share, if a chain of fusions carries it out.
+
+    Their channel is no such number: gathers over the same axis can all have the same.
+    """
+    link = re.search(r'chain_id="?(\d+)', instruction.rest)
+    return link[1] if link else None
 
 
 def _is_first(instruction: Instruction, chains: set[str]) -> bool:
