@@ -5,6 +5,8 @@ import itertools
 import socket
 import threading
 import time
+import weakref
+from functools import partial
 from pathlib import Path
 
 import jax
@@ -297,6 +299,16 @@ def test_a_process_that_becomes_a_fifth_slower_is_named_within_twenty_updates():
         assert "process 1 of 3 is slow" in watches[0].pace()[1][1]
     finally:
         [one.stop() for one in watches]
+
+
+def test_a_thread_that_watches_ends_before_the_run_does_and_keeps_nothing_of_it():
+    """Arrays of JAX that a thread frees while the interpreter ends abort the process, after all was done."""
+    made = watch(Store(), 0, lost_after=60.0)
+    run = Position()
+    made.advice, left = partial(str, run), weakref.ref(run)
+    del run
+    made.stop()
+    assert left() is None and not made._thread.is_alive()
 
 
 def test_signs_are_not_more_frequent_than_a_large_job_can_bear():

@@ -66,21 +66,29 @@ class Watch:
         self._heard: dict[int, Sign] = {}  # the newest of the others
         self._reports: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
         self._answered = time.monotonic()  # when the coordinator last did
-        self.advice: Callable[[], str] = lambda: "start the run again"
+        self._thread = threading.Thread(target=self._run, name="jaxfb watch", daemon=True)
+        self.advice: Callable[[], str] = _start_again
 
     def start(self) -> None:
         """Begins; every process counts as alive now."""
         self._answered = time.monotonic()
         if self._client is not None:
             threading.Thread(target=self._exchange, name="jaxfb signs", daemon=True).start()
-        threading.Thread(target=self._run, name="jaxfb watch", daemon=True).start()
+        self._thread.start()
 
     def stop(self) -> None:
-        """Ends the threads; what happens to the others is no longer looked at."""
+        """Ends the threads; what happens to the others is no longer looked at.
+
+        The advice can refer to a run and its arrays: were the thread the last to have it, it would free them while the
+        interpreter ends, and arrays of JAX that a thread frees then abort the process.
+        """
         with self._arming:
             self._ended.set()
             if self._stuck_after is not None:
                 faulthandler.cancel_dump_traceback_later()
+        if self._thread.is_alive():
+            self._thread.join(GRACE)
+        self.advice = _start_again
 
     def cause(self, seconds: float) -> str | None:
         """Returns what became of the others, if found within so many seconds; then this process reports it."""
@@ -204,6 +212,10 @@ def leave(code: int) -> None:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
+
+
+def _start_again() -> str:
+    return "start the run again"
 
 
 def briefly(function: Callable[[], Any], otherwise: Any, seconds: float = BRIEFLY) -> Any:
