@@ -30,7 +30,7 @@ from jaxfb.training.abort import is_listening, report_before_abort
 from jaxfb.training.agreement import check_agreement
 from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.interrupt import Stopped
-from jaxfb.training.watch import FAILED, STOPPED, LostProcess, Watch, leave
+from jaxfb.training.watch import FAILED, STOPPED, LostProcess, Watch, leave, start_again
 
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
@@ -54,7 +54,7 @@ class Hosts:
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
         self._watch: Watch | None = None
         self._slow: set[int] = set()  # processes that were found slow
-        self._advice = lambda: "start the run again"
+        self._advice = start_again
 
     @property
     def is_first(self) -> bool:

@@ -67,7 +67,7 @@ class Watch:
         self._reports: dict[int, list[str]] = {}  # process -> [kind, reason], of those that end
         self._answered = time.monotonic()  # when the coordinator last did
         self._thread = threading.Thread(target=self._run, name="jaxfb watch", daemon=True)
-        self.advice: Callable[[], str] = _start_again
+        self.advice: Callable[[], str] = start_again
 
     def start(self) -> None:
         """Begins; every process counts as alive now."""
@@ -88,7 +88,7 @@ class Watch:
                 faulthandler.cancel_dump_traceback_later()
         if self._thread.is_alive():
             self._thread.join(GRACE)
-        self.advice = _start_again
+        self.advice = start_again
 
     def cause(self, seconds: float) -> str | None:
         """Returns what became of the others, if found within so many seconds; then this process reports it."""
@@ -214,7 +214,8 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def _start_again() -> str:
+def start_again() -> str:
+    """Returns the advice for a run of which nothing better is known."""
     return "start the run again"
 
 
