@@ -114,7 +114,7 @@ def windows(source: np.ndarray, rows: int, length: int, rng: np.random.Generator
     return {"tokens": taken[:, :-1], "targets": taken[:, 1:]}
 
 
-def main(updates=80):
+def main(updates=50):
     jax.config.update("jax_platforms", "cpu")
     jax.config.update("jax_num_cpu_devices", 8)
     source, rng = text(2_000_000), np.random.default_rng(0)
