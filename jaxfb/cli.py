@@ -63,10 +63,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace) -> int:
     try:
-        return HANDLERS[options.verb](options) or DONE
+        code = HANDLERS[options.verb](options) or DONE
+        sys.stdout.flush()
+        return code
     except Refused as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return REFUSED
+    except BrokenPipeError:  # the reader of our output has ended, as `head` does
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 128 + signal.SIGPIPE
     except OSError as error:
         if error.errno not in OF_THE_DISK and not isinstance(error, StorageError):
             raise

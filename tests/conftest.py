@@ -16,12 +16,16 @@ import pytest  # noqa: E402
 from quickly import flags  # noqa: E402
 
 import jaxfb.cpu  # noqa: E402
+from jaxfb import parts  # noqa: E402
+from jaxfb.registry import Registry  # noqa: E402
+from jaxfb.schedules import KINDS  # noqa: E402
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
 jaxfb.cpu.prepare()
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects, few of them garbage
 
+REGISTRIES = [KINDS, *(part for part in vars(parts).values() if isinstance(part, Registry))]
 GOLDEN = Path(__file__).parent / "golden"
 
 
@@ -39,6 +43,16 @@ def programs_of_one_file():
     """Compiled programs are shared within a file and dropped after it: a whole suite of them is gigabytes."""
     yield
     jax.clear_caches()
+
+
+@pytest.fixture(autouse=True, scope="module")
+def names_of_one_file():
+    """Schedules, losses and so on that a file registers, as the examples of the docs do, are unknown to the next."""
+    before = [(registry, dict(registry._parts)) for registry in REGISTRIES]
+    yield
+    for registry, parts in before:
+        registry._parts.clear()
+        registry._parts.update(parts)
 
 
 @pytest.fixture(scope="session")

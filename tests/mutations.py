@@ -69,9 +69,9 @@ MUTATIONS = (
     ),
     Mutation(
         "weights_of_a_table_without_w",
-        "schedules/simulate.py",
-        'costs["B"] = backward_input + backward_weight',
-        'costs["B"] = backward_input',
+        "schedules/costs.py",
+        'costs["B"] = self.backward',
+        'costs["B"] = self.backward_input',
         "schedules/test_custom_schedules.py::test_own_table_has_phases_slots_and_costs_like_a_built_in_one",
     ),
     # batch plan

@@ -49,12 +49,8 @@ def test_no_schedule_changes_its_gradient(example):
     params = example.init(jax.random.key(0), width=8, heads=2, state=4)
     params = jax.tree.map(lambda leaf: jnp.asarray(leaf, jnp.float64), params)
     batch = example.windows(example.text(10_000), 4, 8, np.random.default_rng(0))
-    found = jaxfb.check_equivalence(example.model, params, batch, [{"pipe": 2}])
-    found.raise_if_above(1e-11)
-    # other tests of this process may have registered schedules too; one that cuts sequences is 1f1b of whole ones
-    kinds = jaxfb.schedules.KINDS
-    wanted = {name for name in jaxfb.schedules.NAMES if not kinds[name].pieces}
-    assert {one.schedule.partition(" ")[0] for one in found.ran} >= wanted
+    kinds = ["1f1b", "zero_bubble", "zb_v"]  # the example itself goes through all of them, in float32
+    jaxfb.check_equivalence(example.model, params, batch, [{"pipe": 2}], kinds).raise_if_above(1e-11)
 
 
 def started(directory, updates):

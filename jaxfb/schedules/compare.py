@@ -5,15 +5,16 @@ from typing import NamedTuple
 
 from jaxfb.refusal import refuse
 from jaxfb.schedules.by_name import make
+from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.dualpipe_v import dualpipe_v_orders
 from jaxfb.schedules.earliest import time_of
 from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
 from jaxfb.schedules.placement import v_placement
 from jaxfb.schedules.published import zb_v_orders
-from jaxfb.schedules.sizes import checked_costs, checked_pieces, checked_share, checked_sizes
+from jaxfb.schedules.simulate import simulate
+from jaxfb.schedules.sizes import checked_pieces, checked_sizes
 
-COSTS = {"F": "forward", "B": "backward_input", "W": "backward_weight"}
 PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
 
 
@@ -53,8 +54,7 @@ def comparison(
     DualPipeV) are of independent ranks with free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
-    costs = checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight)
-    share = checked_share("attention", attention)
+    costs = Costs(forward, backward_input, backward_weight, attention=attention)
     chunks = max(num_chunks, 2)
     pieces = checked_pieces(num_stages, num_microbatches, chunks, num_pieces)
     kinds = [
@@ -63,9 +63,7 @@ def comparison(
         if pieces > 1 or not kind.pieces
         for v in kind.chunks(chunks)
     ]
-    rows = [
-        _ours(name, num_stages, num_microbatches, v, n, {**costs, "attention": share}) for name, v, n in kinds
-    ]
+    rows = [_ours(name, num_stages, num_microbatches, v, n, costs) for name, v, n in kinds]
     rows += [_megatron(num_stages, num_microbatches, 1, costs)]
     if num_stages > 1 and num_microbatches % num_stages == 0:
         rows += [_megatron(num_stages, num_microbatches, chunks, costs)]
@@ -97,30 +95,29 @@ def _cells(row: ComparisonRow) -> tuple[str, ...]:
 
 
 def _ours(
-    name: str, num_stages: int, num_microbatches: int, num_chunks: int, num_pieces: int, costs: dict
+    name: str, num_stages: int, num_microbatches: int, num_chunks: int, num_pieces: int, costs: Costs
 ) -> ComparisonRow:
     schedule = make(name, num_stages, num_microbatches, num_chunks, num_pieces)
-    cost = schedule.simulate(**costs)
+    cost = simulate(schedule, costs)
     peaks = cost.peak_live_activations
     label = name if num_pieces == 1 else f"{name}, {num_pieces} pieces"
     numbers = schedule.num_ticks, cost.time, cost.bubble_fraction, peaks
     return ComparisonRow(label, num_chunks, *numbers, max(peaks) / (num_chunks * num_pieces))
 
 
-def _megatron(num_stages: int, num_microbatches: int, num_chunks: int, costs: dict) -> ComparisonRow:
+def _megatron(num_stages: int, num_microbatches: int, num_chunks: int, costs: Costs) -> ComparisonRow:
     ranks = megatron_order(num_stages, num_microbatches, num_chunks)
-    backward = costs["backward_input"] + costs["backward_weight"]
-    time = megatron_time(ranks, forward=costs["forward"], backward=backward)
-    ideal = num_microbatches * (costs["forward"] + backward)
+    time = megatron_time(ranks, forward=costs.forward, backward=costs.backward)
+    ideal = num_microbatches * costs.total
     peaks = tuple(rank.max_in_flight for rank in ranks)
     name = "Megatron 1F1B" if num_chunks == 1 else "Megatron interleaved"
     return ComparisonRow(name, num_chunks, None, time, 1 - ideal / time, peaks, max(peaks) / num_chunks)
 
 
-def _published(name: str, num_stages: int, num_microbatches: int, costs: dict) -> ComparisonRow:
+def _published(name: str, num_stages: int, num_microbatches: int, costs: Costs) -> ComparisonRow:
     orders = PUBLISHED[name](num_stages, num_microbatches)
-    halves = {kind: costs[cost] / 2 for kind, cost in COSTS.items()}
+    halves = {"F": costs.forward / 2, "B": costs.backward_input / 2, "W": costs.backward_weight / 2}
     time = time_of(orders, v_placement(num_stages), halves)
     peaks = tuple(map(most_in_flight, orders))
-    bubble = 1 - num_microbatches * sum(costs.values()) / time
+    bubble = 1 - num_microbatches * costs.total / time
     return ComparisonRow(name, 2, None, time, bubble, peaks, max(peaks) / 2)

@@ -11,8 +11,9 @@ from typing import NamedTuple
 
 from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS
+from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.render import headline
-from jaxfb.schedules.simulate import executed_kinds, kind_costs, piece_costs
+from jaxfb.schedules.simulate import executed_kinds, simulate
 
 COLOURS = {"F": "#3b78c4", "B": "#e08a2e", "W": "#7a5ba8", "loss": "#3f9c6d"}
 IDLE = "#eceef1"
@@ -33,27 +34,21 @@ class Bar(NamedTuple):
     chunk: int | None
 
 
-def bars(
-    schedule,
-    *,
-    forward: float = 1,
-    backward_input: float = 1,
-    backward_weight: float = 1,
-    head: float = 0,
-    attention: float = 0,
-) -> list[Bar]:
+def bars(schedule, costs: Costs | None = None) -> list[Bar]:
     """Returns everything that every device executes, in order of time; adds up to `simulate(...).time` on each
     device.
     """
-    costs = kind_costs(schedule, forward, backward_input, backward_weight)
-    costs = {kind: cost / schedule.num_chunks for kind, cost in costs.items()}
-    head = head if schedule.num_pieces == 1 else head / schedule.num_pieces
+    costs = costs or Costs()
+    head = costs.of_head(schedule)
     last = schedule.num_stages * schedule.num_chunks - 1
     losses = {schedule.ticks["F", m, last]: m for m in range(schedule.num_items)} if head else {}
     found, now = [], 0.0
     for tick, executed in enumerate(executed_kinds(schedule)):
         cells = zip(schedule.table[tick], executed, strict=True)
-        lengths = [piece_costs(schedule, cell, kinds, costs, attention) for cell, kinds in cells]
+        lengths = [
+            [cost / schedule.num_chunks for cost in costs.of_cell(schedule, cell, kinds)]
+            for cell, kinds in cells
+        ]
         work = max(map(sum, lengths))
         loss = (losses[tick], head) if tick in losses else None
         for device, kinds in enumerate(executed):
@@ -99,8 +94,8 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
     except ImportError:
         raise Refused("a timeline picture needs matplotlib; pip install 'jaxfb[plot]'") from None
 
-    found = bars(schedule, **(costs or {}))
-    result = schedule.simulate(**(costs or {}))
+    cost = Costs(**(costs or {}))
+    found, result = bars(schedule, cost), simulate(schedule, cost)
     per_device = len(found) / schedule.num_stages
     lanes = 0.5 * schedule.num_stages
     figure = Figure(
@@ -131,7 +126,7 @@ def chrome_trace(schedule, path: str | Path, costs: Mapping[str, float] | None =
     for device in range(schedule.num_stages):
         name = {"name": f"device {device}"}
         events.append({"ph": "M", "pid": 0, "tid": device, "name": "thread_name", "args": name})
-    found = bars(schedule, **(costs or {}))
+    found = bars(schedule, Costs(**(costs or {})))
     events += [_work_event(bar) for bar in found if bar.microbatch is not None]
     for device in range(schedule.num_stages):
         events += [_memory_event(device, *change) for change in live_activations(schedule, found, device)]

@@ -1,10 +1,9 @@
 """Simulates what a schedule costs (forward_backward step), without a device: time, bubble, peak memory."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from jaxfb.schedules.action import Action
-from jaxfb.schedules.sizes import checked_costs, checked_share
+from jaxfb.schedules.costs import Costs
 
 
 @dataclass(frozen=True)
@@ -27,31 +26,18 @@ class Simulation:
     tick_times: tuple[float, ...]
 
 
-def simulate(
-    schedule,
-    *,
-    forward: float = 1,
-    backward_input: float = 1,
-    backward_weight: float = 1,
-    head: float = 0,
-    attention: float = 0,
-) -> Simulation:
+def simulate(schedule, costs: Costs) -> Simulation:
     """Charges each tick for what the device executes that has most to do in it."""
-    checked_costs(forward=forward, backward_input=backward_input, backward_weight=backward_weight, head=head)
-    checked_share("attention", attention)
-    costs = kind_costs(schedule, forward, backward_input, backward_weight)
     tick_times = []
     for row, by_device in zip(schedule.table, executed_kinds(schedule), strict=True):
         cells = zip(row, by_device, strict=True)
-        work = max(sum(piece_costs(schedule, cell, kinds, costs, attention)) for cell, kinds in cells)
+        work = max(sum(costs.of_cell(schedule, cell, kinds)) for cell, kinds in cells)
         tick_times.append(work / schedule.num_chunks)
     last = schedule.num_stages * schedule.num_chunks - 1
     for item in range(schedule.num_items):
-        tick_times[schedule.ticks["F", item, last]] += (
-            head if schedule.num_pieces == 1 else head / schedule.num_pieces
-        )
+        tick_times[schedule.ticks["F", item, last]] += costs.of_head(schedule)
     time = sum(tick_times)
-    ideal = schedule.num_microbatches * (sum(costs.values()) + head)
+    ideal = schedule.num_microbatches * (sum(costs.by_kind(schedule).values()) + costs.head)
     return Simulation(
         time=time,
         ideal_time=ideal,
@@ -67,25 +53,3 @@ def executed_kinds(schedule) -> Iterator[tuple[str, ...]]:
         for row in schedule.table[phase.start : phase.stop]:
             own = tuple("".join(action.kind for action in cell) for cell in row)
             yield own if schedule.by_device else (phase.kinds,) * schedule.num_stages
-
-
-def piece_costs(
-    schedule, cell: Sequence[Action], kinds: str, costs: Mapping[str, float], attention: float
-) -> list[float]:
-    """Returns what each of these kinds costs that a device executes: of its cell, or in a bubble of the first piece."""
-    pieces = schedule.num_pieces
-    if pieces == 1:
-        return [costs[kind] for kind in kinds]
-    found = {action.kind: action.microbatch % pieces for action in cell}
-    shares = [(1 - attention) / pieces + attention * (2 * p + 2) / pieces**2 for p in range(pieces)]
-    return [costs[kind] * shares[found.get(kind, 0)] for kind in kinds]
-
-
-def kind_costs(schedule, forward: float, backward_input: float, backward_weight: float) -> dict[str, float]:
-    """Returns cost by kind; a B without W beside it is the whole backward."""
-    costs = {"F": forward}
-    if schedule.splits_backward:
-        costs |= {"B": backward_input, "W": backward_weight}
-    elif schedule.has_backward:
-        costs["B"] = backward_input + backward_weight
-    return costs

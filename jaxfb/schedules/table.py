@@ -10,6 +10,7 @@ from functools import cached_property
 
 from jaxfb.refusal import Refused, boolean, instance, integer
 from jaxfb.schedules.action import Action, cells_of_table
+from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.earliest import earliest_forwards
 from jaxfb.schedules.phases import Phase, one_phase_of, phases_of
 from jaxfb.schedules.placement import Placement, homes_of, placement_of
@@ -185,8 +186,7 @@ class Schedule:
         stage. `attention` is the share of the other costs that attention to other tokens has in a whole sequence: of n
         pieces, piece p has (2 p + 2) / n^2 of it, which is what its blocks of keys take, and 1 / n of the rest.
         """
-        costs = {"backward_input": backward_input, "backward_weight": backward_weight}
-        return simulate(self, forward=forward, **costs, head=head, attention=attention)
+        return simulate(self, Costs(forward, backward_input, backward_weight, head, attention))
 
     def render(self, *, width: int = 120) -> str:
         """Returns the table as text, a line a device and kind, cut into blocks of at most `width` characters."""

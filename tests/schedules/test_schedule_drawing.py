@@ -8,6 +8,7 @@ import pytest
 
 import jaxfb.schedules
 from jaxfb.schedules import NAMES, chrome_trace, comparison, comparison_table, make, timeline_figure
+from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.draw import bars
 
 COSTS = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5, "head": 0.25}
@@ -16,7 +17,7 @@ COSTS = {"forward": 1, "backward_input": 1.5, "backward_weight": 0.5, "head": 0.
 @pytest.mark.parametrize("name", NAMES)
 def test_bars_add_up_to_the_simulated_time_on_each_device(name):
     schedule = make(name, 3, 5, 2)
-    found = bars(schedule, **COSTS)
+    found = bars(schedule, Costs(**COSTS))
     for device in range(3):
         mine = [bar for bar in found if bar.device == device]
         assert all(a.start + a.length == pytest.approx(b.start) for a, b in zip(mine, mine[1:], strict=False))

@@ -4,6 +4,7 @@ import pytest
 
 from jaxfb.schedules import Schedule, make
 from jaxfb.schedules.command import chosen, compared, described
+from jaxfb.schedules.costs import Costs
 from jaxfb.schedules.draw import bars
 from jaxfb.schedules.replay import replay
 
@@ -92,5 +93,5 @@ def test_late_pieces_cost_more_where_attention_does():
     )  # 1 of products, 3/2 of attention
     assert make("seq1f1b", 8, 4, 1, 16).simulate(attention=0.71).time == pytest.approx(17.94, abs=0.01)
     assert make("1f1b", 8, 4).simulate(attention=0.71) == make("1f1b", 8, 4).simulate()
-    ends = [bar.start + bar.length for bar in bars(schedule, attention=0.5)]
+    ends = [bar.start + bar.length for bar in bars(schedule, Costs(attention=0.5))]
     assert max(ends) == pytest.approx(schedule.simulate(attention=0.5).time)
