@@ -50,9 +50,9 @@ def names_of_one_file():
     """Schedules, losses and so on that a file registers, as the examples of the docs do, are unknown to the next."""
     before = [(registry, dict(registry._parts)) for registry in REGISTRIES]
     yield
-    for registry, parts in before:
+    for registry, known in before:
         registry._parts.clear()
-        registry._parts.update(parts)
+        registry._parts.update(known)
 
 
 @pytest.fixture(scope="session")

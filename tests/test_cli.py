@@ -150,7 +150,7 @@ def test_what_a_disk_refuses_is_a_sentence_and_code_74(calls, capsys, number):
 
 
 def test_output_that_nobody_reads_to_its_end_is_no_error():
-    """As in `jaxfb schedule ... | head`: the exit code is that of a process which SIGPIPE ended, without a traceback."""
+    """As in `jaxfb schedule ... | head`: the exit code is SIGPIPE's, without a traceback."""
     read, write = os.pipe()
     os.close(read)
     command = [sys.executable, "-m", "jaxfb", "schedule", "--pipe", "4", "--microbatches", "8"]
