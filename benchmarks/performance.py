@@ -14,7 +14,7 @@ import textwrap
 from pathlib import Path
 from typing import Any
 
-from page import accumulation, axes, pipeline, real, speed, whole
+from page import accumulation, axes, pipeline, real, real_gpu, speed, whole
 from page.markdown import Table, machines, settings_line
 from page.plots import Picture
 from page.section import Claim, Section, generic
@@ -23,7 +23,8 @@ ROOT = Path(__file__).parent.parent
 RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md"
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 SECTIONS = (
-    *real.SECTIONS, *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS, *speed.SECTIONS, *axes.SECTIONS
+    *real.SECTIONS, *real_gpu.SECTIONS, *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS,
+    *speed.SECTIONS, *axes.SECTIONS,
 )  # fmt: skip
 HEAD, GUIDE = ((ROOT / "benchmarks" / "page" / name).read_text() for name in ("head.md", "guide.md"))
 

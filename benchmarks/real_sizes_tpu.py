@@ -6,54 +6,24 @@
     maxtext_env/bin/python benchmarks/real_sizes_tpu.py --only "8B, v6e:8x8" --sides jaxfb
 
 Each row is one job, compiled by the same jax and libtpu for jaxfb and for MaxText: the same model, mesh, rows and
-microbatches, full recomputation and flash attention, in a process each. Rows that are asked for replace earlier ones.
-HBM is the compiler's report, arguments included. Seconds are `jaxfb/planner/hlo_cost.py`'s roofline of the scheduled
-program: what it cannot be faster than. MFU is of that time, by the model's operations without recomputation.
+microbatches, full recomputation and flash attention, in a process each. `real_sizes.py` says what is read.
 """
 
 from __future__ import annotations
 
-import argparse
-import importlib.metadata
-import json
-import math
-import os
-import re
-import resource
-import subprocess
-import sys
 import tempfile
-import time
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
-from report import RESULTS, machine
+import real_sizes
+from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
 from jaxfb import compiler
-from jaxfb.config import load_config
-from jaxfb.mesh import mesh_sizes
-from jaxfb.models.config import flops_per_token
-from jaxfb.planner import hlo_cost, parse_topology, tpu
-from jaxfb.planner.routing import Routed
+from jaxfb.planner import parse_topology, tpu
 
-ROOT = Path(__file__).parent.parent
-PATH = RESULTS / "real_sizes_tpu.json"
 SIDES = ("jaxfb", "jaxfb_best", "maxtext", "maxtext_best")
 """`_best`: with the options of `jaxfb/compiler.py`; the others with those that the compiler has by itself."""
-
-
-@dataclass(frozen=True)
-class Job:
-    """config, overrides: of jaxfb. maxtext: the same in keys of its base.yml; None where it has nothing like it."""
-
-    config: str
-    topology: str
-    overrides: tuple[str, ...] = ()
-    maxtext: dict[str, Any] | None = field(default_factory=dict)
-
 
 PIPELINE = {
     "ici_pipeline_parallelism": 8,
@@ -114,119 +84,6 @@ JOBS = {
 }
 
 
-def main() -> None:
-    asked = arguments()
-    if asked.one:
-        row = measured(asked.one, asked.sides[0], asked.keep)
-        Path(asked.into).write_text(json.dumps(row))
-        return
-    for name in asked.only:
-        for side in asked.sides:
-            if side.startswith("jaxfb") or JOBS[name].maxtext is not None:
-                row = (
-                    read_again(name, side, asked.reread)
-                    if asked.reread
-                    else compile_row(name, side, asked.keep)
-                )
-                print(name, side, json.dumps(row), flush=True)
-                save(name, side, row)
-
-
-def read_again(name: str, side: str, folder: str) -> dict[str, Any]:
-    """The row that is there, with what a kept program says to the reader of today."""
-    text = text_path(folder, name, side).read_text()
-    row = json.loads(PATH.read_text())["rows"][name][side]
-    work = Routed(**row["routed"]) if "routed" in row else None
-    return row | numbers(text, JOBS[name], work)
-
-
-def compile_row(name: str, side: str, keep: str | None) -> dict[str, Any]:
-    """The row of one side, in a process of its own."""
-    with tempfile.TemporaryDirectory() as folder:
-        into = Path(folder) / "row.json"
-        command = [sys.executable, __file__, "--one", name, "--sides", side, "--into", str(into)]
-        path = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-        environment = {**os.environ, **tpu.ENVIRONMENT, "JAX_PLATFORMS": "cpu", "PYTHONPATH": path}
-        subprocess.run([*command, *(["--keep", keep] if keep else [])], check=True, env=environment)
-        return json.loads(into.read_text())
-
-
-def measured(name: str, side: str, keep: str | None) -> dict[str, Any]:
-    """Lowers, compiles and reads one step."""
-    row: dict[str, Any] = {}
-
-    def compiled(lowered, work=None):
-        began, cpu = time.perf_counter(), time.process_time()
-        with tempfile.TemporaryDirectory() as folder:
-            options = options_of(JOBS[name]) if side == "maxtext_best" else {}
-            program = lowered.compile(options | tpu.report_into(Path(folder)))
-            row["hbm_gb"] = gigabytes(tpu.reported_bytes(Path(folder)))
-        row["compile_s"] = round(time.perf_counter() - began, 1)
-        row["compile_cpu_s"] = round(time.process_time() - cpu, 1)
-        text = program.as_text()
-        row["arguments_gb"] = gigabytes(program.memory_analysis().argument_size_in_bytes)
-        if work is not None:
-            row["routed"] = asdict(work)
-        row.update(numbers(text, JOBS[name], work))
-        if keep:
-            text_path(keep, name, side).write_text(text)
-        return program
-
-    if side.startswith("maxtext"):
-        compile_maxtext(JOBS[name], compiled)
-    else:
-        compile_jaxfb(JOBS[name], compiled, side == "jaxfb_best")
-    return row | {"peak_memory_gb": gigabytes(1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)}
-
-
-def text_path(folder: str, name: str, side: str) -> Path:
-    return Path(folder, re.sub(r"\W+", "_", name) + f"_{side}.hlo")
-
-
-def numbers(text: str, job: Job, work: Routed | None = None) -> dict[str, Any]:
-    """What a compiled program says of itself. work: of a device's experts, which no program contains."""
-    topology, config = parse_topology(job.topology), jaxfb_config(job)
-    cost = hlo_cost.cost_of(text, layout(job), topology.chip, work)
-    tokens = config.batch.rows * config.data.sequence_length
-    flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
-    return {
-        "step_s": round(cost.seconds, 3),
-        "work_s": round(cost.work_seconds, 3),
-        "products_s": round(cost.product_seconds, 3),
-        "collectives_s": round(sum(one.seconds for one in cost.traffic.values()), 3),
-        "exposed_s": round(cost.exposed_seconds, 3),
-        "mfu": round(flops / topology.chip.flops / cost.seconds, 4),
-        "moved_gb": round(cost.bytes / 1e9, 1),
-        "traffic": {
-            f"{axes} {kind}": {
-                "count": one.count,
-                "gb": gigabytes(one.bytes),
-                "s": round(one.seconds, 3),
-                "exposed_s": round(one.exposed_seconds, 3),
-                "beside_products_gb": gigabytes(one.beside_products),
-            }
-            for (axes, kind), one in sorted(cost.traffic.items())
-        },
-    }
-
-
-def layout(job: Job) -> SimpleNamespace:
-    """What the reader asks of a mesh; both sides count the devices of theirs in this order."""
-    shape = mesh_sizes(vars(jaxfb_config(job).mesh), parse_topology(job.topology).num_devices, "none")
-    places = np.arange(math.prod(shape.values())).reshape(tuple(shape.values()))
-    return SimpleNamespace(axis_names=tuple(shape), devices=places, size=places.size)
-
-
-def jaxfb_config(job: Job):
-    return load_config(str(ROOT / "configs" / f"{job.config}.yaml"), job.overrides)
-
-
-def sizes(config):
-    from jaxfb.planner.job import model_sizes
-
-    return model_sizes(config)
-
-
 def options_of(job: Job) -> dict[str, Any]:
     """The options by kind of chip and layout."""
     chip = parse_topology(job.topology).chip
@@ -234,23 +91,27 @@ def options_of(job: Job) -> dict[str, Any]:
     return dict(compiler.table_for(chip.kind, jaxfb_config(job).mesh.tensor))
 
 
-def compile_jaxfb(job: Job, compiled, best: bool) -> None:
-    """The step of `jaxfb train`, which sets the options of the chip; without them if not `best`."""
-    from jaxfb.mesh import make_mesh
-    from jaxfb.planner.job import make_job
-    from jaxfb.planner.routing import routed
-
-    config, topology = jaxfb_config(job), parse_topology(job.topology)
-    none = {} if best else dict.fromkeys(options_of(job))
+def lower(job: Job, side: str, compiled) -> None:
+    """Lowers jaxfb's step, which sets the options of the chip, without them if it is not the best; or MaxText's."""
+    if side.startswith("maxtext"):
+        lower_maxtext(job, compiled)
+        return
+    config = jaxfb_config(job)
+    none = {} if side == "jaxfb_best" else dict.fromkeys(options_of(job))
     own = dict(config.parallel.compiler_options or {})
     config = replace(config, parallel=replace(config.parallel, compiler_options=own | none))
-    made = make_job(config, make_mesh(**vars(config.mesh), devices=tpu.devices(topology)))
-    traced = made.step.trace(made.state, made.batch)
-    compiled(traced.lower(), routed(made, traced.jaxpr) if config.model.num_experts else None)
+    lower_jaxfb(config, tpu.devices(parse_topology(job.topology)), compiled)
 
 
-def compile_maxtext(job: Job, compiled) -> None:
-    """The step of MaxText: Llama's decoder with the same sizes, a microbatch of the same rows."""
+def compile_program(lowered: Any, job: Job, side: str) -> tuple[Any, float]:
+    with tempfile.TemporaryDirectory() as folder:
+        options = options_of(job) if side == "maxtext_best" else {}
+        program = lowered.compile(options | tpu.report_into(Path(folder)))
+        return program, tpu.reported_bytes(Path(folder))
+
+
+def lower_maxtext(job: Job, compiled) -> None:
+    """Lowers the step of MaxText: Llama's decoder with the same sizes, a microbatch of the same rows."""
     from maxtext_compiled import compile_step
 
     config, devices = jaxfb_config(job), parse_topology(job.topology).num_devices
@@ -275,41 +136,24 @@ def compile_maxtext(job: Job, compiled) -> None:
     compile_step(keys | job.maxtext, job.topology, compiled)
 
 
-def save(name: str, side: str, row: dict[str, Any]) -> None:
-    """Puts one row into the results, in the order of JOBS."""
-    before = json.loads(PATH.read_text())["rows"] if PATH.exists() else {}
-    before.setdefault(name, {})[side] = row
-    rows = {name: before[name] for name in JOBS if name in before}
-    versions = machine() | {"libtpu": importlib.metadata.version("libtpu")}
-    settings = {"seq": 4096, "compute_dtype": "bfloat16", "accum_dtype": "float32", "remat": "full"}
-    settings |= {"maxtext": version("maxtext")}
-    whole = {"benchmark": "real_sizes_tpu", "settings": settings, "machine": versions, "rows": rows}
-    PATH.write_text(json.dumps(whole, indent=1) + "\n")
-
-
-def version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def gigabytes(size: float) -> float:
-    return round(size / 1e9, 3)
-
-
-def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--only", nargs="+", default=[*JOBS], choices=[*JOBS], metavar="ROW")
-    parser.add_argument("--sides", nargs="+", default=["jaxfb", "jaxfb_best", "maxtext"], choices=SIDES)
-    parser.add_argument("--keep", metavar="DIR", help="the compiled programs' texts, too")
-    parser.add_argument("--reread", metavar="DIR", help="compile nothing, read the texts of --keep again")
-    parser.add_argument("--one", choices=[*JOBS], help=argparse.SUPPRESS)
-    parser.add_argument("--into", help=argparse.SUPPRESS)
-    return parser.parse_args()
-
+ROWS = Rows(
+    script=Path(__file__),
+    jobs=JOBS,
+    sides=SIDES,
+    usual=("jaxfb", "jaxfb_best", "maxtext"),
+    environment=tpu.ENVIRONMENT,
+    packages=("libtpu",),
+    settings={
+        "seq": 4096,
+        "compute_dtype": "bfloat16",
+        "accum_dtype": "float32",
+        "remat": "full",
+        "maxtext": version("maxtext"),
+    },
+    config=lambda job, side: jaxfb_config(job),
+    lower=lower,
+    compile=compile_program,
+)
 
 if __name__ == "__main__":
-    main()
+    real_sizes.main(ROWS, __doc__)

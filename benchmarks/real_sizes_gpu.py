@@ -1,0 +1,67 @@
+"""Compiles models of 8B, 70B and 141B (experts) for hosts of eight H100, without a GPU: memory, work, communication.
+
+    pip install "jaxfb[cuda]"                      # JAX's CUDA plugin contains XLA's compiler; no GPU is needed
+    jaxfb bench real_sizes_gpu                     # half a minute a row and side
+    jaxfb bench real_sizes_gpu --only "8B, 8 H100" --sides jaxfb
+
+Each row is one job, compiled for the number of GPUs with the config made for H100s and with the one for any
+chip: the same model, rows of an update and optimizer. `real_sizes.py` says what is read. Kernels that XLA
+chooses by trying them on a device are its default ones here, and the libraries' workspaces and buffers are not counted.
+MaxText compiles ahead of time for TPUs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import real_sizes
+from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb
+from report import peak_bytes
+
+from jaxfb.config import Config
+from jaxfb.planner import gpu, parse_topology
+
+SIDES = ("jaxfb", "any_chip")
+"""With the config for H100s, and with the one that its name begins with."""
+JOBS = {
+    "8B, 8 H100": Job("8b-h100", "gpu:h100x8"),
+    "8B, 64 H100": Job("8b-h100", "gpu:h100x64"),
+    "70B, 512 H100": Job("70b-h100", "gpu:h100x512"),
+    "Mixtral 8x22B, 128 H100": Job("moe-141b-h100", "gpu:h100x128"),
+}
+
+
+def config_of(job: Job, side: str) -> Config:
+    name = job.config if side == "jaxfb" else job.config.removesuffix("-h100")
+    return jaxfb_config(replace(job, config=name))
+
+
+def lower(job: Job, side: str, compiled) -> None:
+    config, topology = config_of(job, side), parse_topology(job.topology)
+    assert topology.chip is not None
+    config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config, topology) else "xla")
+    lower_jaxfb(config, gpu.devices(topology.chip, topology.num_devices), compiled)
+
+
+def compile_program(lowered: Any, job: Job, side: str) -> tuple[Any, float]:
+    program = lowered.compile()
+    return program, peak_bytes(program)
+
+
+ROWS = Rows(
+    script=Path(__file__),
+    jobs=JOBS,
+    sides=SIDES,
+    usual=SIDES,
+    environment={},
+    packages=("jax-cuda13-pjrt",),
+    settings={"gpu": "H100", "seq": 4096, "compute_dtype": "bfloat16", "accum_dtype": "float32"},
+    config=config_of,
+    lower=lower,
+    compile=compile_program,
+)
+
+if __name__ == "__main__":
+    real_sizes.main(ROWS, __doc__ or "")
