@@ -51,8 +51,8 @@ def splash_attention(
       float[R, T, H, K].
     """
     kernel = _kernel(query.shape[2], query.shape[1], window, scores.softcap, interpret)
-    heads_first = [x.swapaxes(1, 2) for x in (_scaled(query), key, value)]
-    one_row = lambda qkv, ids: kernel(*qkv, _segment_ids(ids), scores.sinks)  # noqa: E731
+    heads_first = [x.swapaxes(1, 2) for x in (scaled(query), key, value)]
+    one_row = lambda qkv, ids: kernel(*qkv, segment_ids(ids), scores.sinks)  # noqa: E731
     return jax.vmap(one_row)(heads_first, segments).swapaxes(1, 2)
 
 
@@ -111,12 +111,12 @@ def visible_pairs(length: int) -> int:
     return length * (length + block_size(length)) // 2
 
 
-def _scaled(query: jax.Array) -> jax.Array:
+def scaled(query: jax.Array) -> jax.Array:
     """Scales queries in float32, since the kernel's scores are plain products and 1 / sqrt(K) is no bfloat16 number."""
     return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 
-def _segment_ids(ids: jax.Array | None) -> Any:
+def segment_ids(ids: jax.Array | None) -> Any:
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
     return None if ids is None else splash.SegmentIds(q=ids, kv=ids)
@@ -131,24 +131,29 @@ def _kernel(num_heads: int, length: int, window: int | None, softcap: float | No
     of numbers rounded to the compute dtype.
     """
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    if window is None:
+        mask = splash.CausalMask((length, length))
+    else:
+        mask = splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
+    return made(mask, num_heads, softcap, interpret, residual_checkpoint_name=KEPT)
+
+
+def made(mask: Any, num_heads: int, softcap: float | None, interpret: bool, **more: Any) -> Any:
+    """Returns the kernel of one row whose heads all have this mask. more: of `make_splash_mha_single_device`."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
     from jax.experimental.pallas.ops.tpu.splash_attention.splash_attention_mask import MultiHeadMask
 
-    def visible():
-        if window is None:
-            return splash.CausalMask((length, length))
-        return splash.LocalMask((length, length), window_size=(window - 1, 0), offset=0)
-
-    block = block_size(length)
+    block = block_size(mask.shape[0])
     names = "q kv kv_compute q_dkv kv_dkv kv_dkv_compute q_dq kv_dq".split()
     blocks: dict[str, Any] = {f"block_{name}": block for name in names}
-    mask = MultiHeadMask([visible() for _ in range(num_heads)])
     with jax.ensure_compile_time_eval():
         kernel = splash.make_splash_mha_single_device(
-            mask=mask,
+            mask=MultiHeadMask([mask for _ in range(num_heads)]),
             block_sizes=splash.BlockSizes(**blocks),
             attn_logits_soft_cap=softcap,
-            residual_checkpoint_name=KEPT,
             interpret=interpret,
+            **more,
         )
     # numbers of which blocks to visit: on the host, so that a program for other devices may hold them
     return jax.tree.map(np.asarray, kernel)

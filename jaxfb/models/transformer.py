@@ -31,7 +31,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 from jaxfb.losses.language_model import next_token_loss
-from jaxfb.models import lora, mtp
+from jaxfb.models import lora, mtp, splash_ring
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
@@ -286,19 +286,28 @@ def _attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
 
 def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
     if size_here() > 1:
-        out = context_attention(query, key, value, scores, segments=segments, method=context, window=window)
-        return out, None
+        attend = partial(context_attention, method=context, window=window)
+        whole = window is None and context == "ring" and backend in ("auto", "splash")
+        if whole and splash_ring.refusal(query, key) is None:
+            return _on_head_shards(splash_ring.splash_ring, query, key, value, scores, segments), None
+        return attend(query, key, value, scores, segments=segments), None
     chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
+    attend = partial(packed_attention, backend=chosen, window=window)
+    if chosen == "xla":
+        return attend(query, key, value, scores, segments=segments), None
+    return _on_head_shards(attend, query, key, value, scores, segments), None
 
-    def attend(query, key, value, *more):
+
+def _on_head_shards(attend, query, key, value, scores, segments):
+    """Returns what a kernel makes of the heads of each tensor shard."""
+
+    def of_shard(query, key, value, *more):
         *sinks, segments = more
         here = scores._replace(sinks=sinks[0].reshape(-1)) if sinks else scores
-        return packed_attention(query, key, value, here, segments=segments, backend=chosen, window=window)
+        return attend(query, key, value, scores=here, segments=segments)
 
-    heads = [query, key, value, *([] if scores.sinks is None else [scores.sinks[None, None, :, None]])]
-    if chosen == "xla":
-        return attend(*heads, segments), None
-    return on_head_shards(attend, heads, segments), None
+    sinks = [] if scores.sinks is None else [scores.sinks[None, None, :, None]]
+    return on_head_shards(of_shard, [query, key, value, *sinks], segments)
 
 
 def _positions(microbatch: Mapping) -> jax.Array:

@@ -10,7 +10,7 @@ Softmax statistics and sums are float32 (float64 for float64 inputs).
 from __future__ import annotations
 
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -147,8 +147,8 @@ def context_attention(
       scores: soft cap and sinks.
       segments: i32[R, T/context] document ids, or None.
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
-        devices' share of them; "all_gather" gathers them all; "all_to_all" exchanges tokens for heads
-        (Ulysses; C must divide G) and so runs any attention kernel.
+        devices' share of them (on a TPU by kernels, `jaxfb.models.splash_ring`); "all_gather" gathers them all;
+        "all_to_all" exchanges tokens for heads (Ulysses; C must divide G) and so runs any attention kernel.
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T/context, H, K].
@@ -226,10 +226,10 @@ def _ring_forward(query, key, value, sinks, segments, window, softcap):
 
     def turn(carry, step):
         sums, block = carry
-        return (add(sums, block, step), _pass_on(block)), None
+        return (add(sums, block, step), pass_on(block)), None
 
     last = size_here() - 1
-    (sums, block), _ = lax.scan(turn, (sums, _pass_on(block)), jnp.arange(1, last))
+    (sums, block), _ = lax.scan(turn, (sums, pass_on(block)), jnp.arange(1, last))
     sums = add(sums, block, last)
     out = sums.out / sums.total[..., None]
     result = out.astype(query.dtype).reshape(query.shape)
@@ -252,12 +252,12 @@ def _ring_backward(window, softcap, residuals, cotangent):
 
     def turn(carry, step):
         d_query, block, d_key, d_value = add(carry, step)
-        return (d_query, *_pass_on((block, d_key, d_value))), None
+        return (d_query, *pass_on((block, d_key, d_value))), None
 
-    carry = (d_query, *_pass_on((_Block(key, value, segments), d_key, d_value)))
+    carry = (d_query, *pass_on((_Block(key, value, segments), d_key, d_value)))
     carry, _ = lax.scan(turn, carry, jnp.arange(1, size_here() - 1))
     d_query, _, d_key, d_value = add(carry, size_here() - 1)
-    d_key, d_value = _pass_on((d_key, d_value))
+    d_key, d_value = pass_on((d_key, d_value))
     return (
         d_query.reshape(query.shape).astype(query.dtype),
         d_key.astype(key.dtype),
@@ -316,7 +316,8 @@ def _block_backward(saved, seen, start, block, length):
     return jnp.pad(dq, [(0, 0), (start, 0)] + [(0, 0)] * (dq.ndim - 2)), tail(dk), tail(dv)
 
 
-def _pass_on(tree):
+def pass_on(tree: Any) -> Any:
+    """Returns the arrays of the device before this one; this device's go to the one after it."""
     size = size_here()
     with jax.named_scope("context_ring"):
         return lax.ppermute(tree, AXIS, [(device, (device + 1) % size) for device in range(size)])

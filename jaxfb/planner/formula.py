@@ -396,9 +396,13 @@ def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -
 
 def _flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
     """Returns True if attention never makes scores: GPUs run cuDNN's and a TPU splash, where they can."""
-    dtype = jnp.dtype(config.precision.compute_dtype)
-    if topology.platform == "cpu" or config.mesh.context > 1 or sizes.attention == "xla":
+    dtype, context = jnp.dtype(config.precision.compute_dtype), config.mesh.context
+    length = config.data.sequence_length
+    if topology.platform == "cpu" or sizes.attention == "xla":
         return False
     if topology.platform == "gpu":
-        return dtype.itemsize == 2 and sizes.variant.has_plain_scores
-    return splash.refused_sizes(dtype, config.data.sequence_length, sizes.head_size) is None
+        return context == 1 and dtype.itemsize == 2 and sizes.variant.has_plain_scores
+    if context > 1:
+        ring = sizes.context_attention == "ring" and sizes.window is None
+        return ring and splash.refused_sizes(dtype, length // context // 2, sizes.head_size) is None
+    return splash.refused_sizes(dtype, length, sizes.head_size) is None

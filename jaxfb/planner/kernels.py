@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Sequence
 
-from jaxfb.models.splash import block_size, visible_pairs
+from jaxfb.models.splash import block_size
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
@@ -20,8 +20,8 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
     Args:
       name: the kernel's, or that of an instruction of a compiled program named after it.
       operands: their shapes; splash's are the two tables of its mask (blocks of queries by blocks of keys), then
-        queries [R, H, T, K], or of one row [H, T, K]. A ragged product's are tables, rows [S, D] and matrices
-        [L, D, F].
+        queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the places of
+        queries, without rows. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
       share: of a ragged product's rows, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
@@ -30,9 +30,19 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
     if found is None:
         return 0.0
     *rows_and_heads, length, size = operands[2]
-    visited = math.prod(operands[0][1:]) * block_size(length) ** 2  # less than the causal ones with a window
-    pairs = min(visited, visible_pairs(length))
-    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
+    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * _pairs(operands, length)
+
+
+def _pairs(operands: Sequence[tuple[int, ...]], queries: int) -> float:
+    """Returns the (query, key) pairs that are computed: those of blocks of which a causal mask, or a window, lets
+    something be seen.
+
+    Queries may be some of a longer sequence, cut so that each device's see as much.
+    """
+    keys = operands[3][-2]
+    visited = math.prod(operands[0][1:]) * block_size(queries) * block_size(keys)  # fewer with a window
+    causal = any(len(shape) == 2 for shape in operands[4:])
+    return min(visited, queries * (keys + block_size(keys)) / 2) if causal else visited
 
 
 def _ragged_flops(operands: Sequence[tuple[int, ...]]) -> float:

@@ -155,14 +155,14 @@ def test_a_block_divides_the_length(length, block):
 def traced_step(mesh, remat, **options):
     """An update of eight rows in bfloat16, traced for a mesh of TPUs that do not exist."""
     config = TransformerConfig(**SIZES)
-    data = mesh.shape["data"]
+    data, length = mesh.shape["data"], LENGTH * mesh.shape["context"]
     plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=1, data_parallel=data)
     step = jaxfb.make_train_step(
         transformer(config), optax.sgd(1e-3), mesh, plan, dropout=False, remat=remat, compute_dtype=jnp.bfloat16,
         **options,
     )  # fmt: skip
     rows = NamedSharding(mesh, P(None, "data"))
-    leaf = lambda dtype: jax.ShapeDtypeStruct((8 // data, data, LENGTH), dtype, sharding=rows)  # noqa: E731
+    leaf = lambda dtype: jax.ShapeDtypeStruct((8 // data, data, length), dtype, sharding=rows)  # noqa: E731
     batch = {name: leaf(jnp.int32) for name in ("tokens", "targets", "segments")}
     batch["loss_mask"] = leaf(jnp.float32)
     return step.trace(step.abstract_state(lambda key: init_params(config, key)), Microbatches(batch))
@@ -187,6 +187,8 @@ PIPE = dict(pipe=2, tensor=2)
         (dict(data=2, tensor=2), "none", {}, 1),
         (dict(data=2, tensor=2), "selective", {}, 1),
         (dict(data=2, tensor=2), "full", {}, 2),
+        (dict(data=2, context=3, tensor=2), "full", {}, 2),
+        (dict(data=2, context=3, tensor=2), "selective", {}, 1),
         (PIPE, "none", dict(schedule="1f1b"), 1),
         (PIPE, "selective", dict(schedule="1f1b"), 1),
         (PIPE, "layer", dict(schedule="1f1b"), 2),
@@ -198,7 +200,7 @@ def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(size
     found = runs(traced)
     assert found["fwd"] == forward * found["dkv"] and found["dq"] == found["dkv"] > 0
     if "pipe" not in sizes:
-        assert found["dkv"] == 4 * 4  # layers, microbatches
+        assert found["dkv"] == 4 * 4 * sizes.get("context", 1)  # layers, microbatches, turns of the ring
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and f"{LENGTH}x{LENGTH}" not in text
     assert not shared_functions_with_manual_parts(text)

@@ -45,8 +45,21 @@ def by(attention: str):
 def test_blocks_before_a_window_are_not_counted(length, window, blocks):
     """The table of blocks that are visited is narrower then, but no narrower in the first rows."""
     table = _kernel(1, length, window, None, True).fwd_mask_info.data_next.shape
-    flops = kernel_flops("splash_mha_fwd_x", [table, table, (1, length, SIZE)])
+    one = (1, length, SIZE)
+    flops = kernel_flops("splash_mha_fwd_x", [table, table, one, one, one, (length, 128)])
     assert flops == 2 * 2 * SIZE * blocks * 512**2
+
+
+@pytest.mark.parametrize("queries, keys", [(1024, 1024), (1024, 4096)])
+def test_blocks_that_are_seen_whole_are_counted_whole_and_those_of_a_part_of_the_queries_by_halves(
+    queries, keys
+):
+    """Each block of a ring's turn is visible; queries of a part of a sequence see every other block on average."""
+    table, query, key = (1, queries // 512, keys // 512), (2, 4, queries, SIZE), (2, 2, keys, SIZE)
+    operands = [table, table, query, key, key, (2, queries, 128), (2, 8, keys)]
+    pairs = 2 * 4 * SIZE * 2 * 2 * queries
+    assert kernel_flops("splash_mha_fwd_x", operands) == pairs * keys
+    assert kernel_flops("splash_mha_fwd_x", [*operands, (queries, 128)]) == pairs * (keys + 512) / 2
 
 
 def test_a_trace_counts_the_kernels_products():
@@ -70,11 +83,12 @@ def test_the_formula_knows_where_scores_are_made():
 def test_a_compiled_program_names_its_kernels():
     query, keys = "bf16[2,4,1024,64]{3,2,1,0}", "bf16[2,2,1024,64]{3,2,1,0}"
     text = f"""HloModule step
-ENTRY %main (t: s8[1,2,2], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64]) -> {query} {{
+ENTRY %main (t: s8[1,2,2], q: bf16[2,4,1024,64], k: bf16[2,2,1024,64], p: s32[1024,128]) -> {query} {{
   %t = s8[1,2,2]{{2,1,0}} parameter(0)
   %q = {query} parameter(1)
   %k = {keys} parameter(2)
-  ROOT %splash_mha_dq_segmented_no_residuals.3 = {query} custom-call(%t, %t, %q, %k, %k), metadata={{}}
+  %p = s32[1024,128]{{1,0}} parameter(3)
+  ROOT %splash_mha_dq_segmented_no_residuals.3 = {query} custom-call(%t, %t, %q, %k, %k, %p), metadata={{}}
 }}
 """
     cost = hlo_cost.cost_of(text, None, Chip("made up", 1.0, 1.0, math.inf, 1.0, source=""))

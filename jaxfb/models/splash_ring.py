@@ -1,0 +1,259 @@
+"""Ring attention by splash's kernels: what `jaxfb.parallel.context.ring` computes, with no scores in a TPU's memory.
+
+A device's own pieces of the zigzag are in order, so that its own keys are a causal mask's. Of the keys of another
+device its second piece of queries sees the first piece, and either its first piece of queries sees that too (keys
+from a device before it) or its second piece of queries sees the second piece (from one after). That is two products of
+half the queries with half the keys in every turn, of which nothing is masked.
+
+A kernel returns what it sums in float32 in the compute dtype. Turns are summed in float32: each one's result is
+rounded once, and their sum once more.
+
+Shapes: R = rows, T = tokens on this device, H = heads, G = kv heads, K = head size. Statistics are float32.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.ad_checkpoint import checkpoint_name
+
+from jaxfb.compat import splash_backward
+from jaxfb.models import splash
+from jaxfb.parallel.context import AXIS, pass_on, size_here
+from jaxfb.parallel.scores import PLAIN, Scores
+
+
+def refusal(query: Any, key: Any) -> str | None:
+    """Returns why the kernels cannot take a device's [R, T, H, K] and [R, T, G, K], half of each at a time, or None."""
+    halves = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in (query, key)
+    )
+    return splash.refusal(*halves)
+
+
+def splash_ring(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    scores: Scores = PLAIN,
+    *,
+    segments: jax.Array | None,
+    interpret: bool = False,
+) -> jax.Array:
+    """Computes causal attention inside each segment over the whole sequence, of which every device has its zigzag part.
+
+    Args:
+      query: float[R, T, H, K].  key, value: float[R, T, G, K].
+      scores: as those of `packed_attention`.
+      segments: i32[R, T], or None.
+      interpret: run the kernels step by step as plain JAX, on any platform: for tests.
+    Returns:
+      float[R, T, H, K].
+    """
+    q, k, v = (jnp.swapaxes(x, 1, 2) for x in (splash.scaled(query), key, value))
+    out: Any = _ring(q, k, v, scores.sinks, segments, scores.softcap, interpret)
+    return jnp.swapaxes(out, 1, 2)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(5, 6))
+def _ring(q, k, v, sinks, segments, softcap, interpret) -> jax.Array:
+    return _forward(q, k, v, sinks, segments, softcap, interpret)[0]
+
+
+class _Keys(NamedTuple):
+    """Keys and values [R, G, T, K] of one device and their segments [R, T], on their way round."""
+
+    key: jax.Array
+    value: jax.Array
+    segments: jax.Array | None
+
+
+class _Queries(NamedTuple):
+    """Queries of this device and what the backward needs beside them; `None` of it in the forward.
+
+    query, out, d_out: [R, H, T, K]; normalizer: f32[R, H, T], the logarithm of the sum of exponentials of the scores.
+    """
+
+    query: jax.Array
+    segments: jax.Array | None
+    out: jax.Array | None = None
+    normalizer: jax.Array | None = None
+    d_out: jax.Array | None = None
+
+
+class _Sums(NamedTuple):
+    """Attention to the keys so far: out f32[R, H, T, K], and the normalizer f32[R, H, T] of its softmax."""
+
+    out: jax.Array
+    normalizer: jax.Array
+
+
+def _forward(q, k, v, sinks, segments, softcap, interpret):
+    own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    queries, keys = _Queries(q, segments), _Keys(k, v, segments)
+
+    def add(sums, keys, step):
+        places = _places(q.shape[2], step)
+        out, normalizer = _attend(half, _both(queries, places.queries), _both(keys, places.keys))
+        parts = zip(jnp.split(out, 2), jnp.split(normalizer, 2), places.queries, strict=True)
+        for *part, place in parts:
+            sums = _updated(sums, place, partial(_merged, _Sums(*part)))
+        return sums
+
+    def turn(carry, step):
+        sums, keys = carry
+        return (add(sums, keys, step), pass_on(keys)), None
+
+    behind = pass_on(keys)
+    out, normalizer = _attend(own, queries, keys)
+    sums = _Sums(out.astype(jnp.float32), normalizer)
+    if sinks is not None:
+        nothing = jnp.zeros_like(sums.out), jnp.broadcast_to(sinks[:, None], normalizer.shape)
+        sums = _merged(_Sums(*nothing), sums)
+    last = size_here() - 1
+    (sums, keys), _ = lax.scan(turn, (sums, behind), jnp.arange(1, last))
+    sums = add(sums, keys, last)
+    out, normalizer = (checkpoint_name(x, splash.KEPT) for x in (sums.out.astype(q.dtype), sums.normalizer))
+    return out, (q, k, v, sinks, segments, out, normalizer)
+
+
+def _backward(softcap, interpret, residuals, d_out):
+    q, k, v, sinks, segments, out, normalizer = residuals
+    own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    queries, keys = _Queries(q, segments, out, normalizer, d_out), _Keys(k, v, segments)
+    wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
+
+    def add(carry, step):
+        d_query, keys, of_keys = carry
+        places = _places(q.shape[2], step)
+        dq, *dkv = wide(_gradients(half, _both(queries, places.queries), _both(keys, places.keys)))
+        for number in range(2):
+            piece = lambda x, n=number: jnp.split(x, 2)[n]  # noqa: E731
+            d_query = _updated(d_query, places.queries[number], lambda x, p=piece: x + p(dq))
+            of_keys = _updated(
+                of_keys,
+                places.keys[number],
+                lambda x, p=piece: [a + p(b) for a, b in zip(x, dkv, strict=True)],
+            )
+        return d_query, keys, of_keys
+
+    def turn(carry, step):
+        d_query, keys, of_keys = carry
+        behind = pass_on(keys)
+        d_query, _, of_keys = add(carry, step)
+        return (d_query, behind, pass_on(of_keys)), None
+
+    behind = pass_on(keys)
+    d_query, *of_keys = wide(_gradients(own, queries, keys))
+    carry, _ = lax.scan(turn, (d_query, behind, pass_on(of_keys)), jnp.arange(1, size_here() - 1))
+    d_query, _, of_keys = add(carry, size_here() - 1)
+    d_key, d_value = pass_on(of_keys)
+    d_sinks = None if sinks is None else _sinks_gradient(sinks, queries)
+    return d_query.astype(q.dtype), d_key.astype(k.dtype), d_value.astype(v.dtype), d_sinks, None
+
+
+_ring.defvjp(_forward, _backward)
+
+
+@lru_cache(maxsize=64)
+def _kernels(num_heads: int, length: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
+    """Returns (that of the device's own keys, that of half its queries and half of another's keys)."""
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    masks = (
+        splash_attention.CausalMask((length, length)),
+        splash_attention.FullMask((length // 2, length // 2)),
+    )
+    own, half = (splash.made(mask, num_heads, softcap, interpret, save_residuals=True) for mask in masks)
+    return own, half
+
+
+class _Places(NamedTuple):
+    """Tells where the two pairs of pieces begin: of this device's queries, and of the keys that are here now."""
+
+    queries: tuple[jax.Array | int, jax.Array | int]
+    keys: tuple[jax.Array | int, jax.Array | int]
+
+
+def _places(length: int, step: jax.Array | int) -> _Places:
+    half = length // 2
+    from_before = lax.axis_index(AXIS) - step >= 0
+    either = jnp.where(from_before, 0, half)
+    return _Places((half, either), (0, either))
+
+
+def _time(x: jax.Array) -> int:
+    """Returns the dim of tokens: [R, T] or [R, H, T, ...]."""
+    return 1 if x.ndim == 2 else 2
+
+
+def _both(tree: Any, places: tuple) -> Any:
+    """Returns the halves of the arrays that begin at the two places, as twice the rows."""
+
+    def cut(x):
+        halves = [lax.dynamic_slice_in_dim(x, place, x.shape[_time(x)] // 2, _time(x)) for place in places]
+        return jnp.concatenate(halves)
+
+    return jax.tree.map(cut, tree)
+
+
+def _updated(tree: Any, place: jax.Array | int, change: Any) -> Any:
+    """Returns arrays whose half that begins at a place is changed."""
+    cut = lambda x: lax.dynamic_slice_in_dim(x, place, x.shape[2] // 2, 2)  # noqa: E731
+    put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, place, 2)  # noqa: E731
+    return jax.tree.map(put, tree, change(jax.tree.map(cut, tree)))
+
+
+def _merged(part: _Sums, sums: _Sums) -> _Sums:
+    normalizer = jnp.logaddexp(sums.normalizer, part.normalizer)
+    shares = (jnp.exp(one.normalizer - normalizer)[..., None] for one in (sums, part))
+    before, added = (one.out * share for one, share in zip((sums, part), shares, strict=True))
+    return _Sums(before + added, normalizer)
+
+
+def _attend(kernel: Any, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [R, H, T, K], normalizer f32[R, H, T]) of these keys alone."""
+
+    def one_row(queries, keys):
+        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, _ids(queries, keys))
+        return out, normalizer
+
+    return jax.vmap(one_row)(queries, keys)
+
+
+def _gradients(kernel: Any, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns these keys' part of the gradients of (query, key, value), by the normalizers of all keys."""
+
+    def one_row(queries, keys):
+        saved = (
+            queries.query,
+            keys.key,
+            keys.value,
+            _ids(queries, keys),
+            None,
+            queries.out,
+            queries.normalizer,
+        )
+        return splash_backward(kernel, saved, queries.d_out)
+
+    return jax.vmap(one_row)(queries, keys)
+
+
+def _ids(queries: _Queries, keys: _Keys) -> Any:
+    from jax.experimental.pallas.ops.tpu import splash_attention
+
+    if queries.segments is None or keys.segments is None:
+        return None
+    return splash_attention.SegmentIds(q=queries.segments, kv=keys.segments)
+
+
+def _sinks_gradient(sinks: jax.Array, queries: _Queries) -> jax.Array:
+    """Computes it: each sink has taken its probability of what the other scores' values give."""
+    assert queries.d_out is not None and queries.out is not None and queries.normalizer is not None
+    delta = jnp.sum(queries.d_out.astype(jnp.float32) * queries.out.astype(jnp.float32), axis=-1)
+    prob = jnp.exp(sinks[:, None] - queries.normalizer)
+    return -jnp.sum(prob * delta, axis=(0, 2)).astype(sinks.dtype)

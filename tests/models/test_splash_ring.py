@@ -1,0 +1,64 @@
+"""Ring attention by splash's kernels, in Pallas' interpreter: the numbers of the ring that makes scores."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.models.splash_ring import splash_ring
+from jaxfb.parallel import context
+from jaxfb.parallel.scores import Scores
+
+HEADS, KV_HEADS, SIZE = 2, 1, 8
+SHARE = 256  # tokens of a device: two pieces of the kernel's smallest block
+
+
+@pytest.fixture(autouse=True)
+def integers_of_32_bits():
+    """As outside tests, where only float64 asks for more; with 64 the kernel's grouped heads do not trace."""
+    with jax.enable_x64(False):
+        yield
+
+
+@pytest.mark.parametrize(
+    "size, packed, softcap",
+    [(2, False, None), pytest.param(3, True, 2.0, marks=pytest.mark.slow)],
+)
+def test_kernels_in_a_ring_are_the_ring_that_makes_scores(size, packed, softcap):
+    """Results and all gradients in float32, to 5e-6 of the largest number: both sum 256 products, in another order."""
+    length = SHARE * size
+    keys = jax.random.split(jax.random.key(0), 4)
+    shapes = (HEADS, KV_HEADS, KV_HEADS, HEADS)
+    *inputs, cotangent = (
+        jax.random.normal(key, (1, length, n, SIZE), jnp.float32) for key, n in zip(keys, shapes, strict=True)
+    )
+    documents = jnp.asarray(np.repeat([[1, 2, 2, 0]], length // 4, 1).reshape(1, -1, order="F"), jnp.int32)
+    documents = jnp.sort(documents, axis=1)[:, ::-1] if packed else None
+    sinks = [] if softcap is None else [jnp.linspace(-1, 2, HEADS, dtype=jnp.float32)]
+
+    def both(segments, cotangent, query, key, value, *sinks):
+        segments = segments if packed else None
+
+        def with_gradient(run):
+            scored = lambda q, k, v, *s: run(q, k, v, Scores(softcap, *s), segments=segments)  # noqa: E731
+            out, vjp = jax.vjp(scored, query, key, value, *sinks)
+            return out, *vjp(cotangent)
+
+        plain = partial(context.context_attention, method="ring")
+        return with_gradient(partial(splash_ring, interpret=True)), with_gradient(plain)
+
+    mesh = jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
+    cut, order = P(None, "context"), context.zigzag(length, size)
+    out = ((cut,) * 4 + (P("context"),) * len(sinks),) * 2
+    whole = tuple(P() for _ in sinks)
+    run = jax.jit(
+        jax.shard_map(both, mesh=mesh, in_specs=(*(cut,) * 5, *whole), out_specs=out, check_vma=False)
+    )
+    segments = jnp.ones((1, length), jnp.int32) if documents is None else documents
+    ours, theirs = run(*(x[:, order] for x in (segments, cotangent, *inputs)), *sinks)
+    for kernel, plain in zip(ours, theirs, strict=True):
+        np.testing.assert_allclose(kernel, plain, rtol=0, atol=5e-6 * float(jnp.abs(plain).max()))
