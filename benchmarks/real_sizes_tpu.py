@@ -36,6 +36,19 @@ PIPELINE = {
     "scan_layers": False,
 }
 TENSOR = {"ici_fsdp_parallelism": 64, "ici_tensor_parallelism": 8, "per_device_batch_size": 1 / 8}
+LONG = ("data.sequence_length=32768", "batch.rows=128", "mesh.fsdp=16", "mesh.context=4")
+LONG_MAXTEXT = {
+    "ici_fsdp_parallelism": 16,
+    "ici_context_parallelism": 4,
+    "per_device_batch_size": 1 / 4,
+    "gradient_accumulation_steps": 8,
+}
+LONGER = ("data.sequence_length=131072", "batch.rows=32", "mesh.fsdp=4", "mesh.context=16")
+LONGER_MAXTEXT = LONG_MAXTEXT | {
+    "ici_fsdp_parallelism": 4,
+    "ici_context_parallelism": 16,
+    "per_device_batch_size": 1 / 16,
+}
 IN_PIECES = (
     "model.expert_pieces=true",
     "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
@@ -59,6 +72,8 @@ JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
+    "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
+    "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
         "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
     ),
