@@ -1,6 +1,7 @@
 """The mesh: axis names, and every divisibility between axis sizes and devices. Contract of all that follows.
 
-A replica is one position on the axes that hold different rows (data, fsdp, expert).
+A replica is one position on the axes that hold different rows (data, fsdp, expert). Short rows may use a part of the
+context axis as a further one; see `with_context`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,8 @@ from jaxfb import cpu
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-REPLICA_AXES = ("data", "fsdp", "expert")
+ROWS = "rows"
+REPLICA_AXES = ("data", "fsdp", "expert", ROWS)
 AUTOMATIC_AXES = ("tensor",)
 _MOST_SIMULATED = 1024
 
@@ -84,8 +86,34 @@ def manual_axes(mesh: Mesh) -> tuple[str, ...]:
 
 
 def data_parallel(mesh: Mesh | None) -> int:
-    """Returns number of replicas: data * fsdp * expert."""
+    """Returns number of replicas: data * fsdp * expert, and those of a smaller context axis (`with_context`)."""
     return axis_size(mesh, *REPLICA_AXES)
+
+
+def with_context(mesh: Mesh, size: int) -> Mesh:
+    """Returns the same devices, in the same order, with a context axis of `size`.
+
+    What is left of the axis holds different rows: it becomes the replica axis "rows". An array that is cut over other
+    axes is where it was, so that programs over both meshes take the same parameters.
+
+    Raises:
+      ValueError: size does not divide the context axis.
+    """
+    check_mesh(mesh)
+    whole, names = axis_size(mesh, "context"), list(mesh.axis_names)
+    if whole % integer("size", size):
+        near = _nearest_divisor(whole, size)
+        raise Refused(
+            f"a context axis of {whole} cannot have parts of {size}; use size={near}", [{"size": near}]
+        )
+    if size == whole:
+        return mesh
+    at = names.index("context")
+    names.insert(at, ROWS)
+    sizes = [mesh.shape[name] for name in mesh.axis_names]
+    sizes[at : at + 1] = whole // size, size
+    how: dict[str, Any] = {"axis_types": (AxisType.Auto,) * len(names)}
+    return Mesh(mesh.devices.reshape(sizes), tuple(names), **how)
 
 
 def platform_here() -> str:

@@ -132,6 +132,7 @@ class TrainStep:
         donating = {"donate_argnums": 0}
         self._updated = per_options(self._update, static_argnums=3, **donating)
         self._applied = per_options(self._apply_given, **donating)
+        self._finished = per_options(self._apply, **donating)
         self._differentiated = per_options(self._give, static_argnums=(4, 5))
 
     @property
@@ -154,11 +155,15 @@ class TrainStep:
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
         state = self._placement.taken(state)
+        bounds = None if limits is None else self._everywhere(np.array(check_limits(limits), np.float32))
+        if plan.max_context:
+            out = self._differentiate(state, batch, None, None, self.model, plan)
+            finished = self._finished(self.forward_backward.compiler_options)
+            return finished(state, self._to_apply(out), self._rows(real_rows), bounds)
         if plan.by_tokens:
             packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        bounds = None if limits is None else self._everywhere(np.array(check_limits(limits), np.float32))
         return self._jitted(state, batch, self._rows(real_rows), plan, bounds)
 
     def gradients(
@@ -190,6 +195,9 @@ class TrainStep:
         state = self._placement.placed(state)
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None
+        if cut.max_context:
+            out = self._give(state, batch, keys, weights, model, cut)
+            return replace(out, origin=replace(out.origin, rows=rows, weights=weights))
         if cut.by_tokens:
             packed = Packed(batch, cut)
             batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
@@ -241,18 +249,20 @@ class TrainStep:
         """
         state = self._placement.taken(state)
         check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
-        mesh = self.forward_backward.mesh
-        out = adopt(replace(gradients, outputs=None), NamedSharding(mesh, P()))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
-        used = (
-            {} if out.origin.normalize == "global" else {name: out.per_microbatch[name] for name in out.terms}
-        )
+        out = self._to_apply(gradients)
+        applied = self._applied(self.forward_backward.compiler_options)
+        return applied(state, out, self._rows(applied_rows))
+
+    def _to_apply(self, gradients: ForwardBackwardOutput) -> ForwardBackwardOutput:
+        """Returns of an output what an update needs, on the mesh."""
+        out = adopt(replace(gradients, outputs=None), NamedSharding(self.forward_backward.mesh, P()))
+        names = () if out.origin.normalize == "global" else out.terms
+        used = {name: out.per_microbatch[name] for name in names}
         # a copy, because the scale may be the state's array, which is donated
         scale = jax.tree.map(jnp.copy, out.origin.grad_scale)
         origin = replace(out.origin, rows=None, weights=None, grad_scale=scale)
-        out = replace(out, per_microbatch=used, origin=origin)
-        applied = self._applied(self.forward_backward.compiler_options)
-        return applied(state, out, self._rows(applied_rows))
+        return replace(out, per_microbatch=used, origin=origin)
 
     @property
     def _jitted(self):

@@ -24,6 +24,7 @@ _CUTS = (
     "sequence_length",
     "widths",
     "packing",
+    "max_context",
 )
 
 

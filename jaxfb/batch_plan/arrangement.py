@@ -55,9 +55,9 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
         raise PlanError(
             f"[arrange] plan must be a BatchPlan with max_tokens_per_microbatch, got {shown(plan)}"
         )
-    lengths, widths = _checked_lengths(plan, lengths), plan.widths or ()
+    lengths, widths = checked_lengths(plan, lengths), plan.widths or ()
     width = widths[bisect_left(widths, max(lengths))]
-    bins = _pack(lengths, width) if plan.packing else [[row] for row in range(plan.rows)]
+    bins = pack(lengths, width) if plan.packing else [[row] for row in range(plan.rows)]
     _, per_replica, count = shape_for(plan, width, len(bins))
     total = per_replica * count * plan.data_parallel
     if plan.packing:
@@ -72,6 +72,7 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
         sequence_length=None,
         widths=None,
         packing=False,
+        max_context=None,
         remainder="pad",  # some array rows may be blank
     )
     made = Arrangement(cut, width, tuple(map(tuple, bins)), tuple(lengths))
@@ -79,7 +80,7 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
     return made
 
 
-def _pack(lengths: Sequence[int], width: int) -> Bins:
+def pack(lengths: Sequence[int], width: int) -> Bins:
     """Packs rows into few array rows: best fit, longest first."""
     bins: Bins = []
     free: list[int] = []
@@ -115,7 +116,7 @@ def _in_order(bins: Bins, lengths: Sequence[int], replicas: int, per_replica: in
     return ordered
 
 
-def _checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
+def checked_lengths(plan: BatchPlan, lengths: Any) -> list[int]:
     """Returns `lengths` as ints, one for each row of a plan by tokens."""
     if not plan.by_tokens:
         raise PlanError(

@@ -5,12 +5,14 @@ Part of the batch-plan step; `BatchPlan` calls it at construction, `arrangement.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator
+from math import isqrt
 from typing import Any
 
 from jaxfb.batch_plan.refusal import PlanError
 
-BUDGET = ("sequence_length", "widths", "packing")
+BUDGET = ("sequence_length", "widths", "packing", "max_context")
 GRAINS = 4  # rows_per_microbatch is rounded up to quarters of the most that fit: few programs, little padding
 QUARTERS = 4
 
@@ -39,7 +41,35 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
             f"{plan.sequence_length}{padded}; use max_tokens_per_microbatch={widths[-1]} or more",
             [{"max_tokens_per_microbatch": widths[-1]}],
         )
+    _check_context(plan, widths)
     return widths
+
+
+def context_sizes(plan: Any, width: int) -> tuple[int, ...]:
+    """Returns the numbers of context devices that rows of this width may be cut over, each in two pieces a device, so
+    that the share of the budget holds one row; rising.
+    """
+    small = [size for size in range(1, isqrt(plan.max_context) + 1) if plan.max_context % size == 0]
+    sizes = sorted({*small, *(plan.max_context // size for size in small)})
+    fit = (size for size in sizes if share_of(plan, size) >= width)
+    return tuple(size for size in fit if size == 1 or width % (2 * size) == 0)
+
+
+def share_of(plan: Any, context: int) -> int:
+    """Returns the most tokens of a microbatch that is cut over so many of the plan's context devices."""
+    return plan.max_tokens_per_microbatch * context // plan.max_context
+
+
+def with_context(plan: Any, width: int, context: int) -> Any:
+    """Returns the plan for rows of one width on a mesh whose context axis has so many devices."""
+    return dataclasses.replace(
+        plan,
+        data_parallel=plan.data_parallel * plan.max_context // context,
+        max_tokens_per_microbatch=share_of(plan, context),
+        sequence_length=width,
+        widths=(width,),
+        max_context=None,
+    )
 
 
 def shape_for(plan: Any, width: int, num_rows: int) -> tuple[int, int, int]:
@@ -56,9 +86,17 @@ def shapes(plan: Any) -> tuple[tuple[int, int, int], ...]:
     """Returns all shapes that can occur: any width, and any number of array rows (without packing, that of the
     rows).
     """
+    if plan.max_context:
+        return tuple(shape for width in plan.widths for shape in _shapes_over_context(plan, width))
     if not plan.packing:
         return tuple(dict.fromkeys(shape_for(plan, width, plan.rows) for width in plan.widths))
     return tuple(dict.fromkeys(shape for width in plan.widths for shape in _packed_shapes(plan, width)))
+
+
+def _shapes_over_context(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
+    """Yields the shapes of 1, 2, ... plan.rows array rows for each number of context devices."""
+    for size in context_sizes(plan, width):
+        yield from _packed_shapes(with_context(plan, width, size), width)
 
 
 def _packed_shapes(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
@@ -68,6 +106,22 @@ def _packed_shapes(plan: Any, width: int) -> Iterator[tuple[int, int, int]]:
         shape = shape_for(plan, width, num_rows)
         yield shape
         num_rows = plan.data_parallel * shape[1] * shape[2] + 1
+
+
+def _check_context(plan: Any, widths: tuple[int, ...]) -> None:
+    """Refuses widths that no number of context devices can share."""
+    if plan.max_context is None or all(context_sizes(plan, width) for width in widths):
+        return
+    width = next(width for width in widths if not context_sizes(plan, width))
+    pieces = 2 * plan.max_context
+    legal = tuple(dict.fromkeys(-(-one // pieces) * pieces for one in widths))
+    tokens = max(legal[-1], plan.max_tokens_per_microbatch)
+    raised = f" and max_tokens_per_microbatch={tokens}" if tokens > plan.max_tokens_per_microbatch else ""
+    raise PlanError(
+        f"[{plan.purpose}] rows of width {width} cannot be cut over max_context={plan.max_context} or fewer devices, "
+        f"each of which takes two equal pieces; use widths={list(legal)}{raised}, or max_context=None",
+        [{"widths": legal, "max_tokens_per_microbatch": tokens}, {"max_context": None}],
+    )
 
 
 def _widths(plan: Any) -> tuple[int, ...]:

@@ -37,6 +37,7 @@ UPDATES = ("train", "critic")  # purposes of calls that make gradients
 
 _DERIVED: Any = None  # of a size that follows from the others where it is not given
 
+_BUDGET_SIZES = ("max_tokens_per_microbatch", "sequence_length", "max_context")
 _FOR_EACH_ROW = ("logprob_old", "logprob_ref", "value")
 
 _SIZE_KEY = re.compile(r"batch_size|num_micro|per_micro|accumulation_steps|max_token_len|data_parallel")
@@ -67,6 +68,9 @@ class BatchPlan:
       widths: with a budget, the widths that rows are padded to, rising to at least sequence_length; each
         compiles the program again. None: quarters of sequence_length.
       packing: with a budget, put several rows into one array row, distinguished by `segments`.
+      max_context: with a budget, the size of the mesh's context axis, if rows of each width are to be cut over as few
+        of its devices as hold them: the budget is then that of a microbatch cut over all of them, and one cut over
+        fewer has as many tokens a device. See `group_by_context`. None: every row is cut over the whole axis.
       multiple_of: num_microbatches must be a multiple of it (interleaved pipelines ask for that).
       remainder: what happens when rows % (dp*b) != 0: "error" refuses, "pad" adds rows of weight 0 at the
         end, "drop" rounds the rows of an update down (Megatron's decrease_batch_size_if_needed). A pass whose
@@ -88,12 +92,13 @@ class BatchPlan:
     sequence_length: int | None = None
     widths: tuple[int, ...] | None = None
     packing: bool = False
+    max_context: int | None = None
 
     def __post_init__(self) -> None:
         one_of("plan", "purpose", self.purpose, PURPOSES)
         one_of(self.purpose, "remainder", self.remainder, REMAINDERS)
         _check_exclusive(self)
-        for name in (*SIZES, "data_parallel", "max_tokens_per_microbatch", "multiple_of", "sequence_length"):
+        for name in (*SIZES, "data_parallel", "multiple_of", *_BUDGET_SIZES):
             if (value := getattr(self, name)) is not None or name in ("data_parallel", "multiple_of"):
                 object.__setattr__(self, name, positive_int(self.purpose, name, value))
         true_or_false(self.purpose, "packing", self.packing)
@@ -162,7 +167,7 @@ class BatchPlan:
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
         """Returns every (width, rows_per_microbatch, num_microbatches) that a budget can lead to: programs compiled
-        at most.
+        at most. With max_context, once for each number of devices that rows of the width may be cut over.
         """
         return shapes(self) if self.by_tokens else ()
 
@@ -222,6 +227,7 @@ class BatchPlan:
         rows = f"{self.rows} rows on {self.data_parallel} replica{'s' * (self.data_parallel > 1)}"
         if self.by_tokens:
             packing = ", packed" if self.packing else ""
+            packing += f", each row on 1 to {self.max_context} context devices" if self.max_context else ""
             return (
                 f"{rows}: at most {self.max_tokens_per_microbatch} tokens a microbatch{packing}, "
                 f"in at most {len(self.shapes())} shapes"
@@ -296,6 +302,7 @@ def _check_exclusive(plan: BatchPlan) -> None:
             "sequence_length": None,
             "widths": None,
             "packing": False,
+            "max_context": None,
         }
         choices = only_legal(
             [dict.fromkeys(cuts), without], lambda choice: dataclasses.replace(plan, **choice)

@@ -51,6 +51,8 @@ class CutConfig:
     max_tokens_per_microbatch: on one replica, padding counted.
     widths:  padded row lengths to compile for; null: quarters of the longest.
     packing: several rows share an array row.
+    context_by_width: rows of each width are cut over as few devices of mesh.context as hold them: those for which the
+             budget, that of a microbatch on all of them, has enough tokens a device. The others have other rows.
     """
 
     rows_per_microbatch: int | None = None
@@ -58,9 +60,16 @@ class CutConfig:
     max_tokens_per_microbatch: int | None = None
     widths: tuple[int, ...] | None = None
     packing: bool = False
+    context_by_width: bool = False
 
     def __post_init__(self):
         positive("plans", **numbers_of(self))
+        if self.context_by_width and self.max_tokens_per_microbatch is None:
+            raise Refused(
+                "[plans] context_by_width=true chooses devices for rows by a token budget; give "
+                "max_tokens_per_microbatch, or use context_by_width=false",
+                [{"context_by_width": False}],
+            )
 
 
 @dataclass(frozen=True)

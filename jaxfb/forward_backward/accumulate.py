@@ -29,6 +29,7 @@ def accumulate(
     seeds: dict,
     accum_dtypes: PyTree,
     scatter: Callable[[PyTree], PyTree] | None = None,
+    so_far: PyTree | None = None,
 ) -> tuple[PyTree, LossOutput]:
     """Computes gradients of this replica's rows, seeded and summed, and every microbatch's LossOutput.
 
@@ -39,6 +40,7 @@ def accumulate(
       seeds: name -> [num_microbatches], the cotangent of each term's total.
       accum_dtypes: tree like params of dtypes.
       scatter: what to make of each microbatch's gradients before they are added; None adds them as they are.
+      so_far: a sum to add to, such as that of other rows of the update; None: zeros.
     Returns:
       (tree like params, or like what `scatter` makes of it, in the accumulation dtypes; LossOutput with leaves
       [num_microbatches, ...]).
@@ -59,8 +61,10 @@ def accumulate(
         wide = jax.tree.map(lambda leaf, dtype: leaf.astype(dtype), grads, accum_dtypes)
         return wide if scatter is None else scatter(wide)
 
-    zeros = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), jax.eval_shape(in_sum, params))
-    return lax.scan(step, zeros, (microbatches, keys, seeds))
+    if so_far is None:
+        shapes = jax.eval_shape(in_sum, params)
+        so_far = jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), shapes)
+    return lax.scan(step, so_far, (microbatches, keys, seeds))
 
 
 def forward(

@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.mesh import data_parallel
+from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
 from jaxfb.refusal import INT64, Refused, function, integer, shown
 from jaxfb.types import Pipelined
@@ -71,6 +71,13 @@ def check_plan(plan: Any, mesh: Mesh, forward_only: bool) -> None:
         raise Refused(
             f"plan {plan.purpose!r} is for data_parallel={plan.data_parallel} replicas, the mesh has "
             f"data * fsdp * expert = {replicas}; make the plan with data_parallel={replicas}"
+        )
+    context = axis_size(mesh, "context")
+    if plan.max_context not in (None, context):
+        raise Refused(
+            f"plan {plan.purpose!r} has max_context={plan.max_context}, the mesh has context={context}; make the plan "
+            f"with max_context={context}",
+            [{"max_context": context}],
         )
 
 

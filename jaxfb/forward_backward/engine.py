@@ -16,7 +16,7 @@ from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compat import is_traced
 from jaxfb.compiler import Options, options_for, per_options
-from jaxfb.forward_backward import resolved
+from jaxfb.forward_backward import by_context, resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
     check_model,
@@ -165,6 +165,10 @@ class ForwardBackward:
         """
         boolean("forward_only", forward_only)
         grad_scale, weights = checked_scale(grad_scale), checked_weights(weights, self.options.normalize)
+        self.check_plan(model, plan, forward_only)
+        if plan.max_context:
+            call = (model, params, batch, plan, rng, forward_only, grad_scale, weights)
+            return by_context.run(self, *call)
         leaves, resolved = self._resolve(model, params, plan, forward_only)
         if plan.by_tokens:
             packed = Packed(batch, plan)
@@ -172,18 +176,53 @@ class ForwardBackward:
             out = self(model, params, *call)
             outputs, origin = packed.restore(out.outputs), replace(out.origin, rows=plan.real_rows)
             return replace(out, outputs=outputs, origin=origin)
-        microbatches = split(batch, plan, self.mesh).leaves
-        check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
-        if not forward_only:
-            check_parts(
-                model, microbatches, plan.data_parallel * (self.pipe if resolved.placement == "rows" else 1)
-            )
-        arrays = _placed(resolved, leaves, microbatches, rng)
+        arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
         out = self._jitted(_run)(resolved, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
         origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
         grads = None if forward_only else restrict_to(self.trained(params), out.grads)
         return replace(out, grads=grads, origin=origin)
+
+    def _arrays(
+        self, resolved: Resolved, leaves: PyTree, batch: PyTree, rng: Any, forward_only: bool
+    ) -> tuple:
+        """Returns (params, microbatches, keys) as the program of a call reads them, checked."""
+        model, plan = resolved.model, resolved.plan
+        microbatches = split(batch, plan, self.mesh).leaves
+        check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
+        if not forward_only:
+            parts = self.pipe if resolved.placement == "rows" else 1
+            check_parts(model, microbatches, plan.data_parallel * parts)
+        return _placed(resolved, leaves, microbatches, rng)
+
+    def part(
+        self,
+        model: LossFn | Pipelined,
+        params: PyTree,
+        batch: PyTree,
+        plan: BatchPlan,
+        rng: jax.Array | None,
+        forward_only: bool,
+        grad_scale: jax.Array | float,
+        weights: dict[str, Any] | None,
+        sums: PyTree = None,
+    ) -> tuple[ForwardBackwardOutput, PyTree]:
+        """Returns the output of a part of an update without gradients, and each device's sums of them, unreduced.
+
+        sums: of other parts, on a mesh of the same devices in the same order; they are overwritten. The other arguments
+        are those of a call.
+        """
+        leaves, resolved = self._resolve(model, params, plan, forward_only)
+        arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
+        return self._jitted(_add)(resolved, forward_only, *arrays, grad_scale, weights, sums)
+
+    def reduced(self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, sums: PyTree) -> PyTree:
+        """Returns the gradients of an update from the sums of all its parts.
+
+        plan: of this mesh, with as many microbatches and rows of one as that of some part.
+        """
+        _, resolved = self._resolve(model, params, plan, forward_only=False)
+        return restrict_to(self.trained(params), self._jitted(_reduce)(resolved, sums))
 
     def weights(
         self,
@@ -207,6 +246,8 @@ class ForwardBackward:
                 "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "
                 "weights for a part of it; make one call of all rows"
             )
+        if plan.max_context:
+            return by_context.weights(self, model, params, batch, plan, rng)
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
@@ -238,6 +279,8 @@ class ForwardBackward:
         check_model(model)
         check_plan(plan, self.mesh, forward_only)
         check_accum_dtype(self.options.accum_dtype, plan)
+        if plan.max_context:
+            by_context.check(self.options.normalize, model)
         if self.pipe > 1 and not isinstance(model, Pipelined):
             raise Refused(
                 f"a mesh with pipe={self.pipe} needs a model cut for stages, jaxfb.Pipelined(embed, layer, head), "
@@ -334,8 +377,7 @@ def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
 
 def _run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
     model, plan, complete = resolved.model, resolved.plan, params
-    if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        check_padding(as_loss_fn(model), resolved.shapes(params), microbatches, keys)
+    _check_padding(resolved, params, microbatches, keys)
     if _counts_before(model):
         with jax.named_scope("count"):
             metrics = _one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics
@@ -349,19 +391,45 @@ def _run(resolved, forward_only, params, microbatches, keys, grad_scale, weights
     return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
 
 
+def _check_padding(resolved, params, microbatches, keys) -> None:
+    plan = resolved.plan
+    if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
+        check_padding(as_loss_fn(resolved.model), resolved.shapes(params), microbatches, keys)
+
+
+def _add(resolved, forward_only, params, microbatches, keys, grad_scale, weights, sums) -> tuple:
+    _check_padding(resolved, params, microbatches, keys)
+    program = SpmdProgram(resolved, forward_only, of_part=True)
+    sums, *results = program.add(params, microbatches, keys, grad_scale, weights, sums)
+    return _output(resolved, None, *results), sums
+
+
+def _reduce(resolved, sums) -> PyTree:
+    return SpmdProgram(resolved, False).reduce(sums)
+
+
 def _weigh(resolved, params, microbatches, keys) -> dict:
     return SpmdProgram(resolved, True).weights(params, microbatches, keys)
 
 
-_JITTED = {_run: per_options(_run, static_argnums=(0, 1)), _weigh: per_options(_weigh, static_argnums=0)}
+_JITTED = {
+    _run: per_options(_run, static_argnums=(0, 1)),
+    _add: per_options(_add, static_argnums=(0, 1), donate_argnums=7),
+    _reduce: per_options(_reduce, static_argnums=0, donate_argnums=1),
+    _weigh: per_options(_weigh, static_argnums=0),
+}
 
 
 def _one_pass(
     resolved, forward_only, params, microbatches, keys, grad_scale, weights
 ) -> ForwardBackwardOutput:
     program = SpmdProgram(resolved, forward_only)
-    *results, of_tokens, undivided = program.run(params, microbatches, keys, grad_scale, weights)
-    grads, loss, terms, metrics, per_microbatch, outputs = results
+    return _output(resolved, *program.run(params, microbatches, keys, grad_scale, weights))
+
+
+def _output(
+    resolved, grads, loss, terms, metrics, per_microbatch, outputs, of_tokens, undivided
+) -> ForwardBackwardOutput:
     outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
     names = (undivided, (tuple(sorted(terms)),))
     origin = Origin(None, None, None, resolved.options.normalize, *names, _counts_before(resolved.model))

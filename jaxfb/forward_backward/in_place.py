@@ -62,6 +62,7 @@ class InPlace:
         keys: jax.Array | None,
         seeds: dict,
         accum_dtypes: PyTree,
+        so_far: PyTree | None = None,
     ) -> tuple[PyTree, LossOutput]:
         """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput."""
 
@@ -69,9 +70,9 @@ class InPlace:
             (grads, kept), (microbatch, row_keys, seed) = carry, xs
             return self._microbatch(params, grads, kept, StageInputs(microbatch, row_keys), seed)
 
-        zeros = empty_sums(params, accum_dtypes)
+        start = empty_sums(params, accum_dtypes) if so_far is None else so_far
         kept = self._empty(params, _first(microbatches, keys))
-        (grads, _), out = lax.scan(step, (zeros, kept), (microbatches, keys, seeds))
+        (grads, _), out = lax.scan(step, (start, kept), (microbatches, keys, seeds))
         return grads, out
 
     def _microbatch(self, params, grads, kept, inputs: StageInputs, seeds: dict):

@@ -82,13 +82,16 @@ class Executor:
         keys: Any,
         seeds: dict | None,
         accum_dtypes: Weights | None,
+        so_far: Weights | None = None,
     ) -> tuple[Weights | None, LossOutput]:
         """Computes gradients of this device's layers, its part of those of `outer`, and every microbatch's answer.
 
-        seeds, accum_dtypes: None for a program without a backward.
+        seeds, accum_dtypes: None for a program without a backward. so_far: a sum to add to; None: zeros.
         """
         tick = self.tick(self, weights, microbatches, keys, seeds)
         buffers = tick.empty_buffers(accum_dtypes)
+        if so_far is not None:
+            buffers = buffers._replace(grads=so_far)
         for phase in self.program.phases:
             buffers = self._phase(phase, tick, buffers)
         return buffers.grads, self._answer(buffers)

@@ -34,9 +34,13 @@ PyTree = Any
 
 
 class SpmdProgram:
-    """Makes the program of one call, forward and backward or forward only."""
+    """Makes the program of one call, forward and backward or forward only.
 
-    def __init__(self, resolved: Resolved, forward_only: bool):
+    of_part: the call has a part of an update's rows, and other programs have the others.
+    """
+
+    def __init__(self, resolved: Resolved, forward_only: bool, of_part: bool = False):
+        self._least_parts = 2 if of_part else 1
         self.mesh, self.model, self.normalize = resolved.mesh, resolved.model, resolved.options.normalize
         self.strategy = resolved.strategy(forward_only)
         self.shapes = resolved.shapes
@@ -52,10 +56,39 @@ class SpmdProgram:
         body, data, specs = self._one_device(params, microbatches, keys)
         check_given(weights, body.traced)
         grad_specs = None if self.grad_specs is None else _manual(self.grad_specs)
-        of_outputs = jax.tree.map(partial(rows_spec, self.mesh), body.tokens)
-        out_specs = (grad_specs, P(), P(), P(), P(), of_outputs)
+        out_specs = (grad_specs, *self._of_records(body))
         results = self._on_mesh(body.run, (*specs, P(), P()), out_specs)(*data, grad_scale, weights)
         return *results, body.tokens, body.undivided
+
+    def add(
+        self, params: PyTree, microbatches: PyTree, keys: Any, grad_scale: Any, weights: Any, sums: PyTree
+    ) -> tuple:
+        """Returns what `run` does with unreduced sums in place of gradients: each device's own, [devices, ...] leaves.
+
+        sums: those of other rows of the update, over the same devices in the same order, to which these are added.
+        """
+        body, data, specs = self._one_device(params, microbatches, keys)
+        check_given(weights, body.traced)
+        in_specs, out_specs = (*specs, P(), P(), self._each), (self._each, *self._of_records(body))
+        results = self._on_mesh(body.add, in_specs, out_specs)(*data, grad_scale, weights, sums)
+        return *results, body.tokens, body.undivided
+
+    def reduce(self, sums: PyTree) -> PyTree:
+        """Returns gradients from the sums that `add` returned: the one reduction of an update."""
+
+        def one_device(sums):
+            return self.strategy.reduce(_own(sums), self.grad_specs, split_axes(self.mesh))
+
+        return self._on_mesh(one_device, (self._each,), _manual(self.grad_specs))(sums)
+
+    @property
+    def _each(self) -> P:
+        """Returns the spec of what every device has for itself, but for what `tensor` cuts."""
+        return P(manual_axes(self.mesh))
+
+    def _of_records(self, body: _OneDevice) -> tuple:
+        """Returns the specs of everything but gradients."""
+        return P(), P(), P(), P(), jax.tree.map(partial(rows_spec, self.mesh), body.tokens)
 
     def weights(self, params: PyTree, microbatches: PyTree, keys: Any) -> dict:
         """Returns the weight of each term that has one over the whole batch, name -> []."""
@@ -70,7 +103,7 @@ class SpmdProgram:
         if context is None:
             microbatches = in_order_of_tokens(microbatches, self.mesh)
         num_parts = jax.tree.leaves(microbatches)[0].shape[0] * data_parallel(self.mesh)
-        check_terms(traced, seen, num_parts)
+        check_terms(traced, seen, max(num_parts, self._least_parts))
         cut = specs_of(microbatches, self.mesh, context is not None)
         specs = (_manual(self.specs), cut, rows_spec(self.mesh))
         return _OneDevice(self, traced, context, num_parts), (params, microbatches, keys), specs
@@ -85,6 +118,11 @@ class SpmdProgram:
         cut = (axis_size(self.mesh, "expert") if "expert" in sharding.axes_of(entry) else 1 for entry in spec)
         shape = [size // parts for size, parts in zip(leaf.shape, [*cut, *[1] * leaf.ndim], strict=False)]
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+
+def _own(sums: PyTree) -> PyTree:
+    """Returns this device's part of [devices, ...] leaves."""
+    return jax.tree.map(lambda leaf: leaf[0], sums)
 
 
 def _manual(specs: PyTree) -> PyTree:
@@ -107,10 +145,33 @@ class _OneDevice:
 
     def run(self, params, microbatches, keys, grad_scale, given) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs)."""
+        sums, *results = self._sums(params, microbatches, keys, grad_scale, given)
+        program = self.program
+        if program.grad_specs is None:
+            return None, *results
+        return program.strategy.reduce(sums, program.grad_specs, self._axes), *results
+
+    def add(self, params, microbatches, keys, grad_scale, given, sums) -> tuple:
+        """Returns what `run` does, with this device's sums, [1, ...] leaves, in place of gradients."""
+        so_far = None if sums is None else _own(sums)
+        sums, *results = self._sums(params, microbatches, keys, grad_scale, given, so_far, once=True)
+        return jax.tree.map(lambda leaf: leaf[None], sums), *results
+
+    def _sums(self, params, microbatches, keys, grad_scale, given, so_far=None, once=False) -> tuple:
+        """Returns (sums of gradients, loss, terms, metrics, per_microbatch, outputs).
+
+        once: what all devices of the context axis compute alike has a gradient on one of them alone.
+        """
         weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
-        grads, out = self._forward_backward(params, microbatches, keys, weights, grad_scale, given)
+        strategy = self.program.strategy
+        prepared, data = strategy.prepare(params), (microbatches, keys)
+        if self.program.grad_specs is None:
+            sums, out = None, strategy.forward(prepared, *data)
+        else:
+            seeds = self._seeds(weights, grad_scale, given, once)
+            sums, out = strategy.forward_backward(prepared, *data, seeds, strategy.execution.sums, so_far)
         out = out if self.context is None else self.context.answer(out)
-        return grads, *self._records(out, weights, given), out.outputs
+        return sums, *self._records(out, weights, given), out.outputs
 
     def weights(self, microbatches, keys) -> dict:
         """Returns the weights over the whole batch of the terms that have one."""
@@ -129,25 +190,19 @@ class _OneDevice:
         uncut = jax.tree.map(lambda _: False, self.traced.shape.outputs)
         return uncut if self.context is None else self.context.tokens
 
-    def _forward_backward(
-        self, params, microbatches, keys, weights, grad_scale, given
-    ) -> tuple[PyTree, LossOutput]:
-        strategy, grad_specs = self.program.strategy, self.program.grad_specs
-        prepared = strategy.prepare(params)
-        if grad_specs is None:
-            return None, strategy.forward(prepared, microbatches, keys)
-        seeds = self._seeds(weights, grad_scale, given)
-        grads, out = strategy.forward_backward(prepared, microbatches, keys, seeds, strategy.execution.sums)
-        return strategy.reduce(grads, grad_specs, self._axes), out
-
-    def _seeds(self, weights: dict, grad_scale: Any, given: dict | None) -> dict:
+    def _seeds(self, weights: dict, grad_scale: Any, given: dict | None, once: bool) -> dict:
         """Returns the cotangents of this replica's totals; the one collective sums one weight for each term."""
         dtype = jnp.result_type(*(term.total.dtype for term in self.traced.shape.terms.values()))
         reduced = {name: weight.sum() for name, weight in weights.items()}
         reduced = lax.psum(reduced, self._replicas) if self._replicas else reduced
         reduced |= given or {}
         made = seeds(weights, reduced, self.program.normalize, self.num_parts, grad_scale, dtype)
-        return made if self.context is None else self.context.seeds(made)
+        if self.context is not None:
+            return self.context.seeds(made)
+        if not once or axis_size(self.program.mesh, AXIS) == 1:
+            return made
+        first = lax.axis_index(AXIS) == 0
+        return jax.tree.map(lambda seed: jnp.where(first, seed, jnp.zeros_like(seed)), made)
 
     def _records(self, out: LossOutput, weights: dict, given: dict | None) -> tuple:
         """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""

@@ -43,9 +43,12 @@ class Strategy(Protocol):
         ...
 
     def forward_backward(
-        self, prepared, microbatches, keys, seeds, accum_dtypes
+        self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None
     ) -> tuple[PyTree, LossOutput]:
-        """Returns local gradients of `prepared`, and every microbatch's answer, [num_microbatches, ...] leaves."""
+        """Returns local gradients of `prepared`, and every microbatch's answer, [num_microbatches, ...] leaves.
+
+        so_far: local gradients of other rows of the update, to which these are added.
+        """
         ...
 
     def forward(self, prepared, microbatches, keys) -> LossOutput:
@@ -177,15 +180,15 @@ class Accumulation:
             params, execution.specs, execution.fsdp_gather, execution.dtypes, execution.shard_dtypes
         )
 
-    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes):
+    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
             in_place = InPlace(self.model, self._stage(self.model), execution.gather_outer())
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
-                return in_place.run(prepared, *rest)
+                return in_place.run(prepared, *rest, so_far)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
         return accumulate.accumulate(
-            self._loss_of_trained(prepared), execution.trained(prepared), *rest, scatter
+            self._loss_of_trained(prepared), execution.trained(prepared), *rest, scatter, so_far
         )
 
     def forward(self, prepared, microbatches, keys):
@@ -234,14 +237,14 @@ class Pipelining:
         layers = data.compute_params(layers, specs, execution.fsdp_gather, *dtypes)
         return Weights(outer, pipe.to_chunks(layers, self.layout))
 
-    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes):
+    def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
         outer, execution = prepared.outer, self.execution
         if len(jax.tree.leaves(dtypes.outer)) == len(jax.tree.leaves(outer)):
-            return self._executor(self.schedule).run(prepared, microbatches, keys, seeds, dtypes)
+            return self._executor(self.schedule).run(prepared, microbatches, keys, seeds, dtypes, so_far)
         trained = prepared._replace(outer=execution.trained(outer, "outer"))
         executor = self._executor(self.schedule, of_trained(self.model, outer))
-        return executor.run(trained, microbatches, keys, seeds, dtypes)
+        return executor.run(trained, microbatches, keys, seeds, dtypes, so_far)
 
     def forward(self, prepared, microbatches, keys):
         return self._executor(self.schedule.forward_only()).run(prepared, microbatches, keys, None, None)[1]

@@ -12,9 +12,10 @@ from typing import Any
 
 import numpy as np
 
-from jaxfb.batch_plan import BatchPlan, Window
+from jaxfb.batch_plan import BatchPlan, Window, padding_over_context
 from jaxfb.data.order import row_order
 from jaxfb.forward_backward import ForwardBackward, Packed
+from jaxfb.forward_backward.packed import row_lengths
 
 PyTree = Any
 Rows = dict[str, np.ndarray]
@@ -55,6 +56,8 @@ class Stream:
 
 def cut(batch: Rows, plan: BatchPlan) -> tuple[Any, float]:
     """Returns (what a step takes, share of its computed tokens that are padding)."""
+    if plan.max_context:
+        return batch, padding_over_context(plan, row_lengths(batch, plan).tolist())
     if plan.by_tokens:
         packed = Packed(batch, plan)
         return packed, packed.padding_fraction

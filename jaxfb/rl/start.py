@@ -106,13 +106,16 @@ class Base(Generic[Kind]):
         cut: CutConfig = getattr(self.config.plans, purpose)
         budget = cut.max_tokens_per_microbatch is not None
         exact = purpose in UPDATES or budget
+        sizes = dict(vars(cut))
+        if sizes.pop("context_by_width"):
+            sizes["max_context"] = axis_size(self.mesh, "context")
         plan = BatchPlan(
             purpose,
             rows=rows,
             data_parallel=data_parallel(self.mesh),
             sequence_length=length if budget else None,
             remainder="error" if exact else "pad",
-            **vars(cut),
+            **sizes,
         )
         check_rows(f"plans.{purpose}", plan, length, _length_key(self.config))
         self._warn_of_bubbles(plan)

@@ -1,5 +1,6 @@
 """Calls that are refused with advice: a function, and arguments of which one or two are wrong."""
 
+import dataclasses
 import pathlib
 import tempfile
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ import optax
 import jaxfb
 from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
 from jaxfb.config import config_from_dict
+from jaxfb.config.post_training import CutConfig
 from jaxfb.config.sections import HostsConfig, check_sizes
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
@@ -20,6 +22,7 @@ from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.pieces import check_lengths, check_offers_pieces
 from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
+from jaxfb.mesh import with_context
 from jaxfb.models.adapted import LoRA
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.config import TransformerConfig
@@ -52,6 +55,7 @@ FILES = tempfile.TemporaryDirectory()  # removed at the end of the process
 SIZES = dict(vocab_size=32, num_layers=2, hidden_size=16, num_heads=4)
 PLAN = BatchPlan(rows=8, rows_per_microbatch=2)
 MODEL = Pipelined(*[lambda *_: None] * 3)  # never run
+COUNTED = jaxfb.types.Counted(*[lambda *_: None] * 2)
 OWN = {
     "model": "math:sqrt",
     "params": "math:sqrt",
@@ -206,6 +210,14 @@ def sizes_of_a_directory(**given):
     return check_sizes("a directory", {"num_layers": 4}, given)
 
 
+def over_context(max_context, normalize="global", counted=None):
+    fb = jaxfb.get_forward_backward_func(make_mesh(context=2, devices=jax.devices()[:2]), normalize=normalize)
+    sizes = dict(rows=8, max_tokens_per_microbatch=64, sequence_length=8)
+    return fb.check_plan(
+        dataclasses.replace(MODEL, counted=counted), BatchPlan(**sizes, max_context=max_context)
+    )
+
+
 def latent_head(**given):
     return Latent(**given).check_head(8)
 
@@ -294,6 +306,12 @@ REFUSED = [
     (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=3)),
     (TransformerConfig, dict(**SIZES, num_experts=8, router_groups=2, router_top_groups=3)),
     (options_on_fsdp, dict(schedule="zb_v", num_chunks=2)),
+    (over_context, dict(max_context=4)),
+    (over_context, dict(max_context=2, normalize="microbatch")),
+    (over_context, dict(max_context=2, counted=COUNTED)),
+    (lambda size: with_context(make_mesh(context=4, devices=jax.devices()[:4]), size), dict(size=3)),
+    (BatchPlan, dict(rows=8, max_tokens_per_microbatch=9, sequence_length=9, max_context=2)),
+    (CutConfig, dict(rows_per_microbatch=2, context_by_width=True)),
     (pieces_on, dict(context=2)),
     (pieces_of_a_table, dict(num_pieces=2)),
     (pieces_of_model, dict(num_pieces=2)),

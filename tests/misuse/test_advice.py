@@ -128,6 +128,7 @@ def batch_plan(rng):
     if rng.random() < 0.3:
         budget = {"max_tokens_per_microbatch": rng.randint(1, 40), "sequence_length": few(rng, None, 8, 20)}
         given |= budget | {"widths": few(rng, None, (4, 9), (9, 4), (20,)), "packing": few(rng, False, True)}
+        given["max_context"] = few(rng, None, None, 2, 4)
     return given
 
 

@@ -4,11 +4,22 @@ import pytest
 from legal import boolean, integers, maybe, nothing, numbers, one_of, positive_int, texts
 from wrong import Call, circular, pool
 
-from jaxfb.batch_plan import PURPOSES, BatchPlan, RampUp, RolloutPlan, RunPlan, arrange, data_parallel_size
+from jaxfb.batch_plan import (
+    PURPOSES,
+    BatchPlan,
+    RampUp,
+    RolloutPlan,
+    RunPlan,
+    arrange,
+    data_parallel_size,
+    group_by_context,
+    padding_over_context,
+)
 from jaxfb.batch_plan.plan import REMAINDERS
 
 PLAN = BatchPlan(rows=8, rows_per_microbatch=2)
 BY_TOKENS = BatchPlan(rows=3, max_tokens_per_microbatch=16, sequence_length=8, packing=True)
+OVER_CONTEXT = BY_TOKENS.replace(max_context=2)
 RUN = RunPlan(PLAN, updates=5, dataset_rows=20)
 RAMP = RampUp(((0, 4), (8, 8)))
 ROLLOUT = dict(plans={"train": PLAN}, prompts=4, samples_per_prompt=4, rows_per_update=8)
@@ -32,6 +43,7 @@ CUTS = {
     "sequence_length": maybe(positive_int),
     "widths": maybe(lambda value: _ints(value)),
     "packing": boolean,
+    "max_context": maybe(positive_int),
 }
 
 
@@ -173,6 +185,15 @@ CALLS = [
         arrange,
         lambda: dict(plan=BY_TOKENS, lengths=[3, 4, 5]),
         {"plan": nothing, "lengths": _lengths},
+    ),
+    *(
+        Call(
+            function.__name__,
+            function,
+            lambda: dict(plan=OVER_CONTEXT, lengths=[3, 4, 5]),
+            {"plan": nothing, "lengths": _lengths},
+        )
+        for function in (group_by_context, padding_over_context)
     ),
 ]
 

@@ -37,6 +37,7 @@ ROWS = {"held_out_fraction": 0.2, "sequence_length": 96, "template": "plain"}
 SFT = {"conversations": {"path": str(DATA / "conversations.jsonl"), **ROWS}}
 DPO = {"preferences": {"path": str(DATA / "preferences.jsonl"), **ROWS}}
 PACKED = {"max_tokens_per_microbatch": 192, "packing": True}
+BY_WIDTH = {"max_tokens_per_microbatch": 192, "widths": [48, 96], "context_by_width": True}
 
 
 def one_update(work, number):
@@ -113,15 +114,20 @@ def updates(work, number=2):
 
 
 @pytest.mark.parametrize(
-    "kind, make",
-    [(SFT, make_supervised_work), pytest.param(DPO, make_preference_work, marks=pytest.mark.slow)],
-    ids=["sft", "dpo"],
+    "kind, make, mesh, train",
+    [
+        (SFT, make_supervised_work, {"data": 2}, PACKED),
+        pytest.param(SFT, make_supervised_work, {"data": 2, "context": 2}, BY_WIDTH, marks=pytest.mark.slow),
+        pytest.param(
+            DPO, make_preference_work, {"data": 2}, {"rows_per_microbatch": 2}, marks=pytest.mark.slow
+        ),
+    ],
+    ids=["sft", "sft by width", "dpo"],
 )
-def test_packing_and_replicas_change_no_update(tmp_path, kind, make):
+def test_packing_and_replicas_change_no_update(tmp_path, kind, make, mesh, train):
     plain = load_config(write(tmp_path / "plain", kind))
-    train = {"rows_per_microbatch": 2} if kind is DPO else PACKED
     plans = {**BASE["plans"], "train": train, "logprob_ref": {"rows_per_microbatch": 2}}
-    other = load_config(write(tmp_path / "other", kind, plans=plans, mesh={"data": 2}))
+    other = load_config(write(tmp_path / "other", kind, plans=plans, mesh=mesh))
     for one, two in zip(updates(make(plain)), updates(make(other)), strict=True):
         np.testing.assert_allclose(one.loss, two.loss, rtol=0, atol=1e-12)
         np.testing.assert_allclose(one.grad_norm, two.grad_norm, rtol=1e-10)
