@@ -68,6 +68,7 @@ LIKE_DEEPSEEK = (
     "optimizer.name=adamw",
 )
 """Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
+ON_HOST = ("optimizer.memory=host",)
 JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
@@ -77,6 +78,10 @@ JOBS = {
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
         "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
     ),
+    "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
+    "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
+    "8B, v5e:2x4, fsdp 8": Job("8b", "v5e:2x4", (), None),
+    "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b",

@@ -24,10 +24,23 @@ class Attempt(NamedTuple):
     clip_coefficient: jax.Array
 
 
-class Trial(NamedTuple):
-    """An attempt, what was found out about it, and whether it is applied."""
+class Tried(NamedTuple):
+    """Numbers that an attempt is judged and recorded by.
 
-    attempt: Attempt
+    squares: of each trained leaf the sum of its updates' squares, float[].
+    bad:     of each trained leaf how many parameters are not finite, or become so by a finite update, float[].
+    """
+
+    squares: list[jax.Array]
+    bad: list[jax.Array]
+    clip_coefficient: jax.Array
+    learning_rate: jax.Array
+
+
+class Trial(NamedTuple):
+    """An update that was tried: what was found out about it, and whether it is applied."""
+
+    tried: Tried
     grads: PyTree
     grad_norm: jax.Array
     param_norm: jax.Array
@@ -36,7 +49,7 @@ class Trial(NamedTuple):
     applied: jax.Array
 
 
-def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
+def find_nonfinite(loss, grads, params, tried: Tried, counted) -> NonFinite:
     """Returns what was not finite, each part where it begins; without counted rows no update was wanted.
 
     params: all of them; of a frozen one nothing is read.
@@ -51,15 +64,20 @@ def find_nonfinite(loss, grads, params, attempt: Attempt, counted) -> NonFinite:
         )
 
     of_gradients = gradients.nonfinite_leaves(grads)
-    of_updates = gradients.nonfinite_leaves(attempt.updates) & ~jnp.any(of_gradients) & counted
+    of_updates = gradients.nonfinite_squares(tried.squares) & ~jnp.any(of_gradients) & counted
+    of_params = [number > 0 for number in tried.bad]
+    return NonFinite(~jnp.isfinite(loss), *map(flagged, (of_gradients, of_updates, of_params)))
 
-    def is_bad(old, update, new):
+
+def count_bad(old: PyTree, updates: PyTree, new: PyTree) -> list[jax.Array]:
+    """Returns how many parameters of each leaf are not finite, or become so by a finite update, float[]."""
+
+    def count(old, update, new):
         # A sum, as for the norm of the updates: a TPU's compiler takes both in one pass. For `all` it makes another one
         # and stores the updates for it: 163 MB in place of 135 for the pipelines of benchmarks/pipeline_tpu.py.
-        return jnp.sum(jnp.where(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)), 0.0, 1.0)) > 0
+        return jnp.sum(jnp.where(jnp.isfinite(jnp.where(jnp.isfinite(update), new, old)), 0.0, 1.0))
 
-    of_params = jax.tree.leaves(jax.tree.map(is_bad, trained, attempt.updates, attempt.params))
-    return NonFinite(~jnp.isfinite(loss), *map(flagged, (of_gradients, of_updates, of_params)))
+    return jax.tree.leaves(jax.tree.map(count, old, updates, new))
 
 
 def exceeds(limits: jax.Array, loss: jax.Array, norm: jax.Array) -> jax.Array:

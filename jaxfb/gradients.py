@@ -30,7 +30,17 @@ def global_norm(tree: PyTree) -> jax.Array:
 
     Outside shard_map a sharded leaf is one array, so every parameter is counted once on any mesh.
     """
-    return jnp.sqrt(sum(_squares(tree), jnp.float32(0)))
+    return norm_of(squares(tree))
+
+
+def squares(tree: PyTree) -> list[jax.Array]:
+    """Returns the sum of squares of each leaf, float[], widened before it is squared."""
+    return [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
+
+
+def norm_of(squares: list[jax.Array]) -> jax.Array:
+    """Returns the global norm of leaves with those sums of squares."""
+    return jnp.sqrt(sum(squares, jnp.float32(0)))
 
 
 def clip_by_global_norm(
@@ -74,7 +84,11 @@ def nonfinite_leaves(tree: PyTree) -> jax.Array:
     Those are the leaves with an inf or a nan, or with a norm that overflows. Where only the sum over all leaves
     overflows, all are flagged.
     """
-    squares = _squares(tree)
+    return nonfinite_squares(squares(tree))
+
+
+def nonfinite_squares(squares: list[jax.Array]) -> jax.Array:
+    """Returns what `nonfinite_leaves` returns of leaves with those sums of squares."""
     if not squares:
         return jnp.zeros([0], bool)
     flags = ~jnp.stack([jnp.isfinite(square) for square in squares])
@@ -92,11 +106,6 @@ def names_of(flags: jax.typing.ArrayLike, tree: PyTree) -> list[str]:
     """Returns, on the host, the paths of the leaves whose flag is set, such as `["['layers']['w1']"]`."""
     paths = [jax.tree_util.keystr(path) for path, _ in jax.tree_util.tree_leaves_with_path(tree)]
     return [path for path, flag in zip(paths, np.asarray(flags), strict=True) if flag]
-
-
-def _squares(tree: PyTree) -> list[jax.Array]:
-    """Returns the sum of squares of each leaf."""
-    return [jnp.sum(jnp.square(_wide(leaf))) for leaf in jax.tree.leaves(tree)]
 
 
 def _wide(x: jax.Array) -> jax.Array:

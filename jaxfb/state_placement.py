@@ -18,6 +18,7 @@ from jaxfb.forward_backward import ForwardBackward
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
+from jaxfb.parallel.host_memory import on_host, put_back
 from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
@@ -41,6 +42,7 @@ class StatePlacement:
 
     forward_backward: learns from the first parameters how they are cut over "tensor", if they are annotated.
     layer_order:      "pipeline" or "model", as for `make_train_step`.
+    optimizer_memory: "device" or "host", as for `make_train_step`.
     on_new_specs:     called when `forward_backward` has learned it: what was traced before is of no use then.
     """
 
@@ -51,11 +53,12 @@ class StatePlacement:
         plan: BatchPlan,
         update: Update,
         layer_order: str,
+        optimizer_memory: str,
         on_new_specs: Callable[[], None],
     ):
         self.forward_backward = forward_backward
         self._model, self._plan, self._update, self._layer_order = model, plan, update, layer_order
-        self._on_new_specs = on_new_specs
+        self._optimizer_memory, self._on_new_specs = optimizer_memory, on_new_specs
         self._own_specs, self._looked = None, False
         self._forget()
 
@@ -183,7 +186,10 @@ class StatePlacement:
             params, grads = (cut_over_pipe(specs, stored.params, fb.mesh) for specs in (params, grads))
         moments = moment_specs(stored.opt_state, fb.trained(stored.params), grads)
         specs = replace(jax.tree.map(lambda _: P(), stored), params=params, opt_state=moments)
-        return closed(shardings(specs, fb.mesh), order)
+        places = shardings(specs, fb.mesh)
+        if self._optimizer_memory == "host":
+            places = replace(places, opt_state=on_host(places.opt_state, stored.opt_state))
+        return closed(places, order)
 
     def _look_at(self, params: PyTree, concrete: bool = True) -> None:
         """Checks parameters and takes over how they are cut over "tensor", which they do not tell while traced."""
@@ -211,7 +217,7 @@ class StatePlacement:
         state = TrainState.create(
             jax.tree.map(jnp.copy, params), self._update.optimizer, key, self._update.loss_scale
         )
-        return jax.lax.with_sharding_constraint(state, self.state_shardings(state))
+        return put_back(state, self.state_shardings(state))
 
 
 def _on_the_host(leaf: jax.Array) -> Any:

@@ -25,6 +25,7 @@ from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
+from jaxfb.parallel.host_memory import MEMORIES, check_host_memory
 from jaxfb.parallel.sharding import adopt
 from jaxfb.pipeline_state import (
     closed,
@@ -32,8 +33,9 @@ from jaxfb.pipeline_state import (
     opened,
     shapes_of_params,
 )
-from jaxfb.refusal import INT32, Refused, function, instance, integer
+from jaxfb.refusal import INT32, Refused, choice, function, instance, integer
 from jaxfb.state_placement import StatePlacement
+from jaxfb.streamed_update import streamed
 from jaxfb.train_arguments import (
     check_gradients,
     check_limits,
@@ -62,6 +64,7 @@ def make_train_step(
     count_zeros: bool = False,
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None,
     layer_order: str | None = None,
+    optimizer_memory: str = "device",
     **forward_backward_options,
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
@@ -84,12 +87,18 @@ def make_train_step(
         layers alike: nothing it does to one may depend on its place among [num_layers, ...], and what it keeps of one
         must have the parameter's shape. "model" stores them in the model's order and moves them in every update. None:
         "pipeline" for `make_optimizer`'s adamw, lion, muon and sgd where nothing needs "model".
+      optimizer_memory: "host" keeps the optimizer's state in the host's memory between updates and moves it through the
+        devices during each; the numbers are those of "device", to rounding. With `make_optimizer`'s adamw, lion, muon
+        and sgd, without functions of your own, and a `Pipelined`: one layer's at a time. Any other optimizer's state is
+        whole on the devices during the update.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
-      ValueError: an option is illegal, or model, mesh and plan do not fit together.
+      ValueError: an option is illegal, model, mesh and plan do not fit together, or the devices reach no pinned memory
+        of their host for optimizer_memory="host".
     """
     check_optimizer(optimizer)
+    choice("optimizer_memory", optimizer_memory, MEMORIES)
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
     if change_gradients is not None:
         function("change_gradients", change_gradients, "from (gradients, state) to gradients")
@@ -106,7 +115,11 @@ def make_train_step(
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
     if fb.options.trainable is not None:
         optimizer = of_trained(optimizer, fb.trained)
-    return TrainStep(fb, model, plan, dropout, Update(optimizer, fb.trained, counted, *options), stores)
+    update = Update(optimizer, fb.trained, counted, *options)
+    if optimizer_memory == "host":
+        check_host_memory(fb.mesh)
+        update = streamed(update, model)
+    return TrainStep(fb, model, plan, dropout, update, stores, optimizer_memory)
 
 
 class TrainStep:
@@ -120,10 +133,12 @@ class TrainStep:
         dropout: bool,
         update: Update,
         layer_order: str = "model",
+        optimizer_memory: str = "device",
     ):
         self.model, self.plan, self.optimizer = model, plan, update.optimizer
         self._dropout, self._change = dropout, update
-        self._placement = StatePlacement(forward_backward, model, plan, update, layer_order, self._compile)
+        stores = layer_order, optimizer_memory
+        self._placement = StatePlacement(forward_backward, model, plan, update, *stores, self._compile)
         self._numbers: dict[int, jax.Array] = {}
         self._compile()
 
@@ -179,7 +194,7 @@ class TrainStep:
         """Returns loss, gradients and records of one batch, and leaves the state as it is.
 
         The results of several calls are added, `g = a + b`, and applied in one update, `apply(state, g)`. One call and
-        `apply` do, bit for bit, what a call of the step does.
+        `apply` do, bit for bit, what a call of the step does; with optimizer_memory="host" to rounding.
 
         Args:
           batch: [rows, ...] leaves, as many rows as the plan has.

@@ -14,10 +14,11 @@ import jax.numpy as jnp
 import optax
 
 from jaxfb import gradients
-from jaxfb.attempt import Attempt, Trial, exceeds, find_nonfinite, of_dtype, rows_count
+from jaxfb.attempt import Attempt, Trial, Tried, count_bad, exceeds, find_nonfinite, of_dtype, rows_count
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
+from jaxfb.parallel.host_memory import constrained
 from jaxfb.train_state import StepMetrics, TrainState
 from jaxfb.trainable import joined, like
 from jaxfb.types import Counted
@@ -52,15 +53,11 @@ class Update:
         places: NamedShardings of the state.
         limits: f32[2], the largest loss and gradient norm with which it is applied; None: any.
         """
-        trial, before = self._try(state, out, limits), self.trained(state.params)
-        trained, opt_state = jax.lax.cond(
-            trial.applied,
-            lambda: self._kept(state, self._attempt(state, out, trial.grad_norm), places),
-            lambda: (before, state.opt_state),
-        )
+        trial = self._try(state, out, places, limits)
+        trained, opt_state = self._changed(state, out, trial, places)
         params = joined(trained, state.params)
         new = self._advance(replace(state, params=params, opt_state=opt_state), trial, rows)
-        new = jax.lax.with_sharding_constraint(new, places)
+        new = constrained(new, places)
         return new, self._metrics(state, new, out, trial)
 
     def change(self, state: TrainState, out: ForwardBackwardOutput) -> PyTree:
@@ -68,32 +65,55 @@ class Update:
         grads = gradients.unscale(out.grads, out.origin.grad_scale)
         return grads if self.change_gradients is None else self.change_gradients(grads, state)
 
-    def _try(self, state: TrainState, out: ForwardBackwardOutput, limits: Any) -> Trial:
+    def _try(self, state: TrainState, out: ForwardBackwardOutput, places: TrainState, limits: Any) -> Trial:
         """Returns the update for its flags and norms alone, so that nothing of its arrays is stored.
 
         What is kept is computed again, in the branch where the compiler may overwrite parameters and moments.
         """
         grads, params = self.change(state, out), self.trained(state.params)
         norm, param_norm = gradients.global_norm(grads), gradients.global_norm(params)
-        attempt = self._attempt(state, out, norm)
+        tried = self._tried(state, out, norm, places)
         counted = rows_count(out, out.origin.normalize)
-        nonfinite = find_nonfinite(out.loss, grads, state.params, attempt, counted)
+        nonfinite = find_nonfinite(out.loss, grads, state.params, tried, counted)
         # The norm is nan only where a parameter is. Waiting for it too, the branch comes after every reader of the old
         # parameters, else a compiler copies them.
         applied, spike = ~nonfinite.any & counted & ~jnp.isnan(param_norm), None
         if limits is not None:
             spike = applied & exceeds(limits, out.loss, norm)
             applied = applied & ~spike
-        return Trial(attempt, grads, norm, param_norm, nonfinite, spike, applied)
+        return Trial(tried, grads, norm, param_norm, nonfinite, spike, applied)
 
-    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, norm: Any) -> Attempt:
+    def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
+        """Returns what the update is judged by; places: NamedShardings of the state."""
+        attempt = self._attempt(state, out, self.change(state, out), norm)
+        return self._numbers(state, attempt)
+
+    def _changed(
+        self, state: TrainState, out: ForwardBackwardOutput, trial: Trial, places: TrainState
+    ) -> tuple[PyTree, PyTree]:
+        """Returns the trained parameters and the optimizer's state after the update, or as before if it is skipped."""
+
+        def kept():
+            attempt = self._attempt(state, out, self.change(state, out), trial.grad_norm)
+            return self._kept(state, attempt, places)
+
+        return jax.lax.cond(trial.applied, kept, lambda: (self.trained(state.params), state.opt_state))
+
+    def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
+        rate = learning_rate_of(self.optimizer, state.opt_state, state.samples, updated=attempt.opt_state)
+        bad = count_bad(self.trained(state.params), attempt.updates, attempt.params)
+        return Tried(gradients.squares(attempt.updates), bad, attempt.clip_coefficient, rate)
+
+    def _attempt(self, state: TrainState, out: ForwardBackwardOutput, grads: PyTree, norm: Any) -> Attempt:
         """Returns the one optax update of the trained leaves, made where the gradients live (under ZeRO-1 cut over
         data).
+
+        grads: what `change` returns. norm: of all of them.
         """
         before = self.trained(state.params)
         with jax.named_scope("optimizer"):
             grads, coefficient = gradients.clip_by_global_norm(
-                self.change(state, out), norm, self.max_grad_norm, self.clip_convention
+                grads, norm, self.max_grad_norm, self.clip_convention
             )
             grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, before)
             more = {"samples": state.samples, "value": out.loss}
@@ -135,7 +155,7 @@ class Update:
     def _metrics(
         self, old: TrainState, new: TrainState, out: ForwardBackwardOutput, trial: Trial
     ) -> StepMetrics:
-        attempt, norm, scale = trial.attempt, trial.grad_norm, out.origin.grad_scale
+        tried, norm, scale = trial.tried, trial.grad_norm, out.origin.grad_scale
         return StepMetrics(
             step=old.step,
             loss=out.loss,
@@ -143,13 +163,11 @@ class Update:
             weights={name: term.weight for name, term in out.terms.items()},
             metrics={name: metric.value for name, metric in out.metrics.items()},
             grad_norm=norm,
-            clipped_grad_norm=norm * attempt.clip_coefficient,
-            clip_coefficient=attempt.clip_coefficient,
+            clipped_grad_norm=norm * tried.clip_coefficient,
+            clip_coefficient=tried.clip_coefficient,
             param_norm=trial.param_norm,
-            update_norm=jnp.where(trial.applied, gradients.global_norm(attempt.updates), 0),
-            learning_rate=learning_rate_of(
-                self.optimizer, old.opt_state, old.samples, updated=attempt.opt_state
-            ),
+            update_norm=jnp.where(trial.applied, gradients.norm_of(tried.squares), 0),
+            learning_rate=tried.learning_rate,
             loss_scale=jnp.float32(1) if scale is None else scale,
             skipped=~trial.applied,
             nonfinite=trial.nonfinite,

@@ -203,6 +203,8 @@ class OptimizerConfig:
     max_grad_norm: global norm to clip to; null does not clip. clip: "exact", or "torch" (+1e-6, as Megatron).
     sharding:      "data" cuts the state over the data replicas too (ZeRO-1), "gradients" the sum of gradients as
                    well (ZeRO-2: a reduce-scatter in every microbatch); "none" does neither.
+    memory:        "host" keeps the state in the host's memory; each update moves it through the devices, layer by
+                   layer for adamw, lion, muon and sgd: less memory, more time (docs/parallelism.md).
     """
 
     learning_rate: float
@@ -214,6 +216,7 @@ class OptimizerConfig:
     max_grad_norm: float | None = 1.0
     clip: Literal["exact", "torch"] = "exact"
     sharding: Literal["none", "data", "gradients"] = "none"
+    memory: Literal["device", "host"] = "device"
 
     def __post_init__(self):
         positive("optimizer", learning_rate=self.learning_rate, max_grad_norm=self.max_grad_norm)

@@ -49,17 +49,20 @@ class Optimizer(optax.GradientTransformationExtraArgs):
     weight_decay:  the same for the weight decay.
     any_order:     whether stacked layers may stand in any order: what it does to one does not depend on its place, and
                    all that it keeps of a layer has the shape of the parameters.
+    layers_alike:  whether it may be called with some of the stacked layers at a time, too.
     """
 
     learning_rate: Callable[[jax.Array], jax.Array]
     weight_decay: Callable[[jax.Array], jax.Array]
     any_order: bool
+    layers_alike: bool
 
-    def __new__(cls, init, update, learning_rate, weight_decay, any_order=False):
+    def __new__(cls, init, update, learning_rate, weight_decay, any_order=False, layers_alike=False):
         self = super().__new__(cls, init, update)
         self.learning_rate = learning_rate
         self.weight_decay = weight_decay
         self.any_order = any_order
+        self.layers_alike = layers_alike
         return self
 
 
@@ -120,7 +123,10 @@ def make_optimizer(
         updates = jax.tree.map(lambda *leaf: _step(lr, wd, *leaf), directions, params, decays_of(params))
         return updates, OptimizerState(state.count + 1, lr, inner)
 
-    return Optimizer(init, update, rate, decay, any_order=name in IN_ANY_ORDER)
+    any_order = name in IN_ANY_ORDER
+    # functions of your own may look at how many layers a leaf has
+    alike = any_order and mask is decay_mask and "matrices" not in hyperparameters
+    return Optimizer(init, update, rate, decay, any_order, alike)
 
 
 def learning_rate_of(

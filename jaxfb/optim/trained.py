@@ -29,5 +29,5 @@ def of_trained(
 
     if isinstance(optimizer, Optimizer):
         rates = optimizer.learning_rate, optimizer.weight_decay
-        return Optimizer(init, update, *rates, optimizer.any_order)
+        return Optimizer(init, update, *rates, optimizer.any_order, optimizer.layers_alike)
     return optax.GradientTransformationExtraArgs(init, update)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import is_traced
 from jaxfb.parallel import pipe
+from jaxfb.parallel.host_memory import HOST, brought, is_on_host, on_device
 from jaxfb.parallel.sharding import in_layers, moment_specs, optimizer_specs
 from jaxfb.refusal import Refused
 
@@ -70,7 +71,9 @@ class LayerOrder:
         if is_traced(leaf):
             return self._moved(back)(leaf)
         donate = donate and self.layout.even  # otherwise the other one has another shape
-        return _program(self, back, donate, self._place(leaf, back))(leaf)
+        place, here = self._place(leaf, back), brought(leaf)
+        moved = _program(self, back, donate or (here is not leaf and self.layout.even), on_device(place))(here)
+        return jax.device_put(moved, place) if is_on_host(place) else moved
 
     def _check(self, leaf: Any, back: bool) -> None:
         layout = self.layout
@@ -88,11 +91,12 @@ class LayerOrder:
         """
         if self.layout.even:
             return leaf.sharding
+        memory = {"memory_kind": HOST} if is_on_host(leaf.sharding) else {}
         spec = [None if entry == "pipe" else entry for entry in getattr(leaf.sharding, "spec", P())]
         if not back:
-            return NamedSharding(self.mesh, P("pipe", *spec[1:]))
+            return NamedSharding(self.mesh, P("pipe", *spec[1:]), **memory)
         shape = jax.ShapeDtypeStruct((self.layout.num_layers, *leaf.shape[1:]), leaf.dtype)
-        return NamedSharding(self.mesh, optimizer_specs(P(*spec), shape, self.mesh, "pipe"))
+        return NamedSharding(self.mesh, optimizer_specs(P(*spec), shape, self.mesh, "pipe"), **memory)
 
     def _moved(self, back: bool) -> Callable[[jax.Array], jax.Array]:
         if not self.layout.even:

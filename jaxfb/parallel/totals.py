@@ -17,6 +17,8 @@ from jax.experimental import multihost_utils
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.parallel.host_memory import brought, is_on_host
+
 Places = Sequence[Any]
 Measure = Callable[[Sequence[jax.Array], Places], Sequence[jax.Array]]
 SEEDS = ((0x9E3779B9, 0x7F4A7C15), (0x2545F491, 0xD1B54A33))
@@ -58,6 +60,12 @@ def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple
     """
     if not leaves:
         return {}
+    if len(leaves) > 1 and (far := {name for name, leaf in leaves.items() if is_on_host(leaf.sharding)}):
+        near = sums_by_device({name: leaf for name, leaf in leaves.items() if name not in far})
+        return near | {
+            name: one for each in sorted(far) for name, one in sums_by_device({each: leaves[each]}).items()
+        }
+    leaves = {name: brought(leaf) for name, leaf in leaves.items()}
     mesh = _mesh_of(next(iter(leaves.values())))
     shapes, specs = _shapes_and_specs(leaves.values())
     rows = _gathered(_program(mesh, shapes, specs, _weighted, by_device=True)(*leaves.values()))
@@ -84,15 +92,19 @@ def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
     measure: (blocks, places) -> u32[k] of each block; blocks are shards of one shape and dtype that begin at the same
       place, places (a u32[size] for each dim) the indices of their elements in the whole arrays.
     """
+    far = [number for number, leaf in enumerate(leaves) if is_on_host(leaf.sharding)]
+    # one after the other: all of them may be more than the devices have memory for
+    found = {number: totals([brought(leaves[number])], measure)[0] for number in far}
     groups: dict[Any, list[int]] = {}
     for number, leaf in enumerate(leaves):
+        if number in found:
+            continue
         sharding = leaf.sharding
         groups.setdefault(sharding.mesh if isinstance(sharding, NamedSharding) else None, []).append(number)
     parts = {}
     for mesh, numbers in groups.items():
         some = [leaves[number] for number in numbers]
         parts[mesh] = _on_mesh(mesh, some, measure) if mesh is not None else _alone(some, measure)
-    found: dict[int, np.ndarray] = {}
     for mesh, numbers in groups.items():
         rows = parts[mesh] if mesh is None else _added_up(parts[mesh])
         found.update(zip(numbers, map(np.asarray, rows), strict=True))

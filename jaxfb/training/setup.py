@@ -334,6 +334,7 @@ def step_options(config: AnyConfig) -> dict[str, Any]:
     """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
     more = {"loss_scale": loss_scale(config), "count_zeros": config.log.count_zeros}
     more |= {"trainable": trained_patterns(config)}
+    more |= {"optimizer_memory": config.optimizer.memory if config.optimizer else "device"}
     return {**more, **engine_options(config)}
 
 

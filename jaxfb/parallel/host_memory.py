@@ -1,0 +1,86 @@
+"""Keeps arrays of a state in the host's memory between updates, where the device has pinned memory of its host."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+from jax.sharding import Mesh, NamedSharding
+
+from jaxfb.refusal import Refused
+
+PyTree = Any
+HOST = "pinned_host"
+MEMORIES = ("device", "host")
+
+
+def check_host_memory(mesh: Mesh) -> None:
+    """Raises ValueError if the devices of a mesh have no pinned memory of their host."""
+    if not isinstance(mesh, Mesh):  # an AbstractMesh, of which nothing runs
+        return
+    device = mesh.devices.flat[0]
+    try:
+        kinds = [memory.kind for memory in device.addressable_memories()]
+    except jax.errors.JaxRuntimeError:  # a device that is only compiled for
+        return
+    if HOST not in kinds:
+        raise Refused(
+            f'optimizer_memory="host" needs devices that reach pinned memory of their host, and {device.device_kind} '
+            'does not; use optimizer_memory="device"',
+            [{"optimizer_memory": "device"}],
+        )
+
+
+def is_on_host(place: Any) -> bool:
+    """Returns whether a sharding is in the host's memory."""
+    return getattr(place, "memory_kind", None) == HOST
+
+
+def on_host(places: PyTree, tree: PyTree) -> PyTree:
+    """Returns the NamedShardings of a tree with its arrays in the host's memory; vectors, being small, stay."""
+    return jax.tree.map(
+        lambda place, leaf: place.with_memory_kind(HOST) if len(leaf.shape) > 1 else place, places, tree
+    )
+
+
+def on_device(place: NamedSharding) -> NamedSharding:
+    """Returns the same sharding in the device's memory."""
+    return NamedSharding(place.mesh, place.spec) if is_on_host(place) else place
+
+
+def brought(leaf: jax.Array) -> jax.Array:
+    """Returns, outside of jit, an array on the devices."""
+    return jax.device_put(leaf, on_device(leaf.sharding)) if is_on_host(leaf.sharding) else leaf
+
+
+def fetched(tree: PyTree, places: PyTree) -> PyTree:
+    """Returns, inside jit, the arrays of a tree on the devices; places: their NamedShardings."""
+    return jax.tree.map(
+        lambda leaf, place: jax.device_put(leaf, on_device(place)) if is_on_host(place) else leaf,
+        tree,
+        places,
+    )
+
+
+def put_back(tree: PyTree, places: PyTree) -> PyTree:
+    """Returns, inside jit, arrays on the devices moved to their NamedShardings, in the host's memory or not."""
+    return jax.tree.map(
+        lambda leaf, place: (
+            jax.device_put(jax.lax.with_sharding_constraint(leaf, on_device(place)), place)
+            if is_on_host(place)
+            else jax.lax.with_sharding_constraint(leaf, place)
+        ),
+        tree,
+        places,
+    )
+
+
+def constrained(tree: PyTree, places: PyTree) -> PyTree:
+    """Returns arrays with their NamedShardings, as `with_sharding_constraint` does; those in the host's memory as
+    they are.
+    """
+    return jax.tree.map(
+        lambda leaf, place: leaf if is_on_host(place) else jax.lax.with_sharding_constraint(leaf, place),
+        tree,
+        places,
+    )
