@@ -1,8 +1,8 @@
 """Makes an update whose optimizer state waits in the host's memory, and travels through the devices as it is used.
 
-Of an optimizer that treats all layers alike, one layer's state is on the devices at a time: a loop over the layers reads
-it to judge the update, a second loop reads it again and writes it back. Of any other optimizer all of it is there while
-the update is computed, when the activations are gone.
+Of an optimizer that treats all layers alike, one layer's state is on the devices at a time: a loop over the layers
+reads it to judge the update, a second loop reads it again and writes it back. Of any other optimizer all of it is there
+while the update is computed, when the activations are gone.
 
 A TPU's compiler (libtpu 0.0.48) makes every transfer of the loops asynchronous: a leaf is read while the ones before it
 are computed and written. A conditional around them, as other updates have, would copy the arrays in the host's memory;
@@ -70,9 +70,7 @@ class LayerStream(Update):
 
         def judged(sums, step):
             part = layers.part(stacked, step)
-            found = self._numbers(
-                _with(state, part), self._of_part(state, out, part, grads(step), norm)
-            )
+            found = self._numbers(_with(state, part), self._of_part(state, out, part, grads(step), norm))
             return jax.tree.map(jnp.add, sums, _chosen(is_stacked, found)), None
 
         zeros = jax.tree.map(jnp.zeros_like, _chosen(is_stacked, tried))

@@ -25,7 +25,7 @@ from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.parallel.host_memory import MEMORIES, check_host_memory
+from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.sharding import adopt
 from jaxfb.pipeline_state import (
     closed,
@@ -33,7 +33,7 @@ from jaxfb.pipeline_state import (
     opened,
     shapes_of_params,
 )
-from jaxfb.refusal import INT32, Refused, choice, function, instance, integer
+from jaxfb.refusal import INT32, Refused, function, instance, integer
 from jaxfb.state_placement import StatePlacement
 from jaxfb.streamed_update import streamed
 from jaxfb.train_arguments import (
@@ -98,7 +98,6 @@ def make_train_step(
         of their host for optimizer_memory="host".
     """
     check_optimizer(optimizer)
-    choice("optimizer_memory", optimizer_memory, MEMORIES)
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
     if change_gradients is not None:
         function("change_gradients", change_gradients, "from (gradients, state) to gradients")
@@ -116,8 +115,7 @@ def make_train_step(
     if fb.options.trainable is not None:
         optimizer = of_trained(optimizer, fb.trained)
     update = Update(optimizer, fb.trained, counted, *options)
-    if optimizer_memory == "host":
-        check_host_memory(fb.mesh)
+    if check_memory(optimizer_memory, fb.mesh) == "host":
         update = streamed(update, model)
     return TrainStep(fb, model, plan, dropout, update, stores, optimizer_memory)
 

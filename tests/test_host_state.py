@@ -2,8 +2,6 @@
 
 import dataclasses
 import re
-import types
-import unittest.mock
 
 import chex
 import jax
@@ -15,7 +13,6 @@ import toy
 
 import jaxfb
 from jaxfb.checkpoint import CheckpointStore
-from jaxfb.parallel.host_memory import check_host_memory
 from jaxfb.pipeline_state import opened
 from jaxfb.streamed_update import LayerStream, WholeStream
 
@@ -141,12 +138,7 @@ def test_layers_travel_one_at_a_time():
 
 def test_which_optimizers_are_taken_apart():
     own = jaxfb.make_optimizer("adamw", learning_rate=0.1, mask=lambda params: True)
-    kinds = {one: type(step_of("host", optimizer=one)._change) for one in (ADAMW, MUON, ADAFACTOR, CHAIN, own)}
+    kinds = {
+        one: type(step_of("host", optimizer=one)._change) for one in (ADAMW, MUON, ADAFACTOR, CHAIN, own)
+    }
     assert list(kinds.values()) == [LayerStream, LayerStream, WholeStream, WholeStream, WholeStream]
-
-
-def test_devices_without_host_memory_are_refused():
-    device = types.SimpleNamespace(device_kind="toaster", addressable_memories=lambda: [])
-    mesh = unittest.mock.Mock(spec=jax.sharding.Mesh, devices=np.array([device], object))
-    with pytest.raises(ValueError, match='toaster does not; use optimizer_memory="device"'):
-        check_host_memory(mesh)

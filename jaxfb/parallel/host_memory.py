@@ -5,30 +5,38 @@ from __future__ import annotations
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import AbstractMesh, NamedSharding
 
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, choice
 
 PyTree = Any
 HOST = "pinned_host"
 MEMORIES = ("device", "host")
 
 
-def check_host_memory(mesh: Mesh) -> None:
-    """Raises ValueError if the devices of a mesh have no pinned memory of their host."""
-    if not isinstance(mesh, Mesh):  # an AbstractMesh, of which nothing runs
-        return
-    device = mesh.devices.flat[0]
+def check_memory(optimizer_memory: Any, mesh: Any) -> str:
+    """Returns where an optimizer's state is kept.
+
+    Raises:
+      ValueError: it is none of MEMORIES, or the devices of the mesh reach no pinned memory of their host.
+    """
+    asked = choice("optimizer_memory", optimizer_memory, MEMORIES)
+    if asked == "host" and not isinstance(mesh, AbstractMesh):  # on an abstract mesh nothing runs
+        device = mesh.devices.flat[0]
+        if HOST not in _memories(device):
+            raise Refused(
+                f'optimizer_memory="host" needs devices that reach pinned memory of their host, and '
+                f'{device.device_kind} does not; use optimizer_memory="device"',
+                [{"optimizer_memory": "device"}],
+            )
+    return asked
+
+
+def _memories(device: Any) -> list[str]:
     try:
-        kinds = [memory.kind for memory in device.addressable_memories()]
-    except jax.errors.JaxRuntimeError:  # a device that is only compiled for
-        return
-    if HOST not in kinds:
-        raise Refused(
-            f'optimizer_memory="host" needs devices that reach pinned memory of their host, and {device.device_kind} '
-            'does not; use optimizer_memory="device"',
-            [{"optimizer_memory": "device"}],
-        )
+        return [memory.kind for memory in device.addressable_memories()]
+    except (AttributeError, jax.errors.JaxRuntimeError):  # a device that is only compiled for
+        return [HOST]
 
 
 def is_on_host(place: Any) -> bool:

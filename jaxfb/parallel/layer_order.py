@@ -72,7 +72,9 @@ class LayerOrder:
             return self._moved(back)(leaf)
         donate = donate and self.layout.even  # otherwise the other one has another shape
         place, here = self._place(leaf, back), brought(leaf)
-        moved = _program(self, back, donate or (here is not leaf and self.layout.even), on_device(place))(here)
+        moved = _program(self, back, donate or (here is not leaf and self.layout.even), on_device(place))(
+            here
+        )
         return jax.device_put(moved, place) if is_on_host(place) else moved
 
     def _check(self, leaf: Any, back: bool) -> None:

@@ -35,6 +35,7 @@ from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.models.variant import Variant
 from jaxfb.parallel.context import zigzag
 from jaxfb.parallel.expert import check_expert_divides
+from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.pipe import layout_of
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.pretrained.peft import _check_config as peft_config
@@ -165,6 +166,11 @@ def packed_step(dropout=True):
     return jaxfb.make_train_step(
         lambda params, microbatch, rng: None, optax.sgd(0.1), None, plan, dropout=dropout
     )
+
+
+def memory_of_toaster(optimizer_memory):
+    toaster = SimpleNamespace(device_kind="toaster", addressable_memories=lambda: [])
+    return check_memory(optimizer_memory, SimpleNamespace(devices=np.array([toaster])))
 
 
 def reordered_step(layer_order="pipeline"):
@@ -378,6 +384,7 @@ REFUSED = [
     (clip, dict(clip_convention="torhc")),
     (packed_step, dict(dropout=True)),
     (reordered_step, dict(layer_order="pipeline")),
+    (memory_of_toaster, dict(optimizer_memory="host")),
     # losses and tasks
     (jaxfb.PreferenceLoss, dict(kind="sigmoidd")),
     (jaxfb.PreferenceLoss, dict(kind="hinge", label_smoothing=0.1)),
