@@ -42,6 +42,7 @@ def label(config: Config) -> str:
         parts.append(config.schedule + (f" {config.chunks}" if config.chunks > 1 else ""))
     parts.append(f"remat {config.parallel.remat}")
     parts.append(f"{config.batch.rows_per_microbatch} rows")
+    parts += ["state on the host"] if config.optimizer.memory == "host" else []
     return ", ".join(parts + ([f"gather {config.parallel.fsdp_gather}"] if config.mesh.fsdp > 1 else []))
 
 

@@ -27,6 +27,8 @@ class Chip:
     torus:     dimensions of the interconnect; 0 for GPUs.
     kind:      a TPU's `device_kind`, by which programs know what they are traced for.
     devices:   JAX devices of a chip.
+    host_bandwidth: bytes a second between a device and its host's memory, each way: of a TPU what "How to scale your
+               model" counts with (https://jax-ml.github.io/scaling-book/tpus), of a GPU its page's PCIe, halved.
     island:    devices that the fast interconnect joins; beyond it `outer_bandwidth` bytes a second a device.
     """
 
@@ -41,6 +43,7 @@ class Chip:
     devices: int = 1
     island: int | None = None
     outer_bandwidth: float | None = None
+    host_bandwidth: float = 15e9
 
     def group_bandwidth(self, group: Sequence[int]) -> float:
         """Returns bytes a second that each device of a group sends: positions in the mesh, islands one after the other.
@@ -72,8 +75,10 @@ def _tpu(name, tflops, memory, bandwidth, both_ways, torus, kind, devices=1) -> 
     )
 
 
-def _gpu(name, tflops, memory, bandwidth, nvlink, page) -> Chip:
-    """Makes a GPU; nvlink: of all links and both directions, GB/s; 8 GPUs an island, 400 Gb/s a GPU between islands."""
+def _gpu(name, tflops, memory, bandwidth, nvlink, pcie, page) -> Chip:
+    """Makes a GPU; nvlink, pcie: of all links and both directions, GB/s; 8 GPUs an island, 400 Gb/s a GPU between
+    islands.
+    """
     return Chip(
         name=name,
         flops=tflops * 1e12,
@@ -83,6 +88,7 @@ def _gpu(name, tflops, memory, bandwidth, nvlink, page) -> Chip:
         source=f"https://www.nvidia.com/en-us/data-center/{page}/",
         island=8,
         outer_bandwidth=50e9,
+        host_bandwidth=pcie * 1e9 / 2,
     )
 
 
@@ -99,9 +105,9 @@ TPUS = {
 GPUS = {
     chip.name: chip
     for chip in (
-        _gpu("a100", 312, 80, 2039, 600, "a100"),
-        _gpu("h100", 989.4, 80, 3350, 900, "h100"),
-        _gpu("h200", 989.4, 141, 4800, 900, "h200"),
-        _gpu("b200", 2250, 180, 7700, 1800, "dgx-b200"),
+        _gpu("a100", 312, 80, 2039, 600, 64, "a100"),
+        _gpu("h100", 989.4, 80, 3350, 900, 128, "h100"),
+        _gpu("h200", 989.4, 141, 4800, 900, 128, "h200"),
+        _gpu("b200", 2250, 180, 7700, 1800, 128, "dgx-b200"),
     )
 }

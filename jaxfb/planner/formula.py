@@ -7,7 +7,7 @@ It orders the layouts of a search, and answers where no compiler is asked. Const
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import jax
@@ -51,6 +51,8 @@ class Estimate:
 
     gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
     peak. working: whole weights, one layer's backward, logits. wire_seconds: communication, as if nothing hid it.
+    host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
+    them twice; they are written while others are read.
     """
 
     parameters: float
@@ -62,6 +64,8 @@ class Estimate:
     flops: float
     work_seconds: float
     wire_seconds: float
+    host: float = 0.0
+    host_seconds: float = 0.0
 
     @property
     def arguments(self) -> float:
@@ -77,7 +81,12 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return self.work_seconds + self.wire_seconds
+        return self.work_seconds + self.wire_seconds + self.host_seconds
+
+    def with_host(self, on_device: float, on_host: float, chip: Chip | None) -> Estimate:
+        """Returns the estimate for so many bytes of optimizer state in either memory."""
+        seconds = 2 * on_host / chip.host_bandwidth if chip else 0.0
+        return replace(self, optimizer=on_device, host=on_host, host_seconds=seconds)
 
 
 def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Estimate:
@@ -90,9 +99,11 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
       topology: without a chip nothing takes time.
     """
     mesh, held, trained = config.mesh, sum(_held(config, sizes)), sum(_trained(config, sizes))
+    state = 8 * trained / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1)
+    on_host = state if config.optimizer.memory == "host" else 0.0
     return Estimate(
         parameters=(4 * trained + _frozen_bytes(config) * (held - trained)) / mesh.fsdp,
-        optimizer=8 * trained / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1),
+        optimizer=state,
         batch=0,
         gradients=_gradient_bytes(config, sizes),
         activations=_kept_bytes(config, sizes, topology),
@@ -100,7 +111,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         flops=_flops(config, sizes, topology.num_devices),
         work_seconds=_work_seconds(config, sizes, topology) if topology.chip else 0.0,
         wire_seconds=_wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0,
-    )
+    ).with_host(state - on_host, on_host, topology.chip)
 
 
 def _held(config: Config, sizes: TransformerConfig) -> tuple[float, float]:

@@ -6,7 +6,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -135,9 +135,11 @@ def _verdict(config: Config, topology: Topology, known: Known) -> Verdict:
 
 
 def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config]:
-    """Returns the fastest layouts of those that fit by formula; where none does, the smallest."""
+    """Returns the fastest layouts of those that fit by formula; where none does, of those that fit with the optimizer's
+    state in the host's memory; where these do not either, the smallest.
+    """
     sizes = model_sizes(config)
-    legal = (one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology))
+    legal = [one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology)]
     counted = [(estimate(one, sizes, topology), one) for one in legal]
     if not counted:
         devices = topology.num_devices
@@ -148,6 +150,11 @@ def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config
     memory = topology.chip.memory if topology.chip else math.inf
     fitting = [pair for pair in counted if pair[0].total <= memory]
     say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
+    if not fitting:
+        legal = [replace(one, optimizer=replace(one.optimizer, memory="host")) for one in legal]
+        counted = [(estimate(one, sizes, topology), one) for one in legal]
+        fitting = [pair for pair in counted if pair[0].total <= memory]
+        say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
     ordered = sorted(fitting, key=lambda pair: pair[0].seconds) or sorted(
         counted, key=lambda pair: pair[0].total
     )

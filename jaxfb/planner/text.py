@@ -91,6 +91,8 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
     for name, ours, theirs in rows:
         if ours or theirs:
             yield f"  {name:<24}{_gb(ours):>12}" + (f"{_gb(theirs):>12}" if theirs else "")
+    if counted.host:
+        yield f"  {'in the memory of the host':<24}{_gb(counted.host):>11} of optimizer state{_price(verdict)}"
     for name, size in verdict.phases.items():
         yield f"  in place of the temporaries, {PHASES.get(name, name)}: {_gb(size)}"
 
@@ -124,6 +126,7 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     products = f" ({compiled.product_seconds:.3f} s of products)" if isinstance(compiled, Compiled) else ""
     yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work{products}, " + (
         f"{verdict.exposed_seconds:.3f} s communication that nothing hides"
+        + (f", {counted:.3f} s optimizer state" if (counted := verdict.estimate.host_seconds) else "")
     )
     device = _device(verdict)
     yield f"  {verdict.tokens_per_second:,.0f} tokens/s a {device}, MFU {verdict.mfu:.1%}"
@@ -134,6 +137,14 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     if not isinstance(verdict.compiled, Compiled):
         yield "  by formula; and: products at the peak, communication never hidden"
     yield f"  source: {chip.source}"
+
+
+def _price(verdict: Verdict) -> str:
+    """Returns what an update takes for what is in the host's memory."""
+    if verdict.chip is None:
+        return ""
+    link, seconds = verdict.chip.host_bandwidth / 1e9, verdict.estimate.host_seconds
+    return f": {seconds:.3f} s a step, {2 / link:.3f} s a GB, over {link:,.0f} GB/s each way"
 
 
 def _device(verdict: Verdict) -> str:

@@ -79,6 +79,8 @@ def _changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], V
     keys = [_smaller(config, rows // size, now) for size in dict.fromkeys(fewer)]
     if devices > 1 and config.mesh.fsdp == 1 and config.mesh.data in (-1, devices):
         keys += [["mesh.data=1", f"mesh.fsdp={devices}"]]
+    if config.optimizer.memory == "device" and topology.platform != "cpu":
+        keys += [["optimizer.memory=host"]]
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]
     for change in keys:
         with suppress(ValueError):  # rows that do not divide, or an axis that the model does not

@@ -6,9 +6,12 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
+import jax
+
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
 from jaxfb.models.config import flops_per_token, num_params
+from jaxfb.parallel.host_memory import is_on_host
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
@@ -112,8 +115,10 @@ class Verdict:
 
     @property
     def step_seconds(self) -> float:
-        """Returns work and what it does not hide of the communication; the bubble is work that counts for nothing."""
-        return self.work_seconds + self.exposed_seconds
+        """Returns work, what it does not hide of the communication, and the time that optimizer state from the host
+        takes; the bubble is work that counts for nothing.
+        """
+        return self.work_seconds + self.exposed_seconds + self.estimate.host_seconds
 
     @property
     def mfu(self) -> float | None:
@@ -222,9 +227,16 @@ def _estimate(config: Config, job: Job, topology: Topology) -> Estimate:
     return replace(
         counted,
         parameters=bytes_per_device(job.state.params, bytes_of),
-        optimizer=bytes_per_device(job.state.opt_state, bytes_of),
         batch=bytes_per_device(job.batch, bytes_of),
-    )
+    ).with_host(*_bytes_of_moments(job.state.opt_state, bytes_of), topology.chip)
+
+
+def _bytes_of_moments(opt_state: Any, bytes_of: Callable[..., int]) -> tuple[int, int]:
+    """Returns a device's bytes of the optimizer's state in its own memory and in the host's."""
+    leaves = jax.tree.leaves(opt_state)
+    near = [leaf for leaf in leaves if not is_on_host(leaf.sharding)]
+    far = [leaf for leaf in leaves if is_on_host(leaf.sharding)]
+    return bytes_per_device(near, bytes_of), bytes_per_device(far)
 
 
 def _bytes_of(topology: Topology) -> Callable[..., int]:
