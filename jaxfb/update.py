@@ -97,7 +97,12 @@ class Update:
             attempt = self._attempt(state, out, self.change(state, out), trial.grad_norm)
             return self._kept(state, attempt, places)
 
-        return jax.lax.cond(trial.applied, kept, lambda: (self.trained(state.params), state.opt_state))
+        before = self.trained(state.params)
+        return jax.lax.cond(
+            trial.applied,
+            kept,
+            lambda: (before, state.opt_state),
+        )
 
     def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
         rate = learning_rate_of(self.optimizer, state.opt_state, state.samples, updated=attempt.opt_state)
