@@ -51,7 +51,7 @@ def on_host(places: PyTree, tree: PyTree) -> PyTree:
     )
 
 
-def on_device(place: NamedSharding) -> NamedSharding:
+def on_device(place: Any) -> NamedSharding:
     """Returns the same sharding in the device's memory."""
     return NamedSharding(place.mesh, place.spec) if is_on_host(place) else place
 
