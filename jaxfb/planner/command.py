@@ -29,7 +29,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     """
     check_searchable(config)
     from jaxfb.planner.known import Known
-    from jaxfb.planner.search import draw, table, write
+    from jaxfb.planner.search import compared, draw, table, write
     from jaxfb.planner.search import search as search_for
 
     directory, latest = Path(out), []
@@ -49,7 +49,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
             f"[plan] stopped; the results so far are in {directory}, and the same command continues from them"
         )
         raise
-    print(table(found))
+    print("\n".join(filter(None, (table(found), compared(found)))))
     print("\n" + page(f"{name}, best layout", found[0].verdict))
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")

@@ -26,10 +26,11 @@ from jaxfb.refusal import Refused
 
 @dataclass(frozen=True)
 class Found:
-    """A layout and what is known of it."""
+    """A layout and what is known of it; given: whether it is that of the config that the search began with."""
 
     config: Config
     verdict: Verdict
+    given: bool = False
 
     @property
     def rank(self) -> tuple[bool, bool, float]:
@@ -49,6 +50,8 @@ def search(
 ) -> list[Found]:
     """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled before the others.
 
+    The config's own layout is among them, where it can be on the topology, and is compiled first.
+
     Args:
       layouts: how many are kept of those that fit by formula, the fastest first.
       compiled: how many that fit are compiled; 0 leaves the compiler out.
@@ -63,9 +66,11 @@ def search(
             f"[plan] --search ranks by a chip's speed and memory, {topology.text} has neither; use v5e:4x4"
         )
     known = known or Known()
-    found = _ranked(
-        [Found(one, _verdict(one, topology, known)) for one in _fastest(config, topology, layouts, say)]
-    )
+    given = _given(config, topology, known, say)
+    others = [
+        one for one in _fastest(config, topology, layouts, say) if one not in [own.config for own in given]
+    ]
+    found = _ranked(given + [Found(one, _verdict(one, topology, known)) for one in others])
     keep(found)
     if not compiled or not compiles_here(topology, say):
         return found
@@ -75,7 +80,7 @@ def search(
 def write(found: list[Found], directory: Path) -> list[Path]:
     """Replaces search.json (every layout, best first) and plan.yaml (the best, where one fits) in a directory."""
     directory.mkdir(parents=True, exist_ok=True)
-    rows = [{"layout": label(one.config), **one.verdict.to_dict()} for one in found]
+    rows = [{"layout": label(one.config), "given": one.given, **one.verdict.to_dict()} for one in found]
     results, best = directory / "search.json", directory / "plan.yaml"
     temporary = results.with_name("search.json.tmp")
     temporary.write_text(json.dumps(rows, indent=1) + "\n")
@@ -107,8 +112,24 @@ def table(found: list[Found], most: int = 12) -> str:
         lines.append(
             f"{size:>8} {(verdict.available or 0) / 1e9:>7.1f} {verdict.step_seconds:>9.3f} "
             f"{verdict.tokens_per_second:>10,.0f} {verdict.mfu:>6.1%} {by:>9}  {label(one.config)}"
+            + (" (given)" if one.given else "")
         )
     return "\n".join(lines)
+
+
+def compared(found: list[Found]) -> str:
+    """Returns a sentence on the best layout beside the given one; empty where that cannot be on the topology."""
+    given, best = next((one for one in found if one.given), None), found[0]
+    if given is None:
+        return ""
+    if given is best:
+        return "the given layout is the best of these"
+    if not given.verdict.fits:
+        return "the given layout does not fit"
+    if (given.verdict.compiled is None) != (best.verdict.compiled is None):
+        return "the given layout was not compiled"
+    ratio = best.verdict.step_seconds / given.verdict.step_seconds
+    return f"a step takes {ratio:.2f} times as long as with the given layout"
 
 
 def _by_kind(ranked: list[Found]) -> list[Found]:
@@ -128,6 +149,18 @@ def _on_hosts(config: Config, topology: Topology) -> bool:
     except ValueError:
         return False
     return True
+
+
+def _given(config: Config, topology: Topology, known: Known, say) -> list[Found]:
+    """Returns the layout of the config itself, its mesh without open sizes; none where it is not legal there."""
+    try:
+        gpu.check_hosts(config, topology)
+        verdict = estimated(config, topology)
+    except ValueError as error:
+        say(f"the given layout is left out: {error}")
+        return []
+    own = replace(config, mesh=replace(config.mesh, **verdict.mesh))
+    return [Found(own, known.get(own, topology) or verdict, given=True)]
 
 
 def _verdict(config: Config, topology: Topology, known: Known) -> Verdict:
@@ -162,17 +195,20 @@ def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config
 
 
 def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list[Found]:
-    """Asks the compiler until so many fit. A layout that it refuses for another reason than memory is left out."""
-    found = list(formula)
-    for asked in _by_kind(formula)[: 2 * count]:
-        fitting = sum(bool(one.verdict.fits) for one in found if one.verdict.compiled)
+    """Asks the compiler for the given layout, and until so many others fit.
+
+    A layout that it refuses for another reason than memory is left out.
+    """
+    found, others = list(formula), [one for one in formula if not one.given]
+    for asked in [one for one in formula if one.given] + _by_kind(others)[: 2 * count]:
+        fitting = sum(bool(one.verdict.fits) for one in found if one.verdict.compiled and not one.given)
         if fitting >= count:
             break
         found.remove(asked)
         say(f"compiling: {label(asked.config)}")
         if (verdict := _answer(asked, known, say)) is not None:
             say(f"  {answer(verdict)}, {verdict.step_seconds:.2f} s a step")
-            found.append(Found(asked.config, verdict))
+            found.append(replace(asked, verdict=verdict))
         if not found:
             raise Refused("[plan] the compiler refused every layout that was asked about; raise --layouts")
         keep(_ranked(found))

@@ -64,6 +64,21 @@ def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, t
     assert len(answered(tmp_path)) == 2 + len(more)
 
 
+def test_the_given_layout_is_compiled_first_and_compared_with_the_best(compiler, tmp_path, capsys):
+    compiler.answers[:] = [replace(ANSWER, work_seconds=16.0)]
+    assert run(tmp_path) == 0
+    rows = json.loads((tmp_path / "search.json").read_text())
+    assert [row["layout"] for row in rows if row["given"]] == [label(compiler.asked[0])]
+    out = capsys.readouterr().out
+    assert "(given)" in out and "a step takes 0.50 times as long as with the given layout" in out
+
+
+def test_a_layout_that_cannot_be_there_is_no_reason_not_to_search(compiler, tmp_path, capsys):
+    assert main(["plan", *SMALL, "--out", str(tmp_path), *SIZES, "mesh.fsdp=3"]) == 0
+    assert "the given layout is left out: " in capsys.readouterr().err
+    assert not any(row["given"] for row in json.loads((tmp_path / "search.json").read_text()))
+
+
 def test_one_layout_that_the_compiler_refuses_does_not_end_the_search(compiler, tmp_path, capsys):
     crash = RuntimeError("the compiler ended with code -9")
     compiler.answers[:] = [crash, TooLarge(2e10, 1.6e10, "Ran out")]
