@@ -49,8 +49,19 @@ LONGER_MAXTEXT = LONG_MAXTEXT | {
     "ici_context_parallelism": 16,
     "per_device_batch_size": 1 / 16,
 }
-IN_PIECES = (
-    "model.expert_pieces=true",
+MIXTRAL = {
+    "decoder_block": "mixtral",
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "base_moe_mlp_dim": 16384,
+    "megablox": True,
+    "sparse_matmul": True,
+    "ici_fsdp_parallelism": 16,
+    "ici_expert_parallelism": 8,
+}
+"""Dropless, as ours."""
+OVERLAP = (
+    "model.expert_overlap=true",
     "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
 )
 LIKE_DEEPSEEK = (
@@ -95,11 +106,11 @@ JOBS = {
         ),
         PIPELINE,
     ),
-    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), None),
-    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, in pieces": Job("moe-141b", "v5p:4x4x8", IN_PIECES, None),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),
     "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK, None),
-    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, in pieces": Job(
-        "moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK + IN_PIECES, None
+    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, overlap": Job(
+        "moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK + OVERLAP, None
     ),
 }
 
@@ -142,7 +153,7 @@ def lower_maxtext(job: Job, compiled) -> None:
         "base_emb_dim": model.hidden_size,
         "base_num_query_heads": model.num_heads,
         "base_num_kv_heads": model.num_kv_heads,
-        "base_mlp_dim": model.mlp_size,
+        "base_mlp_dim": model.expert_mlp_size if model.num_experts else model.mlp_size,
         "head_dim": model.head_size,
         "vocab_size": model.vocab_size,
         "rope_max_timescale": int(config.model.rope_theta),

@@ -3,7 +3,7 @@
 No part of a step: tests count with it, and so does the planner.
 """
 
-from jaxfb.hlo.calls import callees
+from jaxfb.hlo.calls import SELDOM, callees
 from jaxfb.hlo.communication import (
     KINDS,
     Collective,
@@ -18,6 +18,7 @@ from jaxfb.hlo.text import REGIONS, Instruction, bytes_of, operand_names, parse,
 __all__ = [
     "KINDS",
     "REGIONS",
+    "SELDOM",
     "Collective",
     "Instruction",
     "bytes_of",

@@ -8,6 +8,9 @@ import re
 from jaxfb.hlo.text import Instruction, operand_names, searched
 
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations|\w+_computation)=")
+SELDOM = "seldom_loop"
+"""The named scope of loops that do not turn in an even run; whatever counts a program takes them not to."""
+
 _SAME = ("copy", "bitcast", "convert")
 
 
@@ -61,8 +64,10 @@ def trip_count(loop: Instruction, computations: dict[str, list[Instruction]]) ->
     """Returns XLA's own count of a loop's iterations, else that of a loop that counts up to a constant; None if
     unknown.
 
-    A loop that XLA has unrolled counts by more than one.
+    A loop that XLA has unrolled counts by more than one. One in a scope `SELDOM` is taken not to turn.
     """
+    if f"/{SELDOM}/" in loop.rest:
+        return 0
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(known[1])
     condition, body = (computations.get(_named(role, loop.rest), []) for role in ("condition", "body"))

@@ -87,7 +87,10 @@ class TransformerConfig:
     router_top_groups:    so many, by the sum of the two best scores of each (DeepSeek-V3).
     expert_capacity:      None drops no token. A number c drops what an expert is sent beyond c times its even
                           share of a device's microbatch: faster, but results then depend on how rows are split.
-    expert_pieces:   a device exchanges its tokens with the experts' devices in four pieces, one while the experts run
+    expert_buffer:   rows for which a device's experts have space at a time, over what they meet where all experts
+                     are equally popular; the others follow in further rounds, so nothing is dropped. None: space for
+                     the worst case, all rows at one device. Where `expert` cuts the experts.
+    expert_overlap:  a device exchanges its tokens with the experts' devices in four turns, one while the experts run
                      another; on a TPU with the compiler option xla_tpu_enable_async_ragged_all_to_all.
 
     Raises ValueError naming the field and the nearest legal choice.
@@ -133,7 +136,8 @@ class TransformerConfig:
     router_z_coefficient: float = 0.0
     router_bias_rate: float = 0.0
     expert_capacity: float | None = None
-    expert_pieces: bool = False
+    expert_buffer: float | None = 1.25
+    expert_overlap: bool = False
     router_bias: bool = False
     router_groups: int = 1
     router_top_groups: int = 1
@@ -395,7 +399,7 @@ def _check_loss(config: TransformerConfig) -> None:
             raise Refused(
                 f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none", [{name: 0}]
             )
-    for name in ("logit_softcap", "expert_capacity", "window"):
+    for name in ("logit_softcap", "expert_capacity", "expert_buffer", "window"):
         if getattr(config, name) is not None and not getattr(config, name) > 0:
             raise Refused(
                 f"[model] {name}={getattr(config, name)} must be positive; use null for none", [{name: None}]

@@ -33,7 +33,7 @@ class Kernels(NamedTuple):
 
     @classmethod
     def of(cls, kernels: jax.Array) -> Kernels:
-        return cls(kernels, kernels.astype(jnp.promote_types(kernels.dtype, jnp.float32)))
+        return cls(lax.stop_gradient(kernels), kernels.astype(jnp.promote_types(kernels.dtype, jnp.float32)))
 
     def multiply(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Kernels]:
         """Returns (`grouped_matmul` of the rows, the matrices for the next rows).

@@ -166,16 +166,14 @@ class MoE(nnx.Module):
         chosen, weights = routing.experts, routing.weights
         if counted_RT is not None:
             chosen = jnp.where(counted_RT[..., None], chosen, config.num_experts)
-        tokens = rows * length
         out = expert.dispatch(
             self.experts,
             self.experts.kernels(),
-            x_RTD.reshape(tokens, width),
-            chosen.reshape(tokens, -1),
+            x_RTD.reshape(-1, width),
+            chosen.reshape(rows * length, -1),
             config.num_experts,
             self.experts.gate[...].shape[0],
-            _capacity(config, tokens),
-            expert.SHARES if config.expert_pieces else (1,),
+            **how_dispatched(config, rows * length),
         ).reshape(rows, length, -1, width)
         mixed = jnp.einsum("rtk,rtkd->rtd", weights, out.astype(weights.dtype))
         return constrain(mixed.astype(x_RTD.dtype), None, None, None)
@@ -189,6 +187,12 @@ def _expert_of_row(sizes_L: jax.Array, num_rows: int) -> jax.Array:
 def _of_rows(bias_LF: nnx.Param, expert_S: jax.Array) -> jax.Array:
     """Returns each row's bias; a row behind the last run has none, so that its undefined gradient goes nowhere."""
     return bias_LF[...].at[expert_S].get(mode="fill", fill_value=0)
+
+
+def how_dispatched(config: TransformerConfig, tokens: int) -> dict[str, Any]:
+    """Returns capacity, shares and buffer as `expert.dispatch` takes them, for so many tokens of a device."""
+    shares = expert.SHARES if config.expert_overlap else (1,)
+    return {"capacity": _capacity(config, tokens), "shares": shares, "buffer": config.expert_buffer}
 
 
 def _capacity(config: TransformerConfig, tokens: int) -> int | None:

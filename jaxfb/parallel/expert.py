@@ -1,38 +1,38 @@
 """The expert axis: each device holds some of the experts, and rows travel to the experts that they chose.
 
-One exchange there and one back. Rows are sorted by expert, so what goes to one device lies together. Where rows
-come from and go to is a `Slots`: both directions are gathers, forward and backward, and no scatter-add is made.
+One exchange there and one back. Rows are sorted by expert, so what goes to one device lies together, and arrives
+sorted. Where rows come from and go to is a `Slots`: both directions are gathers, forward and backward, and no
+scatter-add is made. Rows for which a device has no space go in further rounds (`expert_rounds`).
 
 Shapes: T = tokens here, K = experts a token chose, N = T * K choices, S = slots, D = width, E = experts,
-L = experts of this device, X = size of the axis. A choice of expert E is nobody's: it is not sent, and its
+L = experts of this device, X = size of the axis, P = turns. A choice of expert E is nobody's: it is not sent, and its
 result is zero.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, TypeVar
+import math
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
 from jaxfb.compat import custom_vjp
-from jaxfb.parallel.expert_exchange import AXIS, bring_back, send, take
+from jaxfb.parallel.expert_exchange import AXIS, Window, bring_back, empty_like, send, starts, take
+from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
 from jaxfb.refusal import Refused
 
 PyTree = Any
 
-State = TypeVar("State")
-
-# (rows [S, D] sorted by expert, how many of each of this device's experts i32[L], state) -> ([S, D], state)
-RunExperts = Callable[[jax.Array, jax.Array, State], tuple[jax.Array, State]]
-
 SHARES = (3, 13, 13, 3)
-"""How the tokens of a microbatch are cut in pieces: only the first piece's way to the experts and the last one's way
-back have nothing to hide beside, so these are small."""
+"""How the tokens of a microbatch are cut where they are exchanged in turns: only the first part's way to the experts
+and the last one's way back have nothing to hide beside, so these are small."""
+TILE = 128  # rows; space is a multiple of it
 
 
 def manual_size(axis: str = AXIS) -> int:
@@ -72,23 +72,25 @@ def dispatch(
     num_local: int,
     capacity: int | None = None,
     shares: Sequence[int] = (1,),
+    buffer: float | None = None,
 ) -> jax.Array:
     """Runs each token through its chosen experts: out[t, k] = expert chosen[t, k] of x[t].
 
-    Without a capacity no choice is dropped, whatever the routing: buffers are as large as the worst case,
-    all of a device's rows at one other. With one, an expert takes the first `capacity` choices of each device's
-    tokens, and which those are depends on how rows were split over devices and microbatches.
+    Without a capacity no choice is dropped, whatever the routing. With one, an expert takes the first `capacity`
+    choices of each device's tokens, and which those are depends on how rows were split over devices and microbatches.
 
     Args:
-      run: applies this device's experts, once for each piece of the tokens.
+      run: applies this device's experts to the rows of a window.
       state: what the first call of `run` is given; the others are given what the one before returned.
       x: float[T, D].
       chosen: i32[T, K], different experts for one token; num_experts for nobody.
       num_experts: E.
       num_local: L; if less than E, the experts are cut over the manual axis `expert`, in order.
       capacity: rows that an expert takes from one device.
-      shares: of the tokens in each piece. Pieces do not depend on each other, so a compiler can send one while
-        the experts run another; where nothing is sent there is one piece.
+      shares: of the tokens in each turn. Turns do not depend on each other, so a compiler can send the rows of one
+        while the experts run another; where nothing is sent there is one turn.
+      buffer: rows for which a device has space at a time, over those that it meets where all experts are equally
+        popular; the others follow in further rounds. None: space for the worst case, all rows at one device.
     Returns:
       float[T, K, D]; zero where dropped.
     Raises:
@@ -97,41 +99,98 @@ def dispatch(
     num_devices = _num_owners(num_experts, num_local)
     tokens, copies = chosen.shape
     ends = cut_points(tokens, shares if num_devices > 1 else (1,))
-    if capacity is not None and len(ends) > 1:
-        chosen = _within(capacity, chosen, num_experts)
-    pieces = [
-        _Piece.of(x[start:end], chosen[start:end], num_experts, num_local, capacity)
+    limit = tokens if capacity is None else min(capacity, tokens)
+    if limit < tokens and len(ends) > 1:
+        chosen = _within(limit, chosen, num_experts)
+    turn = np.searchsorted(np.array(ends), np.arange(tokens), side="right")[:, None]
+    group = jnp.where(
+        chosen < num_experts, chosen + (turn * num_experts).astype(np.int32), len(ends) * num_experts
+    )
+    num_slots = min(tokens * copies, num_experts * limit)
+    slots, counts = sorted_slots(group.reshape(-1), len(ends) * num_experts, num_slots, limit)
+    rows = move(x, slots, copies)
+    if num_devices == 1:
+        out, _ = run(rows, counts, state)
+    else:
+        room = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
+        counts = counts.reshape(len(ends), num_devices, num_local)
+        out = _exchanged(run, state, rows, _gathered(counts), room)
+    return move(out, slots.inverse).reshape(-1, copies, out.shape[1])
+
+
+def _gathered(counts: jax.Array) -> jax.Array:
+    """Returns everybody's counts, i32[P, X, X, L], rows of each device for each device's experts."""
+    with jax.named_scope("expert_counts"):
+        return lax.all_gather(counts, AXIS, axis=1)
+
+
+class Space(NamedTuple):
+    """The rows of a turn for which a device has space, those that come where all experts are equally popular, and those
+    that can come at most.
+    """
+
+    rows: int
+    even: int
+    most: int
+
+
+def spaces(
+    tokens: int,
+    copies: int,
+    num_experts: int,
+    num_devices: int,
+    capacity: int | None = None,
+    shares: Sequence[int] = (1,),
+    buffer: float | None = None,
+) -> list[Space]:
+    """Returns the space of each turn; arguments as of `dispatch`, T, K, E and X."""
+    ends = cut_points(tokens, shares if num_devices > 1 else (1,))
+    return [
+        _space(end - start, copies, num_experts, num_devices, capacity, buffer)
         for start, end in zip((0, *ends), ends, strict=False)
     ]
+
+
+def _space(tokens, copies, num_experts, num_devices, capacity, buffer) -> Space:
+    limit, num_local = tokens if capacity is None else min(capacity, tokens), num_experts // num_devices
+    even = min(tokens * copies, num_experts * limit)
     if num_devices == 1:
-        out, _ = run(pieces[0].rows, pieces[0].counts, state)
-        return pieces[0].answers(out, copies)
-    with jax.named_scope("expert_counts"):
-        mine = jnp.stack([piece.counts.reshape(num_devices, num_local) for piece in pieces])
-        counts = lax.all_gather(mine, AXIS, axis=1)
-    return jnp.concatenate(_in_turns(run, state, pieces, counts, copies))
+        return Space(even, even, even)
+    # a token goes to an expert once, so to a device at most as often as it has experts
+    most = num_devices * min(even, num_local * limit, tokens * min(copies, num_local))
+    rows = most if buffer is None else -(-math.ceil(buffer * even) // TILE) * TILE
+    return Space(min(rows, most), even, most)
 
 
-def _in_turns(
-    run: RunExperts[State], state: State, pieces: Sequence[_Piece], counts: jax.Array, copies: int
-) -> list[jax.Array]:
-    """Returns the answers to each piece. In a turn the experts run one piece, while the next one is sent and the
-    answers to the one before come back; the next turn begins when all three are over.
+def _exchanged(
+    run: RunExperts[State], state: State, rows: jax.Array, counts: jax.Array, room: Sequence[Space]
+) -> jax.Array:
+    """Returns the experts' answers to `rows` [S, D]. In a turn the experts run one window, while the next one is sent
+    and the answers to the one before come back; the next turn begins when all three are over.
 
-    counts: i32[pieces, X, X, L], rows of each device for each device's experts.
+    What does not fit into the first windows goes before them: so its backward comes when they need no space any more.
     """
-    last = len(pieces) - 1
-    here, outs, back = pieces[0].sent(counts[0]), [], []
-    for place, piece in enumerate(pieces):
-        coming = pieces[place + 1].sent(counts[place + 1]) if place < last else None
-        going = pieces[place - 1].brought_back(outs[-1], counts[place - 1]) if place else None
-        out, state = _run_sorted(run, here, counts[place], piece.most, state)
-        if last:
-            here, out, going = _together((coming, out, going))
-        outs.append(out)
-        back += [going] if place else []
-    back.append(pieces[last].brought_back(outs[-1], counts[last]))
-    return [piece.answers(out, copies) for piece, out in zip(pieces, back, strict=True)]
+    out, last = empty_like(rows), len(room) - 1
+    of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
+    if any(space.rows < space.most for space in room):
+        first = jnp.array([space.rows for space in room], jnp.int32)
+        rows, out, state = further_rounds(
+            run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
+        )
+    windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
+    arrived, answers = [], []
+    for place in range(-1, last + 2):
+        if place < last:
+            here, rows = send(rows, windows[place + 1], empty_like(rows, room[place + 1].rows))
+            arrived.append(here)
+        if place > 0:
+            out = bring_back(answers[place - 1], windows[place - 1], out, room[place - 1].rows)
+        if 0 <= place <= last:
+            answer, state = run(arrived[place], windows[place].sizes, state)
+            answers.append(answer)
+        if last and 0 <= place <= last:
+            arrived[-1], answers[-1], out = _together((arrived[-1], answers[-1], out))
+    return out
 
 
 @jax.custom_vjp
@@ -149,7 +208,7 @@ _together.defvjp(lambda turn: (turn, None), lambda _, cotangents: (cotangents,))
 
 
 def cut_points(tokens: int, shares: Sequence[int]) -> tuple[int, ...]:
-    """Returns where the pieces of `tokens` end, each of at least one token."""
+    """Returns where the tokens of each turn end; each has at least one."""
     ends = [tokens * whole // sum(shares) for whole in itertools.accumulate(shares)]
     return tuple(sorted({end for end in ends if end} or {tokens}))
 
@@ -158,42 +217,6 @@ def _within(capacity: int, chosen: jax.Array, num_experts: int) -> jax.Array:
     """Returns the choices with num_experts in place of those that come after the first `capacity` of an expert."""
     slots, _ = sorted_slots(chosen.reshape(-1), num_experts, chosen.size, capacity)
     return jnp.where(slots.target.reshape(chosen.shape) < chosen.size, chosen, num_experts)
-
-
-class _Piece(NamedTuple):
-    """Some tokens of this device.
-
-    rows:   [S, D], their choices sorted by expert.  slots: of the choices.
-    counts: i32[E], rows of each expert.
-    most:   rows that another device can be sent of them at most.
-    """
-
-    rows: jax.Array
-    slots: Slots
-    counts: jax.Array
-    most: int
-
-    @classmethod
-    def of(cls, x, chosen, num_experts: int, num_local: int, capacity: int | None) -> _Piece:
-        tokens, copies = chosen.shape
-        capacity = tokens if capacity is None else min(capacity, tokens)
-        num_slots = min(tokens * copies, num_experts * capacity)
-        slots, counts = sorted_slots(chosen.reshape(-1), num_experts, num_slots, capacity)
-        # a token goes to an expert once, so to a device at most as often as it has experts
-        most = min(num_slots, num_local * capacity, tokens * min(copies, num_local))
-        return cls(move(x, slots, copies), slots, counts, most)
-
-    def sent(self, counts: jax.Array) -> jax.Array:
-        """Returns what arrives here of everybody's, [X * most, D]; counts: i32[X, X, L]."""
-        return send(self.rows, counts, self.most, self.rows.shape[0])
-
-    def brought_back(self, out: jax.Array, counts: jax.Array) -> jax.Array:
-        """Returns the answers to `rows`, from those to what arrived everywhere."""
-        return bring_back(out, counts, self.most, self.rows.shape[0])
-
-    def answers(self, out: jax.Array, copies: int) -> jax.Array:
-        """Returns the answers by token, [tokens, K, D]."""
-        return move(out, self.slots.inverse).reshape(-1, copies, out.shape[1])
 
 
 class Slots(NamedTuple):
@@ -222,9 +245,9 @@ def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) 
     )
     asked = jnp.zeros(num_groups, jnp.int32).at[group].add(1, mode="drop")
     counts = jnp.minimum(asked, limit)
-    rank = place - take(_starts(asked), group)
+    rank = place - take(starts(asked), group)
     kept = (group < num_groups) & (rank < limit)
-    target = jnp.where(kept, take(_starts(counts), group) + rank, num_slots)
+    target = jnp.where(kept, take(starts(counts), group) + rank, num_slots)
     source = (
         jnp.full(num_slots, number, jnp.int32)
         .at[target]
@@ -251,29 +274,6 @@ def _move_backward(copies, slots, cotangent):
 move.defvjp(_move_forward, _move_backward)
 
 
-def _run_sorted(
-    run: RunExperts[State], arrived: jax.Array, counts: jax.Array, most: int, state: State
-) -> tuple[jax.Array, State]:
-    """Calls `run` with what arrived [X * most, D] sorted by expert; the answers are in the order of the arrivals.
-
-    counts: i32[X, X, L], rows of each device for each device's experts.
-    """
-    slots, sizes = _by_own_expert(counts, most)
-    out, state = run(move(arrived, slots), sizes, state)
-    return move(out, slots.inverse), state
-
-
-def _by_own_expert(counts: jax.Array, most: int) -> tuple[Slots, jax.Array]:
-    """Returns the order by expert of what arrived: [X * most], from each device a run sorted by expert, then
-    padding.
-    """
-    mine = counts[:, lax.axis_index(AXIS)]
-    place = jnp.arange(most, dtype=jnp.int32)
-    expert = (place[None, :, None] >= jnp.cumsum(mine, axis=1)[:, None, :]).sum(-1, dtype=jnp.int32)
-    number = expert.size
-    return sorted_slots(expert.reshape(-1), mine.shape[1], number, number)
-
-
 def _num_owners(num_experts: int, num_local: int) -> int:
     here = manual_size()
     if num_local != num_experts and num_local * here != num_experts:
@@ -282,7 +282,3 @@ def _num_owners(num_experts: int, num_local: int) -> int:
             f"the weights have {num_local}; cut their expert dim over the expert axis, evenly, or not at all"
         )
     return num_experts // num_local
-
-
-def _starts(counts: jax.Array) -> jax.Array:
-    return jnp.cumsum(counts) - counts

@@ -1,6 +1,9 @@
 """Sends rows to the devices that have their experts, and back: one ragged all-to-all over `expert` each.
 
-Shapes: S = rows of this device, D = width, L = experts of a device, X = size of the axis.
+A device receives a `Window` at a time of all the rows that come to it, in the order of its experts, and for an expert
+in that of the devices that sent them. Rows of an expert from a device are a run; nothing is sorted where they arrive.
+
+Shapes: S = rows of this device, C = rows of a window, D = width, L = experts of a device, X = size of the axis.
 """
 
 from __future__ import annotations
@@ -10,97 +13,176 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.compat import custom_vjp
 
 AXIS = "expert"
 
 
-@custom_vjp(2, 3)
-def send(rows: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
-    """Sends rows [S, D], packed by owner, to their owners: [X * most, D], those of device x from x * most on.
+class Window(NamedTuple):
+    """The runs of a window, as this device exchanges them with each other, all i32[X, L].
 
-    counts: i32[X, X, L], rows of each device for each device's experts.
+    sent:        its own rows that go to each expert there.  start: where they start here.
+    place:       where they start in the window there.
+    received:    rows from there for each of its own experts.  place_here: where they start in the window here.
+    start_there: where they start there.
     """
-    return _route(rows, counts, most)
-
-
-@custom_vjp(2, 3)
-def bring_back(out: jax.Array, counts: jax.Array, most: int, num_rows: int) -> jax.Array:
-    """Sends rows back, the inverse and transpose of `send`: [X * most, D] -> [S, D] on the devices that they came
-    from.
-    """
-    return _route_back(out, counts, most, num_rows)
-
-
-send.defvjp(
-    lambda rows, counts, most, num_rows: (_route(rows, counts, most), counts),
-    lambda most, num_rows, counts, cotangent: (_route_back(cotangent, counts, most, num_rows), None),
-)
-bring_back.defvjp(
-    lambda out, counts, most, num_rows: (_route_back(out, counts, most, num_rows), counts),
-    lambda most, num_rows, counts, cotangent: (_route(cotangent, counts, most), None),
-)
-
-
-class _Plan(NamedTuple):
-    """The exchange of this device with each other, all i32[X]: its own rows that go there, where they start;
-    rows that come from there, and where they start there."""
 
     sent: jax.Array
     start: jax.Array
+    place: jax.Array
     received: jax.Array
+    place_here: jax.Array
     start_there: jax.Array
 
+    @classmethod
+    def of(cls, counts: jax.Array, before: jax.Array, first: jax.Array | int, size: int) -> Window:
+        """Makes the window of `size` rows from the `first` on.
 
-def _plan(counts) -> _Plan:
-    sizes, me = counts.sum(-1), lax.axis_index(AXIS)
-    starts = jnp.cumsum(sizes, axis=1) - sizes
-    return _Plan(sizes[me], starts[me], sizes[:, me], starts[:, me])
+        counts: i32[X, X, L], rows of each device for each device's experts; before: i32[X], rows of each device that
+        come before these.
+        """
+        number = counts.shape[0]
+        here = before[:, None] + starts(counts.reshape(number, -1), 1)
+        order = counts.transpose(1, 2, 0)
+        there = starts(order.reshape(number, -1), 1).reshape(order.shape).transpose(2, 0, 1) - first
+        begin = jnp.clip(there, 0, size)
+        sent = jnp.clip(there + counts, 0, size) - begin
+        start = here.reshape(counts.shape) + jnp.clip(-there, 0, counts)
+        me = lax.axis_index(AXIS)
+        return cls(sent[me], start[me], begin[me], sent[:, me], begin[:, me], start[:, me])
+
+    @property
+    def sizes(self) -> jax.Array:
+        """Returns how many rows there are of each of this device's experts, i32[L]."""
+        return self.received.sum(0, dtype=jnp.int32)
 
 
-def _route(rows, counts, most):
+def starts(counts: jax.Array, axis: int = 0) -> jax.Array:
+    """Returns where each of some runs starts that lie behind one another."""
+    return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
+
+
+@jax.custom_vjp
+def send(rows: jax.Array, window: Window, into: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Sends rows [S, D] to their experts.
+
+    Returns (what arrives of the window, in `into` [C, D]; the rows for the next window). Where no row of the window is,
+    `into` stays; it has no gradient. The gradient of the rows is put together window by window, in one array.
+    """
+    return route(rows, window, into), rows
+
+
+def _send_forward(rows, window, into):
+    return send(rows.value, *_values((window, into))), _values(window)
+
+
+def _send_backward(window, cotangents):
+    arrived, rows = cotangents
+    if isinstance(arrived, SymbolicZero):
+        return None if isinstance(rows, SymbolicZero) else rows, None, None
+    return route_back(arrived, window, _or_empty(rows)), None, None
+
+
+@custom_vjp(3)
+def bring_back(answers: jax.Array, window: Window, into: jax.Array, size: int) -> jax.Array:
+    """Sends the answers to a window [size, D] back to where its rows came from, in `into` [S, D]; the inverse and
+    transpose of `send`.
+    """
+    return route_back(answers, window, into)
+
+
+def _bring_back_forward(answers, window, into, size):
+    return bring_back(*_values((answers, window, into)), size), _values(window)
+
+
+def _bring_back_backward(size, window, cotangent):
+    if isinstance(cotangent, SymbolicZero):
+        return None, None, None
+    return route(cotangent, window, empty_like(cotangent, size)), None, cotangent
+
+
+send.defvjp(_send_forward, _send_backward, symbolic_zeros=True)
+bring_back.defvjp(_bring_back_forward, _bring_back_backward, symbolic_zeros=True)
+
+
+def route(rows: jax.Array, window: Window, into: jax.Array) -> jax.Array:
     """Exchanges rows between devices; XLA for CPUs has no ragged all-to-all, so there each part is padded to the
     worst case.
     """
-    plan = _plan(counts)
-    num_devices, number = counts.shape[0], rows.shape[0]
 
-    def ragged(rows):
-        at = jnp.full(num_devices, lax.axis_index(AXIS) * most, jnp.int32)
-        empty = jnp.zeros((num_devices * most, rows.shape[1]), rows.dtype)
-        return lax.ragged_all_to_all(rows, empty, plan.start, plan.sent, at, plan.received, axis_name=AXIS)
+    def ragged(rows, into):
+        sizes = window.start, window.sent, window.place, window.received
+        return lax.ragged_all_to_all(rows, into, *map(jnp.ravel, sizes), axis_name=AXIS)
 
-    def padded(rows):
+    def padded(rows, into):
+        space, most = into.shape[0], min(rows.shape[0], into.shape[0])
+        begin, number = _runs(window.start, window.sent)
         place = jnp.arange(most, dtype=jnp.int32)
-        index = jnp.where(place < plan.sent[:, None], plan.start[:, None] + place, number)
-        return lax.all_to_all(take(rows, index.reshape(-1)), AXIS, 0, 0, tiled=True)
-
-    with jax.named_scope("expert_send"):
-        return lax.platform_dependent(rows, cpu=padded, default=ragged)
-
-
-def _route_back(out, counts, most, num_rows):
-    plan = _plan(counts)
-
-    def ragged(out):
-        start = jnp.arange(counts.shape[0], dtype=jnp.int32) * most
-        empty = jnp.zeros((num_rows, out.shape[1]), out.dtype)
-        return lax.ragged_all_to_all(
-            out, empty, start, plan.received, plan.start_there, plan.sent, axis_name=AXIS
+        index = jnp.where(place < number[:, None], begin[:, None] + place, rows.shape[0])
+        came = lax.all_to_all(take(rows, index.reshape(-1)), AXIS, 0, 0, tiled=True)
+        row = jnp.arange(space, dtype=jnp.int32)
+        ends = (window.place_here + window.received).T
+        run = jnp.searchsorted(ends.reshape(-1), row, side="right")
+        expert, source = run // ends.shape[1], run % ends.shape[1]
+        within = starts(window.received, 1).at[source, expert].get(mode="clip")
+        begins = window.place_here.at[source, expert].get(mode="clip")
+        return jnp.where(
+            (row < ends[-1, -1])[:, None], take(came, source * most + within + row - begins), into
         )
 
-    def padded(out):
-        place = jnp.arange(num_rows, dtype=jnp.int32)
-        owner = (place[:, None] >= jnp.cumsum(plan.sent)).sum(1)
-        index = owner * most + place - take(plan.start, owner)
-        index = jnp.where(owner < plan.sent.shape[0], index, out.shape[0])
-        return take(lax.all_to_all(out, AXIS, 0, 0, tiled=True), index)
+    with jax.named_scope("expert_send"):
+        return lax.platform_dependent(rows, into, cpu=padded, default=ragged)
+
+
+def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array:
+    """Exchanges rows the other way."""
+
+    def ragged(answers, into):
+        sizes = window.place_here, window.received, window.start_there, window.sent
+        return lax.ragged_all_to_all(answers, into, *map(jnp.ravel, sizes), axis_name=AXIS)
+
+    def padded(answers, into):
+        space, most = answers.shape[0], min(into.shape[0], answers.shape[0])
+        place = jnp.arange(most, dtype=jnp.int32)
+        ends = jnp.cumsum(window.received, 1)
+        expert = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
+        begins = jnp.take_along_axis(window.place_here - ends + window.received, expert, 1, mode="clip")
+        index = jnp.where(place < ends[:, -1:], begins + place, space)
+        came = lax.all_to_all(take(answers, index.reshape(-1)), AXIS, 0, 0, tiled=True)
+        begin, number = _runs(window.start, window.sent)
+        row = jnp.arange(into.shape[0], dtype=jnp.int32)
+        owner = jnp.maximum(jnp.searchsorted(begin, row, side="right") - 1, 0)
+        within = row - begin[owner]
+        there = (within >= 0) & (within < number[owner])
+        return jnp.where(there[:, None], take(came, owner * most + within), into)
 
     with jax.named_scope("expert_bring_back"):
-        return lax.platform_dependent(out, cpu=padded, default=ragged)
+        return lax.platform_dependent(answers, into, cpu=padded, default=ragged)
+
+
+def _runs(start, sent):
+    """Returns (where the rows for each device start, how many they are), i32[X] each: runs of a window for a device
+    lie behind one another.
+    """
+    first = jnp.argmax(sent > 0, axis=1)
+    return jnp.take_along_axis(start, first[:, None], 1)[:, 0], sent.sum(1)
 
 
 def take(x: jax.Array, index: jax.Array) -> jax.Array:
     """Returns x[index], and zero where the index is len(x)."""
     return jnp.take(x, index, axis=0, mode="fill", fill_value=0)
+
+
+def empty_like(x: jax.Array, number: int | None = None) -> jax.Array:
+    """Returns rows as x has, of which nobody may read what he has not written; as many as in x, or `number`."""
+    return lax.empty((x.shape[0] if number is None else number, *x.shape[1:]), x.dtype)
+
+
+def _or_empty(x) -> jax.Array:
+    return lax.empty(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
+
+
+def _values(tree):
+    return jax.tree.map(lambda leaf: leaf.value, tree)

@@ -6,12 +6,13 @@ as its own tokens make choices, whatever space there is for the worst case.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from jaxfb.models.grouped_matmul import tile_size
+from jaxfb.models.moe import how_dispatched
+from jaxfb.parallel.expert import Space, spaces
 from jaxfb.planner.job import Job
 
 _RAGGED = ("ragged_dot", "ragged_dot_general")
@@ -36,19 +37,25 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     ]
     if not found:
         return Routed()
-    share = _used(job)
+    room = _spaces(job)
+    share = sum(one.even for one in room) / sum(one.rows for one in room)
+    used = {one.rows: one.even / one.rows for one in room}
     turns = [
-        share * space / tile_size(space, groups) + groups / 2 for (space, *_), _, (groups, *_), *_ in found
+        used.get(space, share) * space / tile_size(space, groups) + groups / 2
+        for (space, *_), _, (groups, *_), *_ in found
     ]
     return Routed(share, sum(turns) / len(turns))
 
 
-def _used(job: Job) -> float:
-    """Returns the rows that a device's experts meet, as a share of those that they have space for."""
-    sizes, devices = job.sizes, job.mesh.shape["expert"]
-    chosen = sizes.experts_per_token
-    space = devices * min(chosen, sizes.num_experts // devices) if devices > 1 else chosen
-    return min(1.0, chosen / min(space, chosen * (sizes.expert_capacity or math.inf)))
+def _spaces(job: Job) -> list[Space]:
+    """Returns the space of each turn in which a microbatch is exchanged."""
+    sizes, mesh = job.sizes, job.mesh.shape
+    replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
+    tokens = (
+        job.plan.rows_per_global_microbatch // replicas * job.config.data.sequence_length // mesh["context"]
+    )
+    how = how_dispatched(sizes, tokens)
+    return spaces(tokens, sizes.experts_per_token, sizes.num_experts, mesh["expert"], **how)
 
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:

@@ -33,8 +33,9 @@ ARCHITECTURES: Registry[Architecture] = Registry(
 
 # fields of the transformer that change how it is trained, and not which numbers its weights give
 _TRAINING = frozenset(
-    "dropout attention context_attention sequence_parallel expert_pieces loss_chunk label_smoothing z_loss mtp_weight "
-    "balance_coefficient batch_balance_coefficient batch_balance_layers router_z_coefficient expert_capacity".split()
+    "dropout attention context_attention sequence_parallel expert_overlap expert_buffer loss_chunk label_smoothing "
+    "z_loss mtp_weight balance_coefficient batch_balance_coefficient batch_balance_layers router_z_coefficient "
+    "expert_capacity".split()
 )
 _NONE = object()
 _OF_EXPERTS = frozenset(
