@@ -17,6 +17,7 @@ AXES = {
     "ici_pipeline_parallelism": "pipe",
     "ici_fsdp_parallelism": "fsdp",
     "ici_tensor_parallelism": "tensor",
+    "ici_expert_parallelism": "expert",
 }
 ROW = dict(hbm_gb=8.0, arguments_gb=2.0, step_s=10.0, work_s=8.0, products_s=7.0, collectives_s=4.0, exposed_s=2.0,
            mfu=0.6, compile_cpu_s=90.0, peak_memory_gb=2.0)  # fmt: skip
@@ -37,7 +38,7 @@ def test_both_sides_have_the_same_mesh_and_rows(name):
     rows = theirs["per_device_batch_size"] * devices
     assert rows * theirs["gradient_accumulation_steps"] == config.batch.rows
     microbatches = theirs.get("num_pipeline_microbatches", theirs["gradient_accumulation_steps"])
-    replicas = mesh["data"] * mesh["fsdp"]
+    replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     assert config.batch.rows == microbatches * replicas * config.batch.rows_per_microbatch
 
 
