@@ -3,7 +3,8 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import get_args, get_type_hints
+from types import UnionType
+from typing import Union, get_args, get_origin, get_type_hints
 
 import pytest
 
@@ -107,6 +108,7 @@ def test_hints_point_at_keys_that_exist():
 
 def names(section, field):
     hint = get_type_hints(section, include_extras=True)[field]
+    hint = get_args(hint)[0] if get_origin(hint) in (Union, UnionType) else hint
     return set(hint.__metadata__[0].names if hasattr(hint, "__metadata__") else get_args(hint))
 
 
@@ -119,11 +121,11 @@ def refused_with(function, *args, **kwargs):
 
 def test_enumerated_names_are_those_of_the_code():
     from jaxfb.batch_plan.plan import REMAINDERS
-    from jaxfb.forward_backward.remat import REMAT_POLICIES
     from jaxfb.forward_backward.weights import NORMALIZATIONS
     from jaxfb.gradients import check_clipping
     from jaxfb.optim import lr_schedule, make_optimizer
     from jaxfb.parallel.data import GATHERS
+    from jaxfb.recomputation import REMAT_POLICIES
 
     assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
     assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)

@@ -15,6 +15,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layout import stages_of
 from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
 from jaxfb.pretrained.sizes import sizes_in
+from jaxfb.recomputation import checked_remat
 from jaxfb.refusal import Refused, shown
 from jaxfb.schedules import check_name
 
@@ -305,7 +306,9 @@ class ParallelConfig:
                  leaves the compiler its default.
     remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
                  from its input), "offload" (the same, and the inputs wait in the host's memory), "full" (as "layer"; in
-                 a pipeline a stage from its input: least memory without the host, most time).
+                 a pipeline a stage from its input: least memory without the host, most time). Of several in one
+                 stage: "selective*8+layer" is "selective" in its first eight layers (periods, of a pattern) and "layer"
+                 in the rest.
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
                  (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
@@ -316,13 +319,14 @@ class ParallelConfig:
     fsdp_gather: Literal["layer", "step"] = "layer"
     gather_ahead: bool | None = None
     compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    remat: Literal["none", "selective", "layer", "offload", "full"] = "none"
+    remat: Literal["none", "selective", "layer", "offload", "full"] | str = "none"
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | str | None = None
     pieces: int = 1
 
     def __post_init__(self):
         positive("parallel", pieces=self.pieces)
+        checked_remat(self.remat, "[parallel]")
         if isinstance(self.layers_per_stage, str):
             stages_of(self.layers_per_stage)
 

@@ -45,9 +45,16 @@ class Ahead:
     cut: Callable[[PyTree], PyTree]
 
     def scan(
-        self, one: Callable, carry: PyTree, shards: PyTree, others: PyTree, reverse: bool = False
+        self,
+        one: Callable,
+        carry: PyTree,
+        shards: PyTree,
+        others: PyTree,
+        reverse: bool = False,
+        first: int = 0,
     ) -> tuple[PyTree, PyTree]:
-        """Equals `lax.scan(lambda c, xs: one(c, gather(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`.
+        """Equals `lax.scan(lambda c, xs: one(c, gather(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`, with
+        as many shards as there are others, from the place `first` on.
 
         Two layers are a turn of the loop, so that the parameters of one come to lie where those of the layer before
         it were; a loop that carried them from each layer to the next would copy them.
@@ -55,13 +62,14 @@ class Ahead:
         number = jax.tree.leaves(others)[0].shape[0]
         places = jnp.arange(number, dtype=jnp.int32)
 
-        def at(tree: PyTree, turn: jax.Array) -> PyTree:
+        def at(tree: PyTree, turn: jax.Array, first: int = 0) -> PyTree:
             place = number - 1 - turn if reverse else turn
+            place = place + first if first else place
             return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
 
         def step(carried, turn):
             carry, whole = carried
-            following = self.gather(_as_stored(at(shards, jnp.minimum(turn + 1, number - 1))))
+            following = self.gather(_as_stored(at(shards, jnp.minimum(turn + 1, number - 1), first)))
             carry, out = one(carry, whole, at(others, turn))
             return (carry, following), out
 
@@ -72,7 +80,7 @@ class Ahead:
             carried, second = step(*lax.optimization_barrier((carried, turns[1])))
             return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
 
-        carried = carry, self.gather(_as_stored(at(shards, jnp.int32(0))))
+        carried = carry, self.gather(_as_stored(at(shards, jnp.int32(0), first)))
         even = number - number % 2
         carried, out = lax.scan(pair, carried, places[:even].reshape(-1, 2))
         out = jax.tree.map(lambda leaf: leaf.reshape(even, *leaf.shape[2:]), out)

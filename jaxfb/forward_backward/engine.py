@@ -86,7 +86,8 @@ def get_forward_backward_func(
       remat: "none" (or None), "selective", "layer", "offload" or "full": what a layer of a `Pipelined` computes again
         in its backward. "layer" keeps its input and computes it again, "offload" keeps the input in the host's
         memory; "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward
-        twice more.
+        twice more. "selective*8+layer" is "selective" in the first eight layers of each stage and "layer" in the
+        rest.
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches.

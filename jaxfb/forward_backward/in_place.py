@@ -22,6 +22,7 @@ from jax import lax
 from jaxfb.compat import cut_down
 from jaxfb.forward_backward.accumulate import empty_sums, split_totals
 from jaxfb.forward_backward.loss import as_loss_output
+from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
@@ -40,7 +41,7 @@ class InPlace:
     """
 
     model: Pipelined
-    stage: Stage
+    stage: Stage | MixedStage
     gather_outer: Callable[[PyTree], PyTree] | None
 
     def takes(

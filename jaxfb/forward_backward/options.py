@@ -13,10 +13,10 @@ from jaxfb import schedules
 from jaxfb.compiler import checked_options
 from jaxfb.forward_backward.arguments import float_dtype, layer_counts
 from jaxfb.forward_backward.head_placement import check_placement
-from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import data
+from jaxfb.recomputation import checked_remat, remat_parts
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
 from jaxfb.trainable import checked_patterns
@@ -71,7 +71,7 @@ class EngineOptions:
             "normalize": choice("normalize", self.normalize, NORMALIZATIONS),
             "accum_dtype": float_dtype("accum_dtype", self.accum_dtype),
             "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
-            "remat": choice("remat", "none" if self.remat is None else self.remat, REMAT_POLICIES),
+            "remat": checked_remat("none" if self.remat is None else self.remat),
             "fsdp_gather": choice("fsdp_gather", self.fsdp_gather, data.GATHERS),
             "gather_ahead": None if self.gather_ahead is None else boolean("gather_ahead", self.gather_ahead),
             "optimizer_sharding": choice(
@@ -114,6 +114,12 @@ class EngineOptions:
                     f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
                     "cuts it over several; use num_pieces=1, or a mesh with context=1",
                     [{"num_pieces": 1, "schedule": None}, {"context": 1}],
+                )
+            if schedule.num_pieces > 1 and len(parts := remat_parts(self.remat or "none")) > 1:
+                raise Refused(
+                    f"num_pieces={schedule.num_pieces} needs one remat for all layers, got {self.remat!r}; use "
+                    f"{parts[-1][0]!r}",
+                    [{"remat": parts[-1][0]}],
                 )
 
     def schedule_for(self, pipe: int, num_microbatches: int) -> schedules.Schedule:

@@ -19,6 +19,7 @@ from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.head_placement import HeadPlacement
+from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
@@ -65,7 +66,7 @@ class Executor:
     """Runs a program. `poison` fills bubbles with NaN: they must reach neither loss nor gradient."""
 
     program: Program
-    stage: Stage
+    stage: Stage | MixedStage
     head: HeadPlacement
     layout: pipe.Layout
     poison: bool = False

@@ -9,7 +9,6 @@ from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.splash import KEPT
 
-REMAT_POLICIES = ("none", "selective", "layer", "offload", "full")
 PIPELINE_KEEPS = {
     "none": "residuals",
     "selective": "residuals",

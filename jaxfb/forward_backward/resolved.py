@@ -19,6 +19,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.recomputation import check_remat_layers
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import like, pruned
@@ -120,6 +121,8 @@ def resolve(
         schedule = options.schedule_for(size, plan.num_microbatches)
         layout = layout_for(options, params, schedule)
         check_rows(placement, plan.rows_per_microbatch, size)
+    if isinstance(model, Pipelined) and (size == 1 or layout is not None):
+        check_remat_layers(options.remat or "none", num_layers(params) if layout is None else layout.longest)
     return Resolved(
         mesh,
         options,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -21,7 +21,7 @@ Gather = Callable[[PyTree], PyTree]
 
 def sequential(
     model: Pipelined,
-    remat: Callable = lambda layer: layer,
+    remats: Sequence[tuple[Callable, int | None]] = ((lambda layer: layer, None),),
     gather_outer: Gather | None = None,
     gather_layer: Gather | None = None,
 ) -> LossFn:
@@ -29,12 +29,12 @@ def sequential(
     stacked.
 
     Args:
-      remat: wraps the function of one layer, such as `jax.checkpoint` with a policy.
+      remats: what wraps the function of one layer, such as `jax.checkpoint` with a policy, and the number of layers
+        that it is for, in their order; None: the rest.
       gather_outer, gather_layer: make whole parameters out of shards where they are used (FSDP).
     """
     whole_outer, whole_layer = gather_outer or as_is, gather_layer or as_is
 
-    @remat
     def run_layer(shards, hidden, microbatch, rng):
         return layer_output(model.layer(whole_layer(shards), hidden, microbatch, rng))
 
@@ -43,16 +43,21 @@ def sequential(
         with jax.named_scope("embed"):
             hidden = as_hidden("embed", model.embed(outer, microbatch, rng), rows_of(microbatch))
 
-        def step(hidden, inputs):
-            index, shards = inputs
-            return run_layer(shards, hidden, microbatch, layer_keys(rng, index))
+        def steps(run):
+            return lambda hidden, inputs: run(inputs[1], hidden, microbatch, layer_keys(rng, inputs[0]))
 
-        _check_layer(step, hidden, params["layers"])
+        _check_layer(steps(run_layer), hidden, params["layers"])
+        layers, first, parts = (jnp.arange(num_layers(params)), params["layers"]), 0, []
         with jax.named_scope("layers"):
-            hidden, stacked = lax.scan(step, hidden, (jnp.arange(num_layers(params)), params["layers"]))
+            for remat, number in remats:
+                end = None if number is None else first + number
+                part = layers if len(remats) == 1 else _between(layers, first, end)
+                hidden, stacked = lax.scan(steps(remat(run_layer)), hidden, part)
+                parts.append(sum_of_layers(stacked))
+                first = end
         with jax.named_scope("head"):
             out = as_loss_output(model.head(outer, hidden, microbatch, rng))
-        return with_layers(out, sum_of_layers(stacked))
+        return with_layers(out, joined_parts(parts))
 
     return loss_fn
 
@@ -132,6 +137,15 @@ def sum_of_layers(stacked: LossOutput) -> LossOutput:
     return LossOutput(jax.tree.map(lambda per_layer: per_layer.sum(0), stacked.terms), stacked.metrics)
 
 
+def joined_parts(parts: Sequence[LossOutput]) -> LossOutput:
+    """Returns the sum of the terms of several runs of layers, and their metrics [layers, ...] one after the other."""
+    if len(parts) == 1:
+        return parts[0]
+    terms = jax.tree.map(lambda *of_parts: sum(of_parts), *(part.terms for part in parts))
+    metrics = jax.tree.map(lambda *of_parts: jnp.concatenate(of_parts), *(part.metrics for part in parts))
+    return LossOutput(terms, metrics)
+
+
 def with_layers(out: LossOutput, layers: LossOutput) -> LossOutput:
     """Returns the head's answer together with the layers' terms and metrics."""
     for kind, ours, theirs in (("term", out.terms, layers.terms), ("metric", out.metrics, layers.metrics)):
@@ -146,6 +160,10 @@ def _layer_metric(name: str, metric: Any) -> Sum | Max | Min | Last:
     if not isinstance(metric, Sum):
         raise Refused(f"a layer's metric must be a jaxfb.Sum, {name!r} is a {type(metric).__name__}")
     return as_metric(name, metric)
+
+
+def _between(layers: PyTree, first: int | None, end: int | None) -> PyTree:
+    return jax.tree.map(lambda leaf: leaf[first:end], layers)
 
 
 def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:

@@ -69,6 +69,8 @@ class Stage:
     written_out: backwards of at most so many layers are written out, of more they are a loop.
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
     ahead: where layers are shards that are gathered a layer ahead of their use; `layer` is then given whole ones.
+    first, end: it runs the layers from first to before end (None: to the last) of those that it is given. Places are
+      those among all that it is given; buffers and metrics are of its own layers.
     """
 
     def __init__(
@@ -80,8 +82,11 @@ class Stage:
         on_host: bool = False,
         trained: Callable[[PyTree], PyTree] = lambda params: params,
         ahead: Ahead | None = None,
+        first: int = 0,
+        end: int | None = None,
     ):
         self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
+        self._begin, self._end = first, end
         self._trained, self._ahead, self._on_host = trained, ahead, on_host
         self._residual: Residual | None = None
         self._split: SplitBackward | None = None
@@ -103,7 +108,7 @@ class Stage:
         def one(carry, xs):
             (before, slot), (place, layer) = carry, (xs[0], Layers(*xs[1]))
             after, out, kept = self._layer_forward(layer, before, inputs)
-            slot = None if slot is None else slot.put(kept, place)
+            slot = None if slot is None else slot.put(kept, self._here(place))
             return (self._if_real(layer, after, before), slot), self._masked(layer, out)
 
         (after, by_layer), out = self._scan(one, (hidden, by_layer), layers)
@@ -135,7 +140,7 @@ class Stage:
         def one(carry, xs):
             (cotangent, saved), (place, layer) = carry, (xs[0], Layers(*xs[1]))
             now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, inputs)
-            return (self._if_real(layer, before, cotangent), saved.put(now, place)), None
+            return (self._if_real(layer, before, cotangent), saved.put(now, self._here(place))), None
 
         before, saved = self._backwards(one, (cotangent, saved), layers)
         return saved, before
@@ -149,9 +154,9 @@ class Stage:
 
         def one(_, place, layer):
             assert self._split is not None  # `backward_input` made it
-            kept = slot.get(place) if self._keep == "residuals" else None
+            kept = slot.get(self._here(place)) if self._keep == "residuals" else None
             _, always = self._arguments(layer, kept, None, seeds, inputs)
-            return None, self._split.later(saved.get(place), always)
+            return None, self._split.later(saved.get(self._here(place)), always)
 
         return self._add_up(one, None, layers, target)[1]
 
@@ -167,7 +172,7 @@ class Stage:
         def one(layers, hidden, inputs):
             return self._layer_forward(self._first(layers), hidden, inputs)[2]
 
-        return _stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
+        return self._stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
 
     def saved(self, layers: Layers, hidden: PyTree, seeds: dict, inputs: StageInputs) -> PyTree:
         """Returns shapes of what waits for `backward_weight`, [l, ...]."""
@@ -177,7 +182,7 @@ class Stage:
             kept = before if self._keep == "input" else self._layer_forward(layer, before, inputs)[2]
             return self._layer_backward_input(layer, kept, before, seeds, inputs)[0]
 
-        return _stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
+        return self._stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
 
     def _layer_forward(
         self, layer: Layers, before: PyTree, inputs: StageInputs
@@ -249,16 +254,18 @@ class Stage:
     def _kept(self, layers: Layers, slot: Slot, inputs: StageInputs) -> Callable[[jax.Array], PyTree]:
         """Returns place -> what the backward of that layer reads."""
         if self._keep != "input":
-            return slot.get
+            return lambda place: slot.get(self._here(place))
 
         def one(before, xs):
             layer = Layers(*xs[1])
             (after, _), _ = self._plain(layer.params, before, *_context(layer, inputs))
             return self._if_real(layer, after, before), before
 
-        last, befores = self._scan(one, slot.get(), jax.tree.map(lambda leaf: leaf[:-1], layers))
+        if len(places := self._places(layers)) == 1:
+            return lambda place: slot.get()
+        last, befores = self._scan(one, slot.get(), layers, places[:-1])
         befores = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), befores, last)
-        return lambda place: jax.tree.map(lambda leaf: leaf[place], befores)
+        return lambda place: jax.tree.map(lambda leaf: leaf[self._here(place)], befores)
 
     def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> PyTree:
         """Runs `one` through (place, layer) from the last to the first and returns what it carries; nothing is stacked.
@@ -267,24 +274,39 @@ class Stage:
         process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
         layers.
         """
-        number = layers.index.shape[0]
-        if number > self._written_out:
+        places = self._places(layers)
+        if len(places) > self._written_out:
             return self._scan(one, carry, layers, reverse=True)[0]
-        for place in reversed(range(number)):
+        for place in reversed(places):
             carry, _ = one(carry, (jnp.int32(place), tuple(self._whole(_layer(layers, place)))))
         return carry
 
-    def _scan(self, one: Callable, carry: PyTree, layers: Layers, reverse: bool = False) -> tuple:
-        """Equals `lax.scan` of `one` over (place, layer), where shards are gathered a layer ahead with whole layers."""
-        if self._ahead is None:
-            return lax.scan(one, carry, (_places(layers), tuple(layers)), reverse=reverse)
+    def _scan(
+        self, one: Callable, carry: PyTree, layers: Layers, places: range | None = None, reverse: bool = False
+    ) -> tuple:
+        """Equals `lax.scan` of `one` over (place, layer), where shards are gathered a layer ahead with whole layers.
 
-        def with_whole(carry, params, rest):
-            place, index, real = rest
-            return one(carry, (place, (params, index, real)))
+        places: of the layers that are run; None: all of this stage. Where others are given too, a turn reads its layer
+          from all of them: a part of the stack would be a copy of it.
+        """
+        places = self._places(layers) if places is None else places
+        numbers, part = jnp.arange(places.start, places.stop, dtype=jnp.int32), _part(places)
+        if self._ahead is not None:
 
-        rest = _places(layers), layers.index, layers.real
-        return self._ahead.scan(with_whole, carry, layers.params, rest, reverse)
+            def with_whole(carry, params, rest):
+                place, index, real = rest
+                return one(carry, (place, (params, index, real)))
+
+            rest = numbers, layers.index[part], layers.real[part]
+            return self._ahead.scan(with_whole, carry, layers.params, rest, reverse, places.start)
+        if len(places) == layers.index.shape[0]:
+            return lax.scan(one, carry, (numbers, tuple(layers)), reverse=reverse)
+
+        def turn(carry, place):
+            of_place = lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False)  # noqa: E731
+            return one(carry, (place, tuple(jax.tree.map(of_place, layers))))
+
+        return lax.scan(turn, carry, numbers, reverse=reverse)
 
     def _add_up(self, one: Callable, carry: PyTree, layers: Layers, target: Target) -> tuple[PyTree, PyTree]:
         """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
@@ -318,12 +340,26 @@ class Stage:
         shapes = self._trained(jax.eval_shape(self._first, layers).params)
         # behind the barrier zeros are no constants, for which XLA would pass over the gradients once more in every turn
         nothing = lax.optimization_barrier(wide(jax.tree.map(jnp.zeros_like, shapes)))
-        first = (jnp.int32(layers.index.shape[0] - 1), layers.real[-1], nothing)
+        place = self._places(layers)[-1]
+        first = (jnp.int32(place), layers.real[place], nothing)
         carry, sums, last = self._backwards(late, (carry, target.sums, first), layers)
         return carry, self._add(sums, target, *last)
 
     def _first(self, layers: Layers) -> Layers:
-        return self._whole(_layer(layers, 0))
+        return self._whole(_layer(layers, self._begin))
+
+    def _places(self, layers: Layers) -> range:
+        """Returns the places of this stage's layers among those that it is given."""
+        return range(layers.index.shape[0])[self._begin : self._end]
+
+    def _here(self, place: jax.Array) -> jax.Array:
+        """Returns the place among this stage's own layers."""
+        return place - self._begin if self._begin else place
+
+    def _stacked(self, one: PyTree, layers: Layers) -> PyTree:
+        """Returns the shapes of all layers from the shapes of one."""
+        number = len(self._places(layers))
+        return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 
     def _whole(self, layer: Layers) -> Layers:
         """Returns a layer as `layer` takes it."""
@@ -354,18 +390,12 @@ class Stage:
         )
 
 
-def _places(layers: Layers) -> jax.Array:
-    return jnp.arange(layers.index.shape[0], dtype=jnp.int32)
+def _part(places: range) -> slice:
+    return slice(places.start, places.stop)
 
 
 def _layer(layers: Layers, place: int) -> Layers:
     return jax.tree.map(lambda leaf: leaf[place], layers)
-
-
-def _stacked(one: PyTree, layers: Layers) -> PyTree:
-    """Returns the shapes of all layers from the shapes of one."""
-    number = layers.index.shape[0]
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 
 
 def _context(layer: Layers, inputs: StageInputs) -> tuple[PyTree, jax.Array | None]:

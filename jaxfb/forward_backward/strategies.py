@@ -18,6 +18,7 @@ from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
+from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.piece_executor import PieceExecutor
 from jaxfb.forward_backward.pieces import PieceStage
 from jaxfb.forward_backward.pipeline import Executor, Weights
@@ -25,6 +26,7 @@ from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offlo
 from jaxfb.forward_backward.sequential import as_is, layer_output, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
+from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import is_trained, joined, like
 from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, outer_params
@@ -126,10 +128,23 @@ class Execution:
         is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
         return self.gather("outer") if self.gathers_in_loop and is_cut else None
 
-    def stage(self, model: Pipelined, keep: str, num_pieces: int = 1, **options) -> Stage:
-        """Returns a run of the model's layers, which keeps that of its forward; of a piece of the sequences, where
-        there are several.
+    def stage(
+        self, model: Pipelined, in_pipeline: bool, num_pieces: int = 1, **options
+    ) -> Stage | MixedStage:
+        """Returns a run of the model's layers, whose parts are recomputed as `remat` has them; of a piece of the
+        sequences, where there are several.
         """
+        first, stages = 0, []
+        for remat, number in remat_parts(self.remat):
+            keep = PIPELINE_KEEPS[remat]
+            keep = "inputs" if keep == "input" and not in_pipeline else keep
+            end = None if number is None else first + number
+            part = options | {"first": first, "end": end}
+            stages.append(self._stage_of_part(model, remat, keep, num_pieces, part))
+            first = end
+        return stages[0] if len(stages) == 1 else MixedStage(stages)
+
+    def _stage_of_part(self, model: Pipelined, remat: str, keep: str, num_pieces: int, options) -> Stage:
         gather = as_is if self.ahead else self.gather_layer()
 
         def whole(shards, hidden, microbatch, rng):
@@ -143,10 +158,10 @@ class Execution:
         layer = whole if num_pieces == 1 else of_piece
 
         if keep == "residuals":
-            layer = checkpoint_layer(layer, self.remat, self.ahead or not self.gathers_in_loop)
+            layer = checkpoint_layer(layer, remat, self.ahead or not self.gathers_in_loop)
         ahead = Ahead(self.gather_layer(), self.layer_to_shards(), self.layer_cut()) if self.ahead else None
-        of_layers, on_host = partial(self.trained, of="layers"), offloads(self.remat)
-        options |= {"trained": of_layers, "ahead": ahead, "on_host": on_host}
+        of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
+        options = options | {"trained": of_layers, "ahead": ahead, "on_host": on_host}
         return (
             Stage(layer, keep, **options)
             if num_pieces == 1
@@ -183,7 +198,9 @@ class Accumulation:
     def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            in_place = InPlace(self.model, self._stage(self.model), execution.gather_outer())
+            in_place = InPlace(
+                self.model, execution.stage(self.model, in_pipeline=False), execution.gather_outer()
+            )
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 return in_place.run(prepared, *rest, so_far)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
@@ -199,10 +216,6 @@ class Accumulation:
         specs = self.execution.trained(self.execution.specs)
         return data.reduce_gradients(grads, specs, grad_specs, axes, mode, in_loop)
 
-    def _stage(self, model: Pipelined) -> Stage:
-        keep = PIPELINE_KEEPS[self.execution.remat]
-        return self.execution.stage(model, "inputs" if keep == "input" else keep)
-
     def _loss_of_trained(self, prepared: PyTree) -> CheckedLossFn:
         """Returns the loss as a function of the trained leaves of `prepared` alone."""
         loss_fn = self._loss_fn()
@@ -213,8 +226,9 @@ class Accumulation:
         if not isinstance(model, Pipelined):
             gather = execution.gather()
             return checked(lambda params, microbatch, rng: model(gather(params), microbatch, rng))
-        remat = partial(checkpoint_layer, name=execution.remat, keep_gathered=not execution.gathers_in_loop)
-        return checked(sequential(model, remat, execution.gather("outer"), execution.gather_layer()))
+        of_part = partial(checkpoint_layer, keep_gathered=not execution.gathers_in_loop)
+        remats = [(partial(of_part, name=name), number) for name, number in remat_parts(execution.remat)]
+        return checked(sequential(model, remats, execution.gather("outer"), execution.gather_layer()))
 
 
 @dataclass(frozen=True)
@@ -261,9 +275,8 @@ class Pipelining:
     def _executor(self, schedule: Schedule, model: Pipelined | None = None) -> Executor:
         """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
         execution, program = self.execution, schedule.program
-        keep = PIPELINE_KEEPS[execution.remat]
         options = {"padded": not self.layout.even, "written_out": WRITTEN_OUT}
-        stage = execution.stage(self.model, keep, schedule.num_pieces, **options)
+        stage = execution.stage(self.model, True, schedule.num_pieces, **options)
         specs = outer_params(execution.specs)
         specs = specs if model is None else execution.trained(specs, "outer")
         cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))

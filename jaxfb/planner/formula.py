@@ -7,6 +7,7 @@ It orders the layouts of a search, and answers where no compiler is asked. Const
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -25,6 +26,7 @@ from jaxfb.models.pattern import stack_of
 from jaxfb.models.transformer import init_params
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
+from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, default_name, kind_of
 from jaxfb.trainable import pruned
 from jaxfb.types import outer_params
@@ -216,7 +218,31 @@ def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
     """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
     again.
     """
-    remat = config.parallel.remat
+    in_flight = _in_flight(config) if config.mesh.pipe > 1 else 1.0
+    return sum(
+        _kept_of(config, sizes, topology, remat, layers, in_flight)
+        for remat, layers in _layers_by_remat(config, sizes)
+    )
+
+
+def _layers_by_remat(config: Config, sizes: TransformerConfig) -> list[tuple[str, float]]:
+    """Returns (a word of `remat`, the number of a device's layers that it is for)."""
+    *counted, (last, _) = remat_parts(config.parallel.remat)
+    parts = [(word, float(config.chunks * (number or 0))) for word, number in counted]
+    return [*parts, (last, _layers_here(config, sizes) - sum(number for _, number in parts))]
+
+
+def _mean_over_layers(config: Config, sizes: TransformerConfig, of_word: Callable[[str], float]) -> float:
+    """Returns the mean of a number that each word of `remat` has."""
+    parts = _layers_by_remat(config, sizes)
+    return sum(of_word(word) * layers for word, layers in parts) / _layers_here(config, sizes)
+
+
+def _kept_of(
+    config: Config, sizes: TransformerConfig, topology: Topology, remat: str, layers: float, in_flight: float
+) -> float:
+    """Counts what so many layers keep that are recomputed in one way."""
+    inputs = config.chunks if config.mesh.pipe > 1 and remat == "full" else layers
     if config.mesh.pipe > 1 and _kind(config).splits_backward and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
     products = _products(sizes) / config.mesh.tensor
@@ -224,9 +250,6 @@ def _kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) ->
     if remat == "offload":  # they wait in the host's memory
         return 2 * _tokens(config) * 2 * _hidden(config, sizes)
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
-    layers, inputs, in_flight = _layers_here(config, sizes), _layer_inputs(config, sizes), 1.0
-    if config.mesh.pipe > 1:
-        in_flight = _in_flight(config)
     return 2 * _tokens(config) * in_flight * (inputs * _hidden(config, sizes) + layers * kept)
 
 
@@ -240,9 +263,10 @@ def _in_flight(config: Config) -> float:
 
 def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
     """Returns the number of layer inputs that a microbatch in flight keeps."""
-    if config.mesh.pipe > 1 and config.parallel.remat == "full":
-        return config.chunks
-    return _layers_here(config, sizes)
+    if config.mesh.pipe == 1:
+        return _layers_here(config, sizes)
+    parts = _layers_by_remat(config, sizes)
+    return sum(config.chunks if remat == "full" else layers for remat, layers in parts)
 
 
 def _hidden(config: Config, sizes: TransformerConfig) -> float:
@@ -332,8 +356,11 @@ def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, f
     of_layers, of_head = _turns(config)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
-    remat = config.parallel.remat
-    again = _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat]
+    again = _mean_over_layers(
+        config,
+        sizes,
+        lambda remat: _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
+    )
     return layers * (1 + again) * of_layers * _share_of_layers(
         config, sizes
     ) * config.mesh.pipe, head * of_head
@@ -350,7 +377,8 @@ def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) 
     of_layers, of_head = _turns(config)
     moved = _MOVED
     if config.mesh.pipe > 1:
-        moved = _MOVED_WITH_RESIDUALS if config.parallel.remat == "none" else _MOVED_IN_PIPELINE
+        in_slots = {"none": _MOVED_WITH_RESIDUALS}
+        moved = _mean_over_layers(config, sizes, lambda remat: in_slots.get(remat, _MOVED_IN_PIPELINE))
     read = 2 * moved * _products(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
     read = (
         read * of_layers * _share_of_layers(config, sizes) * config.mesh.pipe
@@ -401,7 +429,8 @@ def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -
     """Counts what is read and written for one token's attention where no flash kernel runs."""
     if _flash(config, sizes, topology):
         return 0.0
-    passes, length = _SCORE_BYTES.get(config.parallel.remat, 35), config.data.sequence_length
+    passes = _mean_over_layers(config, sizes, lambda remat: _SCORE_BYTES.get(remat, 35))
+    length = config.data.sequence_length
     return passes * sizes.num_heads * length * seen_share(sizes, length) * sizes.num_layers
 
 

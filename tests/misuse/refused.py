@@ -39,6 +39,7 @@ from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.pipe import layout_of
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.pretrained.peft import _check_config as peft_config
+from jaxfb.recomputation import check_remat_layers
 from jaxfb.rl.advice import changed
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.supervised import row_length
@@ -320,6 +321,12 @@ REFUSED = [
     (CutConfig, dict(rows_per_microbatch=2, context_by_width=True)),
     (pieces_on, dict(context=2)),
     (pieces_of_a_table, dict(num_pieces=2)),
+    (lambda remat: jaxfb.get_forward_backward_func(remat=remat), dict(remat="selectiv*8+layer")),
+    (lambda remat: check_remat_layers(remat, 4), dict(remat="none*4+layer")),
+    (
+        lambda remat: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, remat=remat),
+        dict(remat="none*1+layer"),
+    ),
     (pieces_of_model, dict(num_pieces=2)),
     (lambda num_pieces: check_lengths({"tokens": np.zeros((1, 1, 8))}, num_pieces), dict(num_pieces=3)),
     (make, dict(name="1f1b", num_stages=2, num_microbatches=2, num_pieces=2)),

@@ -20,8 +20,8 @@ from jaxfb import (
     make_mesh,
 )
 from jaxfb.forward_backward.head_placement import PLACEMENTS
-from jaxfb.forward_backward.remat import REMAT_POLICIES
 from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.recomputation import REMAT_POLICIES
 from jaxfb.schedules import NAMES
 
 ROWS, WIDTH = 4, 3

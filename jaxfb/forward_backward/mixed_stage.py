@@ -1,0 +1,87 @@
+"""Runs a stage whose layers differ in what they keep for their backward: its first layers one way, the rest another."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from jaxfb.forward_backward.sequential import joined_parts
+from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.types import LossOutput
+
+PyTree = Any
+
+
+class MixedStage:
+    """Runs several `Stage`s, each over its part of the same layers, as one: the same methods.
+
+    A slot has the buffers of each part, one after the other.
+    """
+
+    def __init__(self, parts: Sequence[Stage]):
+        self._parts = tuple(parts)
+
+    @property
+    def gathers_ahead(self) -> bool:
+        """Returns whether layers are shards that are gathered a layer ahead of their use."""
+        return self._parts[0].gathers_ahead
+
+    def forward(
+        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None
+    ) -> tuple[PyTree, LossOutput, Slot | None]:
+        """Returns as `Stage.forward`."""
+        outs, kept = [], []
+        for part, own in zip(self._parts, self._slots(slot), strict=True):
+            hidden, out, own = part.forward(layers, hidden, inputs, own)
+            outs.append(out)
+            kept.append(own)
+        return hidden, joined_parts(outs), None if slot is None else _slot_of(kept)
+
+    def backward(
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
+    ) -> tuple[PyTree, PyTree]:
+        """Returns as `Stage.backward`."""
+        for part, own in self._backwards(slot):
+            sums, cotangent = part.backward(layers, own, cotangent, seeds, inputs, target)
+            target = target._replace(sums=sums)
+        return target.sums, cotangent
+
+    def backward_input(
+        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot
+    ) -> tuple[Slot, PyTree]:
+        """Returns as `Stage.backward_input`."""
+        made = []
+        for (part, own), before in zip(self._backwards(slot), reversed(self._slots(saved)), strict=True):
+            after, cotangent = part.backward_input(layers, own, cotangent, seeds, inputs, before)
+            made.append(after)
+        return _slot_of(made[::-1]), cotangent
+
+    def backward_weight(
+        self, layers: Layers, slot: Slot, saved: Slot, seeds: dict, inputs: StageInputs, target: Target
+    ) -> PyTree:
+        """Returns as `Stage.backward_weight`."""
+        for (part, own), waiting in zip(self._backwards(slot), reversed(self._slots(saved)), strict=True):
+            sums = part.backward_weight(layers, own, waiting, seeds, inputs, target)
+            target = target._replace(sums=sums)
+        return target.sums
+
+    def empty(self, layers: Layers, hidden: PyTree, inputs: StageInputs, number: int) -> PyTree:
+        """Returns as `Stage.empty`, of each part."""
+        return tuple(part.empty(layers, hidden, inputs, number) for part in self._parts)
+
+    def saved(self, layers: Layers, hidden: PyTree, seeds: dict, inputs: StageInputs) -> PyTree:
+        """Returns as `Stage.saved`, of each part."""
+        return tuple(part.saved(layers, hidden, seeds, inputs) for part in self._parts)
+
+    def _slots(self, slot: Slot | None) -> list:
+        if slot is None:
+            return [None] * len(self._parts)
+        return [Slot(buffers, slot.index) for buffers in slot.buffers]
+
+    def _backwards(self, slot: Slot) -> list[tuple[Stage, Slot]]:
+        return [*zip(self._parts, self._slots(slot), strict=True)][::-1]
+
+
+def _slot_of(parts: Sequence[Slot]) -> Slot:
+    return Slot(tuple(one.buffers for one in parts), parts[0].index)
