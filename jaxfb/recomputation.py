@@ -1,4 +1,5 @@
-"""Reads what layers compute again in their backward: one word for all of them, or a word for each part of them.
+"""Reads what layers compute again in their backward, one word for all of them or for each part, and how many stay
+gathered.
 
 `"selective*8+layer"` is "selective" in the first eight layers of each stage and "layer" in the rest. Plain Python:
 configs are read without JAX.
@@ -8,8 +9,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from jaxfb.refusal import Refused, choice, shown
+from jaxfb.refusal import Refused, choice, integer, shown
 
+GATHERS = ("layer", "step")
 REMAT_POLICIES = ("none", "selective", "layer", "offload", "full")
 Part = tuple[str, int | None]
 """A word, and the number of layers; None for the rest."""
@@ -38,6 +40,26 @@ def remat_parts(text: str) -> tuple[Part, ...]:
     if last not in REMAT_POLICIES:
         _refuse(text, last)
     return (*parts, (last, None))
+
+
+def checked_gather(value: Any, who: str = "") -> str | int:
+    """Returns `value` if it is a word of GATHERS, or a number of layers that stay gathered.
+
+    Raises:
+      ValueError: it is neither.
+    """
+    if hasattr(value, "__index__") and not isinstance(value, bool):
+        return integer("fsdp_gather", value, who=who)
+    return choice("fsdp_gather", value, GATHERS, who=who)
+
+
+def check_gathered_layers(gather: str | int, number: int) -> None:
+    """Raises ValueError if more layers are to stay gathered than a stage has."""
+    if isinstance(gather, int) and gather > number:
+        raise Refused(
+            f"fsdp_gather={gather} keeps so many layers of a stage gathered, but a stage has {number}; use {number}",
+            [{"fsdp_gather": number}],
+        )
 
 
 def check_remat_layers(text: str, number: int) -> None:

@@ -124,8 +124,7 @@ def test_enumerated_names_are_those_of_the_code():
     from jaxfb.forward_backward.weights import NORMALIZATIONS
     from jaxfb.gradients import check_clipping
     from jaxfb.optim import lr_schedule, make_optimizer
-    from jaxfb.parallel.data import GATHERS
-    from jaxfb.recomputation import REMAT_POLICIES
+    from jaxfb.recomputation import GATHERS, REMAT_POLICIES
 
     assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
     assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)

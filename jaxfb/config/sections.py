@@ -15,7 +15,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layout import stages_of
 from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
 from jaxfb.pretrained.sizes import sizes_in
-from jaxfb.recomputation import checked_remat
+from jaxfb.recomputation import checked_gather, checked_remat
 from jaxfb.refusal import Refused, shown
 from jaxfb.schedules import check_name
 
@@ -299,7 +299,8 @@ class PrecisionConfig:
 class ParallelConfig:
     """Settings of how the work is laid out, never of what is computed. The last three apply to a pipeline.
 
-    fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step.
+    fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step; a number: once a
+                 step those of the first so many layers of each stage, which stay for the memory of their weights.
     gather_ahead: whether "layer" gathers while the layer before computes, for the memory of one more layer; null: on
                  GPUs and TPUs.
     compiler_options: options of XLA by name, beside those chosen by the kind of device; null in place of a value
@@ -316,7 +317,7 @@ class ParallelConfig:
                  few microbatches of long sequences stages wait less, and keep less.
     """
 
-    fsdp_gather: Literal["layer", "step"] = "layer"
+    fsdp_gather: Literal["layer", "step"] | int = "layer"
     gather_ahead: bool | None = None
     compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     remat: Literal["none", "selective", "layer", "offload", "full"] | str = "none"
@@ -327,6 +328,7 @@ class ParallelConfig:
     def __post_init__(self):
         positive("parallel", pieces=self.pieces)
         checked_remat(self.remat, "[parallel]")
+        checked_gather(self.fsdp_gather, "[parallel]")
         if isinstance(self.layers_per_stage, str):
             stages_of(self.layers_per_stage)
 

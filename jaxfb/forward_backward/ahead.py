@@ -20,14 +20,14 @@ from jax import lax
 PyTree = Any
 
 
-def gathers_ahead(asked: bool | None, platform: str | None, gather: str, sharding: str | None) -> bool:
+def gathers_ahead(asked: bool | None, platform: str | None, gather: str | int, sharding: str | None) -> bool:
     """Returns whether parameters that are cut over fsdp are gathered a layer ahead of their use.
 
     They must be gathered a layer at a time, and their gradients not be cut further in the loop (ZeRO-2). Unless it is
     asked for it is left to GPUs and TPUs: simulated devices on a CPU gain nothing by it.
     """
     wanted = platform not in (None, "cpu") if asked is None else asked
-    return wanted and gather == "layer" and sharding != "gradients"
+    return wanted and gather != "step" and sharding != "gradients"
 
 
 @dataclass(frozen=True)
@@ -90,6 +90,31 @@ class Ahead:
         if reverse:
             out = jax.tree.map(lambda leaf: leaf[::-1], out)
         return carried[0], out
+
+
+@dataclass(frozen=True)
+class Gathered(Ahead):
+    """The same for layers whose parameters stay gathered for the whole call: gradients alone are scattered."""
+
+    def scan(
+        self,
+        one: Callable,
+        carry: PyTree,
+        shards: PyTree,
+        others: PyTree,
+        reverse: bool = False,
+        first: int = 0,
+    ) -> tuple[PyTree, PyTree]:
+        """Returns as `Ahead.scan`; shards: whole parameters."""
+        number = jax.tree.leaves(others)[0].shape[0]
+
+        def turn(carry: PyTree, xs: tuple) -> tuple[PyTree, PyTree]:
+            place, other = xs
+            at = lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False)  # noqa: E731
+            return one(carry, jax.tree.map(at, shards), other)
+
+        places = jnp.arange(first, first + number, dtype=jnp.int32)
+        return lax.scan(turn, carry, (places, others), reverse=reverse)
 
 
 def _as_stored(shards: PyTree) -> PyTree:

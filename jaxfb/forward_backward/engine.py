@@ -55,7 +55,7 @@ def get_forward_backward_func(
     accum_dtype: Any = None,
     compute_dtype: Any = None,
     remat: str | None = None,
-    fsdp_gather: str = "layer",
+    fsdp_gather: str | int = "layer",
     gather_ahead: bool | None = None,
     optimizer_sharding: str = "none",
     param_specs: Callable[[PyTree], PyTree] | None = None,
@@ -90,7 +90,8 @@ def get_forward_backward_func(
         rest.
       fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
         time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
-        number of gathers does not depend on the number of microbatches.
+        number of gathers does not depend on the number of microbatches. A number: of the first so many layers of
+        each stage, parameters are gathered once a call and stay; the others, and all gradients, are as with "layer".
       gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
         scatters its gradients while the next one's are computed; takes the memory of one more layer and its
         gradients. None: on GPUs and TPUs. Not with optimizer_sharding="gradients".

@@ -38,11 +38,13 @@ class InPlace:
 
     gather_outer: makes whole parameters beside the layers out of shards (FSDP), for the embedding and again for the
       head, so that they take no memory while the layers run; None where they are whole.
+    keep_layers: makes whole parameters of the layers that stay gathered for the whole call, or None.
     """
 
     model: Pipelined
     stage: Stage | MixedStage
     gather_outer: Callable[[PyTree], PyTree] | None
+    keep_layers: Callable[[PyTree], PyTree] = lambda layers: None
 
     def takes(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, accum_dtypes: PyTree
@@ -69,16 +71,17 @@ class InPlace:
 
         def step(carry, xs):
             (grads, kept), (microbatch, row_keys, seed) = carry, xs
-            return self._microbatch(params, grads, kept, StageInputs(microbatch, row_keys), seed)
+            return self._microbatch(params, layers, grads, kept, StageInputs(microbatch, row_keys), seed)
 
         start = empty_sums(params, accum_dtypes) if so_far is None else so_far
+        layers = self._layers(params)
         kept = self._empty(params, _first(microbatches, keys))
         (grads, _), out = lax.scan(step, (start, kept), (microbatches, keys, seeds))
         return grads, out
 
-    def _microbatch(self, params, grads, kept, inputs: StageInputs, seeds: dict):
+    def _microbatch(self, params, layers: Layers, grads, kept, inputs: StageInputs, seeds: dict):
         """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
-        layers, slot = _layers_of(params), Slot(kept, jnp.int32(0))
+        slot = Slot(kept, jnp.int32(0))
         outer, so_far = outer_params(params), outer_params(grads)
         with jax.named_scope("forward"):
             embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, inputs))
@@ -149,9 +152,14 @@ class InPlace:
         """Returns shapes of what the layers are given."""
         return jax.eval_shape(lambda p, g: self._embed(self._whole(outer_params(p)), g), params, inputs)
 
+    def _layers(self, params: PyTree) -> Layers:
+        number = num_layers(params)
+        whole = self.keep_layers(params["layers"])
+        return Layers(params["layers"], jnp.arange(number), jnp.ones(number, bool), whole)
+
     def _empty(self, params, inputs: StageInputs) -> PyTree:
         """Returns zeros for what the layers keep of one microbatch, [1, l, ...]."""
-        return self.stage.empty(jax.eval_shape(_layers_of, params), self._hidden(params, inputs), inputs, 1)
+        return self.stage.empty(jax.eval_shape(self._layers, params), self._hidden(params, inputs), inputs, 1)
 
 
 def _read_by(function: Callable, trained: PyTree) -> PyTree:
@@ -160,11 +168,6 @@ def _read_by(function: Callable, trained: PyTree) -> PyTree:
     program = jax.make_jaxpr(function)(trained)
     _, read = cut_down(program, [True] * len(program.jaxpr.outvars))
     return structure.unflatten([leaf if one else None for leaf, one in zip(leaves, read, strict=True)])
-
-
-def _layers_of(params: PyTree) -> Layers:
-    number = num_layers(params)
-    return Layers(params["layers"], jnp.arange(number), jnp.ones(number, bool))
 
 
 def _only_chunk(sums: PyTree) -> Target:

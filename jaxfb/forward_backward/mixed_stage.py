@@ -1,4 +1,6 @@
-"""Runs a stage whose layers differ in what they keep for their backward: its first layers one way, the rest another."""
+"""Runs a stage whose layers differ in what they keep for their backward, or in whether their parameters stay
+gathered.
+"""
 
 from __future__ import annotations
 
@@ -24,8 +26,8 @@ class MixedStage:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Returns whether layers are shards that are gathered a layer ahead of their use."""
-        return self._parts[0].gathers_ahead
+        """Returns whether layers are gathered before their use."""
+        return any(part.gathers_ahead for part in self._parts)
 
     def forward(
         self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None
@@ -33,7 +35,7 @@ class MixedStage:
         """Returns as `Stage.forward`."""
         outs, kept = [], []
         for part, own in zip(self._parts, self._slots(slot), strict=True):
-            hidden, out, own = part.forward(layers, hidden, inputs, own)
+            hidden, out, own = part.forward(_of(part, layers), hidden, inputs, own)
             outs.append(out)
             kept.append(own)
         return hidden, joined_parts(outs), None if slot is None else _slot_of(kept)
@@ -43,7 +45,7 @@ class MixedStage:
     ) -> tuple[PyTree, PyTree]:
         """Returns as `Stage.backward`."""
         for part, own in self._backwards(slot):
-            sums, cotangent = part.backward(layers, own, cotangent, seeds, inputs, target)
+            sums, cotangent = part.backward(_of(part, layers), own, cotangent, seeds, inputs, target)
             target = target._replace(sums=sums)
         return target.sums, cotangent
 
@@ -53,7 +55,7 @@ class MixedStage:
         """Returns as `Stage.backward_input`."""
         made = []
         for (part, own), before in zip(self._backwards(slot), reversed(self._slots(saved)), strict=True):
-            after, cotangent = part.backward_input(layers, own, cotangent, seeds, inputs, before)
+            after, cotangent = part.backward_input(_of(part, layers), own, cotangent, seeds, inputs, before)
             made.append(after)
         return _slot_of(made[::-1]), cotangent
 
@@ -62,17 +64,17 @@ class MixedStage:
     ) -> PyTree:
         """Returns as `Stage.backward_weight`."""
         for (part, own), waiting in zip(self._backwards(slot), reversed(self._slots(saved)), strict=True):
-            sums = part.backward_weight(layers, own, waiting, seeds, inputs, target)
+            sums = part.backward_weight(_of(part, layers), own, waiting, seeds, inputs, target)
             target = target._replace(sums=sums)
         return target.sums
 
     def empty(self, layers: Layers, hidden: PyTree, inputs: StageInputs, number: int) -> PyTree:
         """Returns as `Stage.empty`, of each part."""
-        return tuple(part.empty(layers, hidden, inputs, number) for part in self._parts)
+        return tuple(part.empty(_of(part, layers), hidden, inputs, number) for part in self._parts)
 
     def saved(self, layers: Layers, hidden: PyTree, seeds: dict, inputs: StageInputs) -> PyTree:
         """Returns as `Stage.saved`, of each part."""
-        return tuple(part.saved(layers, hidden, seeds, inputs) for part in self._parts)
+        return tuple(part.saved(_of(part, layers), hidden, seeds, inputs) for part in self._parts)
 
     def _slots(self, slot: Slot | None) -> list:
         if slot is None:
@@ -81,6 +83,11 @@ class MixedStage:
 
     def _backwards(self, slot: Slot) -> list[tuple[Stage, Slot]]:
         return [*zip(self._parts, self._slots(slot), strict=True)][::-1]
+
+
+def _of(part: Stage, layers: Layers) -> Layers:
+    """Returns the layers as a part takes them."""
+    return layers._replace(params=layers.whole if part.takes_whole else layers.params, whole=None)
 
 
 def _slot_of(parts: Sequence[Slot]) -> Slot:

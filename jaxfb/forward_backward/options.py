@@ -15,8 +15,7 @@ from jaxfb.forward_backward.arguments import float_dtype, layer_counts
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
-from jaxfb.parallel import data
-from jaxfb.recomputation import checked_remat, remat_parts
+from jaxfb.recomputation import checked_gather, checked_remat, remat_parts
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
 from jaxfb.trainable import checked_patterns
@@ -41,7 +40,7 @@ class EngineOptions:
     accum_dtype: Any = None
     compute_dtype: Any = None
     remat: str | None = None
-    fsdp_gather: str = "layer"
+    fsdp_gather: str | int = "layer"
     gather_ahead: bool | None = None
     optimizer_sharding: str | None = "none"
     param_specs: Callable[[PyTree], PyTree] | None = None
@@ -72,7 +71,7 @@ class EngineOptions:
             "accum_dtype": float_dtype("accum_dtype", self.accum_dtype),
             "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
             "remat": checked_remat("none" if self.remat is None else self.remat),
-            "fsdp_gather": choice("fsdp_gather", self.fsdp_gather, data.GATHERS),
+            "fsdp_gather": checked_gather(self.fsdp_gather),
             "gather_ahead": None if self.gather_ahead is None else boolean("gather_ahead", self.gather_ahead),
             "optimizer_sharding": choice(
                 "optimizer_sharding",
@@ -101,6 +100,12 @@ class EngineOptions:
     def check_mesh(self, mesh: Mesh) -> None:
         """Raises ValueError for options that this mesh cannot have."""
         pipe = axis_size(mesh, "pipe")
+        if self.optimizer_sharding == "gradients" and isinstance(self.fsdp_gather, int):
+            raise Refused(
+                f'optimizer_sharding="gradients" gathers all layers alike, got fsdp_gather={self.fsdp_gather}; use '
+                'fsdp_gather="layer"',
+                [{"fsdp_gather": "layer"}],
+            )
         if pipe == 1:
             self._check_no_pipeline()
         elif self.optimizer_sharding == "gradients":
@@ -114,6 +119,12 @@ class EngineOptions:
                     f"num_pieces={schedule.num_pieces} runs a sequence piece by piece on one device, context={context} "
                     "cuts it over several; use num_pieces=1, or a mesh with context=1",
                     [{"num_pieces": 1, "schedule": None}, {"context": 1}],
+                )
+            if schedule.num_pieces > 1 and isinstance(self.fsdp_gather, int):
+                raise Refused(
+                    f"num_pieces={schedule.num_pieces} gathers all layers alike, got fsdp_gather={self.fsdp_gather}; "
+                    'use fsdp_gather="layer"',
+                    [{"fsdp_gather": "layer"}],
                 )
             if schedule.num_pieces > 1 and len(parts := remat_parts(self.remat or "none")) > 1:
                 raise Refused(

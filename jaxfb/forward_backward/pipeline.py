@@ -63,13 +63,17 @@ class Shapes(NamedTuple):
 
 @dataclass(frozen=True)
 class Executor:
-    """Runs a program. `poison` fills bubbles with NaN: they must reach neither loss nor gradient."""
+    """Runs a program. `poison` fills bubbles with NaN: they must reach neither loss nor gradient.
+
+    whole: parameters of the first layers of each chunk that stay gathered, [num_chunks, k, ...], or None.
+    """
 
     program: Program
     stage: Stage | MixedStage
     head: HeadPlacement
     layout: pipe.Layout
     poison: bool = False
+    whole: PyTree = None
 
     @property
     def tick(self) -> type[Tick]:
@@ -123,7 +127,7 @@ class Tick:
         self, executor: Executor, weights: Weights, microbatches: PyTree, keys: Any, seeds: dict | None
     ):
         self._program, self._stage, self._head = executor.program, executor.stage, executor.head
-        self._layout = executor.layout
+        self._layout, self._whole_layers = executor.layout, executor.whole
         self._weights, self._microbatches, self._keys, self._seeds = weights, microbatches, keys, seeds
         me = lax.axis_index("pipe")
         self._index, self._real = (
@@ -292,7 +296,7 @@ class Tick:
         return Slot(buffers, row[name]) if self._program.num_residual_slots else None
 
     def _layers(self, chunk: jax.Array) -> Layers:
-        return Layers(*_get((self._weights.layers, self._index, self._real), chunk))
+        return Layers(*_get((self._weights.layers, self._index, self._real, self._whole_layers), chunk))
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
         return StageInputs(*_get((self._microbatches, self._keys), microbatch))

@@ -19,7 +19,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
 from jaxfb.mesh import axis_size
 from jaxfb.parallel import annotations, pipe, sharding
-from jaxfb.recomputation import check_remat_layers
+from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import like, pruned
@@ -92,7 +92,11 @@ class Resolved:
         options, dtypes = self.options, self.dtypes.tree
         sums = dtypes if forward_only else self.sums.tree
         remat = options.remat or "none"
-        execution = Execution(self.specs.tree, dtypes, sums, options.fsdp_gather, remat, self.gathers_ahead)
+        gather, kept = options.fsdp_gather, 0
+        if isinstance(gather, int):
+            kept = 0 if forward_only or axis_size(self.mesh, "fsdp") == 1 else gather
+            gather = "layer"
+        execution = Execution(self.specs.tree, dtypes, sums, gather, remat, self.gathers_ahead, kept)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
             isinstance(model, Pipelined)
@@ -122,7 +126,15 @@ def resolve(
         layout = layout_for(options, params, schedule)
         check_rows(placement, plan.rows_per_microbatch, size)
     if isinstance(model, Pipelined) and (size == 1 or layout is not None):
-        check_remat_layers(options.remat or "none", num_layers(params) if layout is None else layout.longest)
+        number = num_layers(params) if layout is None else layout.longest
+        check_remat_layers(options.remat or "none", number)
+        check_gathered_layers(options.fsdp_gather, number)
+    if not isinstance(model, Pipelined) and isinstance(options.fsdp_gather, int):
+        raise Refused(
+            f"fsdp_gather={options.fsdp_gather} is a number of layers, which only a Pipelined model has; use "
+            'fsdp_gather="layer"',
+            [{"fsdp_gather": "layer"}],
+        )
     return Resolved(
         mesh,
         options,

@@ -47,10 +47,11 @@ def sequential(
             return lambda hidden, inputs: run(inputs[1], hidden, microbatch, layer_keys(rng, inputs[0]))
 
         _check_layer(steps(run_layer), hidden, params["layers"])
-        layers, first, parts = (jnp.arange(num_layers(params)), params["layers"]), 0, []
+        number, first, parts = num_layers(params), 0, []
+        layers = jnp.arange(number), params["layers"]
         with jax.named_scope("layers"):
-            for remat, number in remats:
-                end = None if number is None else first + number
+            for remat, count in remats:
+                end = number if count is None else first + count
                 part = layers if len(remats) == 1 else _between(layers, first, end)
                 hidden, stacked = lax.scan(steps(remat(run_layer)), hidden, part)
                 parts.append(sum_of_layers(stacked))
@@ -162,7 +163,7 @@ def _layer_metric(name: str, metric: Any) -> Sum | Max | Min | Last:
     return as_metric(name, metric)
 
 
-def _between(layers: PyTree, first: int | None, end: int | None) -> PyTree:
+def _between(layers: PyTree, first: int, end: int) -> PyTree:
     return jax.tree.map(lambda leaf: leaf[first:end], layers)
 
 

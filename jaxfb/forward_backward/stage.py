@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.ahead import Ahead
+from jaxfb.forward_backward.ahead import Ahead, Gathered
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
@@ -29,11 +29,15 @@ into VMEM otherwise. More layers make the program larger for nothing: their sums
 
 
 class Layers(NamedTuple):
-    """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l]."""
+    """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l].
+
+    whole: of FSDP, parameters of the first layers [k, ...] that stay gathered; `MixedStage` has them run with these.
+    """
 
     params: PyTree
     index: jax.Array
     real: jax.Array
+    whole: PyTree = None
 
 
 class StageInputs(NamedTuple):
@@ -68,7 +72,8 @@ class Stage:
     on_host: slots are in the host's memory.
     written_out: backwards of at most so many layers are written out, of more they are a loop.
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
-    ahead: where layers are shards that are gathered a layer ahead of their use; `layer` is then given whole ones.
+    ahead: where layers are shards that are gathered a layer ahead of their use, or stay gathered; `layer` is then given
+      whole ones.
     first, end: it runs the layers from first to before end (None: to the last) of those that it is given. Places are
       those among all that it is given; buffers and metrics are of its own layers.
     """
@@ -93,8 +98,13 @@ class Stage:
 
     @property
     def gathers_ahead(self) -> bool:
-        """Returns whether layers are shards that are gathered a layer ahead of their use."""
+        """Returns whether layers are gathered before their use."""
         return self._ahead is not None
+
+    @property
+    def takes_whole(self) -> bool:
+        """Returns whether it runs layers that stay gathered."""
+        return isinstance(self._ahead, Gathered)
 
     def forward(
         self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None

@@ -5,7 +5,7 @@ prepare -> forward_backward (or forward) -> reduce. Everything here runs on one 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
-from jaxfb.forward_backward.ahead import Ahead
+from jaxfb.forward_backward.ahead import Ahead, Gathered
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
@@ -23,7 +23,7 @@ from jaxfb.forward_backward.piece_executor import PieceExecutor
 from jaxfb.forward_backward.pieces import PieceStage
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
-from jaxfb.forward_backward.sequential import as_is, layer_output, sequential
+from jaxfb.forward_backward.sequential import as_is, layer_output, num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
 from jaxfb.recomputation import remat_parts
@@ -69,6 +69,7 @@ class Execution:
     specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
     sums: the dtype in which each leaf's gradient is summed, None where it is frozen.
     ahead: whether a layer's parameters are gathered while the layer before it computes.
+    kept: number of a stage's first layers whose parameters are gathered once a call, under fsdp_gather="layer".
     """
 
     specs: PyTree
@@ -77,6 +78,7 @@ class Execution:
     fsdp_gather: str
     remat: str
     ahead: bool = False
+    kept: int = 0
 
     @property
     def gathers_in_loop(self) -> bool:
@@ -128,24 +130,46 @@ class Execution:
         is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
         return self.gather("outer") if self.gathers_in_loop and is_cut else None
 
-    def stage(
-        self, model: Pipelined, in_pipeline: bool, num_pieces: int = 1, **options
-    ) -> Stage | MixedStage:
-        """Returns a run of the model's layers, whose parts are recomputed as `remat` has them; of a piece of the
-        sequences, where there are several.
+    def keep_layers(self, layers: PyTree, lead: int = 0) -> PyTree:
+        """Returns the first layers of each stage that stay gathered, [..., kept, ...]; None if there are none.
+
+        layers: shards, stacked below so many dims.
         """
-        first, stages = 0, []
-        for remat, number in remat_parts(self.remat):
+        if not self.kept:
+            return None
+        first = jax.tree.map(lambda leaf: leaf[(slice(None),) * lead + (slice(self.kept),)], layers)
+        of_stack = lambda spec: P(*(None,) * (lead + 1), *spec[1:])  # noqa: E731
+        specs = jax.tree.map(of_stack, self.specs["layers"], is_leaf=lambda x: isinstance(x, P))
+        dtypes = self.dtypes["layers"]
+        return data.gather_parameters(first, specs, dtypes, jax.tree.map(lambda _: False, dtypes))
+
+    def stage(
+        self, model: Pipelined, number: int, in_pipeline: bool, num_pieces: int = 1, **options
+    ) -> Stage | MixedStage:
+        """Returns a run of so many of the model's layers, whose parts are recomputed as `remat` has them; of a piece of
+        the sequences, where there are several.
+        """
+        stages = []
+        for remat, first, end in self._parts(number):
             keep = PIPELINE_KEEPS[remat]
             keep = "inputs" if keep == "input" and not in_pipeline else keep
-            end = None if number is None else first + number
             part = options | {"first": first, "end": end}
-            stages.append(self._stage_of_part(model, remat, keep, num_pieces, part))
-            first = end
-        return stages[0] if len(stages) == 1 else MixedStage(stages)
+            stages.append(self._stage_of_part(model, remat, keep, num_pieces, first < self.kept, part))
+        return stages[0] if len(stages) == 1 and not self.kept else MixedStage(stages)
 
-    def _stage_of_part(self, model: Pipelined, remat: str, keep: str, num_pieces: int, options) -> Stage:
-        gather = as_is if self.ahead else self.gather_layer()
+    def _parts(self, number: int) -> Iterator[tuple[str, int, int]]:
+        """Returns (remat, first, end) of each run of layers that are alike, of so many."""
+        first = 0
+        for remat, count in remat_parts(self.remat):
+            end = number if count is None else first + count
+            for cut in sorted({min(max(self.kept, first), end), end} - {first}):
+                yield remat, first, cut
+                first = cut
+
+    def _stage_of_part(
+        self, model: Pipelined, remat: str, keep: str, num_pieces: int, is_kept: bool, options
+    ) -> Stage:
+        gather = as_is if self.ahead or is_kept else self.gather_layer()
 
         def whole(shards, hidden, microbatch, rng):
             return layer_output(model.layer(gather(shards), hidden, microbatch, rng))
@@ -158,8 +182,10 @@ class Execution:
         layer = whole if num_pieces == 1 else of_piece
 
         if keep == "residuals":
-            layer = checkpoint_layer(layer, remat, self.ahead or not self.gathers_in_loop)
-        ahead = Ahead(self.gather_layer(), self.layer_to_shards(), self.layer_cut()) if self.ahead else None
+            layer = checkpoint_layer(layer, remat, self.ahead or is_kept or not self.gathers_in_loop)
+        there_and_back = self.gather_layer(), self.layer_to_shards(), self.layer_cut()
+        ahead = Ahead(*there_and_back) if self.ahead else None
+        ahead = Gathered(as_is, *there_and_back[1:]) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
         options = options | {"trained": of_layers, "ahead": ahead, "on_host": on_host}
         return (
@@ -198,9 +224,8 @@ class Accumulation:
     def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            in_place = InPlace(
-                self.model, execution.stage(self.model, in_pipeline=False), execution.gather_outer()
-            )
+            stage = execution.stage(self.model, num_layers(prepared), in_pipeline=False)
+            in_place = InPlace(self.model, stage, execution.gather_outer(), execution.keep_layers)
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 return in_place.run(prepared, *rest, so_far)
         scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
@@ -255,13 +280,16 @@ class Pipelining:
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
         outer, execution = prepared.outer, self.execution
         if len(jax.tree.leaves(dtypes.outer)) == len(jax.tree.leaves(outer)):
-            return self._executor(self.schedule).run(prepared, microbatches, keys, seeds, dtypes, so_far)
+            return self._executor(self.schedule, prepared).run(
+                prepared, microbatches, keys, seeds, dtypes, so_far
+            )
         trained = prepared._replace(outer=execution.trained(outer, "outer"))
-        executor = self._executor(self.schedule, of_trained(self.model, outer))
+        executor = self._executor(self.schedule, prepared, of_trained(self.model, outer))
         return executor.run(trained, microbatches, keys, seeds, dtypes, so_far)
 
     def forward(self, prepared, microbatches, keys):
-        return self._executor(self.schedule.forward_only()).run(prepared, microbatches, keys, None, None)[1]
+        executor = self._executor(self.schedule.forward_only(), prepared)
+        return executor.run(prepared, microbatches, keys, None, None)[1]
 
     def reduce(self, grads: Weights, grad_specs, axes):
         execution, specs = self.execution, self.execution.trained(self.execution.specs)
@@ -272,18 +300,19 @@ class Pipelining:
         outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 
-    def _executor(self, schedule: Schedule, model: Pipelined | None = None) -> Executor:
+    def _executor(self, schedule: Schedule, prepared: Weights, model: Pipelined | None = None) -> Executor:
         """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
         execution, program = self.execution, schedule.program
         options = {"padded": not self.layout.even, "written_out": WRITTEN_OUT}
-        stage = execution.stage(self.model, True, schedule.num_pieces, **options)
+        stage = execution.stage(self.model, self.layout.longest, True, schedule.num_pieces, **options)
         specs = outer_params(execution.specs)
         specs = specs if model is None else execution.trained(specs, "outer")
         cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))
         model = self.model if model is None else model
         placement = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         executor = Executor if schedule.num_pieces == 1 else PieceExecutor
-        return executor(program, stage, placement, self.layout, self.poison)
+        whole = execution.keep_layers(prepared.layers, lead=1)
+        return executor(program, stage, placement, self.layout, self.poison, whole)
 
 
 def of_trained(model: Pipelined, outer: PyTree) -> Pipelined:

@@ -20,7 +20,6 @@ from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter
 from jaxfb.parallel.sharding import axes_of, dim_of
 
 PyTree = Any
-GATHERS = ("layer", "step")
 LARGEST_SCATTER = 2**28
 """Bytes of a gradient that are widened at a time before they are reduced: of an embedding or a head, which are large
 where nothing else is."""

@@ -165,7 +165,15 @@ def _frozen_bytes(config: Config) -> int:
 
 def _gathers_layers(config: Config) -> bool:
     """Returns True if a layer's weights are whole only while the layer runs."""
-    return config.mesh.fsdp > 1 and config.parallel.fsdp_gather == "layer"
+    return config.mesh.fsdp > 1 and config.parallel.fsdp_gather != "step"
+
+
+def _share_gathered(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the share of a device's layers whose weights stay gathered while others are not."""
+    gather = config.parallel.fsdp_gather
+    if config.mesh.fsdp == 1 or isinstance(gather, str):
+        return 0.0
+    return config.chunks * gather / _layers_here(config, sizes)
 
 
 def _gathers_ahead(config: Config, topology: Topology) -> bool:
@@ -193,12 +201,13 @@ def _working_bytes(config: Config, sizes: TransformerConfig, topology: Topology)
     (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
     gathers, ahead = _gathers_layers(config), 2 if _gathers_ahead(config, topology) else 1
     layer, gradient = (number / _layers_here(config, sizes) for number in (layers, trained))
+    stay = 2 * layers * _share_gathered(config, sizes)
     of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
-        return max(2 * layer * ahead + of_layer, table + of_head)
-    return of_layer + of_head + 2 * outer + 2 * (layer * ahead if gathers else layers)
+        return stay + max(2 * layer * ahead + of_layer, table + of_head)
+    return stay + of_layer + of_head + 2 * outer + 2 * (layer * ahead if gathers else layers)
 
 
 def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -399,11 +408,13 @@ def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float
     """Returns the time of gathered weights, reduced gradients, sums over tensor shards, and what stages hand on."""
     mesh, held, microbatches = config.mesh, sum(_held(config, sizes)), _microbatches(config)
     trained = sum(_trained(config, sizes))
-    times = microbatches if config.parallel.fsdp_gather == "layer" else 1
+    times = microbatches if config.parallel.fsdp_gather != "step" else 1
+    of_kept = _held(config, sizes)[0] * _share_gathered(config, sizes)
     hidden = 2 * _tokens(config) * sizes.hidden_size * microbatches
     of_layers, of_head = _turns(config)
     sums = 8 * hidden * of_layers * _layers_here(config, sizes)
-    seconds = times * 4 * (held + trained) * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
+    gathered = 4 * times * (held + trained) - (4 * times - 2) * of_kept
+    seconds = gathered * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
     seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
     seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
     if mesh.pipe > 1:

@@ -39,7 +39,7 @@ from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.pipe import layout_of
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.pretrained.peft import _check_config as peft_config
-from jaxfb.recomputation import check_remat_layers
+from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.rl.advice import changed
 from jaxfb.rl.sampler import Sampler
 from jaxfb.rl.supervised import row_length
@@ -191,6 +191,12 @@ def options_on_fsdp(**given):
     return jaxfb.get_forward_backward_func(make_mesh(pipe=2, fsdp=2), **given)
 
 
+def gathered_of_a_function(fsdp_gather):
+    fb = jaxfb.get_forward_backward_func(fsdp_gather=fsdp_gather)
+    params, batch = {"w": np.ones(2)}, {"x": np.ones((8, 2))}
+    return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
+
+
 def pieces_on(context=2, num_pieces=2, schedule=None):
     return jaxfb.get_forward_backward_func(
         make_mesh(pipe=2, context=context), schedule, num_pieces=num_pieces
@@ -323,6 +329,14 @@ REFUSED = [
     (pieces_of_a_table, dict(num_pieces=2)),
     (lambda remat: jaxfb.get_forward_backward_func(remat=remat), dict(remat="selectiv*8+layer")),
     (lambda remat: check_remat_layers(remat, 4), dict(remat="none*4+layer")),
+    (lambda fsdp_gather: jaxfb.get_forward_backward_func(fsdp_gather=fsdp_gather), dict(fsdp_gather=0)),
+    (lambda fsdp_gather: check_gathered_layers(fsdp_gather, 4), dict(fsdp_gather=5)),
+    (lambda **given: jaxfb.get_forward_backward_func(optimizer_sharding="gradients", **given), dict(fsdp_gather=2)),
+    (
+        lambda fsdp_gather: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, fsdp_gather=fsdp_gather),
+        dict(fsdp_gather=2),
+    ),
+    (gathered_of_a_function, dict(fsdp_gather=2)),
     (
         lambda remat: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, remat=remat),
         dict(remat="none*1+layer"),

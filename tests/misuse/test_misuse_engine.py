@@ -72,7 +72,7 @@ OPTIONS = {
     "accum_dtype": dtypes,
     "compute_dtype": dtypes,
     "remat": one_of((None, *REMAT_POLICIES)),
-    "fsdp_gather": one_of(("layer", "step")),
+    "fsdp_gather": lambda value: one_of(("layer", "step"))(value) or positive_int(value),
     "gather_ahead": maybe(boolean),
     "compiler_options": maybe(lambda value: isinstance(value, dict | tuple)),
     "optimizer_sharding": one_of((None, "none", "data", "gradients")),
