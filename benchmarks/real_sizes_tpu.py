@@ -6,7 +6,8 @@
     maxtext_env/bin/python benchmarks/real_sizes_tpu.py --only "8B, v6e:8x8" --sides jaxfb
 
 Each row is one job, compiled by the same jax and libtpu for jaxfb and for MaxText: the same model, mesh, rows and
-microbatches, full recomputation and flash attention, in a process each. `real_sizes.py` says what is read.
+microbatches, full recomputation (but for rows with memory used) and flash attention, in a process each. `real_sizes.py`
+says what is read.
 """
 
 from __future__ import annotations
@@ -80,6 +81,9 @@ LIKE_DEEPSEEK = (
 )
 """Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
 ON_HOST = ("optimizer.memory=host",)
+IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
+LESS_REMAT = {"remat_policy": "minimal"}
+"""Use the memory that full recomputation leaves: of both libraries the products' results are kept."""
 JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
@@ -93,7 +97,10 @@ JOBS = {
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
     "8B, v5e:2x4, fsdp 8": Job("8b", "v5e:2x4", (), None),
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
+    "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP, LESS_REMAT),
+    "8B, v6e:8x8, fsdp 64, memory used": Job("8b", "v6e:8x8", IN_STEP[:1], LESS_REMAT),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
+    "70B, v5p:8x8x8, fsdp 64 x tensor 8, memory used": Job("70b", "v5p:8x8x8", IN_STEP, TENSOR | LESS_REMAT),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b",
         "v5p:8x8x8",

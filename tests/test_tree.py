@@ -12,8 +12,9 @@ import jaxfb
 ROOT = Path(jaxfb.__file__).parent
 ORDER = (
     "exit_codes loopback position refusal recomputation fault_points registry parts types trainable compat output cpu "
-    "compiler hlo mesh schedules batch_plan data parallel losses models forward_backward gradients optim train_arguments "
-    "train_state pipeline_state attempt update streamed_update state_placement train_step manifest stored_parts record "
+    "compiler hlo mesh schedules batch_plan data parallel losses models forward_backward gradients optim "
+    "train_arguments train_state pipeline_state attempt update streamed_update state_placement train_step manifest "
+    "stored_parts record "
     "step_directories checkpoint metrics pretrained config callbacks display guard training inference "
     "checking trainer rl chaos planner benchmark supervisor command_line cli __main__"
 ).split()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
+from jaxfb.planner.job import model_sizes
 from jaxfb.planner.post_training import check_searchable
 from jaxfb.planner.text import page
 from jaxfb.planner.topology import Topology
@@ -51,8 +52,20 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
         raise
     print("\n".join(filter(None, (table(found), compared(found)))))
     print("\n" + page(f"{name}, best layout", found[0].verdict))
+    _print_prices(found[0].config, topology)
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
+
+
+def _print_prices(best: Config, topology: Topology) -> None:
+    """Prints what each use of memory costs on the best mesh, from least memory on."""
+    from jaxfb.planner.memory_left import least, prices
+
+    sizes = model_sizes(best)
+    if lines := prices(least(best), sizes, topology):
+        plain = least(best).parallel
+        print(f"\nby formula, from remat={plain.remat} and fsdp_gather={plain.fsdp_gather} on this mesh:")
+        print("\n".join(f"  {line}" for line in lines) + "\n")
 
 
 def say(text: str) -> None:

@@ -12,16 +12,21 @@ from pathlib import Path
 
 from jaxfb.config import Config
 from jaxfb.config.show import save_yaml
+from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
-from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
+from jaxfb.planner.memory_left import variants
 from jaxfb.planner.text import answer
 from jaxfb.planner.topology import Topology
 from jaxfb.planner.verdict import Verdict, compiled_verdict, estimated
 from jaxfb.refusal import Refused
+
+LEFT = 0.1
+"""Share of a chip's memory that layouts made to fill it leave free by formula."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +142,8 @@ def _by_kind(ranked: list[Found]) -> list[Found]:
     seen: Counter[tuple] = Counter()
     turns = []
     for place, found in enumerate(ranked):
-        kind = (found.config.mesh.pipe, found.config.mesh.tensor, found.config.parallel.remat)
+        parallel, mesh = found.config.parallel, found.config.mesh
+        kind = (mesh.pipe, mesh.tensor, "parts" if "+" in parallel.remat else parallel.remat)
         turns.append((not found.verdict.fits, seen[kind], place))
         seen[kind] += 1
     return [ranked[place] for *_, place in sorted(turns)]
@@ -188,10 +194,34 @@ def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config
         counted = [(estimate(one, sizes, topology), one) for one in legal]
         fitting = [pair for pair in counted if pair[0].total <= memory]
         say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
-    ordered = sorted(fitting, key=lambda pair: pair[0].seconds) or sorted(
-        counted, key=lambda pair: pair[0].total
-    )
-    return [one for _, one in ordered[:count]]
+    if not fitting:
+        return [one for _, one in sorted(counted, key=lambda pair: pair[0].total)[:count]]
+    fitting.sort(key=_seconds)
+    filled = _filled([one for _, one in fitting[: 4 * count]], sizes, topology)
+    ordered = sorted(fitting + filled, key=_seconds)
+    return list({label(one): one for _, one in ordered}.values())[:count]
+
+
+def _seconds(counted: tuple[Estimate, Config]) -> float:
+    """Returns the time that layouts are chosen by; gathers of single layers run beside other work, or much of it."""
+    counts, config = counted
+    if (
+        config.mesh.fsdp == 1
+        or config.parallel.fsdp_gather == "step"
+        or config.parallel.gather_ahead is False
+    ):
+        return counts.seconds
+    longer, shorter = sorted((counts.work_seconds, counts.wire_seconds), reverse=True)
+    return longer + shorter / 10 + counts.host_seconds
+
+
+def _filled(
+    layouts: list[Config], sizes: TransformerConfig, topology: Topology
+) -> list[tuple[Estimate, Config]]:
+    """Returns what the layouts can do with most of the memory that they leave; the formula is not exact."""
+    most = (1 - LEFT) * topology.chip.memory if topology.chip else math.inf
+    counted = [(estimate(one, sizes, topology), one) for base in layouts for one in variants(base, sizes)]
+    return [pair for pair in counted if pair[0].total <= most]
 
 
 def _compiled(formula: list[Found], count: int, known: Known, say, keep) -> list[Found]:
