@@ -20,7 +20,7 @@ from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.piece_executor import PieceExecutor
-from jaxfb.forward_backward.pieces import PieceStage
+from jaxfb.forward_backward.piece_stage import PieceStage
 from jaxfb.forward_backward.pipeline import Executor, Weights
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
 from jaxfb.forward_backward.sequential import as_is, layer_output, num_layers, sequential
