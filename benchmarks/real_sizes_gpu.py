@@ -7,7 +7,7 @@
 Each row is one job, compiled for the number of GPUs with the config made for H100s and with the one for any
 chip: the same model, rows of an update and optimizer. `real_sizes.py` says what is read. Kernels that XLA
 chooses by trying them on a device are its default ones here, and the libraries' workspaces and buffers are not counted.
-MaxText compiles ahead of time for TPUs alone.
+MaxText is not compiled: to do that for GPUs ahead of time it takes the devices of a host that has them.
 """
 
 from __future__ import annotations
