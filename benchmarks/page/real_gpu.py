@@ -54,8 +54,8 @@ SECTIONS = (
         matrix products alone, and the step {faster_least:.2f} to {faster_most:.2f} times as fast as with the
         others. Collectives that nothing hides take {exposed_least:.1%} to {exposed_most:.1%} of it. Products
         include recomputation and, in a pipeline, what is computed in its bubble. Kernels are those that XLA takes
-        where it cannot try them, and libraries' workspaces are not in the memory. MaxText is not compared: to compile for GPUs ahead of time
-        it takes the devices of a host that has them.""",
+        where it cannot try them, and libraries' workspaces are not in the memory. MaxText is not compared: to
+        compile for GPUs ahead of time it takes the devices of a host that has them.""",
         facts, table,
     ),
 )  # fmt: skip
