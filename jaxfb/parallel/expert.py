@@ -168,15 +168,11 @@ def _exchanged(
     """Returns the experts' answers to `rows` [S, D]. In a turn the experts run one window, while the next one is sent
     and the answers to the one before come back; the next turn begins when all three are over.
 
-    What does not fit into the first windows goes before them: so its backward comes when they need no space any more.
+    What does not fit into the first windows follows them. So FSDP's gathers and scatters have the products of a layer's
+    backward beside them, which XLA does not let stand beside a loop that exchanges something.
     """
     out, last = empty_like(rows), len(room) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
-    if any(space.rows < space.most for space in room):
-        first = jnp.array([space.rows for space in room], jnp.int32)
-        rows, out, state = further_rounds(
-            run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
-        )
     windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
     arrived, answers = [], []
     for place in range(-1, last + 2):
@@ -190,6 +186,11 @@ def _exchanged(
             answers.append(answer)
         if last and 0 <= place <= last:
             arrived[-1], answers[-1], out = _together((arrived[-1], answers[-1], out))
+    if any(space.rows < space.most for space in room):
+        first = jnp.array([space.rows for space in room], jnp.int32)
+        rows, out, state = further_rounds(
+            run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
+        )
     return out
 
 
