@@ -113,6 +113,15 @@ JOBS = {
         ),
         PIPELINE,
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches": Job(
+        "70b",
+        "v5p:8x8x8",
+        ("mesh.pp=8", "mesh.fsdp=8", "mesh.tp=8", "batch.rows=128", "schedule=1f1b"),
+        PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4},
+    ),
+    "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(
+        "400b", "v5p:8x8x16", ("model.sequence_parallel=true",), TENSOR | {"ici_fsdp_parallelism": 128}
+    ),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),
     "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK, None),

@@ -84,6 +84,30 @@ def claims(result: Result) -> list[Claim]:
     return found
 
 
+def errors(result: Result, key: str) -> list[float]:
+    return [row[f"formula_{key}"] / row[key] - 1 for row in result["rows"].values()]
+
+
+def accuracy_facts(result: Result) -> dict:
+    return {
+        f"{name}_{end.__name__}": end(errors(result, key))
+        for name, key in (("memory", "hbm_gb"), ("time", "step_s"))
+        for end in (min, max)
+    } | {"count": len(result["rows"])}
+
+
+def accuracy_table(result: Result) -> list[Table]:
+    head = {"job": "", "HBM GB, compiler": ".2f", "formula": ".2f", "formula over compiler": "+.0%",
+            "step s, compiler": ".2f", "formula ": ".2f", "formula over compiler ": "+.0%"}  # fmt: skip
+    rows = [
+        [name, row["hbm_gb"], row["formula_hbm_gb"], memory, row["step_s"], row["formula_step_s"], time]
+        for (name, row), memory, time in zip(
+            result["rows"].items(), errors(result, "hbm_gb"), errors(result, "step_s"), strict=True
+        )
+    ]
+    return [Table(head, rows)]
+
+
 SECTIONS = (
     Section(
         "real_sizes_tpu",
@@ -104,5 +128,13 @@ SECTIONS = (
         hence the arguments of the rows with long sequences. The last column is the memory of the process that
         compiles.""",
         facts, table, claims,
+    ),
+    Section(
+        "planner_accuracy",
+        "The planner's formula compared with the TPU compiler",
+        """What `jaxfb plan --no-compile` estimates for the rows above, and what the compiler reports with the options
+        that jaxfb chooses. Memory is off by {memory_min:+.0%} to {memory_max:+.0%} over {count} rows, the step's
+        lower bound in time by {time_min:+.0%} to {time_max:+.0%}.""",
+        accuracy_facts, accuracy_table,
     ),
 )  # fmt: skip

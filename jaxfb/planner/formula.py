@@ -14,6 +14,7 @@ from functools import lru_cache
 import jax
 import jax.numpy as jnp
 
+from jaxfb import compiler
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead
@@ -43,6 +44,16 @@ _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
+_BESIDE_PRODUCTS = {"tpu": 0.35}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products, of 8B
+and 70B on v5p, v6e and v5e: 0.2 to 0.55."""
+_RING_BYTES = 85
+"""Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
+_HOLES = {"tpu": 1.25}
+"""Memory of temporaries over what is counted of them: arrays of unlike sizes leave holes. 1.13 to 1.5 of ten rows."""
+_EXPOSED, _EXPOSED_BY_DEFAULT = 0.15, 0.6
+"""Share of communication that nothing hides on TPUs: 0.05 to 0.29 of those whose compiler has options in
+`jaxfb/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
 _ACCUMULATED = 12
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
 
@@ -52,7 +63,8 @@ class Estimate:
     """Bytes, operations and seconds of one device, in one step.
 
     gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
-    peak. working: whole weights, one layer's backward, logits. wire_seconds: communication, as if nothing hid it.
+    peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these.
+    wire_seconds: communication; exposed_seconds: what of it nothing hides.
     host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
     them twice; they are written while others are read.
     """
@@ -66,6 +78,7 @@ class Estimate:
     flops: float
     work_seconds: float
     wire_seconds: float
+    exposed_seconds: float
     host: float = 0.0
     host_seconds: float = 0.0
 
@@ -83,7 +96,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return self.work_seconds + self.wire_seconds + self.host_seconds
+        return self.work_seconds + self.exposed_seconds + self.host_seconds
 
     def with_host(self, on_device: float, on_host: float, chip: Chip | None) -> Estimate:
         """Returns the estimate for so many bytes of optimizer state in either memory."""
@@ -103,16 +116,20 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     mesh, held, trained = config.mesh, sum(_held(config, sizes)), sum(_trained(config, sizes))
     state = 8 * trained / mesh.fsdp / (mesh.data if config.optimizer.sharding == "data" else 1)
     on_host = state if config.optimizer.memory == "host" else 0.0
+    gradients, activations = _gradient_bytes(config, sizes), _kept_bytes(config, sizes, topology)
+    working, holes = _working_bytes(config, sizes, topology), _HOLES.get(topology.platform, 1.0) - 1
+    wire_seconds = _wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     return Estimate(
         parameters=(4 * trained + _frozen_bytes(config) * (held - trained)) / mesh.fsdp,
         optimizer=state,
         batch=0,
-        gradients=_gradient_bytes(config, sizes),
-        activations=_kept_bytes(config, sizes, topology),
-        working=_working_bytes(config, sizes, topology),
-        flops=_flops(config, sizes, topology.num_devices),
+        gradients=gradients,
+        activations=activations,
+        working=working + holes * (gradients + activations + working - _staying_bytes(config, sizes)),
+        flops=_flops(config, sizes, topology),
         work_seconds=_work_seconds(config, sizes, topology) if topology.chip else 0.0,
-        wire_seconds=_wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0,
+        wire_seconds=wire_seconds,
+        exposed_seconds=_exposed_share(config, topology) * wire_seconds,
     ).with_host(state - on_host, on_host, topology.chip)
 
 
@@ -191,6 +208,11 @@ def _gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
 
 
+def _staying_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts whole weights that are gathered for all of an update."""
+    return 2 * _held(config, sizes)[0] * _share_gathered(config, sizes)
+
+
 def _working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what is there while a layer or the head runs: whole weights in two bytes a number, gradients of whole
     weights, what a layer's backward and a block of logits take.
@@ -201,7 +223,7 @@ def _working_bytes(config: Config, sizes: TransformerConfig, topology: Topology)
     (layers, outer), (trained, trained_outer) = _held(config, sizes), _trained(config, sizes)
     gathers, ahead = _gathers_layers(config), 2 if _gathers_ahead(config, topology) else 1
     layer, gradient = (number / _layers_here(config, sizes) for number in (layers, trained))
-    stay = 2 * layers * _share_gathered(config, sizes)
+    stay = _staying_bytes(config, sizes)
     of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
@@ -360,7 +382,7 @@ def _turns(config: Config) -> tuple[float, float]:
     )
 
 
-def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topology) -> tuple[float, float]:
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
     of_layers, of_head = _turns(config)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
@@ -370,13 +392,27 @@ def _flops_per_token(config: Config, sizes: TransformerConfig) -> tuple[float, f
         sizes,
         lambda remat: _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
     )
-    return layers * (1 + again) * of_layers * _share_of_layers(
-        config, sizes
-    ) * config.mesh.pipe, head * of_head
+    layers = layers * (1 + again) + _flops_of_kernels(config, sizes, topology, again)
+    return layers * of_layers * _share_of_layers(config, sizes) * config.mesh.pipe, head * of_head
 
 
-def _flops(config: Config, sizes: TransformerConfig, devices: int) -> float:
-    return sum(_flops_per_token(config, sizes)) * config.batch.rows * config.data.sequence_length / devices
+def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
+    """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
+    products in place of four, and blocks on the diagonal of which half is masked.
+    """
+    if topology.platform != "tpu" or not _flash(config, sizes, topology):
+        return 0.0
+    length = config.data.sequence_length
+    value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
+    seen = seen_share(sizes, length) * length * sizes.num_layers / 2
+    attention = 6 * sizes.num_heads * (sizes.head_size + value_size) * seen
+    blocks = 1 + splash.block_size(length // (2 * config.mesh.context)) / length
+    return attention * ((1.5 + again) * blocks - 1 - again)
+
+
+def _flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    tokens = config.batch.rows * config.data.sequence_length
+    return sum(_flops_per_token(config, sizes, topology)) * tokens / topology.num_devices
 
 
 def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -388,13 +424,17 @@ def _work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) 
     if config.mesh.pipe > 1:
         in_slots = {"none": _MOVED_WITH_RESIDUALS}
         moved = _mean_over_layers(config, sizes, lambda remat: in_slots.get(remat, _MOVED_IN_PIPELINE))
-    read = 2 * moved * _products(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
+    share = _BESIDE_PRODUCTS.get(topology.platform, 1.0)
+    read = 2 * moved * share * _products(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
     read = (
         read * of_layers * _share_of_layers(config, sizes) * config.mesh.pipe
-        + _LOGIT_BYTES * sizes.vocab_size * of_head
+        + _LOGIT_BYTES * share * sizes.vocab_size * of_head
     )
+    if _flash(config, sizes, topology):
+        turns = (config.mesh.context - 1) * sizes.num_layers
+        read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     return (
-        _flops(config, sizes, topology.num_devices) / chip.flops
+        _flops(config, sizes, topology) / chip.flops
         + (tokens * read + _accumulated_bytes(config, sizes)) / chip.bandwidth
     )
 
@@ -422,6 +462,20 @@ def _wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 * hidden * of_head * _share(mesh.pipe) / _rate(config, chip, "pipe")
     return seconds
+
+
+def _exposed_share(config: Config, topology: Topology) -> float:
+    """Returns the share of communication that nothing hides."""
+    if topology.platform != "tpu" or topology.chip is None:
+        return 1.0
+    if topology.chip.kind not in compiler.TABLE:
+        return _EXPOSED_BY_DEFAULT
+    waits = (
+        config.mesh.fsdp > 1
+        and config.parallel.fsdp_gather == "layer"
+        and not _gathers_ahead(config, topology)
+    )
+    return 1.0 if waits else _EXPOSED
 
 
 def _share(size: int) -> float:

@@ -135,7 +135,10 @@ def _speed(verdict: Verdict) -> Iterator[str]:
         f"{chip.axis_bandwidth / 1e9:,.0f} GB/s along an axis, all at their peaks"
     )
     if not isinstance(verdict.compiled, Compiled):
-        yield "  by formula; and: products at the peak, communication never hidden"
+        hidden = verdict.exposed_seconds < verdict.estimate.wire_seconds
+        yield "  by formula; and: products at the peak, communication " + (
+            "hidden as in compiled programs of real size" if hidden else "never hidden"
+        )
     yield f"  source: {chip.source}"
 
 

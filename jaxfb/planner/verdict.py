@@ -108,9 +108,9 @@ class Verdict:
 
     @property
     def exposed_seconds(self) -> float:
-        """Returns communication that nothing hides; by the formula, all of it."""
+        """Returns communication that nothing hides; by the formula, of TPUs a share and otherwise all of it."""
         if not isinstance(self.compiled, Compiled):
-            return self.estimate.wire_seconds
+            return self.estimate.exposed_seconds
         return sum(row.exposed_seconds for row in self.traffic.values())
 
     @property
