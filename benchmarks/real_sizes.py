@@ -2,7 +2,8 @@
 
 Shared by `real_sizes_tpu.py` and `real_sizes_gpu.py`. Rows that are asked for replace earlier ones in the results.
 HBM is the compiler's report, arguments included. Seconds are `jaxfb/planner/hlo_cost.py`'s roofline of the scheduled
-program: what it cannot be faster than. MFU is of that time, by the model's operations without recomputation.
+program: what it cannot be faster than, and the planner's time for an optimizer state in the host's memory. MFU is of
+that time, by the model's operations without recomputation.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import Topology, hlo_cost, parse_topology
 from jaxfb.planner.routing import Routed
+from jaxfb.planner.verdict import estimated
 
 ROOT = Path(__file__).parent.parent
 
@@ -144,14 +146,20 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
     topology = parse_topology(topology_name)
     cost = hlo_cost.cost_of(text, layout(config, topology), topology.chip, work)
     tokens = config.batch.rows * config.data.sequence_length
+    host, step = {}, cost.seconds
+    if config.optimizer.memory == "host":
+        counted = estimated(config, topology).estimate
+        step += counted.host_seconds
+        host = {"host_gb": gigabytes(counted.host), "host_s": round(counted.host_seconds, 3)}
     flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
     return {
-        "step_s": round(cost.seconds, 3),
+        "step_s": round(step, 3),
+        **host,
         "work_s": round(cost.work_seconds, 3),
         "products_s": round(cost.product_seconds, 3),
         "collectives_s": round(sum(one.seconds for one in cost.traffic.values()), 3),
         "exposed_s": round(cost.exposed_seconds, 3),
-        "mfu": round(flops / topology.chip.flops / cost.seconds, 4),
+        "mfu": round(flops / topology.chip.flops / step, 4),
         "moved_gb": round(cost.bytes / 1e9, 1),
         "traffic": {
             f"{axes} {kind}": {

@@ -95,7 +95,6 @@ JOBS = {
     ),
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
-    "8B, v5e:2x4, fsdp 8": Job("8b", "v5e:2x4", (), None),
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
     "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP, LESS_REMAT),
     "8B, v6e:8x8, fsdp 64, memory used": Job("8b", "v6e:8x8", IN_STEP[:1], LESS_REMAT),

@@ -8,6 +8,7 @@ from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.formula import _turns, estimate
 from jaxfb.planner.job import model_sizes
+from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
 from jaxfb.schedules import KINDS, make
 
@@ -100,3 +101,16 @@ def test_adapters_of_an_8b_model_fit_four_chips_of_16_gb():
     assert found.estimate.optimizer == pytest.approx(8 * trained / 4, rel=0.01)
     assert found.estimate.gradients == pytest.approx(4 * trained / 4, rel=0.01)
     assert found.estimate.parameters == pytest.approx((2 * 8.03e9 + 4 * trained) / 4, rel=0.01)
+
+
+def test_a_state_on_the_host_takes_its_link_in_place_of_memory():
+    topology = parse_topology("gpu:h100x8")
+    here, there = (
+        estimated(load_config("configs/8b.yaml", [f"optimizer.memory={memory}"]), topology)
+        for memory in ("device", "host")
+    )
+    assert there.estimate.host == pytest.approx(here.estimate.optimizer, rel=1e-3)
+    assert there.needed == pytest.approx(here.needed - there.estimate.host, rel=1e-3)
+    assert there.estimate.host_seconds == 2 * there.estimate.host / 64e9  # PCIe 5.0, each way
+    assert there.step_seconds == pytest.approx(here.step_seconds + there.estimate.host_seconds)
+    assert "of optimizer state: 0.251 s a step, 0.031 s a GB" in "\n".join(memory_table(there))

@@ -15,6 +15,7 @@ from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import label
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.known import Known
+from jaxfb.planner.search import search
 from jaxfb.planner.verdict import plan
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--layouts", "2"]
@@ -113,3 +114,14 @@ def test_the_compilers_process_ends_with_the_one_that_started_it():
     process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, env=os.environ)
     process.stdin.close()
     assert process.wait(timeout=PATIENCE) == 1
+
+
+def test_the_state_goes_to_the_host_where_no_layout_fits_otherwise():
+    config, said = load_config("configs/8b.yaml", ["batch.rows=64"]), []
+    roomy, tight = (parse_topology(name) for name in ("v5p:2x2x2", "v5e:2x4"))
+    assert all(
+        one.config.optimizer.memory == "device" for one in search(config, roomy, layouts=2, compiled=0)
+    )
+    found = search(config, tight, layouts=2, compiled=0, say=said.append)
+    assert all(one.config.optimizer.memory == "host" and one.verdict.fits for one in found)
+    assert "state on the host" in label(found[0].config) and "in the host's memory" in said[-1]
