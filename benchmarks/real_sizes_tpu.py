@@ -98,6 +98,9 @@ JOBS = {
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
     "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP, LESS_REMAT),
     "8B, v6e:8x8, fsdp 64, memory used": Job("8b", "v6e:8x8", IN_STEP[:1], LESS_REMAT),
+    "70B, v6e:4x8, fsdp 16 x tensor 2, state on the host": Job(
+        "70b", "v6e:4x8", ("mesh.fsdp=16", "mesh.tp=2", *ON_HOST), None
+    ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8, memory used": Job("70b", "v5p:8x8x8", IN_STEP, TENSOR | LESS_REMAT),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
