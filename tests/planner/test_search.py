@@ -123,5 +123,6 @@ def test_the_state_goes_to_the_host_where_no_layout_fits_otherwise():
         one.config.optimizer.memory == "device" for one in search(config, roomy, layouts=2, compiled=0)
     )
     found = search(config, tight, layouts=2, compiled=0, say=said.append)
-    assert all(one.config.optimizer.memory == "host" and one.verdict.fits for one in found)
+    fitting = [one for one in found if one.verdict.fits]
+    assert len(fitting) == 2 and all(one.config.optimizer.memory == "host" for one in fitting)
     assert "state on the host" in label(found[0].config) and "in the host's memory" in said[-1]
