@@ -73,7 +73,7 @@ def measured(made: Any, topology: Any, width: int, context: int) -> dict[str, An
         options = dict(fb.compiler_options) | tpu.report_into(Path(folder))
         program = jax.jit(engine._add, static_argnums=(0, 1), compiler_options=options).lower(*call).compile()
         needed = tpu.reported_bytes(Path(folder))
-    cost = hlo_cost.cost_of(program.as_text(), fb.mesh, topology.chip, None)
+    cost = hlo_cost.cost_of(program.as_text() or "", fb.mesh, topology.chip, None)
     return {
         "rows": rows,
         "seconds": round(cost.seconds, 3),
