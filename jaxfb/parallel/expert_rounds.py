@@ -130,8 +130,10 @@ def _like(tree, other):
 
 
 def _number(leaf: Any) -> jax.Array:
-    zero = isinstance(leaf, SymbolicZero)
-    return lax.full(leaf.shape, 0, leaf.dtype) if zero else leaf
+    if not isinstance(leaf, SymbolicZero):
+        return leaf
+    aval: Any = leaf.aval
+    return jnp.zeros(aval.shape, aval.dtype)
 
 
 def _is_none(leaf) -> bool:
