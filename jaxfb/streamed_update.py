@@ -5,8 +5,8 @@ reads it to judge the update, a second loop reads it again and writes it back. O
 while the update is computed, when the activations are gone.
 
 A TPU's compiler (libtpu 0.0.48) makes every transfer of the loops asynchronous: a leaf is read while the ones before it
-are computed and written. A conditional around them, as other updates have, would copy the arrays in the host's memory;
-a skipped update writes what it read.
+are computed and written. There is no conditional around them, as other updates have, so that no branch needs a copy of
+the arrays in the host's memory; a skipped update writes what it read.
 """
 
 from __future__ import annotations

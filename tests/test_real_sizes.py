@@ -43,14 +43,17 @@ def test_both_sides_have_the_same_mesh_and_rows(name):
 
 
 def test_the_section_counts_the_rows_that_both_sides_have():
-    (section,) = SECTIONS
+    section = SECTIONS[0]
     alone, slower = {"jaxfb": ROW}, {"jaxfb": ROW | {"hbm_gb": 12.0, "step_s": 11.0}, "maxtext": ROW}
+    used = {"jaxfb": ROW | {"hbm_gb": 60.0, "step_s": 8.0}, "maxtext": ROW}
     result = {
         "settings": {"seq": 4096},
         "rows": {"one": alone, "two": {"jaxfb": ROW, "maxtext": ROW}, "three": slower},
     }
+    result["rows"]["four, memory used"] = used  # its memory is no cost
     facts = section.facts(result)
+    assert facts["used_least"] == facts["used_most"] == 8.0 / ROW["step_s"]
     assert (facts["smaller"], facts["faster"], facts["count"], facts["most"]) == (1, 1, 2, 1.5)
-    assert (facts["shipped_least"], facts["shipped_most"]) == (1.0, 1.1)
-    assert facts["exposed_most"] == 0.2 and "12.00 GB" in section.claims(result)[2].ours
-    assert len(section.tables(result)[0].lines()) == 2 + 5 + 1
+    assert (facts["shipped_least"], facts["shipped_most"]) == (0.8, 1.1)
+    assert facts["exposed_most"] == 0.25 and "12.00 GB" in section.claims(result)[2].ours
+    assert len(section.tables(result)[0].lines()) == 2 + 7 + 1
