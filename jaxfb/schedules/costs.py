@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 from jaxfb.schedules.action import Action
 from jaxfb.schedules.sizes import checked_costs, checked_share
@@ -31,7 +31,7 @@ class Costs:
     attention: float = 0
 
     def __post_init__(self):
-        costs = asdict(self)
+        costs = dict(vars(self))
         checked_share("attention", costs.pop("attention"))
         checked_costs(**costs)
 
