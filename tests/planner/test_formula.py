@@ -6,7 +6,8 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.formula import _turns, estimate
+from jaxfb.planner.counts import turns_of_layers_and_head
+from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
@@ -28,7 +29,9 @@ ONE_B = (
     ],
 )
 def test_a_pipeline_fills_and_meets_its_head_in_every_tick(layout, layers, head):
-    assert _turns(load_config("configs/1b.yaml", [*ONE_B, *layout.split()])) == pytest.approx((layers, head))
+    assert turns_of_layers_and_head(
+        load_config("configs/1b.yaml", [*ONE_B, *layout.split()])
+    ) == pytest.approx((layers, head))
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if not KINDS[name].baseline])

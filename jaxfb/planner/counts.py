@@ -1,0 +1,169 @@
+"""Counts what a device of a layout has, and how often it runs: the numbers of which the formula is made."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import lru_cache
+
+import jax
+import jax.numpy as jnp
+
+from jaxfb.config import Config
+from jaxfb.config.adapters import trained_patterns
+from jaxfb.forward_backward.ahead import gathers_ahead
+from jaxfb.models import splash
+from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.layout import layers_of_stages
+from jaxfb.models.pattern import stack_of
+from jaxfb.models.transformer import init_params
+from jaxfb.planner.topology import Topology
+from jaxfb.recomputation import remat_parts
+from jaxfb.schedules import Kind, default_name, kind_of
+from jaxfb.trainable import pruned
+from jaxfb.types import outer_params
+
+
+def held_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns (parameters of layers, of embedding and head) that a device and its peers over fsdp have together."""
+    mesh = config.mesh
+    outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
+    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    experts = 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+    layers = num_params(sizes) - outer - experts + experts / mesh.expert
+    return layers * share_of_layers(config, sizes) / mesh.tensor, outer / (mesh.pipe * mesh.tensor)
+
+
+def share_of_layers(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the share of the layers that a device stores and runs: for each stage, those of the longest."""
+    counts = config.parallel.layers_per_stage
+    if counts is None:
+        return 1 / config.mesh.pipe
+    counts = layers_of_stages(counts, sizes) if isinstance(counts, str) else counts
+    return config.chunks * max(counts) / sum(counts)
+
+
+def layers_here(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many layers the arrays of a device are for."""
+    return sizes.num_layers * share_of_layers(config, sizes)
+
+
+def trained_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns how many of those that `held_numbers` counts are trained."""
+    held, patterns = held_numbers(config, sizes), trained_patterns(config)
+    if patterns is None:
+        return held
+    layers, outer = _number(sizes, patterns)
+    share, tensor = share_of_layers(config, sizes), config.mesh.tensor
+    return min(layers * share / tensor, held[0]), min(outer / (config.mesh.pipe * tensor), held[1])
+
+
+@lru_cache(maxsize=16)
+def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, int]:
+    """Returns how many parameters of the layers, and beside them, the patterns match."""
+    matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
+    parts = matched["layers"], outer_params(matched)
+    layers, outer = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+    return layers, outer
+
+
+def gathers_layers(config: Config) -> bool:
+    """Returns True if a layer's weights are whole only while the layer runs."""
+    return config.mesh.fsdp > 1 and config.parallel.fsdp_gather != "step"
+
+
+def share_gathered(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the share of a device's layers whose weights stay gathered while others are not."""
+    gather = config.parallel.fsdp_gather
+    if config.mesh.fsdp == 1 or isinstance(gather, str):
+        return 0.0
+    return config.chunks * gather / layers_here(config, sizes)
+
+
+def gathers_before_use(config: Config, topology: Topology) -> bool:
+    """Returns True if a layer's weights are gathered while the layer before it runs."""
+    parallel = config.parallel
+    return config.mesh.fsdp > 1 and gathers_ahead(
+        parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
+    )
+
+
+def tokens_of_microbatch(config: Config) -> int:
+    """Returns the tokens of a microbatch on one device."""
+    return _rows_per_microbatch(config) * config.data.sequence_length // config.mesh.context
+
+
+def layers_by_remat(config: Config, sizes: TransformerConfig) -> list[tuple[str, float]]:
+    """Returns (a word of `remat`, the number of a device's layers that it is for)."""
+    *counted, (last, _) = remat_parts(config.parallel.remat)
+    parts = [(word, float(config.chunks * (number or 0))) for word, number in counted]
+    return [*parts, (last, layers_here(config, sizes) - sum(number for _, number in parts))]
+
+
+def mean_over_layers(config: Config, sizes: TransformerConfig, of_word: Callable[[str], float]) -> float:
+    """Returns the mean of a number that each word of `remat` has."""
+    parts = layers_by_remat(config, sizes)
+    return sum(of_word(word) * layers for word, layers in parts) / layers_here(config, sizes)
+
+
+def hidden_width(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the numbers of a token's hidden state on one device."""
+    return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
+
+
+def schedule_kind(config: Config) -> Kind:
+    return kind_of(config.schedule or default_name(config.chunks, config.parallel.pieces))
+
+
+def product_width(sizes: TransformerConfig) -> float:
+    """Returns how many numbers a layer's products with weights give, a token, in the mean."""
+    width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    if sizes.latent:
+        expanded = 2 * sizes.head_size - sizes.latent.rotary_size + sizes.latent.value_size
+        short = sizes.latent.norm_params + sizes.latent.rotary_size
+        width = short + sizes.num_heads * expanded + sizes.hidden_size
+    of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
+    return width + 3 * of_mlps / sizes.num_layers
+
+
+def _mlp_width(sizes: TransformerConfig) -> int:
+    if not sizes.num_experts:
+        return sizes.mlp_size
+    return sizes.experts_per_token * sizes.expert_mlp_size + sizes.shared_expert_size
+
+
+def _rows_per_microbatch(config: Config) -> int:
+    assert config.batch.rows_per_microbatch is not None  # `make_verdict` fills it in
+    return config.batch.rows_per_microbatch
+
+
+def num_microbatches(config: Config) -> float:
+    mesh = config.mesh
+    return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / _rows_per_microbatch(config)
+
+
+def turns_of_layers_and_head(config: Config) -> tuple[float, float]:
+    """Returns how often a microbatch's worth of layers runs, and of the head.
+
+    A pipeline fills and drains, and while it is full its head runs in every tick, of which a microbatch takes as many
+    as there are chunks.
+    """
+    pipe, chunks, microbatches = config.mesh.pipe, config.chunks, num_microbatches(config)
+    if pipe == 1:
+        return 1.0, 1.0
+    return 1 + schedule_kind(config).fill(pipe) / (chunks * microbatches * config.parallel.pieces), max(
+        1.0, chunks - pipe * (chunks - 1) / microbatches
+    )
+
+
+def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:
+    """Returns True if attention never makes scores: GPUs run cuDNN's and a TPU splash, where they can."""
+    dtype, context = jnp.dtype(config.precision.compute_dtype), config.mesh.context
+    length = config.data.sequence_length
+    if topology.platform == "cpu" or sizes.attention == "xla":
+        return False
+    if topology.platform == "gpu":
+        return context == 1 and dtype.itemsize == 2 and sizes.variant.has_plain_scores
+    if context > 1:
+        ring = sizes.context_attention == "ring" and sizes.window is None
+        return ring and splash.refused_sizes(dtype, length // context // 2, sizes.head_size) is None
+    return splash.refused_sizes(dtype, length, sizes.head_size) is None

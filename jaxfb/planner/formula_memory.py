@@ -1,0 +1,150 @@
+"""Estimates by formula the memory of a step: gradients, activations, and what a layer or the head takes at work."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+
+from jaxfb.config import Config
+from jaxfb.models.config import TransformerConfig, seen_share
+from jaxfb.planner.counts import (
+    gathers_before_use,
+    gathers_layers,
+    held_numbers,
+    hidden_width,
+    layers_by_remat,
+    layers_here,
+    product_width,
+    runs_flash,
+    schedule_kind,
+    share_gathered,
+    tokens_of_microbatch,
+    trained_numbers,
+)
+from jaxfb.planner.topology import Topology
+
+_SCORES_KEPT = 9 / 8
+"""Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
+HOLES = {"tpu": 1.25}
+"""Memory of temporaries over what is counted of them: arrays of unlike sizes leave holes. 1.13 to 1.5 of ten rows."""
+
+
+def frozen_bytes(config: Config) -> int:
+    return jnp.dtype(config.precision.frozen_dtype or "float32").itemsize
+
+
+def gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
+    layers, outer = trained_numbers(config, sizes)
+    if not gathers_layers(config):
+        return 4 * (layers + outer)
+    return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
+
+
+def staying_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts whole weights that are gathered for all of an update."""
+    return 2 * held_numbers(config, sizes)[0] * share_gathered(config, sizes)
+
+
+def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what is there while a layer or the head runs: whole weights in two bytes a number, gradients of whole
+    weights, what a layer's backward and a block of logits take.
+
+    Gathered a layer ahead, a second layer's weights and gradient. On TPUs, where layers are gathered without a
+    pipeline, that of a layer or that of the head, the larger; the compiler for GPUs keeps some of both.
+    """
+    (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
+    gathers, ahead = gathers_layers(config), 2 if gathers_before_use(config, topology) else 1
+    layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
+    stay = staying_bytes(config, sizes)
+    of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
+    of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
+    if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
+        table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
+        return stay + max(2 * layer * ahead + of_layer, table + of_head)
+    return stay + of_layer + of_head + 2 * outer + 2 * (layer * ahead if gathers else layers)
+
+
+def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the bytes of a sum over the head's chunks in float32, or of its logits' gradient where these are
+    fewer.
+    """
+    vocabulary = sizes.vocab_size / (config.mesh.pipe * config.mesh.tensor)
+    return min(4 * sizes.hidden_size, 2 * tokens_of_microbatch(config)) * vocabulary
+
+
+def kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
+    again.
+    """
+    in_flight = _in_flight(config) if config.mesh.pipe > 1 else 1.0
+    return sum(
+        _kept_of(config, sizes, topology, remat, layers, in_flight)
+        for remat, layers in layers_by_remat(config, sizes)
+    )
+
+
+def _kept_of(
+    config: Config, sizes: TransformerConfig, topology: Topology, remat: str, layers: float, in_flight: float
+) -> float:
+    """Counts what so many layers keep that are recomputed in one way."""
+    inputs = config.chunks if config.mesh.pipe > 1 and remat == "full" else layers
+    if config.mesh.pipe > 1 and schedule_kind(config).splits_backward and remat != "none":
+        remat = "selective"  # products wait for the pass that takes the weights' gradients
+    products = product_width(sizes) / config.mesh.tensor
+    everything = 2 * products + 8 * hidden_width(config, sizes) + _scores(config, sizes, topology)
+    if remat == "offload":  # they wait in the host's memory
+        return 2 * tokens_of_microbatch(config) * 2 * hidden_width(config, sizes)
+    kept = {"selective": products, "none": everything}.get(remat, 0.0)
+    return (
+        2 * tokens_of_microbatch(config) * in_flight * (inputs * hidden_width(config, sizes) + layers * kept)
+    )
+
+
+def _in_flight(config: Config) -> float:
+    """Returns microbatches whose activations the first stage keeps: of pieces, those of 1f1b and the rest of the first
+    microbatch.
+    """
+    found, pieces = (
+        schedule_kind(config).in_flight(config.mesh.pipe, config.chunks),
+        config.parallel.pieces,
+    )
+    return found if pieces == 1 else (found + (pieces - 1) / config.chunks) / pieces
+
+
+def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the number of layer inputs that a microbatch in flight keeps."""
+    if config.mesh.pipe == 1:
+        return layers_here(config, sizes)
+    parts = layers_by_remat(config, sizes)
+    return sum(config.chunks if remat == "full" else layers for remat, layers in parts)
+
+
+def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what one layer's backward takes beside weights."""
+    layers, tokens = layers_here(config, sizes), tokens_of_microbatch(config)
+    again = layers * hidden_width(config, sizes) if _layer_inputs(config, sizes) < layers else 0
+    at_work = _scores(config, sizes, topology) + 2 * product_width(sizes) / config.mesh.tensor + again
+    return 2 * tokens * at_work
+
+
+def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts a block of the head's logits and their softmax."""
+    return 8 * min(tokens_of_microbatch(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+
+
+def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what a pass without gradients takes beside the parameters: weights, one layer's work, a block of logits.
+
+    config: as for `estimate`.
+    """
+    layers, outer = held_numbers(config, sizes)
+    layer = layers / layers_here(config, sizes)
+    weights = 2 * outer + 2 * (layer if gathers_layers(config) else layers)
+    return weights + _layer_work_bytes(config, sizes, topology) + _logit_bytes(config, sizes)
+
+
+def _scores(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the numbers a token that attention keeps where it makes scores."""
+    if runs_flash(config, sizes, topology):
+        return 0.0
+    length = config.data.sequence_length // config.mesh.context
+    return _SCORES_KEPT * sizes.num_heads * length * seen_share(sizes, length) / config.mesh.tensor

@@ -1,0 +1,167 @@
+"""Estimates by formula the time of a step: operations, reads and writes, and communication."""
+
+from __future__ import annotations
+
+import math
+
+from jaxfb import compiler
+from jaxfb.config import Config
+from jaxfb.mesh import AXES
+from jaxfb.models import splash
+from jaxfb.models.adapted import lora_of
+from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
+from jaxfb.planner.chips import Chip
+from jaxfb.planner.counts import (
+    gathers_before_use,
+    held_numbers,
+    layers_here,
+    mean_over_layers,
+    num_microbatches,
+    product_width,
+    runs_flash,
+    share_gathered,
+    share_of_layers,
+    tokens_of_microbatch,
+    trained_numbers,
+    turns_of_layers_and_head,
+)
+from jaxfb.planner.formula_memory import gradient_bytes
+from jaxfb.planner.topology import Topology
+
+_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "offload": 1 / 3, "full": 2 / 3}
+"""Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
+_SCORE_BYTES = {"none": 30}
+"""Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
+the forward runs again."""
+_MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
+"""Reads and writes of as many numbers as a layer's products give, beside the products' own: 21 to 28 of one stage, 29
+to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
+_LOGIT_BYTES = 65
+"""Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
+_BESIDE_PRODUCTS = {"tpu": 0.35}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products, of 8B
+and 70B on v5p, v6e and v5e: 0.2 to 0.55."""
+_RING_BYTES = 85
+"""Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
+_EXPOSED, _EXPOSED_BY_DEFAULT = 0.15, 0.6
+"""Share of communication that nothing hides on TPUs: 0.05 to 0.29 of those whose compiler has options in
+`jaxfb/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
+_ACCUMULATED = 12
+"""Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
+
+
+def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topology) -> tuple[float, float]:
+    """Returns (those of the layers, recomputation and bubble included; those of the head)."""
+    of_layers, of_head = turns_of_layers_and_head(config)
+    head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
+    layers = flops_per_token(sizes, config.data.sequence_length) - head
+    again = mean_over_layers(
+        config,
+        sizes,
+        lambda remat: _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
+    )
+    layers = layers * (1 + again) + _flops_of_kernels(config, sizes, topology, again)
+    return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head * of_head
+
+
+def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
+    """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
+    products in place of four, and blocks on the diagonal of which half is masked.
+    """
+    if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
+        return 0.0
+    length = config.data.sequence_length
+    value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
+    seen = seen_share(sizes, length) * length * sizes.num_layers / 2
+    attention = 6 * sizes.num_heads * (sizes.head_size + value_size) * seen
+    blocks = 1 + splash.block_size(length // (2 * config.mesh.context)) / length
+    return attention * ((1.5 + again) * blocks - 1 - again)
+
+
+def step_flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    tokens = config.batch.rows * config.data.sequence_length
+    return sum(_flops_per_token(config, sizes, topology)) * tokens / topology.num_devices
+
+
+def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    chip, length = topology.chip, config.data.sequence_length
+    assert chip is not None  # times are asked of chips with a known peak alone
+    tokens = config.batch.rows * length / topology.num_devices
+    of_layers, of_head = turns_of_layers_and_head(config)
+    moved = _MOVED
+    if config.mesh.pipe > 1:
+        in_slots = {"none": _MOVED_WITH_RESIDUALS}
+        moved = mean_over_layers(config, sizes, lambda remat: in_slots.get(remat, _MOVED_IN_PIPELINE))
+    share = _BESIDE_PRODUCTS.get(topology.platform, 1.0)
+    read = 2 * moved * share * product_width(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
+    read = (
+        read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
+        + _LOGIT_BYTES * share * sizes.vocab_size * of_head
+    )
+    if runs_flash(config, sizes, topology):
+        turns = (config.mesh.context - 1) * sizes.num_layers
+        read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
+    return (
+        step_flops(config, sizes, topology) / chip.flops
+        + (tokens * read + _accumulated_bytes(config, sizes)) / chip.bandwidth
+    )
+
+
+def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts what is read and written to add each microbatch's gradient to the sums."""
+    return _ACCUMULATED / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
+
+
+def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the time of gathered weights, reduced gradients, sums over tensor shards, and what stages hand on."""
+    mesh, held, microbatches = config.mesh, sum(held_numbers(config, sizes)), num_microbatches(config)
+    trained = sum(trained_numbers(config, sizes))
+    times = microbatches if config.parallel.fsdp_gather != "step" else 1
+    of_kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
+    hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
+    of_layers, of_head = turns_of_layers_and_head(config)
+    sums = 8 * hidden * of_layers * layers_here(config, sizes)
+    gathered = 4 * times * (held + trained) - (4 * times - 2) * of_kept
+    seconds = gathered * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
+    seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
+    seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
+    if mesh.pipe > 1:
+        # a stage's result there and its gradient back; around the head, sums of about five hidden states
+        seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
+        seconds += 10 * hidden * of_head * _share(mesh.pipe) / _rate(config, chip, "pipe")
+    return seconds
+
+
+def exposed_share(config: Config, topology: Topology) -> float:
+    """Returns the share of communication that nothing hides."""
+    if topology.platform != "tpu" or topology.chip is None:
+        return 1.0
+    if topology.chip.kind not in compiler.TABLE:
+        return _EXPOSED_BY_DEFAULT
+    waits = (
+        config.mesh.fsdp > 1
+        and config.parallel.fsdp_gather == "layer"
+        and not gathers_before_use(config, topology)
+    )
+    return 1.0 if waits else _EXPOSED
+
+
+def _share(size: int) -> float:
+    """Returns the part of an array that a device sends around a ring of that size."""
+    return (size - 1) / size
+
+
+def _rate(config: Config, chip: Chip, axis: str, neighbours: bool = False) -> float:
+    """Returns bytes a second along an axis."""
+    sizes = {name: getattr(config.mesh, name) for name in AXES}
+    stride = math.prod(sizes[name] for name in AXES[AXES.index(axis) + 1 :])
+    return chip.group_bandwidth(range(0, (2 if neighbours else sizes[axis]) * stride, stride))
+
+
+def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts what is read and written for one token's attention where no flash kernel runs."""
+    if runs_flash(config, sizes, topology):
+        return 0.0
+    passes = mean_over_layers(config, sizes, lambda remat: _SCORE_BYTES.get(remat, 35))
+    length = config.data.sequence_length
+    return passes * sizes.num_heads * length * seen_share(sizes, length) * sizes.num_layers
