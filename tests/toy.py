@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jaxfb
 from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
 
 ROWS, SEQ, WIDTH, VOCAB, LAYERS = 16, 5, 8, 12, 4
@@ -104,3 +105,11 @@ def _terms(params, batch, keys):
         hidden, extra = layer(weights, hidden, batch, row_keys)
         balance = balance + extra["balance"]
     return {**head(params, hidden, batch, keys).terms, "balance": balance}
+
+
+def on_mesh(mesh, rng, layers=LAYERS, num_microbatches=2, schedule=None, **options):
+    """The result of a call of the engine on a mesh of these sizes."""
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, **options)
+    return fb(model, params(layers=layers), batch(), plan, rng)

@@ -4,6 +4,7 @@ from dataclasses import replace
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from jaxfb import LossOutput
@@ -53,3 +54,34 @@ def _run_layers(model, params, microbatch, rng):
     hidden = model.embed(outer_params(params), microbatch, rng)
     hidden, out = lax.scan(step, hidden, (jnp.arange(num_layers), params["layers"]))
     return hidden, LossOutput(jax.tree.map(lambda per_layer: per_layer.sum(0), out.terms), out.metrics)
+
+
+def ragged_batch(lengths, length):
+    """Rows of these numbers of tokens with ragged masks, of which row 4 counts nothing; what is beyond a row is not
+    inert.
+    """
+    rng, rows = np.random.default_rng(0), len(lengths)
+    real = np.arange(length) < lengths[:, None]
+    tokens = rng.integers(0, 16, (rows, length + 1))
+    mask = (real & (rng.random((rows, length)) < 0.7)).astype(np.float64)
+    mask[4] = 0
+    return {
+        "tokens": tokens[:, :-1],
+        "targets": tokens[:, 1:],
+        "loss_mask": mask,
+        "segments": real.astype(int),
+    }
+
+
+def value_and_grad(model, params, batch):
+    """((cross entropy, output), gradients) of the whole batch at once."""
+
+    @jax.jit
+    def both(params, batch):
+        def total(tree):
+            out = apply(model, tree, batch)
+            return out.terms["cross_entropy"].value, out
+
+        return jax.value_and_grad(total, has_aux=True)(params)
+
+    return both(params, jax.tree.map(jnp.asarray, batch))

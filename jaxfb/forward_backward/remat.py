@@ -8,6 +8,7 @@ import jax
 from jax.ad_checkpoint import checkpoint_name
 
 from jaxfb.models.splash import KEPT
+from jaxfb.parallel.host_memory import HOST
 
 PIPELINE_KEEPS = {
     "none": "residuals",
@@ -54,7 +55,7 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_INPUT],
             offload_src="device",
-            offload_dst="pinned_host",
+            offload_dst=HOST,
         ),
         "full": jax.checkpoint_policies.nothing_saveable,
     }

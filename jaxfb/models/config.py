@@ -399,10 +399,12 @@ def _check_loss(config: TransformerConfig) -> None:
             raise Refused(
                 f"[model] {name}={getattr(config, name)} must not be negative; use 0 for none", [{name: 0}]
             )
-    for name in ("logit_softcap", "expert_capacity", "expert_buffer", "window"):
+    without = dict.fromkeys(("logit_softcap", "expert_capacity", "window"), "none")
+    for name, null in (without | {"expert_buffer": "space for all rows"}).items():
         if getattr(config, name) is not None and not getattr(config, name) > 0:
             raise Refused(
-                f"[model] {name}={getattr(config, name)} must be positive; use null for none", [{name: None}]
+                f"[model] {name}={getattr(config, name)} must be positive; use null for {null}",
+                [{name: None}],
             )
 
 

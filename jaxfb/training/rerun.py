@@ -15,13 +15,13 @@ import jax.numpy as jnp
 from jax.sharding import NamedSharding
 
 from jaxfb.guard.devices import failed_self_test
+from jaxfb.parallel.host_memory import HOST
 from jaxfb.parallel.totals import checksums, sums_by_device
 from jaxfb.training.guard import listed
 from jaxfb.training.work import Work
 
 PyTree = Any
 Sums = Mapping[str, Any]  # by path of the array
-HOST = "pinned_host"
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from whole import apply
+from whole import ragged_batch, value_and_grad
 
 import jaxfb
 from jaxfb.forward_backward import engine
@@ -38,31 +38,12 @@ def params():
 
 @pytest.fixture(scope="module")
 def batch():
-    """Rows of 0 to 16 tokens with ragged masks, one of which counts nothing."""
-    rng = np.random.default_rng(0)
-    real = np.arange(LENGTH) < LENGTHS[:, None]
-    tokens = rng.integers(0, 16, (ROWS, LENGTH + 1))
-    mask = (real & (rng.random((ROWS, LENGTH)) < 0.7)).astype(np.float64)
-    mask[4] = 0
-    return {
-        "tokens": tokens[:, :-1],
-        "targets": tokens[:, 1:],
-        "loss_mask": mask,
-        "segments": real.astype(int),
-    }
+    return ragged_batch(LENGTHS, LENGTH)
 
 
 @pytest.fixture(scope="module")
 def whole(params, batch):
-    @jax.jit
-    def both(params, batch):
-        def total(tree):
-            out = apply(MODEL, tree, batch)
-            return out.terms["cross_entropy"].value, out
-
-        return jax.value_and_grad(total, has_aux=True)(params)
-
-    return both(params, jax.tree.map(jnp.asarray, batch))
+    return value_and_grad(MODEL, params, batch)
 
 
 def small(params, microbatch, keys):

@@ -11,14 +11,6 @@ import jaxfb
 KEY = jax.random.key(5)
 
 
-def gradients(mesh, layers=4, num_microbatches=2, schedule=None, **options):
-    """The result of a call on a mesh."""
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, **options)
-    return fb(toy.model, toy.params(layers=layers), toy.batch(), plan, KEY)
-
-
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
@@ -39,7 +31,7 @@ def slow(*case):
     ids=str,
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(mesh, kept, options):
-    out = gradients(mesh, fsdp_gather=kept, **options)
+    out = toy.on_mesh(mesh, KEY, fsdp_gather=kept, **options)
     params = toy.params(layers=options.get("layers", 4))
     loss, grads = jax.jit(jax.value_and_grad(lambda p: toy.whole_batch(p, toy.batch(), KEY)[0]))(params)
     close(out.loss, loss)
@@ -93,4 +85,4 @@ def _layer_elements(program, times=1):
 )
 def test_illegal_numbers_are_refused(given, sentence):
     with pytest.raises(ValueError, match=sentence):
-        gradients({"fsdp": 2}, **given)
+        toy.on_mesh({"fsdp": 2}, KEY, **given)

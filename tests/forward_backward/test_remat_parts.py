@@ -12,14 +12,6 @@ from jaxfb.recomputation import check_remat_layers, remat_parts
 KEY = jax.random.key(5)
 
 
-def gradients(mesh, layers=4, num_microbatches=2, schedule=None, **options):
-    """The result of a call on a mesh."""
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, **options)
-    return fb(toy.model, toy.params(layers=layers), toy.batch(), plan, KEY)
-
-
 def slow(*case):
     return pytest.param(*case, marks=pytest.mark.slow)
 
@@ -44,7 +36,7 @@ def slow(*case):
     ids=str,
 )  # fmt: skip
 def test_gradients_are_those_of_one_device(mesh, remat, options):
-    out = gradients(mesh, remat=remat, **options)
+    out = toy.on_mesh(mesh, KEY, remat=remat, **options)
     params = toy.params(layers=options.get("layers", 4))
     loss, grads = jax.jit(jax.value_and_grad(lambda p: toy.whole_batch(p, toy.batch(), KEY)[0]))(params)
     close(out.loss, loss)
@@ -80,6 +72,6 @@ def test_what_is_no_part_is_named(text):
 
 def test_the_last_part_has_a_layer():
     with pytest.raises(ValueError, match=r"counts 4 layers .* a stage has 4; use 'none\*3\+full'"):
-        gradients({}, remat="none*4+full")
+        toy.on_mesh({}, KEY, remat="none*4+full")
     check_remat_layers("none*3+full", 4)
-    assert np.isfinite(gradients({}, remat="none*3+full").loss)
+    assert np.isfinite(toy.on_mesh({}, KEY, remat="none*3+full").loss)
