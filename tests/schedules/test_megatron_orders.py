@@ -54,5 +54,6 @@ def test_comparison_sets_all_kinds_and_megatron_side_by_side():
     assert rows["interleaved", 2].time == rows["Megatron interleaved", 2].time == 28.5
     assert (rows["zero_bubble", 1].time, rows["zero_bubble", 2].time) == (30, 27)
     assert rows["v_shape", 2].peak_microbatches == rows["Megatron 1F1B", 1].peak_microbatches == 4
+    assert rows["published ZB-V", 2].time == rows["published DualPipeV", 2].time == 25.5
     assert ("Megatron interleaved", 2) not in {(row.name, row.num_chunks) for row in comparison(4, 9, 2)}
     assert comparison_table(comparison(4, 8, 2)).count("\n") == 15
