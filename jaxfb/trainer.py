@@ -19,7 +19,7 @@ from jaxfb import gradients
 from jaxfb.callbacks import Callback, checked
 from jaxfb.checkpoint import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.inference.complete import Sampling, check_prompt, complete, is_answered, sampling_of
 from jaxfb.inference.model import open_model

@@ -18,7 +18,7 @@ from tiny import write_tiny
 import jaxfb
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.position import Position
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here

@@ -16,7 +16,7 @@ from tiny import write_tiny
 
 import jaxfb
 from jaxfb.checkpoint import CannotWrite
-from jaxfb.config.sections import LocalConfig
+from jaxfb.config.operation import LocalConfig
 from jaxfb.manifest import named_leaves
 from jaxfb.metrics import read_jsonl
 from jaxfb.parallel.totals import checksums

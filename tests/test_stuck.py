@@ -7,7 +7,7 @@ from processes import ROOT
 
 SCRIPT = """
 import ctypes, sys, time
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.position import here
 from jaxfb.training import watch
 from jaxfb.training.hosts import Hosts

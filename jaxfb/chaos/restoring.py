@@ -10,7 +10,7 @@ from typing import Any
 from jaxfb.chaos.runs import Laboratory
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import load_config
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.manifest import named_leaves
 from jaxfb.parallel.totals import checksums
 from jaxfb.trainer import make_work

@@ -5,20 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from jaxfb.config.adapters import check_trained
+from jaxfb.config.checks import positive
 from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
 from jaxfb.config.sections import (
     BatchConfig,
-    CheckpointConfig,
-    HostsConfig,
     LearningRateConfig,
-    LogConfig,
     MeshConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
     RunConfig,
     check_pipeline,
-    positive,
 )
 from jaxfb.refusal import Refused
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from jaxfb.config.sections import positive
+from jaxfb.config.checks import positive
 from jaxfb.refusal import Refused
 
 SMALLEST_WINDOW = 8

@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any
 
-from jaxfb.config.sections import Number, positive
+from jaxfb.config.checks import positive
+from jaxfb.config.sections import Number
 from jaxfb.parts import MODELS
 
 

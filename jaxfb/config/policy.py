@@ -9,7 +9,8 @@ import difflib
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxfb.config.sections import Number, at_least_zero, positive, seed_in_range
+from jaxfb.config.checks import at_least_zero, positive, seed_in_range
+from jaxfb.config.sections import Number
 from jaxfb.parts import ESTIMATORS, SURROGATES
 from jaxfb.refusal import Refused, shown
 

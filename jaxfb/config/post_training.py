@@ -10,7 +10,10 @@ from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
 from jaxfb.config.adapters import check_trained
+from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
 from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.model import ModelConfig
+from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
 from jaxfb.config.policy import (
     AdvantageConfig,
     CriticConfig,
@@ -23,20 +26,12 @@ from jaxfb.config.policy import (
     numbers_of,
 )
 from jaxfb.config.sections import (
-    CheckpointConfig,
-    HostsConfig,
     LearningRateConfig,
-    LogConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,
-    at_least_zero,
     check_pipeline,
-    directory_is_named,
-    positive,
-    seed_in_range,
 )
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA

@@ -8,16 +8,14 @@ from pathlib import Path
 
 from jaxfb.config.adapters import check_trained
 from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.model import ModelConfig
+from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
     BatchConfig,
-    CheckpointConfig,
     EvalConfig,
-    HostsConfig,
     LearningRateConfig,
-    LogConfig,
     MeshConfig,
-    ModelConfig,
     OptimizerConfig,
     ParallelConfig,
     PrecisionConfig,

@@ -1,96 +1,25 @@
-"""The sections of a training config: frozen dataclasses, one a topic, each checked alone. Plain Python.
+"""The sections of a training config that say what one update is: frozen dataclasses, each checked alone. Plain Python.
 
-Comes before all other steps: everything after it receives these as arguments. Two sections live beside the code
-that reads them, `model` (`jaxfb.models.config`) and `data` (`jaxfb.data.config`).
+Comes before all other steps: everything after it receives these as arguments. The section `model` is in `model.py`,
+those of a run's operation (checkpoints, records, hosts) in `operation.py`, `data` beside the code that reads it
+(`jaxfb.data.config`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
-from jaxfb.models.config import TransformerConfig
+from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
 from jaxfb.models.layout import stages_of
-from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS, WRITERS
-from jaxfb.pretrained.sizes import sizes_in
+from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS
 from jaxfb.recomputation import checked_gather, checked_remat
-from jaxfb.refusal import Refused, shown
+from jaxfb.refusal import Refused
 from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
 LENGTHS = ("updates", "samples", "tokens", "epochs")
-OF_A_MODEL = ("vocab_size", "num_layers", "hidden_size", "num_heads")
-# Keys of `model` that set how it is computed or what its loss adds, but not what its parameters mean.
-FREE_OF_MODEL = (
-    *("attention", "context_attention", "sequence_parallel", "loss_chunk", "vocab_size", "from"),
-    *("dropout", "label_smoothing", "z_loss", "mtp_weight"),
-    *("balance_coefficient", "batch_balance_coefficient", "batch_balance_layers"),
-    *("router_z_coefficient", "router_bias_rate"),
-)
-
-
-@dataclass(frozen=True)
-class ModelConfig(TransformerConfig):
-    """A `TransformerConfig` whose vocabulary may be left to the tokenizer: `vocab_size` null.
-
-    from: a directory of Hugging Face files, or null. The sizes are those of its config.json and may be left out; a
-      fresh run begins with its weights and, unless the config names others, has its tokenizer, chat template and stop
-      tokens.
-    name: "transformer", which these are the sizes of; `jaxfb train` also takes a model of your own, see below.
-    """
-
-    name: str = field(default="transformer", kw_only=True)
-    vocab_size: int | None = field(default=None, kw_only=True)
-    from_: str | None = field(default=None, kw_only=True)
-
-    def __post_init__(self):
-        if self.name != "transformer":
-            raise Refused(
-                f"[model] name={shown(self.name)} cannot be used here: only `jaxfb train` takes a model of your own; "
-                "use model.name=transformer",
-                [{"name": "transformer"}],
-            )
-        if self.vocab_size is not None:
-            return super().__post_init__()
-        for name, value in vars(self.sized(1)).items():
-            object.__setattr__(self, name, None if name == "vocab_size" else value)
-
-    def sized(self, vocab_size: int) -> TransformerConfig:
-        """Returns the transformer itself: `vocab_size` where the config gives one, otherwise the tokenizer's."""
-        sizes = {name: value for name, value in vars(self).items() if name not in ("name", "from_")}
-        return TransformerConfig(**{**sizes, "vocab_size": self.vocab_size or vocab_size})
-
-    @classmethod
-    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Returns the keys of a config's section with the sizes that `from` gives.
-
-        Sizes that the section has already are those of a saved run, which does not need the directory any more.
-
-        Raises:
-          ValueError: `from` is no directory of a model, or the section has another value than its config.json.
-        """
-        source = given.get("from")
-        if source is None or all(name in given for name in OF_A_MODEL):
-            return dict(given)
-        sizes = vars(sizes_in(source))
-        check_sizes(source, sizes, given)
-        return {**sizes, **given}
-
-
-def check_sizes(source: str, sizes: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """Refuses a value of `model` that is not the directory's, where it would give the weights another meaning."""
-    for name, value in given.items():
-        if name in (*FREE_OF_MODEL, "name", "from_") and name != "vocab_size":
-            continue
-        if name == "mtp_depth" and sizes["mtp_as_published"]:  # the directory may have such layers
-            continue
-        if value is not None and value != sizes[name]:
-            raise Refused(
-                f"[model] {name}={shown(value)} is not the {shown(sizes[name])} of from={source}; leave it out",
-                [{name: sizes[name]}],
-            )
 
 
 @dataclass(frozen=True)
@@ -333,87 +262,6 @@ class ParallelConfig:
             stages_of(self.layers_per_stage)
 
 
-@dataclass(frozen=True)
-class LocalConfig:
-    """Checkpoints on the disk of each host, between those of the run directory; see docs/reliability.md.
-
-    every: after so many updates. keep: how many of the newest.
-    dir:   a directory of each host, such as /scratch/jaxfb, or /dev/shm/jaxfb for memory; $VARIABLES are filled in.
-    """
-
-    every: int
-    dir: str
-    keep: int = 2
-
-    def __post_init__(self):
-        positive("checkpoint.local", every=self.every, keep=self.keep)
-        directory_is_named("checkpoint.local", self.dir)
-
-
-@dataclass(frozen=True)
-class CheckpointConfig:
-    """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
-
-    local: others, on the hosts' own disks, that a killed process continues from; null: none.
-    keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
-      was applied. While updates fail, and where the state is not finite, none is written and none is removed.
-    """
-
-    every: int | None = None
-    keep: int = 3
-    keep_best: str | None = "eval/loss"
-    asynchronous: bool = True
-    local: LocalConfig | None = None
-
-    def __post_init__(self):
-        positive("checkpoint", every=self.every, keep=self.keep)
-
-
-@dataclass(frozen=True)
-class LogConfig:
-    """A record every `every` updates.
-
-    count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
-    writers: where records go beside metrics.jsonl, which is always written; docs/trainer.md shows one of your own.
-    """
-
-    every: int = 1
-    count_zeros: bool = False
-    writers: tuple[Annotated[str, WRITERS], ...] = ()
-
-    def __post_init__(self):
-        positive("log", every=self.every)
-
-
-@dataclass(frozen=True)
-class HostsConfig:
-    """Lists the processes of the job; it changes where the run computes, never what, and so is not saved with it.
-
-    coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
-      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher sets.
-    cluster:       "auto" asks Slurm, Open MPI, Kubernetes and TPU pods; "none" asks nobody; or one of jax's names.
-    local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
-    timeout:       seconds to wait for the others: to come, to agree, to have read the text.
-    lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
-    stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
-      callback) after which the job ends with exit code 76, also where it is one process. null: never.
-    """
-
-    coordinator: str | None = None
-    processes: int | None = None
-    process_id: int | None = None
-    cluster: str = "auto"
-    local_devices: tuple[int, ...] | None = None
-    timeout: float = 600.0
-    lost_after: float = 60.0
-    stuck_after: float | None = 1800.0
-
-    def __post_init__(self):
-        positive("hosts", processes=self.processes, timeout=self.timeout)
-        positive("hosts", lost_after=self.lost_after, stuck_after=self.stuck_after)
-        at_least_zero("hosts", process_id=self.process_id)
-
-
 def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
     """Refuses a schedule that does not exist, and a schedule or chunks where there is no pipeline."""
     positive("config", chunks=chunks)
@@ -425,36 +273,3 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
             "mesh.pipe=2, or leave both out",
             [{"mesh.pipe": 2}, {"schedule": None, "chunks": 1}],
         )
-
-
-def seed_in_range(section: str, seed: int) -> None:
-    """Refuses a seed that JAX would take modulo 2**32, and so for another one."""
-    if not 0 <= seed < 2**32:
-        raise Refused(
-            f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}", [{"seed": seed % 2**32}]
-        )
-
-
-def directory_is_named(section: str, directory: str) -> None:
-    """Refuses an empty name, which would be the working directory."""
-    if not directory.strip():
-        raise Refused(
-            f"[{section}] dir={directory!r} must not be empty; use runs/NAME", [{"dir": "runs/NAME"}]
-        )
-
-
-def positive(section: str, **values: Any) -> None:
-    """Refuses numbers that are not above 0; None is not given and passes."""
-    for name, value in values.items():
-        if value is not None and not 0 < value < float("inf"):
-            least = "1" if isinstance(value, int) else "a number above 0"
-            raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}", [{name: 1}])
-
-
-def at_least_zero(section: str, **values: Any) -> None:
-    """Refuses negative and infinite numbers; None is not given and passes."""
-    for name, value in values.items():
-        if value is not None and not 0 <= value < float("inf"):
-            raise Refused(
-                f"[{section}] {name}={value} must not be negative or infinite; use 0 or more", [{name: 0}]
-            )

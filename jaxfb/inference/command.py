@@ -7,7 +7,7 @@ import json
 from argparse import Namespace
 from typing import Any
 
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.inference import complete, tasks
 from jaxfb.inference.chat import chat as converse

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from jaxfb.config import config_from_dict, config_to_dict
-from jaxfb.config.sections import FREE_OF_MODEL
+from jaxfb.config.model import FREE_OF_MODEL
 from jaxfb.refusal import Refused
 
 FLAG = "--allow-changes"

@@ -15,7 +15,8 @@ import numpy as np
 
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
-from jaxfb.config.sections import MeshConfig, ModelConfig
+from jaxfb.config.model import ModelConfig
+from jaxfb.config.sections import MeshConfig
 from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_equivalence
 from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.adapted import B, adapted, draws

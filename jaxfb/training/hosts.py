@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxfb.compat import backends_are_made, coordination
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.exit_codes import LOST, RESUMABLE
 from jaxfb.position import here
 from jaxfb.refusal import Refused

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxfb.config.sections import LocalConfig
+from jaxfb.config.operation import LocalConfig
 from jaxfb.fault_points import reach
 from jaxfb.training import neighbours
 from jaxfb.training.snapshot import kind_of, put_back, read, taken, write

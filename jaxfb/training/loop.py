@@ -15,7 +15,7 @@ from typing import Any
 
 from jaxfb.callbacks import CHANGE, Callback, combine
 from jaxfb.checkpoint import CannotWrite
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
 from jaxfb.fault_points import reach
 from jaxfb.metrics import Pending

@@ -13,7 +13,7 @@ from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import load_config
-from jaxfb.config.sections import check_sizes
+from jaxfb.config.model import check_sizes
 from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.lora import merged, with_adapters, without_adapters

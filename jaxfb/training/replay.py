@@ -11,7 +11,7 @@ import jax
 
 from jaxfb.checkpoint import CheckpointStore
 from jaxfb.config import config_from_dict
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.guard.locate import Place, first_nonfinite
 from jaxfb.train_state import StepMetrics
 from jaxfb.training.agreement import package_versions

@@ -17,7 +17,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.config.sections import HostsConfig
+from jaxfb.config.operation import HostsConfig
 from jaxfb.exit_codes import LOST, RESUMABLE
 from jaxfb.position import Position, here
 from jaxfb.training.signs import Sign, Signs

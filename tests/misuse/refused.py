@@ -12,8 +12,9 @@ import optax
 import jaxfb
 from jaxfb import BatchPlan, Pipelined, RunPlan, gradients, make_mesh
 from jaxfb.config import config_from_dict
+from jaxfb.config.model import check_sizes
+from jaxfb.config.operation import HostsConfig
 from jaxfb.config.post_training import CutConfig
-from jaxfb.config.sections import HostsConfig, check_sizes
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader

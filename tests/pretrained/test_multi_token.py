@@ -14,7 +14,7 @@ from tiny_directory import make
 from whole import apply
 
 from jaxfb.cli import main
-from jaxfb.config.sections import ModelConfig
+from jaxfb.config.model import ModelConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
 from jaxfb.pretrained.architectures import describe, with_depths

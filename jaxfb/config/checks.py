@@ -1,0 +1,40 @@
+"""Checks of one value of a config, which the sections share. Plain Python."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from jaxfb.refusal import Refused
+
+
+def seed_in_range(section: str, seed: int) -> None:
+    """Refuses a seed that JAX would take modulo 2**32, and so for another one."""
+    if not 0 <= seed < 2**32:
+        raise Refused(
+            f"[{section}] seed={seed} must lie in [0, 2**32); use {seed % 2**32}", [{"seed": seed % 2**32}]
+        )
+
+
+def directory_is_named(section: str, directory: str) -> None:
+    """Refuses an empty name, which would be the working directory."""
+    if not directory.strip():
+        raise Refused(
+            f"[{section}] dir={directory!r} must not be empty; use runs/NAME", [{"dir": "runs/NAME"}]
+        )
+
+
+def positive(section: str, **values: Any) -> None:
+    """Refuses numbers that are not above 0; None is not given and passes."""
+    for name, value in values.items():
+        if value is not None and not 0 < value < float("inf"):
+            least = "1" if isinstance(value, int) else "a number above 0"
+            raise Refused(f"[{section}] {name}={value} must be positive and finite; use {least}", [{name: 1}])
+
+
+def at_least_zero(section: str, **values: Any) -> None:
+    """Refuses negative and infinite numbers; None is not given and passes."""
+    for name, value in values.items():
+        if value is not None and not 0 <= value < float("inf"):
+            raise Refused(
+                f"[{section}] {name}={value} must not be negative or infinite; use 0 or more", [{name: 0}]
+            )

@@ -1,0 +1,90 @@
+"""The sections of how a run is operated: its checkpoints, its records and its hosts. Plain Python."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated
+
+from jaxfb.config.checks import at_least_zero, directory_is_named, positive
+from jaxfb.parts import WRITERS
+
+
+@dataclass(frozen=True)
+class LocalConfig:
+    """Checkpoints on the disk of each host, between those of the run directory; see docs/reliability.md.
+
+    every: after so many updates. keep: how many of the newest.
+    dir:   a directory of each host, such as /scratch/jaxfb, or /dev/shm/jaxfb for memory; $VARIABLES are filled in.
+    """
+
+    every: int
+    dir: str
+    keep: int = 2
+
+    def __post_init__(self):
+        positive("checkpoint.local", every=self.every, keep=self.keep)
+        directory_is_named("checkpoint.local", self.dir)
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """A checkpoint every `every` updates and at the end (null: at the end only); see `jaxfb.checkpoint`.
+
+    local: others, on the hosts' own disks, that a killed process continues from; null: none.
+    keep: how many of the newest are kept, at least 2, since the newest is known to be good only when an update after it
+      was applied. While updates fail, and where the state is not finite, none is written and none is removed.
+    """
+
+    every: int | None = None
+    keep: int = 3
+    keep_best: str | None = "eval/loss"
+    asynchronous: bool = True
+    local: LocalConfig | None = None
+
+    def __post_init__(self):
+        positive("checkpoint", every=self.every, keep=self.keep)
+
+
+@dataclass(frozen=True)
+class LogConfig:
+    """A record every `every` updates.
+
+    count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
+    writers: where records go beside metrics.jsonl, which is always written; docs/trainer.md shows one of your own.
+    """
+
+    every: int = 1
+    count_zeros: bool = False
+    writers: tuple[Annotated[str, WRITERS], ...] = ()
+
+    def __post_init__(self):
+        positive("log", every=self.every)
+
+
+@dataclass(frozen=True)
+class HostsConfig:
+    """Lists the processes of the job; it changes where the run computes, never what, and so is not saved with it.
+
+    coordinator, processes, process_id: HOST:PORT of process 0, how many there are, which one this is; null
+      takes $JAX_COORDINATOR_ADDRESS, $JAX_NUM_PROCESSES and $JAX_PROCESS_ID, then what the launcher sets.
+    cluster:       "auto" asks Slurm, Open MPI, Kubernetes and TPU pods; "none" asks nobody; or one of jax's names.
+    local_devices: ids of this process's accelerators; null: all, or one each where a host runs several.
+    timeout:       seconds to wait for the others: to come, to agree, to have read the text.
+    lost_after:    seconds without a sign of life after which a process counts as lost and the others end.
+    stuck_after:   seconds in one and the same step (a compilation, an update, one batch of an evaluation, a save, a
+      callback) after which the job ends with exit code 76, also where it is one process. null: never.
+    """
+
+    coordinator: str | None = None
+    processes: int | None = None
+    process_id: int | None = None
+    cluster: str = "auto"
+    local_devices: tuple[int, ...] | None = None
+    timeout: float = 600.0
+    lost_after: float = 60.0
+    stuck_after: float | None = 1800.0
+
+    def __post_init__(self):
+        positive("hosts", processes=self.processes, timeout=self.timeout)
+        positive("hosts", lost_after=self.lost_after, stuck_after=self.stuck_after)
+        at_least_zero("hosts", process_id=self.process_id)
