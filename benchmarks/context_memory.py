@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from report import temp_bytes, write
 
 import jaxfb
-from jaxfb.models.config import CONTEXT_ATTENTION, TransformerConfig
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.config_checks import CONTEXT_ATTENTION
 from jaxfb.models.transformer import init_params, transformer
 
 SIZES, LENGTH, ROWS = (1, 2, 4, 8), 2048, 2

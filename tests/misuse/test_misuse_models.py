@@ -6,7 +6,8 @@ from wrong import Call, pool
 
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
-from jaxfb.models.config import ATTENTION_BACKENDS, CONTEXT_ATTENTION, TransformerConfig
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.config_checks import ATTENTION_BACKENDS, CONTEXT_ATTENTION
 from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.rope_scaling import KINDS, RopeScaling
