@@ -21,11 +21,12 @@ from jax import lax
 
 from jaxfb.losses.logits import IdRanges, capped
 from jaxfb.models.attention import attention, packed_attention
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer, statistics_dtype
 from jaxfb.models.pattern import LEADING, layer_name, stack_of
 from jaxfb.models.pick import Pick
-from jaxfb.models.transformer import Block, init_params, rebuilder
+from jaxfb.models.transformer import init_params
 from jaxfb.parallel.context import within_window
 from jaxfb.refusal import Refused, integer, number
 from jaxfb.types import outer_params

@@ -28,83 +28,25 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from flax import nnx
 
 from jaxfb.losses.language_model import next_token_loss
-from jaxfb.models import lora, mtp, splash_ring
+from jaxfb.models import lora, mtp
 from jaxfb.models.adapted import lora_of
-from jaxfb.models.attention import Attend, Attention, choose_backend, packed_attention
+from jaxfb.models.attend import attend_to
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
+from jaxfb.models.block import Block, init_module, rebuilder, whole
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.latent_attention import LatentAttention
-from jaxfb.models.layers import Outer, RMSNorm, SwiGLU, dropout
-from jaxfb.models.moe import MoE
+from jaxfb.models.layers import Outer
 from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
 from jaxfb.models.pieces import layer_piece_of, runs_on_pieces
 from jaxfb.parallel import rows as shared_rows
-from jaxfb.parallel.context import context_attention, size_here, token_index
-from jaxfb.parallel.scores import PLAIN
-from jaxfb.parallel.tensor import on_head_shards, residual_stream, transformer_param_specs, vocabulary_dims
+from jaxfb.parallel.context import token_index
+from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
 from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel
-
-whole = partial(residual_stream, sequence_parallel=False)
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
 HeadLoss = Callable[..., LossOutput]
-
-
-class Block(nnx.Module):
-    """A layer: attention, and an MLP or experts, with norms before them, after them or both. [R, T, D] -> the same."""
-
-    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
-        self.norms = config.variant.norms
-        if self.norms != "post":
-            self.attention_norm = RMSNorm(config.hidden_size, config)
-            self.mlp_norm = RMSNorm(config.hidden_size, config)
-        if self.norms != "pre":
-            self.attention_out_norm = RMSNorm(config.hidden_size, config)
-            self.mlp_out_norm = RMSNorm(config.hidden_size, config)
-        self.attention = (LatentAttention if config.latent else Attention)(config, rngs=rngs)
-        if config.num_experts:
-            self.moe = MoE(config, rngs=rngs)
-        else:
-            self.mlp = SwiGLU(config, rngs=rngs)
-        self.has_experts, self.dropout = bool(config.num_experts), config.dropout
-        self.sequence_parallel = config.sequence_parallel
-
-    def __call__(
-        self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
-    ) -> tuple[jax.Array, Any]:
-        return self.with_router(x_RTD, positions_RT, attend, keys)[:2]
-
-    def with_router(
-        self,
-        x_RTD: jax.Array,
-        positions_RT: jax.Array,
-        attend: Attend,
-        keys: jax.Array | None = None,
-        counted_RT: jax.Array | None = None,
-        load_E: jax.Array | None = None,
-    ) -> tuple[jax.Array, Any, LossOutput]:
-        """Returns (hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where
-        `counted_RT`).
-        """
-        with jax.named_scope("attention"):
-            read = x_RTD if self.norms == "post" else self.attention_norm(x_RTD)
-            mixed, kept = self.attention(whole(read), positions_RT, attend)
-            added = mixed if self.norms == "pre" else self.attention_out_norm(mixed)
-            x_RTD = x_RTD + dropout(added, self.dropout, keys, site=0)
-        out = LossOutput({})
-        with jax.named_scope("mlp"):
-            read = whole(x_RTD if self.norms == "post" else self.mlp_norm(x_RTD))
-            if self.has_experts:
-                answer, out = self.moe(read, counted_RT, load_E)
-            else:
-                answer = self.mlp(read)
-            added = answer if self.norms == "pre" else self.mlp_out_norm(answer)
-            x_RTD = x_RTD + dropout(added, self.dropout, keys, site=1)
-        return residual_stream(x_RTD, self.sequence_parallel), kept, out
 
 
 def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> Pipelined:
@@ -119,75 +61,95 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         config's label smoothing, z-loss and soft cap, and multi-token prediction. Your own loss goes
         without the latter.
     """
-    stack = stack_of(config)
-    period, last = [_layer_of(one) for one in stack.period], stack.period[-1]
-    multi_token, layer_piece = None, None
-    if loss is None and runs_on_pieces(stack):
-        layer_piece = layer_piece_of(stack, [rebuilder(Block, one) for one in stack.period])
-    if loss is None and config.mtp_depth:
-        multi_token = mtp.MultiToken(config, rebuilder(partial(mtp.Depth, block=Block), last))
-    if loss is None:
-        loss = partial(
-            next_token_loss,
-            chunk=config.loss_chunk,
-            label_smoothing=config.label_smoothing,
-            z_loss=config.z_loss,
-            logit_softcap=config.logit_softcap,
-        )
-    outer_of, leading = rebuilder(Outer, config), _leading_of(config)
-
-    def read(microbatch, rng):
-        counted = counted_tokens(microbatch) if config.num_experts else None
-        return _Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
-
-    def embed(outer, microbatch, rng=None):
-        hidden = outer_of(outer).embed(microbatch["tokens"])
-        return jax.checkpoint(leading)(outer[LEADING], hidden, read(microbatch, rng)) if leading else hidden
-
-    def layer(layer_params, hidden, microbatch, rng=None):
-        given, outs = read(microbatch, rng), []
-        for place, (run, own) in enumerate(zip(period, stack.split(layer_params), strict=True)):
-            hidden, out = run(own, hidden, given.of_layer(place) if len(period) > 1 else given)
-            outs.append(out)
-        return (hidden, _of_period(outs)) if config.num_experts else hidden
-
-    def head(outer, hidden, microbatch, rng=None, **axis):
-        module = outer_of(outer)
-        out = loss(whole(module.norm(hidden)), module.head_kernel, microbatch, **axis)
-        if multi_token is None:
-            return out
-        given = mtp.Read(*read(microbatch, rng), partial(_attend_to, last))
-        more = multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis.get("axis"))
-        return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
-
-    def embed_part(outer, microbatch, rng, axis):
-        part = outer_of(outer).embed.part(microbatch["tokens"], axis)
-        if leading is None:
-            return part
-        own = jax.tree.map(partial(shared_rows.own, axis=axis), read(microbatch, rng))
-        hidden = leading(outer[LEADING], shared_rows.take_sum(part, axis), own)
-        return shared_rows.place(hidden, axis, part.shape[0])
-
-    def head_part(outer, hidden, microbatch, rng, axis):
-        return head(outer, hidden, microbatch, rng, axis=axis)
-
-    def unembed(outer, hidden):
-        module = outer_of(outer)
-        return Unembedding(
-            whole(module.norm(hidden)), module.head_kernel, config.logit_softcap, config.loss_chunk
-        )
-
-    shared = _shares_rows if multi_token or leading else None
-    vocabulary = VocabularyParallel(vocabulary_dims, embed_part, head_part, shared)
+    layers, outer = _Layers(config), _EmbedAndHead(config, loss)
+    layer_piece = None
+    if loss is None and runs_on_pieces(layers.stack):
+        layer_piece = layer_piece_of(layers.stack, [rebuilder(Block, one) for one in layers.stack.period])
+    shared = _shares_rows if outer.multi_token or outer.leading else None
     return Pipelined(
-        embed,
-        layer,
-        head,
+        outer.embed,
+        layers.run,
+        outer.head,
         transformer_param_specs,
-        vocabulary,
-        unembed,
+        VocabularyParallel(vocabulary_dims, outer.embed_part, outer.head_part, shared),
+        outer.unembed,
         counted_leaves(config),
         layer_piece,
+    )
+
+
+class _Layers:
+    """The layers of a transformer, of which `run` is one, or one period."""
+
+    def __init__(self, config: TransformerConfig):
+        self.stack = stack_of(config)
+        self._with_experts = bool(config.num_experts)
+        self._period = [_layer_of(one) for one in self.stack.period]
+
+    def run(self, layer_params, hidden, microbatch, rng=None):
+        """Returns hidden, with experts (hidden, the terms and metrics of their routers)."""
+        given, outs = _read(microbatch, rng, self._with_experts), []
+        several = len(self._period) > 1
+        for place, (run, own) in enumerate(zip(self._period, self.stack.split(layer_params), strict=True)):
+            hidden, out = run(own, hidden, given.of_layer(place) if several else given)
+            outs.append(out)
+        return (hidden, _of_period(outs)) if self._with_experts else hidden
+
+
+class _EmbedAndHead:
+    """Computes what comes before and after the layers: embedding, head and loss, over `outer` parameters."""
+
+    def __init__(self, config: TransformerConfig, loss: HeadLoss | None):
+        self._config, self._loss = config, loss or _own_loss(config)
+        self._module, self.leading, self.multi_token = rebuilder(Outer, config), _leading_of(config), None
+        self._last = stack_of(config).period[-1]
+        if loss is None and config.mtp_depth:
+            block = rebuilder(partial(mtp.Depth, block=Block), self._last)
+            self.multi_token = mtp.MultiToken(config, block)
+
+    def embed(self, outer, microbatch, rng=None):
+        hidden = self._module(outer).embed(microbatch["tokens"])
+        if self.leading is None:
+            return hidden
+        return jax.checkpoint(self.leading)(outer[LEADING], hidden, self._read(microbatch, rng))
+
+    def head(self, outer, hidden, microbatch, rng=None, **axis):
+        module = self._module(outer)
+        out = self._loss(whole(module.norm(hidden)), module.head_kernel, microbatch, **axis)
+        if self.multi_token is None:
+            return out
+        given = mtp.Read(*self._read(microbatch, rng), partial(attend_to, self._last))
+        more = self.multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis.get("axis"))
+        return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
+
+    def embed_part(self, outer, microbatch, rng, axis):
+        """Returns this device's part of hidden, whose sum over `axis` is hidden."""
+        part = self._module(outer).embed.part(microbatch["tokens"], axis)
+        if self.leading is None:
+            return part
+        own = jax.tree.map(partial(shared_rows.own, axis=axis), self._read(microbatch, rng))
+        hidden = self.leading(outer[LEADING], shared_rows.take_sum(part, axis), own)
+        return shared_rows.place(hidden, axis, part.shape[0])
+
+    def head_part(self, outer, hidden, microbatch, rng, axis):
+        return self.head(outer, hidden, microbatch, rng, axis=axis)
+
+    def unembed(self, outer, hidden):
+        module, config = self._module(outer), self._config
+        normed = whole(module.norm(hidden))
+        return Unembedding(normed, module.head_kernel, config.logit_softcap, config.loss_chunk)
+
+    def _read(self, microbatch, rng):
+        return _read(microbatch, rng, bool(self._config.num_experts))
+
+
+def _own_loss(config: TransformerConfig) -> HeadLoss:
+    return partial(
+        next_token_loss,
+        chunk=config.loss_chunk,
+        label_smoothing=config.label_smoothing,
+        z_loss=config.z_loss,
+        logit_softcap=config.logit_softcap,
     )
 
 
@@ -205,15 +167,15 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
       The dict at the top of this file.
     """
     outer_key, layers_key = jax.random.split(key)
-    params = _init(Outer, config)(outer_key)
+    params = init_module(Outer, config)(outer_key)
     stack, keys = stack_of(config), jax.random.split(layers_key, config.num_layers)
     first = len(stack.leading)
     in_periods = keys[first:].reshape(stack.num_periods, len(stack.period))
     params["layers"] = stack.joined(
-        [jax.vmap(_init(Block, one))(in_periods[:, place]) for place, one in enumerate(stack.period)]
+        [jax.vmap(init_module(Block, one))(in_periods[:, place]) for place, one in enumerate(stack.period)]
     )
     if first:
-        made = [_init(Block, one)(key) for one, key in zip(stack.leading, keys, strict=False)]
+        made = [init_module(Block, one)(key) for one, key in zip(stack.leading, keys, strict=False)]
         params[LEADING] = named(made)
     if config.mtp_depth:
         params[mtp.NAME] = mtp.init_depths(stack.period[-1], Block, jax.random.fold_in(key, 2))
@@ -236,12 +198,17 @@ class _Read(NamedTuple):
         return self._replace(keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
 
 
+def _read(microbatch: Mapping, rng: jax.Array | None, with_experts: bool) -> _Read:
+    counted = counted_tokens(microbatch) if with_experts else None
+    return _Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
+
+
 def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], tuple[jax.Array, LossOutput]]:
     """Returns a function of a layer's parameters, hidden and `_Read` to (hidden, its router's terms and metrics)."""
     block_of = rebuilder(Block, config)
 
     def run(params, hidden, read):
-        attend, load = _attend_to(config, read.segments), params.get(LOAD)
+        attend, load = attend_to(config, read.segments), params.get(LOAD)
         block = block_of(params, read.keys)
         after, _, out = block.with_router(hidden, read.positions, attend, read.keys, read.counted, load)
         return after, out
@@ -279,67 +246,6 @@ def _shares_rows(outer: dict) -> dict:
     }
 
 
-def _attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
-    how = dict(backend=config.attention, context=config.context_attention, window=config.window)
-    return partial(_attend_packed, segments=segments, **how)
-
-
-def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
-    if size_here() > 1:
-        attend = partial(context_attention, method=context, window=window)
-        whole = window is None and context == "ring" and backend in ("auto", "splash")
-        if whole and splash_ring.refusal(query, key) is None:
-            return _on_head_shards(splash_ring.splash_ring, query, key, value, scores, segments), None
-        return attend(query, key, value, scores, segments=segments), None
-    chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
-    attend = partial(packed_attention, backend=chosen, window=window)
-    if chosen == "xla":
-        return attend(query, key, value, scores, segments=segments), None
-    return _on_head_shards(attend, query, key, value, scores, segments), None
-
-
-def _on_head_shards(attend, query, key, value, scores, segments):
-    """Returns what a kernel makes of the heads of each tensor shard."""
-
-    def of_shard(query, key, value, *more):
-        *sinks, segments = more
-        here = scores._replace(sinks=sinks[0].reshape(-1)) if sinks else scores
-        return attend(query, key, value, scores=here, segments=segments)
-
-    sinks = [] if scores.sinks is None else [scores.sinks[None, None, :, None]]
-    return on_head_shards(of_shard, [query, key, value, *sinks], segments)
-
-
 def _positions(microbatch: Mapping) -> jax.Array:
     tokens = microbatch["tokens"]
     return microbatch.get("positions", jnp.broadcast_to(token_index(tokens.shape[1]), tokens.shape))
-
-
-def _init(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:
-    return lambda key: nnx.to_pure_dict(nnx.state(module(config, rngs=nnx.Rngs(key))))
-
-
-def rebuilder(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[..., Any]:
-    """Returns a function from a module's dict of arrays to the module; its structure is found once, abstractly.
-
-    Arrays in the dict that are not the module's own are left out, but for those of adapters where the config has some.
-    A second argument is the keys of the rows, which the adapters' dropout draws from.
-    """
-    graph, state = nnx.split(nnx.eval_shape(lambda: module(config, rngs=nnx.Rngs(0))))
-    own, adapters = nnx.to_pure_dict(state), lora_of(config)
-
-    def rebuild(params: Mapping, keys: jax.Array | None = None) -> Any:
-        module = nnx.merge(graph, _own(params, own))
-        if adapters is not None:
-            lora.attach(module, params, adapters, keys)
-        return module
-
-    return rebuild
-
-
-def _own(params: Mapping, like: Mapping) -> dict:
-    """Returns the arrays of `params` that `like` has too."""
-    return {
-        name: _own(params[name], value) if isinstance(value, Mapping) else params[name]
-        for name, value in like.items()
-    }

@@ -12,9 +12,10 @@ from whole import apply
 import jaxfb
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import Routing, counted_leaves, router_metrics
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import dropout
-from jaxfb.models.transformer import Block, init_params, rebuilder, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.types import outer_params
 
 ROWS, LENGTH, NUM_EXPERTS = 8, 8, 4

@@ -21,9 +21,10 @@ from test_golden import _microbatch, _same_gradients, _same_logits  # noqa: E402
 import jaxfb
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import balance_sum
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.moe import MoE
-from jaxfb.models.transformer import Block, init_params, rebuilder, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import expert as expert_axis
 from jaxfb.types import outer_params
 

@@ -10,9 +10,10 @@ from whole import apply, hidden_states
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.models.mtp import Depth
-from jaxfb.models.transformer import Block, init_params, rebuilder, transformer
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.types import outer_params
 
 ROWS, LENGTH, DEPTH, WEIGHT = 8, 16, 2, 0.6

@@ -9,7 +9,7 @@ import pytest
 from whole import logits
 
 from jaxfb import check_equivalence
-from jaxfb.config.sections import ModelConfig
+from jaxfb.config.model import ModelConfig
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import generate, stream
 from jaxfb.models.latent import Latent

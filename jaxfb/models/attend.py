@@ -1,0 +1,46 @@
+"""Chooses how a layer attends: over the tokens of one device, over a context axis, in a kernel on each tensor shard."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+
+from jaxfb.models import splash_ring
+from jaxfb.models.attention import Attend, choose_backend, packed_attention
+from jaxfb.models.config import TransformerConfig
+from jaxfb.parallel.context import context_attention, size_here
+from jaxfb.parallel.scores import PLAIN
+from jaxfb.parallel.tensor import on_head_shards
+
+
+def attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
+    """Returns the attention of a layer with this config: over rows of these segments, i32[R, T], or unpacked ones."""
+    how = dict(backend=config.attention, context=config.context_attention, window=config.window)
+    return partial(_attend_packed, segments=segments, **how)
+
+
+def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
+    if size_here() > 1:
+        attend = partial(context_attention, method=context, window=window)
+        whole = window is None and context == "ring" and backend in ("auto", "splash")
+        if whole and splash_ring.refusal(query, key) is None:
+            return _on_head_shards(splash_ring.splash_ring, query, key, value, scores, segments), None
+        return attend(query, key, value, scores, segments=segments), None
+    chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
+    attend = partial(packed_attention, backend=chosen, window=window)
+    if chosen == "xla":
+        return attend(query, key, value, scores, segments=segments), None
+    return _on_head_shards(attend, query, key, value, scores, segments), None
+
+
+def _on_head_shards(attend, query, key, value, scores, segments):
+    """Returns what a kernel makes of the heads of each tensor shard."""
+
+    def of_shard(query, key, value, *more):
+        *sinks, segments = more
+        here = scores._replace(sinks=sinks[0].reshape(-1)) if sinks else scores
+        return attend(query, key, value, scores=here, segments=segments)
+
+    sinks = [] if scores.sinks is None else [scores.sinks[None, None, :, None]]
+    return on_head_shards(of_shard, [query, key, value, *sinks], segments)
