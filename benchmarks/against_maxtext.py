@@ -99,8 +99,16 @@ def main():
         "adamw": ADAMW,
         "max_grad_norm": MAX_GRAD_NORM,
     }
-    settings |= {"model": vars(SMALL), "wide": vars(WIDE), "rounds": asked.rounds, "maxtext": "0.2.5"}
+    settings |= {"model": shape(SMALL), "wide": shape(WIDE), "rounds": asked.rounds, "maxtext": "0.2.5"}
     write("against_maxtext", settings, tables)
+
+
+def shape(model: TransformerConfig) -> dict:
+    """The sizes that the benchmark chose; everything else is a default."""
+    return {
+        name: getattr(model, name)
+        for name in ("vocab_size", "num_layers", "hidden_size", "num_heads", "mlp_size")
+    }
 
 
 def compared(row: Row, rounds: int) -> dict[str, dict]:
