@@ -31,7 +31,7 @@ from report import RESULTS, machine
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
-from jaxfb.forward_backward import engine, specs_of
+from jaxfb.forward_backward import calls, specs_of
 from jaxfb.mesh import data_parallel, make_mesh, with_context
 from jaxfb.parallel.sharding import abstract, shardings
 from jaxfb.planner.job import make_job
@@ -71,7 +71,7 @@ def measured(made: Any, topology: Any, width: int, context: int) -> dict[str, An
     began = time.perf_counter()
     with tempfile.TemporaryDirectory() as folder:
         options = dict(fb.compiler_options) | tpu.report_into(Path(folder))
-        program = jax.jit(engine._add, static_argnums=(0, 1), compiler_options=options).lower(*call).compile()
+        program = jax.jit(calls.add, static_argnums=(0, 1), compiler_options=options).lower(*call).compile()
         needed = tpu.reported_bytes(Path(folder))
     cost = hlo_cost.cost_of(program.as_text() or "", fb.mesh, topology.chip, None)
     return {

@@ -22,6 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
+from jaxfb.forward_backward.offered import counted_of
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
@@ -109,7 +110,7 @@ def make_train_step(
             "make_train_step, or a plan with packing=False",
             [{"dropout": False}],
         )
-    counted = model.counted if isinstance(model, Pipelined) else None
+    counted = counted_of(model)
     stores = layer_order_of(layer_order, optimizer, change_gradients, counted)
     options = (max_grad_norm, clip_convention, loss_scale, count_zeros, change_gradients)
     if fb.options.trainable is not None:

@@ -17,11 +17,11 @@ import numpy as np
 
 from jaxfb.batch_plan import BatchPlan, group_by_context
 from jaxfb.forward_backward.microbatches import row_keys
+from jaxfb.forward_backward.offered import counts_before
 from jaxfb.forward_backward.packed import Packed, row_lengths
 from jaxfb.mesh import with_context
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.refusal import Refused
-from jaxfb.types import Pipelined
 
 if TYPE_CHECKING:
     from jaxfb.forward_backward.engine import ForwardBackward
@@ -106,8 +106,7 @@ def check(normalize: str, model: Any) -> None:
             'normalize="global", or a plan with max_context=None',
             [{"normalize": "global"}, {"max_context": None}],
         )
-    counted = model.counted if isinstance(model, Pipelined) else None
-    if counted is not None and counted.before is not None:
+    if counts_before(model):
         raise Refused(
             "a model that reads statistics of the whole global batch before its backward (Counted.before) cannot run "
             "rows of several context sizes one after the other; use a plan with max_context=None",

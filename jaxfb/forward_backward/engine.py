@@ -10,13 +10,12 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding
+from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compat import is_traced
-from jaxfb.compiler import Options, options_for, per_options
-from jaxfb.forward_backward import by_context, resolved
+from jaxfb.compiler import Options, options_for
+from jaxfb.forward_backward import by_context, calls, resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
     check_model,
@@ -25,18 +24,16 @@ from jaxfb.forward_backward.arguments import (
     checked_scale,
     checked_weights,
 )
-from jaxfb.forward_backward.loss import check_parts
-from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split, split_keys
+from jaxfb.forward_backward.microbatches import split
+from jaxfb.forward_backward.offered import check_offers_pieces, check_parts, counts_before
 from jaxfb.forward_backward.options import EngineOptions
-from jaxfb.forward_backward.packed import Packed, is_arranged
-from jaxfb.forward_backward.padding import check_padding
-from jaxfb.forward_backward.pieces import check_lengths, check_offers_pieces
+from jaxfb.forward_backward.packed import Packed
+from jaxfb.forward_backward.pieces import check_lengths
 from jaxfb.forward_backward.resolved import Resolved, resolve
-from jaxfb.forward_backward.sequential import as_loss_fn, num_layers
-from jaxfb.forward_backward.spmd_program import SpmdProgram
+from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.mesh import axis_size, check_mesh, make_mesh
-from jaxfb.output import ForwardBackwardOutput, Origin
-from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.output import ForwardBackwardOutput
+from jaxfb.parallel import pipe
 from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.refusal import Refused, boolean, shown
 from jaxfb.trainable import pruned
@@ -179,7 +176,7 @@ class ForwardBackward:
             outputs, origin = packed.restore(out.outputs), replace(out.origin, rows=plan.real_rows)
             return replace(out, outputs=outputs, origin=origin)
         arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
-        out = self._jitted(_run)(resolved, forward_only, *arrays, grad_scale, weights)
+        out = self._jitted(calls.run)(resolved, forward_only, *arrays, grad_scale, weights)
         scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
         origin = replace(out.origin, rows=plan.real_rows, grad_scale=scale, weights=weights)
         grads = None if forward_only else restrict_to(self.trained(params), out.grads)
@@ -195,7 +192,7 @@ class ForwardBackward:
         if not forward_only:
             parts = self.pipe if resolved.placement == "rows" else 1
             check_parts(model, microbatches, plan.data_parallel * parts)
-        return _placed(resolved, leaves, microbatches, rng)
+        return calls.placed(resolved, leaves, microbatches, rng)
 
     def part(
         self,
@@ -216,7 +213,7 @@ class ForwardBackward:
         """
         leaves, resolved = self._resolve(model, params, plan, forward_only)
         arrays = self._arrays(resolved, leaves, batch, rng, forward_only)
-        return self._jitted(_add)(resolved, forward_only, *arrays, grad_scale, weights, sums)
+        return self._jitted(calls.add)(resolved, forward_only, *arrays, grad_scale, weights, sums)
 
     def reduced(self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, sums: PyTree) -> PyTree:
         """Returns the gradients of an update from the sums of all its parts.
@@ -224,7 +221,7 @@ class ForwardBackward:
         plan: of this mesh, with as many microbatches and rows of one as that of some part.
         """
         _, resolved = self._resolve(model, params, plan, forward_only=False)
-        return restrict_to(self.trained(params), self._jitted(_reduce)(resolved, sums))
+        return restrict_to(self.trained(params), self._jitted(calls.reduce)(resolved, sums))
 
     def weights(
         self,
@@ -243,7 +240,7 @@ class ForwardBackward:
           ValueError: as for a call, or the model reads statistics of the whole batch before its backward.
         """
         leaves, resolved = self._resolve(model, params, plan, forward_only=False)
-        if _counts_before(model):
+        if counts_before(model):
             raise Refused(
                 "a model that reads statistics of the whole global batch before its backward (Counted.before) has no "
                 "weights for a part of it; make one call of all rows"
@@ -253,11 +250,11 @@ class ForwardBackward:
         if plan.by_tokens:
             packed = Packed(batch, plan)
             return self.weights(model, params, packed.batch, packed.plan, packed.keys(rng))
-        arrays = _placed(resolved, leaves, split(batch, plan, self.mesh).leaves, rng)
-        return self._jitted(_weigh)(resolved, *arrays)
+        arrays = calls.placed(resolved, leaves, split(batch, plan, self.mesh).leaves, rng)
+        return self._jitted(calls.weigh)(resolved, *arrays)
 
     def _jitted(self, function: Callable) -> Callable:
-        return _JITTED[function](self.compiler_options)
+        return calls.JITTED[function](self.compiler_options)
 
     def check(
         self, model: LossFn | Pipelined, params: PyTree, plan: BatchPlan, forward_only: bool = False
@@ -356,91 +353,6 @@ class ForwardBackward:
     def pipe(self) -> int:
         """Returns the number of devices along the pipe axis."""
         return axis_size(self.mesh, "pipe")
-
-
-def _placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
-    """Returns (params, microbatches, keys) where the program of a call reads them."""
-    mesh, specs = resolved.mesh, resolved.specs.tree
-    keys = split_keys(row_keys(rng, resolved.plan), resolved.plan)
-    microbatches = sharding.adopt(microbatches, sharding.shardings(specs_of(microbatches, mesh), mesh))
-    keys = sharding.adopt(keys, NamedSharding(mesh, rows_spec(mesh)))
-    if not is_traced(params):
-        annotations.warn_if_whole(specs, mesh)
-        params = jax.tree.map(_moved, params, sharding.shardings(specs, mesh))
-    return params, microbatches, keys
-
-
-def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
-    """Returns a parameter that lives elsewhere, such as on one device or the host, on the mesh."""
-    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
-        return leaf
-    return jax.device_put(leaf, target)
-
-
-def _run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
-    model, plan, complete = resolved.model, resolved.plan, params
-    _check_padding(resolved, params, microbatches, keys)
-    if _counts_before(model):
-        with jax.named_scope("count"):
-            metrics = _one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics
-        complete = model.counted.before(params, metrics)
-        resolved = resolve(
-            resolved.mesh, resolved.options, model, complete, plan
-        )  # for there are more leaves now
-    out = _one_pass(resolved, forward_only, complete, microbatches, keys, grad_scale, weights)
-    if forward_only:
-        return out
-    return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
-
-
-def _check_padding(resolved, params, microbatches, keys) -> None:
-    plan = resolved.plan
-    if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
-        check_padding(as_loss_fn(resolved.model), resolved.shapes(params), microbatches, keys)
-
-
-def _add(resolved, forward_only, params, microbatches, keys, grad_scale, weights, sums) -> tuple:
-    _check_padding(resolved, params, microbatches, keys)
-    program = SpmdProgram(resolved, forward_only, of_part=True)
-    sums, *results = program.add(params, microbatches, keys, grad_scale, weights, sums)
-    return _output(resolved, None, *results), sums
-
-
-def _reduce(resolved, sums) -> PyTree:
-    return SpmdProgram(resolved, False).reduce(sums)
-
-
-def _weigh(resolved, params, microbatches, keys) -> dict:
-    return SpmdProgram(resolved, True).weights(params, microbatches, keys)
-
-
-_JITTED = {
-    _run: per_options(_run, static_argnums=(0, 1)),
-    _add: per_options(_add, static_argnums=(0, 1), donate_argnums=7),
-    _reduce: per_options(_reduce, static_argnums=0, donate_argnums=1),
-    _weigh: per_options(_weigh, static_argnums=0),
-}
-
-
-def _one_pass(
-    resolved, forward_only, params, microbatches, keys, grad_scale, weights
-) -> ForwardBackwardOutput:
-    program = SpmdProgram(resolved, forward_only)
-    return _output(resolved, *program.run(params, microbatches, keys, grad_scale, weights))
-
-
-def _output(
-    resolved, grads, loss, terms, metrics, per_microbatch, outputs, of_tokens, undivided
-) -> ForwardBackwardOutput:
-    outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
-    names = (undivided, (tuple(sorted(terms)),))
-    origin = Origin(None, None, None, resolved.options.normalize, *names, _counts_before(resolved.model))
-    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)
-
-
-def _counts_before(model: LossFn | Pipelined) -> bool:
-    counted = model.counted if isinstance(model, Pipelined) else None
-    return counted is not None and counted.before is not None
 
 
 def _check_backward(schedule: schedules.Schedule | None) -> None:

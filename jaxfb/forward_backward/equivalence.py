@@ -24,6 +24,7 @@ from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
+from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
 from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
@@ -273,12 +274,12 @@ def _whole(model: LossFn | Pipelined, params: PyTree, batch: PyTree, rng: Any) -
     """Returns (loss, gradient) of all rows at once on one device."""
     loss_fn = sequential(model) if isinstance(model, Pipelined) else model
     rows = len(jax.tree.leaves(batch)[0])
-    keys = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1))
+    keys, counted = row_keys(rng, BatchPlan(rows=rows, num_microbatches=1)), counted_of(model)
 
     def loss(params, batch, keys):
-        if isinstance(model, Pipelined) and model.counted is not None and model.counted.before is not None:
+        if counted is not None and counted.before is not None:
             metrics = dict(as_loss_output(loss_fn(params, batch, keys)).metrics)
-            params = model.counted.before(params, lax.stop_gradient(metrics))
+            params = counted.before(params, lax.stop_gradient(metrics))
         terms = as_loss_output(loss_fn(params, batch, keys)).terms
         return sum(term.value for term in terms.values())
 

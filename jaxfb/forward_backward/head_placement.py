@@ -17,9 +17,9 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import split_totals
+from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.reduce import across
-from jaxfb.forward_backward.stage import StageInputs
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -82,25 +82,25 @@ class HeadPlacement(ABC):
     def _spread(self, hidden: PyTree, inputs: StageInputs) -> tuple[PyTree, StageInputs]:
         """Returns what this device's head reads, from what loss_device has."""
 
-    @abstractmethod
     def _collect(self, cotangent: PyTree) -> PyTree:
         """Returns the cotangent of hidden on loss_device, from those of what each device's head read."""
+        return cotangent
 
     @abstractmethod
     def _own(self, grads: PyTree) -> PyTree:
         """Returns the part of the gradient of `outer` that is this device's to add."""
 
-    @abstractmethod
     def _answers(self) -> jax.Array:
         """Returns bool[]: whether this device's answer counts."""
+        return self._here(self._loss_device)
 
-    @abstractmethod
     def _answers_last(self) -> jax.Array:
         """Returns bool[]: whether the last rows are in this device's answer."""
+        return self._answers()
 
-    @abstractmethod
     def _whole_output(self, leaf: jax.Array) -> jax.Array:
-        """Returns [num_microbatches, rows, ...] of all rows, from each device's."""
+        """Returns [num_microbatches, rows, ...] of all rows, from each device's; zero where it does not answer."""
+        return across(lax.psum, leaf, ("pipe",))
 
     def _neutral_elsewhere(self, out: LossOutput) -> LossOutput:
         def neutral(metric):
@@ -138,20 +138,8 @@ class LastPlacement(_WholeModel):
     def _spread(self, hidden, inputs):
         return hidden, inputs
 
-    def _collect(self, cotangent):
-        return cotangent
-
     def _own(self, grads):
         return _masked(self._answers(), grads)
-
-    def _answers(self):
-        return self._here(self._loss_device)
-
-    def _answers_last(self):
-        return self._answers()
-
-    def _whole_output(self, leaf):
-        return _psum(leaf)
 
 
 class RowsPlacement(_WholeModel):
@@ -183,9 +171,8 @@ class VocabularyPlacement(HeadPlacement):
 
     @property
     def _vocabulary(self) -> VocabularyParallel:
-        assert (
-            self._model.vocabulary is not None
-        )  # `choose_placement` takes it only where the model offers it
+        # `choose_placement` takes it only where the model offers it
+        assert self._model.vocabulary is not None
         return self._model.vocabulary
 
     def embed(self, outer, inputs):
@@ -209,9 +196,6 @@ class VocabularyPlacement(HeadPlacement):
     def _spread(self, hidden, inputs):
         return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), inputs
 
-    def _collect(self, cotangent):
-        return cotangent
-
     def _own(self, grads):
         """Returns this device's gradient contribution: its shard of sharded leaves, its partial sum of row-shared
         leaves; replicated leaves count on loss_device only.
@@ -220,15 +204,6 @@ class VocabularyPlacement(HeadPlacement):
         if shared is not None:
             parts = jax.tree.map(max, parts, shared(grads))
         return jax.tree.map(lambda grad, part: grad if part else _masked(here, grad), grads, parts)
-
-    def _answers(self):
-        return self._here(self._loss_device)
-
-    def _answers_last(self):
-        return self._answers()
-
-    def _whole_output(self, leaf):
-        return _psum(leaf)
 
 
 PLACEMENTS = HEADS
@@ -297,11 +272,6 @@ def _my_rows(leaf: jax.Array) -> jax.Array:
 
 def _masked(mine: jax.Array, tree: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf: jnp.where(mine, leaf, jnp.zeros_like(leaf)), tree)
-
-
-def _psum(leaf: jax.Array) -> jax.Array:
-    """Returns sum over pipe of an array that is zero on all devices but one; booleans too."""
-    return across(lax.psum, leaf, ("pipe",))
 
 
 def _of(metrics: Mapping, *kinds: type) -> dict:

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.refusal import Refused
-from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, Pipelined, Sum
+from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, Sum
 
 PyTree = Any
 
@@ -28,17 +28,6 @@ def checked(loss_fn: LossFn) -> CheckedLossFn:
         return out
 
     return call
-
-
-def check_parts(model: LossFn | Pipelined, microbatches: PyTree, parts_of_each: int) -> None:
-    """Asks the model's own `check` whether its head can be split into so many parts of each microbatch.
-
-    Raises:
-      ValueError: it cannot.
-    """
-    if isinstance(model, Pipelined) and model.check is not None:
-        rows = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), microbatches)
-        model.check(rows, parts_of_each * jax.tree.leaves(microbatches)[0].shape[0])
 
 
 def as_loss_output(out: Any) -> LossOutput:

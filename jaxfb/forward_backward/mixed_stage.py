@@ -7,9 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import joined_parts
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.types import LossOutput
 
 PyTree = Any

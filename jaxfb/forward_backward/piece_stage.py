@@ -13,9 +13,10 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
+from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.sequential import sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Piece
 
@@ -96,11 +97,27 @@ class PieceSlot(NamedTuple):
     cache: Cache
 
 
+class PiecePasses(LayerPasses):
+    """A layer forward and backward on a piece, whose backward has a third result: the cotangent of earlier pieces."""
+
+    def _vjp(self, at_hand, hidden):
+        """Returns ((hidden and own, totals), VJP to (trained params, hidden, past), the rest) of one layer."""
+        params, given, rng = at_hand
+
+        def plain(trained, hidden, past):
+            piece = Piece(given.piece.number, given.piece.whole, past)
+            return self._plain(joined(trained, params), hidden, Given(given.microbatch, piece), rng)
+
+        return jax.vjp(plain, self._trained(params), hidden, given.piece.past, has_aux=True)
+
+
 class PieceStage(Stage):
     """A run of layers over one of `num_pieces` pieces.
 
     Its `layer` takes (params, hidden, Given, keys) and returns ((hidden, its own part of the cache), LossOutput).
     """
+
+    passes = PiecePasses
 
     def __init__(self, *arguments: Any, num_pieces: int, **options: Any):
         super().__init__(*arguments, **options)
@@ -115,7 +132,7 @@ class PieceStage(Stage):
         def one(carry, xs):
             (before, kept, cache), (place, layer) = carry, (xs[0], Layers(*xs[1]))
             given = inputs.of_layer(cache.of_layer(place))
-            (after, own), out, values = self._layer_forward(layer, before, given)
+            (after, own), out, values = self._passes.forward(layer, before, given)
             kept = kept if kept is None or keeps_input else kept.put(values, place)
             cache = cache.with_part(place, inputs.number, own)
             return (self._if_real(layer, after, before), kept, cache), self._masked(layer, out)
@@ -146,7 +163,7 @@ class PieceStage(Stage):
             later = gradients.part(place, inputs.number, own)
             later = jax.tree.map(lambda g, o: jnp.where(begins, 0, g).astype(o.dtype), later, own)
             given = inputs.of_layer(slot.cache.of_layer(place))
-            grads, before, past = self._layer_backward(layer, kept(place), (cotangent, later), seeds, given)
+            grads, before, past = self._passes.backward(layer, kept(place), (cotangent, later), seeds, given)
             gradients = gradients.added(place, past, begins)
             return (self._if_real(layer, before, cotangent), gradients), grads
 
@@ -160,7 +177,7 @@ class PieceStage(Stage):
         whole = self._whole_shapes(layers, hidden, inputs)
 
         def one(layers, hidden, inputs, past):
-            return self._layer_forward(self._first(layers), hidden, inputs.of_layer(past))[2]
+            return self._passes.forward(self._first(layers), hidden, inputs.of_layer(past))[2]
 
         past = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), whole)
         shapes = hidden if self._keep == "input" else jax.eval_shape(one, layers, hidden, inputs, past)
@@ -179,12 +196,10 @@ class PieceStage(Stage):
     def _own(self, layers: Layers, hidden: PyTree, inputs: PieceInputs) -> PyTree:
         """Returns shapes of a layer's part of the cache, [rows, tokens of a piece, ...]."""
 
-        return jax.eval_shape(lambda *given: self._first_alone(*given)[1], layers, hidden, inputs)
+        def alone(layers, hidden, inputs):  # as if no piece came before
+            return self._passes.run(self._first(layers), hidden, inputs.of_layer(None))[1]
 
-    def _first_alone(self, layers: Layers, hidden: PyTree, inputs: PieceInputs) -> tuple[PyTree, PyTree]:
-        """Returns (hidden, own part of the cache) of the first layer as if no piece came before."""
-        layer, given = self._first(layers), inputs.of_layer(None)
-        return self._plain(layer.params, hidden, given.microbatch, layer_keys(given.keys, layer.index))[0][0]
+        return jax.eval_shape(alone, layers, hidden, inputs)
 
     def _whole_shapes(self, layers: Layers, hidden: PyTree, inputs: PieceInputs) -> PyTree:
         """Returns shapes of a cache, [l, rows, length, ...]."""
@@ -196,16 +211,6 @@ class PieceStage(Stage):
 
         return jax.tree.map(whole, self._own(layers, hidden, inputs))
 
-    def _vjp(self, at_hand, hidden):
-        """Returns ((hidden and own, totals), VJP to (trained params, hidden, past), the rest) of one layer."""
-        params, given, rng = at_hand
-
-        def plain(trained, hidden, past):
-            piece = Piece(given.piece.number, given.piece.whole, past)
-            return self._plain(joined(trained, params), hidden, Given(given.microbatch, piece), rng)
-
-        return jax.vjp(plain, self._trained(params), hidden, given.piece.past, has_aux=True)
-
     def _kept_of_piece(self, layers: Layers, slot: PieceSlot, inputs: PieceInputs):
         """Returns place -> what the backward of that layer reads."""
         assert slot.kept is not None  # a program with a backward keeps it
@@ -215,9 +220,7 @@ class PieceStage(Stage):
         def one(before, xs):
             place, layer = xs[0], Layers(*xs[1])
             given = inputs.of_layer(slot.cache.of_layer(place))
-            (after, _), _ = self._plain(
-                layer.params, before, given.microbatch, layer_keys(given.keys, layer.index)
-            )[0]
+            after, _ = self._passes.run(layer, before, given)
             return self._if_real(layer, after, before), before
 
         _, befores = self._scan(one, slot.kept.get(), layers)

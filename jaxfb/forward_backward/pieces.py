@@ -8,21 +8,9 @@ import jax
 from jax import lax
 
 from jaxfb.refusal import Refused
-from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum
+from jaxfb.types import Last, LossOutput, Max, Min, Sum
 
 PyTree = Any
-
-
-def check_offers_pieces(model: Any, num_pieces: int) -> None:
-    """Raises ValueError for a model that cannot run a sequence in several pieces."""
-    if num_pieces == 1 or (isinstance(model, Pipelined) and model.layer_piece is not None):
-        return
-    raise Refused(
-        f"num_pieces={num_pieces} needs a model with Pipelined.layer_piece, this one has none; the built-in "
-        "transformer has it for its own loss, without dropout, experts, multi-token prediction, longrope and leading "
-        "layers; use num_pieces=1",
-        [{"num_pieces": 1, "schedule": None}],
-    )
 
 
 def check_lengths(microbatches: PyTree, num_pieces: int) -> None:

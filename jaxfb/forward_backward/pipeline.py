@@ -19,10 +19,11 @@ from jax import lax
 
 from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.head_placement import HeadPlacement
+from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program

@@ -14,6 +14,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead
 from jaxfb.forward_backward.arguments import specs_like
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
+from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
@@ -222,7 +223,7 @@ def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placeme
 
 def _compute_dtypes(options: EngineOptions, model: LossFn | Pipelined, params: PyTree) -> PyTree:
     """Returns what each leaf is cast to. What is counted stays as it is."""
-    counted = model.counted if isinstance(model, Pipelined) else None
+    counted = counted_of(model)
     stays = jax.tree.map(lambda _: False, params) if counted is None else counted.leaves(params)
     return jax.tree.map(
         lambda leaf, stay: jnp.dtype(leaf.dtype if stay else options.compute_dtype or leaf.dtype),

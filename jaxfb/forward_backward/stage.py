@@ -14,37 +14,16 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered
-from jaxfb.forward_backward.residual import Residual
-from jaxfb.forward_backward.sequential import layer_keys, sum_of_layers
+from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.sequential import sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
-from jaxfb.forward_backward.split_backward import SplitBackward
-from jaxfb.trainable import joined
-from jaxfb.types import LossOutput, Sum
+from jaxfb.types import LossOutput
 
 PyTree = Any
 WRITTEN_OUT = 4
 """In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
 carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit
 into VMEM otherwise. More layers make the program larger for nothing: their sums do not fit."""
-
-
-class Layers(NamedTuple):
-    """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l].
-
-    whole: of FSDP, parameters of the first layers [k, ...] that stay gathered; `MixedStage` has them run with these.
-    """
-
-    params: PyTree
-    index: jax.Array
-    real: jax.Array
-    whole: PyTree = None
-
-
-class StageInputs(NamedTuple):
-    """The inputs of a stage besides hidden: the microbatch and its row keys."""
-
-    microbatch: PyTree
-    keys: jax.Array | None
 
 
 class Target(NamedTuple):
@@ -78,6 +57,8 @@ class Stage:
       those among all that it is given; buffers and metrics are of its own layers.
     """
 
+    passes = LayerPasses
+
     def __init__(
         self,
         layer: Callable,
@@ -90,11 +71,10 @@ class Stage:
         first: int = 0,
         end: int | None = None,
     ):
-        self._layer, self._keep, self._padded, self._written_out = layer, keep, padded, written_out
+        self._passes = self.passes(layer, keep, trained)
+        self._keep, self._padded, self._written_out = keep, padded, written_out
         self._begin, self._end = first, end
         self._trained, self._ahead, self._on_host = trained, ahead, on_host
-        self._residual: Residual | None = None
-        self._split: SplitBackward | None = None
 
     @property
     def gathers_ahead(self) -> bool:
@@ -117,7 +97,7 @@ class Stage:
 
         def one(carry, xs):
             (before, slot), (place, layer) = carry, (xs[0], Layers(*xs[1]))
-            after, out, kept = self._layer_forward(layer, before, inputs)
+            after, out, kept = self._passes.forward(layer, before, inputs)
             slot = None if slot is None else slot.put(kept, self._here(place))
             return (self._if_real(layer, after, before), slot), self._masked(layer, out)
 
@@ -135,7 +115,7 @@ class Stage:
         kept = self._kept(layers, slot, inputs)
 
         def one(cotangent, place, layer):
-            grads, before = self._layer_backward(layer, kept(place), cotangent, seeds, inputs)
+            grads, before = self._passes.backward(layer, kept(place), cotangent, seeds, inputs)
             return self._if_real(layer, before, cotangent), grads
 
         before, sums = self._add_up(one, cotangent, layers, target)
@@ -149,7 +129,7 @@ class Stage:
 
         def one(carry, xs):
             (cotangent, saved), (place, layer) = carry, (xs[0], Layers(*xs[1]))
-            now, before = self._layer_backward_input(layer, kept(place), cotangent, seeds, inputs)
+            now, before = self._passes.backward_input(layer, kept(place), cotangent, seeds, inputs)
             return (self._if_real(layer, before, cotangent), saved.put(now, self._here(place))), None
 
         before, saved = self._backwards(one, (cotangent, saved), layers)
@@ -163,10 +143,9 @@ class Stage:
         """
 
         def one(_, place, layer):
-            assert self._split is not None  # `backward_input` made it
             kept = slot.get(self._here(place)) if self._keep == "residuals" else None
-            _, always = self._arguments(layer, kept, None, seeds, inputs)
-            return None, self._split.later(saved.get(self._here(place)), always)
+            waiting = saved.get(self._here(place))
+            return None, self._passes.backward_weight(layer, kept, waiting, seeds, inputs)
 
         return self._add_up(one, None, layers, target)[1]
 
@@ -180,7 +159,7 @@ class Stage:
             return hidden
 
         def one(layers, hidden, inputs):
-            return self._layer_forward(self._first(layers), hidden, inputs)[2]
+            return self._passes.forward(self._first(layers), hidden, inputs)[2]
 
         return self._stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
 
@@ -189,77 +168,10 @@ class Stage:
 
         def one(layers, before, seeds, inputs):
             layer = self._first(layers)
-            kept = before if self._keep == "input" else self._layer_forward(layer, before, inputs)[2]
-            return self._layer_backward_input(layer, kept, before, seeds, inputs)[0]
+            kept = before if self._keep == "input" else self._passes.forward(layer, before, inputs)[2]
+            return self._passes.backward_input(layer, kept, before, seeds, inputs)[0]
 
         return self._stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
-
-    def _layer_forward(
-        self, layer: Layers, before: PyTree, inputs: StageInputs
-    ) -> tuple[PyTree, LossOutput, PyTree]:
-        """Returns (hidden, terms and metrics, what is kept by layer)."""
-        if self._keep == "residuals":
-            (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, inputs)
-        else:
-            (after, totals), (weights, metrics) = self._plain(layer.params, before, *_context(layer, inputs))
-            kept = before
-        out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
-        return after, out, kept
-
-    def _layer_backward_input(self, layer: Layers, kept, cotangent, seeds: dict, inputs: StageInputs):
-        """Returns (what the weight gradient needs, cotangent of the layer's input)."""
-        only_now, always = self._arguments(layer, kept, cotangent, seeds, inputs)
-        number = len(jax.tree.leaves(cotangent))
-        self._split = self._split or SplitBackward(self._split_form, only_now, always, number)
-        return self._split.now(only_now, always)
-
-    def _plain(self, params, hidden, microbatch, rng):
-        """Returns one layer as (hidden and totals, what is not differentiated: weights and metrics)."""
-        after, out = self._layer(params, hidden, microbatch, rng)
-        totals, weights = (
-            {name: getattr(term, part) for name, term in out.terms.items()} for part in ("total", "weight")
-        )
-        return (after, totals), (weights, out.metrics)
-
-    def _vjp(self, at_hand: PyTree, hidden: PyTree):
-        """Returns ((hidden, totals), VJP to (trained params, hidden), the rest) of one layer; at_hand: (params,
-        microbatch, rng).
-        """
-        params, microbatch, rng = at_hand
-
-        def plain(trained, hidden):
-            return self._plain(joined(trained, params), hidden, microbatch, rng)
-
-        return jax.vjp(plain, self._trained(params), hidden, has_aux=True)
-
-    def _keeping_vjp(self, layer: Layers, hidden: PyTree, inputs: StageInputs):
-        at_hand = (layer.params, *_context(layer, inputs))
-        out, vjp, rest = self._vjp(at_hand, hidden)
-        self._residual = self._residual or Residual(lambda *a: self._vjp(*a)[1], at_hand, hidden)
-        return out, rest, self._residual.kept(vjp)
-
-    def _layer_backward(
-        self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, inputs: StageInputs
-    ):
-        at_hand = (layer.params, *_context(layer, inputs))
-        if self._keep == "residuals":
-            assert self._residual is not None  # the forward made it
-            vjp = self._residual.rebuilt(kept, at_hand)
-        else:
-            _, vjp, _ = self._vjp(at_hand, kept)
-        return vjp((cotangent, seeds))
-
-    def _arguments(self, layer, kept, cotangent, seeds, inputs) -> tuple[PyTree, PyTree]:
-        """Returns a layer's backward's arguments: those that are gone when W runs, and those that are still there."""
-        if self._keep == "residuals":
-            return cotangent, (layer, seeds, inputs, kept)
-        return (cotangent, kept), (layer, seeds, inputs, None)
-
-    def _split_form(self, only_now, always):
-        layer, seeds, inputs, kept = always
-        cotangent = only_now if self._keep == "residuals" else only_now[0]
-        kept = kept if self._keep == "residuals" else only_now[1]
-        return self._layer_backward(layer, kept, cotangent, seeds, inputs)
 
     def _kept(self, layers: Layers, slot: Slot, inputs: StageInputs) -> Callable[[jax.Array], PyTree]:
         """Returns place -> what the backward of that layer reads."""
@@ -268,7 +180,7 @@ class Stage:
 
         def one(before, xs):
             layer = Layers(*xs[1])
-            (after, _), _ = self._plain(layer.params, before, *_context(layer, inputs))
+            after = self._passes.run(layer, before, inputs)
             return self._if_real(layer, after, before), before
 
         if len(places := self._places(layers)) == 1:
@@ -406,7 +318,3 @@ def _part(places: range) -> slice:
 
 def _layer(layers: Layers, place: int) -> Layers:
     return jax.tree.map(lambda leaf: leaf[place], layers)
-
-
-def _context(layer: Layers, inputs: StageInputs) -> tuple[PyTree, jax.Array | None]:
-    return inputs.microbatch, layer_keys(inputs.keys, layer.index)

@@ -12,7 +12,7 @@ from jaxfb.checking.case import Case
 from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME
 from jaxfb.checking.program import program
 from jaxfb.checking.trial import try_case
-from jaxfb.forward_backward import engine
+from jaxfb.forward_backward import calls
 from jaxfb.types import Sum
 
 SMALL = Case(
@@ -51,8 +51,8 @@ def test_equals_one_device(case):
 
 def changed(monkeypatch, change):
     """The engine, with `change(ForwardBackwardOutput) -> ForwardBackwardOutput` at its end."""
-    right = engine._one_pass
-    monkeypatch.setattr(engine, "_one_pass", lambda *arguments: change(right(*arguments)))
+    right = calls.one_pass
+    monkeypatch.setattr(calls, "one_pass", lambda *arguments: change(right(*arguments)))
     jax.clear_caches()
 
 
@@ -134,7 +134,7 @@ def test_a_refusal_is_no_finding_and_any_other_error_is(monkeypatch):
         "ValueError": lambda: jax.vmap(jnp.add)(jnp.ones(2), jnp.ones(3)),
     }
     for kind, error in errors.items():
-        monkeypatch.setattr(engine, "_one_pass", lambda *_, error=error: error())
+        monkeypatch.setattr(calls, "one_pass", lambda *_, error=error: error())
         jax.clear_caches()
         failed = try_case(SMALL)
         assert (failed.status, failed.kind) == (FAILED, kind) and failed.is_finding

@@ -11,7 +11,7 @@ import pytest
 from whole import ragged_batch, value_and_grad
 
 import jaxfb
-from jaxfb.forward_backward import engine
+from jaxfb.forward_backward import calls
 from jaxfb.hlo import collectives
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.models.config import TransformerConfig
@@ -157,8 +157,8 @@ def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
 
         return jitted
 
-    made = {function: recorded(function, how) for function, how in engine._JITTED.items()}
-    monkeypatch.setattr(engine, "_JITTED", made)
+    made = {function: recorded(function, how) for function, how in calls.JITTED.items()}
+    monkeypatch.setattr(calls, "JITTED", made)
     mesh = {"data": 2, "context": 2}
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh))
     fb(small, table, batch, plan_on(mesh))
@@ -172,8 +172,8 @@ def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
         ]
         for name, each in texts.items()
     }
-    assert len(texts["_add"]) == 3 and not reductions["_add"] and not reductions["_weigh"]
-    assert len(reductions["_reduce"]) == 1 and "_run" not in texts
+    assert len(texts["add"]) == 3 and not reductions["add"] and not reductions["weigh"]
+    assert len(reductions["reduce"]) == 1 and "run" not in texts
 
 
 def test_an_update_is_that_of_one_device(batch):

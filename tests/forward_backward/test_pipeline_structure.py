@@ -8,9 +8,10 @@ import toy
 from flax import nnx
 
 import jaxfb
+from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Layers, Stage, StageInputs, Target
+from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 

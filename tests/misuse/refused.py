@@ -20,7 +20,8 @@ from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
-from jaxfb.forward_backward.pieces import check_lengths, check_offers_pieces
+from jaxfb.forward_backward.offered import check_offers_pieces
+from jaxfb.forward_backward.pieces import check_lengths
 from jaxfb.losses.kl import kl_in_reward
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.mesh import with_context

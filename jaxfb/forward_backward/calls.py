@@ -1,0 +1,112 @@
+"""The functions that calls of the engine compile: a whole update, a part of one, the reduction of its parts, weights.
+
+Each builds its `SpmdProgram` from what is resolved about the call, which is static, as are `forward_only` and names.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from jaxfb.compat import is_traced
+from jaxfb.compiler import per_options
+from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split_keys
+from jaxfb.forward_backward.offered import counts_before
+from jaxfb.forward_backward.packed import is_arranged
+from jaxfb.forward_backward.padding import check_padding
+from jaxfb.forward_backward.resolved import Resolved, resolve
+from jaxfb.forward_backward.sequential import as_loss_fn
+from jaxfb.forward_backward.spmd_program import SpmdProgram
+from jaxfb.output import ForwardBackwardOutput, Origin
+from jaxfb.parallel import annotations, sharding
+from jaxfb.trainable import pruned
+from jaxfb.types import restrict_to
+
+PyTree = Any
+
+
+def placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:
+    """Returns (params, microbatches, keys) where the program of a call reads them."""
+    mesh, specs = resolved.mesh, resolved.specs.tree
+    keys = split_keys(row_keys(rng, resolved.plan), resolved.plan)
+    microbatches = sharding.adopt(microbatches, sharding.shardings(specs_of(microbatches, mesh), mesh))
+    keys = sharding.adopt(keys, NamedSharding(mesh, rows_spec(mesh)))
+    if not is_traced(params):
+        annotations.warn_if_whole(specs, mesh)
+        params = jax.tree.map(_moved, params, sharding.shardings(specs, mesh))
+    return params, microbatches, keys
+
+
+def _moved(leaf: Any, target: NamedSharding) -> jax.Array:
+    """Returns a parameter that lives elsewhere, such as on one device or the host, on the mesh."""
+    if isinstance(leaf, jax.Array) and leaf.sharding.device_set == target.device_set:
+        return leaf
+    return jax.device_put(leaf, target)
+
+
+def run(resolved, forward_only, params, microbatches, keys, grad_scale, weights) -> ForwardBackwardOutput:
+    """Returns the output of a whole update."""
+    model, plan, complete = resolved.model, resolved.plan, params
+    _check_padding(resolved, params, microbatches, keys)
+    if counts_before(model):
+        with jax.named_scope("count"):
+            metrics = one_pass(resolved, True, params, microbatches, keys, 1.0, None).metrics
+        complete = model.counted.before(params, metrics)
+        # there are more leaves now
+        resolved = resolve(resolved.mesh, resolved.options, model, complete, plan)
+    out = one_pass(resolved, forward_only, complete, microbatches, keys, grad_scale, weights)
+    if forward_only:
+        return out
+    return replace(out, grads=restrict_to(pruned(resolved.options.trainable, params), out.grads))
+
+
+def _check_padding(resolved, params, microbatches, keys) -> None:
+    plan = resolved.plan
+    if plan.padding_rows or (plan.remainder == "pad" and is_arranged(microbatches)):
+        check_padding(as_loss_fn(resolved.model), resolved.shapes(params), microbatches, keys)
+
+
+def add(resolved, forward_only, params, microbatches, keys, grad_scale, weights, sums) -> tuple:
+    """Returns (the output of a part of an update, each device's `sums` with its gradients added)."""
+    _check_padding(resolved, params, microbatches, keys)
+    program = SpmdProgram(resolved, forward_only, of_part=True)
+    sums, *results = program.add(params, microbatches, keys, grad_scale, weights, sums)
+    return _output(resolved, None, *results), sums
+
+
+def reduce(resolved, sums) -> PyTree:
+    """Returns the gradients of an update from the sums of all its parts."""
+    return SpmdProgram(resolved, False).reduce(sums)
+
+
+def weigh(resolved, params, microbatches, keys) -> dict:
+    """Returns what the rows of a batch count for each term that has a weight."""
+    return SpmdProgram(resolved, True).weights(params, microbatches, keys)
+
+
+JITTED = {
+    run: per_options(run, static_argnums=(0, 1)),
+    add: per_options(add, static_argnums=(0, 1), donate_argnums=7),
+    reduce: per_options(reduce, static_argnums=0, donate_argnums=1),
+    weigh: per_options(weigh, static_argnums=0),
+}
+
+
+def one_pass(
+    resolved, forward_only, params, microbatches, keys, grad_scale, weights
+) -> ForwardBackwardOutput:
+    """Returns the output of one loop over all microbatches."""
+    program = SpmdProgram(resolved, forward_only)
+    return _output(resolved, *program.run(params, microbatches, keys, grad_scale, weights))
+
+
+def _output(
+    resolved, grads, loss, terms, metrics, per_microbatch, outputs, of_tokens, undivided
+) -> ForwardBackwardOutput:
+    outputs = merge(outputs, of_tokens, resolved.plan, resolved.mesh)
+    names = (undivided, (tuple(sorted(terms)),))
+    origin = Origin(None, None, None, resolved.options.normalize, *names, counts_before(resolved.model))
+    return ForwardBackwardOutput(loss, terms, grads, metrics, per_microbatch, outputs, origin)
