@@ -22,6 +22,7 @@ from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
 from jaxfb import compiler
 from jaxfb.planner import parse_topology, tpu
+from jaxfb.planner.routing import Routed
 
 SIDES = ("jaxfb", "jaxfb_best", "maxtext", "maxtext_best")
 """`_best`: with the options of `jaxfb/compiler.py`; the others with those that the compiler has by itself."""
@@ -60,7 +61,7 @@ MIXTRAL = {
     "ici_fsdp_parallelism": 16,
     "ici_expert_parallelism": 8,
 }
-"""Dropless, as ours."""
+"""Dropless, as ours: with space for the worst case, of which an even share of rows is multiplied."""
 OVERLAP = (
     "model.expert_overlap=true",
     "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
@@ -182,7 +183,16 @@ def lower_maxtext(job: Job, compiled) -> None:
         "per_device_batch_size": 1,
         "gradient_accumulation_steps": 16,
     }
-    compile_step(keys | job.maxtext, job.topology, compiled)
+    compile_step(keys | job.maxtext, job.topology, lambda lowered: compiled(lowered, maxtext_work(job)))
+
+
+def maxtext_work(job: Job) -> Routed | None:
+    """What its experts multiply of the rows for which there is space, where they are equally popular: the space is for
+    every choice of all devices of the axis, or for one of every expert on a device."""
+    if (job.maxtext or {}).get("num_experts") is None:
+        return None
+    experts, chosen = job.maxtext["num_experts"], job.maxtext["num_experts_per_tok"]
+    return Routed(share=1 / min(job.maxtext["ici_expert_parallelism"], experts / chosen))
 
 
 ROWS = Rows(

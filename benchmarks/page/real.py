@@ -23,6 +23,12 @@ def pairs(result: Result) -> dict[str, tuple[dict, dict]]:
     return found
 
 
+def bounds(result: Result) -> dict[str, float]:
+    """Row -> the least that anybody's step can be of MaxText's: its products without recomputation, at the chip's
+    peak."""
+    return {name: theirs["mfu"] for name, (_, theirs) in pairs(result).items()}
+
+
 def uses_memory(name: str) -> bool:
     """Whether a row's job keeps activations that fit in place of computing them again."""
     return name.endswith("memory used")
@@ -47,7 +53,11 @@ def facts(result: Result) -> dict:
         for row in result["rows"].values()
         if {"jaxfb", "maxtext"} <= row.keys()
     ]
+    possible = bounds(result)
     return {
+        "bound_least": min(possible.values()),
+        "bound_most": max(possible.values()),
+        "bound_of": max(possible, key=lambda name: possible[name]),
         "used_least": min(with_memory),
         "used_most": max(with_memory),
         "shipped_least": min(as_shipped),
@@ -68,16 +78,20 @@ def facts(result: Result) -> dict:
 def table(result: Result) -> list[Table]:
     head = {"job": "", "": "", "HBM GB": ".2f", "arguments GB": ".2f", "step s": ".2f", "work s": ".2f",
             "matrix products s": ".2f", "collectives s": ".2f", "exposed s": ".2f", "exposed": ".0%", "MFU": ".1%",
-            "compile CPU s": ".0f", "compiler's peak GB": ".1f"}  # fmt: skip
-    rows = []
+            "step over MaxText's": ".2f", "bound": ".2f", "compile CPU s": ".0f",
+            "compiler's peak GB": ".1f"}  # fmt: skip
+    rows, both, possible = [], pairs(result), bounds(result)
     for name, sides in result["rows"].items():
         for side, row in sorted(sides.items()):
             times = [row[key] for key in ("step_s", "work_s", "products_s", "collectives_s", "exposed_s")]
             share = row["exposed_s"] / row["collectives_s"] if row["collectives_s"] else None
-            compiler = (row["compile_cpu_s"], row["peak_memory_gb"])
-            rows.append(
-                [name, SIDES[side], row["hbm_gb"], row["arguments_gb"], *times, share, row["mfu"], *compiler]
+            over = (
+                row["step_s"] / both[name][1]["step_s"] if name in both and side.startswith("jaxfb") else None
             )
+            beside = (over, possible[name] if over is not None else None)
+            compiler = (row["compile_cpu_s"], row["peak_memory_gb"])
+            memory = (row["hbm_gb"], row["arguments_gb"])
+            rows.append([name, SIDES[side], *memory, *times, share, row["mfu"], *beside, *compiler])
     return [Table(head, rows)]
 
 
@@ -132,7 +146,10 @@ SECTIONS = (
         them. What follows takes the shorter step of each library, without the rows "memory used". jaxfb's HBM per
         chip, as the compiler reports it, is **{least:.2f} to {most:.2f}** times MaxText's, at most MaxText's in
         {smaller} of {count} rows. Its step's lower bound in time is **{time_least:.2f} to {time_most:.2f}** times
-        MaxText's, at most MaxText's in {faster} of {count}. In the rows "memory used" both keep activations that fit,
+        MaxText's, at most MaxText's in {faster} of {count}. "Bound" is
+        the least ratio to MaxText's step that anybody could reach: the products that the model needs without any
+        recomputation, at the chip's peak, in place of MaxText's step. It is {bound_least:.2f} to {bound_most:.2f}, the
+        largest for {bound_of}. In the rows "memory used" both keep activations that fit,
         MaxText by its policy "minimal", jaxfb by `selective`, and weights gathered once a step where that pays:
         jaxfb's step is {used_least:.2f} to {used_most:.2f} times MaxText's. As the libraries come, jaxfb with the
         options that it chooses and MaxText with none (its recipes set some by hand), it is {shipped_least:.2f} to

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from jaxfb.models.splash import block_size
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
+_GROUPED_TABLES = 5
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 # scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -22,10 +23,12 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
       operands: their shapes; splash's are the two tables of its mask (blocks of queries by blocks of keys), then
         queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the places of
         queries, without rows. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
-      share: of a ragged product's rows, those that there are; the others are space for the worst case.
+      share: of the rows of a ragged or grouped product, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
         return share * _ragged_flops(operands)
+    if _is_grouped(operands):
+        return share * _grouped_flops(*operands[_GROUPED_TABLES : _GROUPED_TABLES + 2])
     found = _SPLASH.match(name)
     if found is None:
         return 0.0
@@ -49,3 +52,23 @@ def _ragged_flops(operands: Sequence[tuple[int, ...]]) -> float:
     capacity = next((shape[0] for shape in operands if len(shape) == 2), 0)
     matrices = next((shape for shape in operands if len(shape) == 3), (0, 0, 0))
     return 2.0 * capacity * matrices[1] * matrices[2]
+
+
+def _is_grouped(operands: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether it is Megablox's product of grouped rows, whose name is that of whatever calls it.
+
+    Its tables are the number of tiles [], where each group begins [L + 1], the group and the place of each tile
+    [N], and the first group [1].
+    """
+    if [len(shape) for shape in operands[:_GROUPED_TABLES]] != [0, 1, 1, 1, 1]:
+        return False
+    _, _, groups, places, first = operands[:_GROUPED_TABLES]
+    ranks = [len(shape) for shape in operands[_GROUPED_TABLES : _GROUPED_TABLES + 2]]
+    return groups == places and first == (1,) and ranks in ([2, 2], [2, 3])
+
+
+def _grouped_flops(rows: tuple[int, ...], other: tuple[int, ...]) -> float:
+    """Counts each row [S, D] with one matrix of [L, D, F], or transposed; or, for the gradient of the matrices, with a
+    row of [S, F].
+    """
+    return 2.0 * rows[0] * (math.prod(other[1:]) if len(other) == 3 else rows[1] * other[1])
