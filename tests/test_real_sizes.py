@@ -8,6 +8,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
 
 from page.real import SECTIONS  # noqa: E402
+from real_sizes_bytes import beside_formula  # noqa: E402
 from real_sizes_tpu import JOBS, jaxfb_config  # noqa: E402
 
 from jaxfb.mesh import mesh_sizes  # noqa: E402
@@ -57,3 +58,16 @@ def test_the_section_counts_the_rows_that_both_sides_have():
     assert (facts["shipped_least"], facts["shipped_most"]) == (0.8, 1.1)
     assert facts["exposed_most"] == 0.25 and "12.00 GB" in section.claims(result)[2].ours
     assert len(section.tables(result)[0].lines()) == 2 + 7 + 1
+
+
+def test_bytes_of_each_axis_are_counted_once_and_stand_beside_what_the_layout_needs():
+    """Of 8B cut over 64 chips each layer goes there twice and back once, in 16 microbatches; what goes along two axes
+    belongs to the one over which parameters are cut first."""
+    numbers, name = 8.03e9 * 63 / 64, "8B, v5p:4x4x4, fsdp 64"
+    sent = {"fsdp all-gather": {"s": 2.0}, "fsdp+context all-reduce": {"s": 1.0}, "none copy": {"s": 9.0}}
+    side = {"step_s": 1.0, "traffic": sent}
+    found = beside_formula(name, {"jaxfb": side, "maxtext": side, "maxtext_best": side | {"step_s": 0.5}})
+    ours, theirs = found["jaxfb"]["fsdp"], found["maxtext"]["fsdp"]
+    assert ours["sent_gb"] == theirs["sent_gb"] == 3 * 200
+    assert 16 * (4 + 2 * 0.8) * numbers < 1e9 * ours["by_hand_gb"] < 16 * (4 + 4) * numbers
+    assert 1e9 * (ours["by_hand_gb"] - theirs["by_hand_gb"]) == pytest.approx(16 * 2 * numbers, rel=1e-3)

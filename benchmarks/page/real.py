@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from real_sizes_bytes import beside_formula
+
 from page.markdown import Table
 from page.section import Claim, Result, Section
 
@@ -111,6 +113,33 @@ def claims(result: Result) -> list[Claim]:
     return found
 
 
+def axes_of(result: Result) -> list[tuple[str, str, str, dict[str, float]]]:
+    """(job, library, axis, gigabytes sent and by hand) of each axis, of each library's shorter step."""
+    return [
+        (name, {"jaxfb": "jaxfb", "maxtext": "MaxText"}[library], axis, row)
+        for name, sides in result["rows"].items()
+        for library, axes in beside_formula(name, sides).items()
+        for axis, row in axes.items()
+    ]
+
+
+def bytes_facts(result: Result) -> dict:
+    ratios: dict[str, list[float]] = {}
+    for _, library, axis, row in axes_of(result):
+        kind = axis if axis in ("fsdp", "tensor") else "others"
+        ratios.setdefault(f"{library}_{kind}", []).append(row["sent_gb"] / row["by_hand_gb"])
+    return {f"{key}_{end.__name__}": end(found) for key, found in ratios.items() for end in (min, max)}
+
+
+def bytes_table(result: Result) -> list[Table]:
+    head = {"job": "", "": "", "axis": "", "sent GB": ",.1f", "by hand GB": ",.1f", "ratio": ".2f"}
+    rows = [
+        [name, library, axis, row["sent_gb"], row["by_hand_gb"], row["sent_gb"] / row["by_hand_gb"]]
+        for name, library, axis, row in axes_of(result)
+    ]
+    return [Table(head, rows)]
+
+
 def errors(result: Result, key: str) -> list[float]:
     return [row[f"formula_{key}"] / row[key] - 1 for row in result["rows"].values()]
 
@@ -162,6 +191,22 @@ SECTIONS = (
         host's link is part of the step, as if nothing hid it. The last column is the memory of the process that
         compiles.""",
         facts, table, claims,
+    ),
+    Section(
+        "real_sizes_tpu",
+        "Bytes along each axis at real size, compared with a formula",
+        """What a chip sends along each mesh axis in the steps above, by the compiled program of each library's shorter
+        step, and what the layout needs by hand. Along fsdp: weights gathered in the forward and in the backward of
+        every microbatch, gradients scattered, by jaxfb in the accum dtype and by MaxText in the compute dtype. jaxfb
+        sends {jaxfb_fsdp_min:.2f} to {jaxfb_fsdp_max:.2f} times that, MaxText {MaxText_fsdp_min:.2f} to
+        {MaxText_fsdp_max:.2f}: where its scatter has become an all-reduce, each gradient goes twice. Along tensor, with
+        the sequence cut: inputs gathered and results scattered, in the backward with the inputs once more: jaxfb
+        {jaxfb_tensor_min:.2f} to {jaxfb_tensor_max:.2f} times that, MaxText {MaxText_tensor_min:.2f} to
+        {MaxText_tensor_max:.2f}. Along the other axes jaxfb sends {jaxfb_others_min:.2f} to
+        {jaxfb_others_max:.2f} times what is needed by hand: keys and values around the context axis, tokens to their
+        experts and back, hidden states from stage to stage and around the head, and one reduction a step of what is
+        whole on several devices of an axis. The formulas are in `benchmarks/real_sizes_bytes.py`.""",
+        bytes_facts, bytes_table,
     ),
     Section(
         "planner_accuracy",
