@@ -32,6 +32,7 @@ from jaxfb.training.custom import Custom, described, make_custom
 from jaxfb.training.evaluate import HeldOut
 from jaxfb.training.guard import DeviceFault, GuardAbort, NonFiniteAbort, SpikeAbort
 from jaxfb.training.hosts import Hosts, LostProcess
+from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.parameters import newest_params
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.replay import Replay, replay
@@ -208,6 +209,7 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
     with Hosts(config.hosts) as hosts:
         config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config))
+        config = with_mesh(config, hosts)
         use_compile_cache()
         setup = _setup(hosts, config)
         hosts.agree("text, plan or devices", lambda: what_is_made(setup))

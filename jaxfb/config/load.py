@@ -223,7 +223,8 @@ def _apply(values: dict, override: str, root: type) -> None:
         node = node[section]
         if not isinstance(node, dict):
             raise ConfigError(
-                f"[config] {section}={shown(node)} in the file must be a section; {key} belongs in it"
+                f"[config] {section}={shown(node)} must be a section, since {key} belongs in it; leave one of the two "
+                "out"
             )
     node[name] = _override_value(hint, text, key)
 

@@ -54,8 +54,10 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
             if section not in seen:
                 seen.add(section)
                 other = "" if section is found[0] else ", of another kind"
-                yield f"### `{key}`{other}\n\n{_intro(section)}"
-                yield from _sections(section, f"{key}.", seen)
+                word = getattr(section, "WORD", None)
+                yield f"### `{key}`{f': {word}' if word else other}\n\n{_intro(section)}"
+                if word is None:
+                    yield from _sections(section, f"{key}.", seen)
 
 
 def _row(cls: type, field: dataclasses.Field, prefix: str, texts: dict[str, str]) -> str:

@@ -12,6 +12,7 @@ from jaxfb.config.model import ModelConfig
 from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
+    AutoMesh,
     BatchConfig,
     EvalConfig,
     LearningRateConfig,
@@ -48,7 +49,7 @@ class Config:
     optimizer: OptimizerConfig
     lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
+    mesh: MeshConfig | AutoMesh = field(default_factory=MeshConfig)
     schedule: str | None = None
     chunks: int = 1
     lora: LoRA | None = None

@@ -77,11 +77,15 @@ class ConfigError(Refused):
 def build(cls: type, values: Any, prefix: str = "", root: type | None = None) -> Any:
     """Returns an instance of the dataclass `cls` from a mapping; nested dataclasses are built from nested mappings.
 
+    A class with `of_word` stands for a section that is one word.
+
     Raises:
       ConfigError: an unknown or missing key, or a value of a wrong type.
       ValueError: raised by a section's own checks.
     """
     root = root or cls
+    if isinstance(values, str) and hasattr(cls, "of_word"):
+        return cls.of_word(values)
     if not isinstance(values, Mapping):
         raise ConfigError(_not_a_section(cls, values, prefix))
     hints = fields_of(cls)

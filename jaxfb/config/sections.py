@@ -8,14 +8,14 @@ those of a run's operation (checkpoints, records, hosts) in `operation.py`, `dat
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
 from jaxfb.models.layout import stages_of
 from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS
 from jaxfb.recomputation import checked_gather, checked_remat
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.schedules import check_name
 
 Number = int | float | bool | str | None
@@ -206,6 +206,31 @@ class MeshConfig:
 
 
 @dataclass(frozen=True)
+class AutoMesh(MeshConfig):
+    """The word `auto` in place of sizes: `jaxfb train` and `jaxfb plan` take the fastest layout that fits by the
+    planner's formula, and print it (docs/planner.md). What the config gives of a layout stays: rows a microbatch, and
+    remat, fsdp_gather, schedule and chunks where they are not their defaults.
+    """
+
+    WORD: ClassVar[str] = "auto"
+
+    @classmethod
+    def accepts(cls, values: Any) -> bool:
+        """Tells whether what stands in place of a section is meant for this class."""
+        return isinstance(values, str)
+
+    @classmethod
+    def of_word(cls, word: str) -> AutoMesh:
+        """Returns the section that the word stands for; refuses any other."""
+        if word != cls.WORD:
+            raise Refused(
+                f"[mesh] mesh={shown(word)} must be sizes, such as mesh.fsdp=8, or the word {cls.WORD}",
+                [{"mesh": cls.WORD}],
+            )
+        return cls()
+
+
+@dataclass(frozen=True)
 class PrecisionConfig:
     """Master params are float32 (or float64 under x64). accum_dtype null: float32, or that of float64 params.
 
@@ -267,6 +292,8 @@ def check_pipeline(mesh: MeshConfig, schedule: str | None, chunks: int) -> None:
     positive("config", chunks=chunks)
     if schedule is not None:
         check_name(schedule)
+    if isinstance(mesh, AutoMesh):
+        return
     if mesh.pipe == 1 and (schedule is not None or chunks != 1):
         raise Refused(
             f"[config] schedule={schedule} and chunks={chunks} are settings of a pipeline, but mesh.pipe=1; use "

@@ -47,7 +47,9 @@ def _changed(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
         if not field.init:
             continue
         value, name = getattr(config, field.name), f"{prefix}{key_of(field.name)}"
-        if dataclasses.is_dataclass(value):
+        if hasattr(value, "WORD"):
+            yield name, value.WORD
+        elif dataclasses.is_dataclass(value):
             yield from _changed(value, f"{name}.")
         elif field.default_factory is not dataclasses.MISSING:
             if value != field.default_factory():
@@ -65,6 +67,8 @@ def _rows(values: dict, prefix: str) -> Iterator[tuple[str, Any]]:
 
 
 def _plain(value: Any) -> Any:
+    if hasattr(value, "WORD"):
+        return value.WORD
     if dataclasses.is_dataclass(value):
         return config_to_dict(value)
     if isinstance(value, tuple | list):

@@ -13,7 +13,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxfb.config import config_from_dict, load_config
-from jaxfb.config.sections import MeshConfig
+from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.data import load_tokenizer
 from jaxfb.data.chat import Chat, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, absent_ids
@@ -27,7 +27,9 @@ from jaxfb.parallel.tensor import transformer_param_specs
 from jaxfb.pretrained.repository import holds_weights
 from jaxfb.refusal import Refused, choice
 from jaxfb.training.changes import check_model
+from jaxfb.training.open_mesh import with_layout
 from jaxfb.training.parameters import newest_params
+from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import (
     abstract_params,
     built_in,
@@ -188,7 +190,10 @@ def _run_of(path: Path, overrides: Sequence[str]) -> tuple[Path, Any]:
     if is_directory_of_files(path):
         return path, config_of_files(path, overrides)
     config = load_config(path, overrides)
-    return (path if path.is_dir() else Path(config.run.dir)), config
+    directory = path if path.is_dir() else Path(config.run.dir)
+    if isinstance(config.mesh, AutoMesh) and (saved := RunDirectory(directory).saved_config()):
+        config = with_layout(config, {"mesh": saved["mesh"]})
+    return directory, config
 
 
 def _tokenizer(directory: Path, config: Any) -> Tokenizer:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
@@ -19,16 +19,62 @@ ROWS = (1, 2, 4, 8, 16)
 MOST_TENSOR, MOST_PIPE = 8, 16
 
 
-def candidates(config: Config, sizes: TransformerConfig, num_devices: int) -> Iterator[Config]:
+@dataclass(frozen=True)
+class Fixed:
+    """The parts of a layout that are not searched; None: is searched.
+
+    rows: of a microbatch. microbatches: in place of it. schedule, chunks: with either, there is a pipeline.
+    """
+
+    remat: str | None = None
+    gather: str | int | None = None
+    rows: int | None = None
+    microbatches: int | None = None
+    schedule: str | None = None
+    chunks: int | None = None
+
+    def remats(self, pipe: int) -> Sequence[str]:
+        return (REMAT if pipe > 1 else ONE_STAGE_REMAT) if self.remat is None else (self.remat,)
+
+    def gathers(self, fsdp: int) -> Sequence[str | int]:
+        if fsdp == 1:
+            return ("layer",)
+        return ("layer", "step") if self.gather is None else (self.gather,)
+
+    def rows_for(self, rows: int, replicas: int) -> Sequence[int]:
+        """Returns the rows a microbatch by which the rows of an update divide."""
+        asked = ROWS if self.rows is None else (self.rows,)
+        if self.microbatches is not None:
+            asked = [rows // (replicas * self.microbatches)]
+        found = [one for one in asked if one and rows % (replicas * one) == 0]
+        return [one for one in found if self.microbatches in (None, rows // (replicas * one))]
+
+    def stays(self, config: Config) -> bool:
+        """Returns whether a layout that was changed has still what is fixed of remat and gathers."""
+        parallel = config.parallel
+        return self.remat in (None, parallel.remat) and self.gather in (None, parallel.fsdp_gather)
+
+    def takes(self, schedule: str | None, chunks: int) -> bool:
+        return self.schedule in (None, schedule) and self.chunks in (None, chunks)
+
+
+NOTHING = Fixed()
+
+
+def candidates(
+    config: Config, sizes: TransformerConfig, num_devices: int, fixed: Fixed = NOTHING
+) -> Iterator[Config]:
     """Returns the config on every mesh x schedule x chunks x remat x rows a microbatch that divides. The rows of an
-    update, the model, the optimizer and mesh.context stay."""
+    update, the model, the optimizer and mesh.context stay, and what is `fixed`."""
     for mesh in _meshes(config, sizes, num_devices):
         replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
-        remats = REMAT if mesh["pipe"] > 1 else ONE_STAGE_REMAT
-        for (schedule, chunks), remat, rows in itertools.product(_schedules(mesh, sizes), remats, ROWS):
-            if config.batch.rows % (replicas * rows):
-                continue
-            for gather in ("layer", "step") if mesh["fsdp"] > 1 else ("layer",):
+        choices = itertools.product(
+            [one for one in _schedules(mesh, sizes) if fixed.takes(*one)],
+            fixed.remats(mesh["pipe"]),
+            fixed.rows_for(config.batch.rows, replicas),
+        )
+        for (schedule, chunks), remat, rows in choices:
+            for gather in fixed.gathers(mesh["fsdp"]):
                 if schedule is not None and not runs_on(schedule, mesh, gather):
                     continue
                 yield _with(config, mesh, schedule, chunks, remat, rows, gather)

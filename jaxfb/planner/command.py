@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from typing import Any
 
 from jaxfb.config import Config
 from jaxfb.config.post_training import PostTrainingConfig
+from jaxfb.config.sections import AutoMesh
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.post_training import check_searchable
 from jaxfb.planner.text import page
@@ -19,6 +21,7 @@ def plan(
     name: str, config: Config | PostTrainingConfig, topology: Topology, compiles: bool, as_json: bool
 ) -> None:
     """Prints the verdict of one config on one topology."""
+    config = laid_out(config, topology)
     verdict = plan_of(config, topology, compiles=compiles, say=say)
     print(json.dumps(verdict.to_dict(), indent=1) if as_json else page(name, verdict))
 
@@ -29,6 +32,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     Files are written as layouts are found, and what is known is read again, so stopping loses nothing.
     """
     check_searchable(config)
+    config = laid_out(config, topology)
     from jaxfb.planner.known import Known
     from jaxfb.planner.search import compared, draw, table, write
     from jaxfb.planner.search import search as search_for
@@ -55,6 +59,17 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
     _print_prices(found[0].config, topology)
     for path in write(found, directory) + draw(found, directory):
         print(f"wrote {path}")
+
+
+def laid_out(config: Config | PostTrainingConfig, topology: Topology) -> Any:
+    """Returns the config with a layout where it leaves its mesh open, which is printed."""
+    if not isinstance(config.mesh, AutoMesh):
+        return config
+    from jaxfb.planner.auto import choose
+
+    chosen = choose(config, topology)
+    say("\n".join(chosen.lines))
+    return chosen.config
 
 
 def _print_prices(best: Config, topology: Topology) -> None:

@@ -14,7 +14,7 @@ from jaxfb.config import Config
 from jaxfb.config.show import save_yaml
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
-from jaxfb.planner.candidates import candidates, label
+from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
@@ -73,7 +73,7 @@ def search(
     known = known or Known()
     given = _given(config, topology, known, say)
     others = [
-        one for one in _fastest(config, topology, layouts, say) if one not in [own.config for own in given]
+        one for one in fastest(config, topology, layouts, say) if one not in [own.config for own in given]
     ]
     found = _ranked(given + [Found(one, _verdict(one, topology, known)) for one in others])
     keep(found)
@@ -173,36 +173,66 @@ def _verdict(config: Config, topology: Topology, known: Known) -> Verdict:
     return known.get(config, topology) or estimated(config, topology)
 
 
-def _fastest(config: Config, topology: Topology, count: int, say) -> list[Config]:
+def fastest(
+    config: Config, topology: Topology, count: int, say: Callable[[str], None], fixed: Fixed = NOTHING
+) -> list[Config]:
     """Returns the fastest layouts of those that fit by formula; where none does, of those that fit with the optimizer's
     state in the host's memory; where these do not either, the smallest.
+
+    config: its mesh gives the context axis alone.
+
+    Raises:
+      ValueError: no mesh divides rows and layers.
     """
     sizes = model_sizes(config)
-    legal = [one for one in candidates(config, sizes, topology.num_devices) if _on_hosts(one, topology)]
-    counted = [(estimate(one, sizes, topology), one) for one in legal]
+    return picked(by_formula(config, sizes, topology, fixed), sizes, topology, count, say, fixed)
+
+
+def picked(
+    counted: list[tuple[Estimate, Config]],
+    sizes: TransformerConfig,
+    topology: Topology,
+    count: int,
+    say: Callable[[str], None] = lambda text: None,
+    fixed: Fixed = NOTHING,
+) -> list[Config]:
+    """Returns what `fastest` does, of layouts that were counted."""
+    memory = topology.chip.memory if topology.chip else math.inf
+    fitting = [pair for pair in counted if pair[0].total <= memory]
+    say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
+    if not fitting:
+        legal = [replace(one, optimizer=replace(one.optimizer, memory="host")) for _, one in counted]
+        counted = [(estimate(one, sizes, topology), one) for one in legal]
+        fitting = [pair for pair in counted if pair[0].total <= memory]
+        say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
+    if not fitting:
+        return [one for _, one in sorted(counted, key=lambda pair: pair[0].total)[:count]]
+    fitting.sort(key=seconds)
+    filled = _filled([one for _, one in fitting[: 4 * count]], sizes, topology, fixed)
+    ordered = sorted(fitting + filled, key=seconds)
+    return list({label(one): one for _, one in ordered}.values())[:count]
+
+
+def by_formula(
+    config: Config, sizes: TransformerConfig, topology: Topology, fixed: Fixed
+) -> list[tuple[Estimate, Config]]:
+    """Returns every legal layout with its estimate, in no order.
+
+    Raises:
+      ValueError: no mesh divides rows and layers.
+    """
+    found = candidates(config, sizes, topology.num_devices, fixed)
+    counted = [(estimate(one, sizes, topology), one) for one in found if _on_hosts(one, topology)]
     if not counted:
         devices = topology.num_devices
         raise Refused(
             f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"
         )
-    memory = topology.chip.memory if topology.chip else math.inf
-    fitting = [pair for pair in counted if pair[0].total <= memory]
-    say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
-    if not fitting:
-        legal = [replace(one, optimizer=replace(one.optimizer, memory="host")) for one in legal]
-        counted = [(estimate(one, sizes, topology), one) for one in legal]
-        fitting = [pair for pair in counted if pair[0].total <= memory]
-        say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
-    if not fitting:
-        return [one for _, one in sorted(counted, key=lambda pair: pair[0].total)[:count]]
-    fitting.sort(key=_seconds)
-    filled = _filled([one for _, one in fitting[: 4 * count]], sizes, topology)
-    ordered = sorted(fitting + filled, key=_seconds)
-    return list({label(one): one for _, one in ordered}.values())[:count]
+    return counted
 
 
-def _seconds(counted: tuple[Estimate, Config]) -> float:
+def seconds(counted: tuple[Estimate, Config]) -> float:
     """Returns the time that layouts are chosen by; gathers of single layers run beside other work, or much of it."""
     counts, config = counted
     if (
@@ -216,11 +246,12 @@ def _seconds(counted: tuple[Estimate, Config]) -> float:
 
 
 def _filled(
-    layouts: list[Config], sizes: TransformerConfig, topology: Topology
+    layouts: list[Config], sizes: TransformerConfig, topology: Topology, fixed: Fixed
 ) -> list[tuple[Estimate, Config]]:
     """Returns what the layouts can do with most of the memory that they leave; the formula is not exact."""
     most = (1 - LEFT) * topology.chip.memory if topology.chip else math.inf
-    counted = [(estimate(one, sizes, topology), one) for base in layouts for one in variants(base, sizes)]
+    made = (one for base in layouts for one in variants(base, sizes) if fixed.stays(one))
+    counted = [(estimate(one, sizes, topology), one) for one in made]
     return [pair for pair in counted if pair[0].total <= most]
 
 

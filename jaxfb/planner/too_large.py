@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import jax
 
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.config.post_training import PostTrainingConfig
-from jaxfb.planner.chips import GPUS, TPUS, Chip
+from jaxfb.config.sections import AutoMesh
+from jaxfb.planner.auto import choose
 from jaxfb.planner.text import memory_table
-from jaxfb.planner.topology import Topology
+from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.training.machine import bytes_of_device
 
@@ -40,6 +40,8 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
       available: bytes of one device; None where that is not known, and then the changes that need least are named.
     """
     topology = topology_of(devices)
+    if isinstance(config.mesh, AutoMesh):
+        config = choose(config, topology, available).config
     now = estimated(config, topology)
     found = [(change, verdict.needed) for change, verdict in _changes(config, topology)]
     least = (1 - SPARE) * available if available else now.needed
@@ -54,21 +56,6 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     else:
         lines += ["no cut of the rows and no recomputation fits: use more devices, or a smaller model"]
     return "\n".join(lines)
-
-
-def topology_of(devices: list[Any]) -> Topology:
-    """Returns the topology of devices at hand; without a chip where their kind is not known."""
-    first = devices[0]
-    chip = _chip(first.platform, first.device_kind)
-    platform = first.platform if chip else "cpu"
-    return Topology(f"{first.device_kind} x {len(devices)}", platform, (len(devices),), chip)
-
-
-def _chip(platform: str, kind: str) -> Chip | None:
-    if platform == "tpu":
-        return next((replace(chip, devices=1) for chip in TPUS.values() if chip.kind == kind), None)
-    names = sorted(GPUS, key=len, reverse=True) if platform in ("gpu", "cuda") else ()
-    return next((GPUS[name] for name in names if name in kind.lower()), None)
 
 
 def _changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 from jaxfb.planner.chips import GPUS, TPUS, Chip
 from jaxfb.refusal import Refused
@@ -60,6 +61,21 @@ def parse_topology(text: str) -> Topology:
             f"did you mean {close}:{shape}?"
         )
     return Topology(f"{name}:{shape}", "tpu", _torus(TPUS[name], shape, text), TPUS[name])
+
+
+def topology_of(devices: list[Any]) -> Topology:
+    """Returns the topology of devices at hand; without a chip where their kind is not known."""
+    first = devices[0]
+    chip = _chip(first.platform, first.device_kind)
+    platform = first.platform if chip else "cpu"
+    return Topology(f"{first.device_kind} x {len(devices)}", platform, (len(devices),), chip)
+
+
+def _chip(platform: str, kind: str) -> Chip | None:
+    if platform == "tpu":
+        return next((replace(chip, devices=1) for chip in TPUS.values() if chip.kind == kind), None)
+    names = sorted(GPUS, key=len, reverse=True) if platform in ("gpu", "cuda") else ()
+    return next((GPUS[name] for name in names if name in kind.lower()), None)
 
 
 def _gpus(shape: str, text: str) -> Topology:

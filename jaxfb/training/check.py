@@ -16,7 +16,7 @@ import numpy as np
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.model import ModelConfig
-from jaxfb.config.sections import MeshConfig
+from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_equivalence
 from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.adapted import B, adapted, draws
@@ -45,7 +45,7 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     sizes = adapted(narrow(own), config.lora)
     model, params = transformer(sizes), _adapters_at_work(init_params(sizes, jax.random.key(0)))
     rng = jax.random.key(1) if draws(sizes) else None
-    if config.mesh == MeshConfig():
+    if config.mesh in (MeshConfig(), AutoMesh()):
         batch = synthetic_batch(ROWS)
         return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config, *_OPTIONS))
     mesh = make_mesh(**vars(config.mesh))

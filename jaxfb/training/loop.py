@@ -31,6 +31,7 @@ from jaxfb.training.guards import Guards, Spike
 from jaxfb.training.hosts import Hosts
 from jaxfb.training.interrupt import Interrupt, Stopped, stopped_early
 from jaxfb.training.log import Log
+from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
 from jaxfb.training.run_lock import RunLock, claim, move_aside
@@ -98,6 +99,7 @@ def _run(
             config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
         hosts.advise(lambda: _after_a_loss(directory, directory.newest_update()))
+        config = with_mesh(config, hosts, directory if start.resume else None)
         if not start.fresh and (summary := hosts.first(lambda: directory.finished(config))):
             return _already_finished(hosts, directory, summary["updates"], summary)
         hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))

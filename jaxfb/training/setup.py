@@ -22,6 +22,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.post_training import PostTrainingConfig
+from jaxfb.config.sections import AutoMesh
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
@@ -120,6 +121,8 @@ def make_setup(
       ValueError: the first impossible size or missing file, in one sentence with the nearest legal choice.
     """
     enable_float64(config)
+    if isinstance(config.mesh, AutoMesh):
+        raise Refused("[mesh] auto is chosen by jaxfb.train; give the sizes here, such as mesh.fsdp=8")
     mesh = make_mesh(**vars(config.mesh))
     plans = {"train": train_plan(config, mesh), "eval": eval_plan(config, mesh)}
     for section, plan in (("batch", plans["train"]), ("eval", plans["eval"])):

@@ -1,0 +1,113 @@
+"""`mesh: auto`: the planner's layout, printed and saved with the run, kept when the run goes on."""
+
+import json
+from types import SimpleNamespace
+
+import pytest
+import yaml
+from tiny import write_tiny
+
+from jaxfb.cli import main
+from jaxfb.config import load_config
+from jaxfb.planner import parse_topology
+from jaxfb.planner.auto import choose, choose_here
+from jaxfb.planner.candidates import label
+from jaxfb.planner.formula import estimate
+from jaxfb.planner.job import model_sizes
+from jaxfb.training.open_mesh import with_mesh
+from jaxfb.training.run_dir import RunDirectory
+
+SMALL = ["mesh=auto", "model.num_layers=4", "batch.rows=32", "batch.rows_per_microbatch=4"]
+
+
+def config(*more):
+    return load_config("configs/1b.yaml", [*SMALL, *more])
+
+
+def saved(tmp_path):
+    return yaml.safe_load((tmp_path / "run" / "config.yaml").read_text())
+
+
+def test_the_layout_is_the_fastest_that_fits_and_what_is_given_of_it_stays():
+    given = config()
+    v5e, gpu = parse_topology("v5e:2x2"), parse_topology("gpu:h100x8")
+    found = [choose(given, topology) for topology in (v5e, gpu)]
+    assert label(found[0].config) != label(found[1].config)
+    for one, topology in zip(found, (v5e, gpu), strict=True):
+        mesh, parallel = one.config.mesh, one.config.parallel
+        assert mesh.data * mesh.fsdp * mesh.tensor * mesh.pipe == topology.num_devices
+        assert (parallel.remat, one.config.batch.rows_per_microbatch) == (given.parallel.remat, 4)
+        assert estimate(one.config, model_sizes(given), topology).total < 0.8 * topology.chip.memory
+        assert label(one.config) in one.lines[1] and "rather than" in one.lines[2]
+
+
+def test_less_memory_is_another_layout_and_too_little_is_told_with_enough_devices():
+    given, v5e = config("parallel.remat=full"), parse_topology("v5e:2x2")
+    whole = choose(given, v5e)
+    needed = estimate(whole.config, model_sizes(given), v5e).total
+    less = choose(given, v5e, available=0.9 * needed)
+    assert estimate(less.config, model_sizes(given), v5e).total < 0.9 * needed
+    with pytest.raises(ValueError, match=r"auto finds no layout .* needs .* GB .* use \d+ devices"):
+        choose(given, v5e, available=1.2e9)
+
+
+def test_with_fewer_rows_than_devices_the_sequence_is_cut():
+    few = config("batch.rows=1", "batch.rows_per_microbatch=1", "model.num_kv_heads=1", "model.num_layers=3")
+    assert choose(few, parse_topology("gpu:h100x8")).config.mesh.context > 1
+
+
+@pytest.mark.parametrize("overrides", [["mesh=auto", "mesh.fsdp=2"], ["mesh=anything"]])
+def test_the_word_stands_alone(overrides):
+    with pytest.raises(ValueError, match="leave one of the two out|the word auto"):
+        load_config("quickstart", overrides)
+
+
+def test_unknown_devices_and_given_stages_are_refused(monkeypatch):
+    with pytest.raises(ValueError, match="layers_per_stage=\\(3, 1\\) is for given ones"):
+        choose(config("parallel.layers_per_stage=[3,1]"), parse_topology("v5e:2x2"))
+    unknown = [SimpleNamespace(platform="gpu", device_kind="Tesla T4")] * 8
+    monkeypatch.setattr("jaxfb.planner.auto.jax.devices", lambda: unknown)
+    with pytest.raises(ValueError, match="not of Tesla T4; give sizes, such as mesh.fsdp=8"):
+        choose_here(config())
+
+
+def test_a_plan_takes_it(capsys):
+    assert main(["plan", "configs/1b.yaml", *SMALL, "--topology", "v5e:2x2", "--no-compile"]) == 0
+    printed = capsys.readouterr()
+    assert "mesh: auto on v5e:2x2" in printed.err and "FITS" in printed.out
+
+
+def test_a_run_saves_its_layout_and_keeps_it(tmp_path, capsys):
+    short = {"eval": {"every": None, "batches": 1, "prompt": ""}, "lr": {"warmup": 0}}
+    path = write_tiny(tmp_path, batch={"rows": 16}, run={"updates": 1}, **short)
+    values = yaml.safe_load(path.read_text()) | {"mesh": "auto"}
+    path.write_text(yaml.safe_dump(values))
+    assert main(["train", str(path)]) == 0
+    assert "what sends least:\n  data 8" in capsys.readouterr().out
+    made = saved(tmp_path)
+    assert made["mesh"]["data"] == 8 and made["batch"]["rows_per_microbatch"] == 2
+
+    again, run = load_config(path), RunDirectory(tmp_path / "run")
+    for mesh, line, data in (
+        ({"data": 4, "fsdp": 2}, "mesh: auto, as the run began: data 4 x fsdp 2", 4),
+        ({"data": 4}, "mesh: auto: the run began on 4 devices as data 4, here are 8", 8),
+    ):
+        (run.path / "config.yaml").write_text(yaml.safe_dump(made | {"mesh": mesh}))
+        first = OneProcess()
+        assert with_mesh(again, first, run).mesh.data == data and first.said[0] == line
+        other = OneProcess(first.decided)  # as a process that hears from the first
+        assert with_mesh(again, other, None) == with_mesh(again, OneProcess(), run)
+
+
+class OneProcess:
+    """Of several: the first decides, what it decides is text between them."""
+
+    def __init__(self, decided=None):
+        self.decided, self.said = decided, []
+
+    def first(self, function):
+        self.decided = self.decided or json.dumps(function())
+        return json.loads(self.decided)
+
+    def say(self, line):
+        self.said.append(line)
