@@ -32,7 +32,7 @@ NOT_DATA = {
     """,
     "a flag of the command line": """
         benchmark.py::directory benchmark.py::run cli.py::_launch planner/compiled.py::_mesh
-        planner/search.py::fastest planner/search.py::search planner/topology.py::parse_topology
+        planner/search.py::by_formula planner/search.py::search planner/topology.py::parse_topology
         planner/tpu.py::devices schedules/command.py::_check_costs schedules/command.py::_required
     """,
     "other processes, devices or slices": """
