@@ -63,7 +63,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
 
 def laid_out(config: Config | PostTrainingConfig, topology: Topology) -> Any:
     """Returns the config with a layout where it leaves its mesh open, which is printed."""
-    if not isinstance(config.mesh, AutoMesh):
+    if not (isinstance(config, Config) and isinstance(config.mesh, AutoMesh)):
         return config
     from jaxfb.planner.auto import choose
 

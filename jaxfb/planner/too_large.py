@@ -40,7 +40,7 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
       available: bytes of one device; None where that is not known, and then the changes that need least are named.
     """
     topology = topology_of(devices)
-    if isinstance(config.mesh, AutoMesh):
+    if isinstance(config, Config) and isinstance(config.mesh, AutoMesh):
         config = choose(config, topology, available).config
     now = estimated(config, topology)
     found = [(change, verdict.needed) for change, verdict in _changes(config, topology)]
