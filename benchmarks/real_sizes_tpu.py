@@ -21,11 +21,14 @@ import real_sizes
 from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
 from jaxfb import compiler
+from jaxfb.config import Config
 from jaxfb.planner import parse_topology, tpu
 from jaxfb.planner.routing import Routed
 
-SIDES = ("jaxfb", "jaxfb_best", "maxtext", "maxtext_best")
-"""`_best`: with the options of `jaxfb/compiler.py`; the others with those that the compiler has by itself."""
+SIDES = ("jaxfb", "jaxfb_best", "jaxfb_rounded", "maxtext", "maxtext_best")
+"""`_best`: with the options of `jaxfb/compiler.py`; `_rounded`: and with gradients summed over chips in bfloat16, as
+MaxText's are; the others with options that the compiler has by itself."""
+ROUNDED = "precision.reduce_dtype=bfloat16"
 
 PIPELINE = {
     "ici_pipeline_parallelism": 8,
@@ -141,13 +144,19 @@ def options_of(job: Job) -> dict[str, Any]:
     return dict(compiler.table_for(chip.kind, jaxfb_config(job).mesh.tensor))
 
 
+def config_of(job: Job, side: str) -> Config:
+    """The config that jaxfb's step of a side is compiled with."""
+    own = (ROUNDED,) if side == "jaxfb_rounded" else ()
+    return jaxfb_config(replace(job, overrides=(*job.overrides, *own)))
+
+
 def lower(job: Job, side: str, compiled) -> None:
     """Lowers jaxfb's step, which sets the options of the chip, without them if it is not the best; or MaxText's."""
     if side.startswith("maxtext"):
         lower_maxtext(job, compiled)
         return
-    config = jaxfb_config(job)
-    none = {} if side == "jaxfb_best" else dict.fromkeys(options_of(job))
+    config = config_of(job, side)
+    none = dict.fromkeys(options_of(job)) if side == "jaxfb" else {}
     own = dict(config.parallel.compiler_options or {})
     config = replace(config, parallel=replace(config.parallel, compiler_options=own | none))
     lower_jaxfb(config, tpu.devices(parse_topology(job.topology)), compiled)
@@ -199,7 +208,7 @@ ROWS = Rows(
     script=Path(__file__),
     jobs=JOBS,
     sides=SIDES,
-    usual=("jaxfb", "jaxfb_best", "maxtext"),
+    usual=("jaxfb", "jaxfb_best", "jaxfb_rounded", "maxtext"),
     environment=tpu.ENVIRONMENT,
     packages=("libtpu",),
     settings={
@@ -209,7 +218,7 @@ ROWS = Rows(
         "remat": "full",
         "maxtext": version("maxtext"),
     },
-    config=lambda job, side: jaxfb_config(job),
+    config=config_of,
     lower=lower,
     compile=compile_program,
 )

@@ -141,6 +141,13 @@ MUTATIONS = (
     ),
     # parallel
     Mutation(
+        "sent_in_the_sums_dtype",
+        "parallel/data.py",
+        "gather_shard(leaf, spec, dtype, reduce_dtype) if trains",
+        "gather_shard(leaf, spec, dtype) if trains",
+        "forward_backward/test_precision.py::test_devices_are_summed_in_the_reduce_dtype_and_microbatches_exactly",
+    ),
+    Mutation(
         "experts_own_gradients_summed",
         "parallel/data.py",
         'if axis in ("pipe", "expert")}',

@@ -81,6 +81,7 @@ class Case:
     param_dtype: str = "float64"
     compute_dtype: str | None = None
     accum_dtype: str | None = None
+    reduce_dtype: str | None = None
     x64: bool = True
     grad_scale: float = 1.0
     forward_only: bool = False
@@ -96,6 +97,19 @@ class Case:
     def num_devices(self) -> int:
         """Counts the devices that the mesh takes."""
         return prod(self.mesh.values())
+
+    @property
+    def accumulates_in(self) -> str:
+        """Names the dtype in which gradients are summed over microbatches."""
+        return self.accum_dtype or ("float64" if self.param_dtype == "float64" else "float32")
+
+    @property
+    def reduces_in(self) -> str:
+        """Names the narrowest dtype in which gradients are summed over devices or microbatches."""
+        in_loop = "fsdp" in self.mesh and self.fsdp_gather == "layer"
+        in_loop |= "data" in self.mesh and self.optimizer_sharding == "gradients"
+        dtype = self.reduce_dtype if in_loop else None
+        return narrower(self.accumulates_in, dtype or self.accumulates_in)
 
     @property
     def data_parallel(self) -> int:
@@ -158,7 +172,7 @@ class Case:
 
 ENGINE_OPTIONS = (
     *("schedule", "num_chunks", "layers_per_stage", "head_placement", "normalize", "remat", "fsdp_gather"),
-    *("optimizer_sharding", "poison_bubbles", "compute_dtype", "accum_dtype"),
+    *("optimizer_sharding", "poison_bubbles", "compute_dtype", "accum_dtype", "reduce_dtype"),
 )
 CLIPPING = ("max_grad_norm", "clip_convention")
 SIMPLEST = Case()

@@ -87,6 +87,7 @@ def draw(seed: int, index: int, own: Own | None = None) -> Case:
     values |= _model(dice, values) if own is None else {}
     values |= _engine(dice, mesh)
     values |= _update(dice, values)
+    values |= _reduction(dice, values)
     return Case(**values)
 
 
@@ -269,3 +270,12 @@ def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
         "loss_scale": dice.weighted({None: 6, "static": 1, "dynamic": 1}),
         "second": dice.weighted(seconds),
     }
+
+
+def _reduction(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
+    """Draws the dtype of each microbatch's sum over devices: none wider than that of the sum over microbatches."""
+    widest = values["accum_dtype"] or ("float64" if values["param_dtype"] == "float64" else "float32")
+    choices = {None: 6, "float32": 1, widest: 1}
+    if values["model"] != "sums" and values.get("optimizer", "sgd") in FOR_FEW_BITS:
+        choices |= {"bfloat16": 2}
+    return {"reduce_dtype": dice.weighted(choices)}

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
-from jaxfb.checking.case import REPLICA_AXES, SIMPLEST, Case
+from jaxfb.checking.case import REPLICA_AXES, SIMPLEST, Case, narrower
 
 MOST_TRIES = 60
 LISTS = ("terms", "metrics", "outputs", "leaves")
@@ -100,6 +100,8 @@ def legal(after: Case, before: Case) -> Case:
         after = after.but(attention=None)
     if context > 1 and after.length % (2 * context):
         after = after.but(length=2 * context)
+    if after.reduce_dtype and narrower(after.reduce_dtype, after.accumulates_in) != after.reduce_dtype:
+        after = after.but(reduce_dtype=None)
     if "float64" in (after.param_dtype, after.compute_dtype, after.accum_dtype):
         after = after.but(x64=True)
     return _with_rows(_with_layers(after, before), before)

@@ -14,11 +14,11 @@ def of_values(case: Case) -> float:
 
 
 def of_gradients(case: Case) -> float:
-    """Returns the tolerance of gradients, which are summed in the accumulation dtype; those of "sums" are exact but
-    for that.
+    """Returns the tolerance of gradients, which are summed in dtypes of their own; those of "sums" are exact but for
+    that.
     """
-    accumulated = case.accum_dtype or ("float64" if case.param_dtype == "float64" else "float32")
-    return TOLERANCES[accumulated if case.model == "sums" else narrower(case.computes_in, accumulated)]
+    summed = case.reduces_in
+    return TOLERANCES[summed if case.model == "sums" else narrower(case.computes_in, summed)]
 
 
 def of_weights(case: Case) -> float:

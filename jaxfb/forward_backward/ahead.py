@@ -36,13 +36,14 @@ class Ahead:
 
     gather:     shards of parameters -> whole parameters.
     to_shards: gradients of whole trained parameters -> those of the shards.
-    cut: annotates gradients of whole trained parameters as `tensor` cuts those; where a loop carries them the
-      partitioner would otherwise cut some along another dim, and exchange them in every turn.
+    before_scatter: gradients of whole trained parameters -> in the dtype of their sum over fsdp, annotated as `tensor`
+      cuts the parameters; where a loop carries them the partitioner would otherwise cut some along another dim, and
+      exchange them in every turn.
     """
 
     gather: Callable[[PyTree], PyTree]
     to_shards: Callable[[PyTree], PyTree]
-    cut: Callable[[PyTree], PyTree]
+    before_scatter: Callable[[PyTree], PyTree]
 
     def scan(
         self,

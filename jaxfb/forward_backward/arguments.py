@@ -130,6 +130,17 @@ def check_accum_dtype(accum_dtype: Any, plan: BatchPlan) -> None:
         )
 
 
+def check_reduce_dtype(reduce_dtype: Any, accum_dtype: Any) -> None:
+    """Raises ValueError for a dtype of sums over devices that is wider than that of sums over microbatches."""
+    accum = jnp.dtype(accum_dtype)
+    if reduce_dtype is not None and jnp.finfo(reduce_dtype).bits > jnp.finfo(accum).bits:
+        raise Refused(
+            f"reduce_dtype={reduce_dtype} is wider than {accum.name}, the accum_dtype to which sums over devices are "
+            f"added; use reduce_dtype={accum.name}, or None for the same",
+            [{"reduce_dtype": accum.name}, {"reduce_dtype": None}],
+        )
+
+
 def checked_scale(grad_scale: Any) -> float | jax.Array:
     """Returns `grad_scale` as a float, or as the array that it is; ValueError if it is no number or not finite."""
     if not _is_scale(grad_scale):

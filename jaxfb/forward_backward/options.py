@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.compiler import checked_options
-from jaxfb.forward_backward.arguments import float_dtype, layer_counts
+from jaxfb.forward_backward.arguments import check_reduce_dtype, float_dtype, layer_counts
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
@@ -38,6 +38,7 @@ class EngineOptions:
     num_pieces: int = 1
     normalize: str = "global"
     accum_dtype: Any = None
+    reduce_dtype: Any = None
     compute_dtype: Any = None
     remat: str | None = None
     fsdp_gather: str | int = "layer"
@@ -69,6 +70,7 @@ class EngineOptions:
         checked = {
             "normalize": choice("normalize", self.normalize, NORMALIZATIONS),
             "accum_dtype": float_dtype("accum_dtype", self.accum_dtype),
+            "reduce_dtype": float_dtype("reduce_dtype", self.reduce_dtype),
             "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
             "remat": checked_remat("none" if self.remat is None else self.remat),
             "fsdp_gather": checked_gather(self.fsdp_gather),
@@ -86,6 +88,8 @@ class EngineOptions:
         }
         for name, value in checked.items():
             object.__setattr__(self, name, value)
+        if self.accum_dtype is not None:
+            check_reduce_dtype(self.reduce_dtype, self.accum_dtype)
 
     @property
     def even(self) -> bool:

@@ -12,7 +12,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead
-from jaxfb.forward_backward.arguments import specs_like
+from jaxfb.forward_backward.arguments import check_reduce_dtype, specs_like
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
@@ -97,7 +97,8 @@ class Resolved:
         if isinstance(gather, int):
             kept = 0 if forward_only or axis_size(self.mesh, "fsdp") == 1 else gather
             gather = "layer"
-        execution = Execution(self.specs.tree, dtypes, sums, gather, remat, self.gathers_ahead, kept)
+        how = (gather, remat, self.gathers_ahead, kept, options.reduce_dtype)
+        execution = Execution(self.specs.tree, dtypes, sums, *how)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
             isinstance(model, Pipelined)
@@ -136,6 +137,9 @@ def resolve(
             'fsdp_gather="layer"',
             [{"fsdp_gather": "layer"}],
         )
+    sums = grad_dtypes(options, params)
+    for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
+        check_reduce_dtype(options.reduce_dtype, dtype)
     return Resolved(
         mesh,
         options,
@@ -144,7 +148,7 @@ def resolve(
         specs=Tree.of(specs),
         grad_specs=Tree.of(grad_specs(mesh, options, params, specs)),
         dtypes=Tree.of(_compute_dtypes(options, model, params)),
-        sums=Tree.of(grad_dtypes(options, params)),
+        sums=Tree.of(sums),
         schedule=schedule,
         layout=layout,
         placement=placement,

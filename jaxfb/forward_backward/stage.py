@@ -251,17 +251,12 @@ class Stage:
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
             sums = self._add(sums, target, *before)
             carry, grads = one(carry, place, layer)
-            return (carry, sums, (place, layer.real, wide(grads))), None
-
-        def wide(grads):
             # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
-            return jax.tree.map(
-                lambda g, s: g.astype(jnp.promote_types(g.dtype, s.dtype)), ahead.cut(grads), target.sums
-            )
+            return (carry, sums, (place, layer.real, ahead.before_scatter(grads))), None
 
         shapes = self._trained(jax.eval_shape(self._first, layers).params)
         # behind the barrier zeros are no constants, for which XLA would pass over the gradients once more in every turn
-        nothing = lax.optimization_barrier(wide(jax.tree.map(jnp.zeros_like, shapes)))
+        nothing = lax.optimization_barrier(ahead.before_scatter(jax.tree.map(jnp.zeros_like, shapes)))
         place = self._places(layers)[-1]
         first = (jnp.int32(place), layers.real[place], nothing)
         carry, sums, last = self._backwards(late, (carry, target.sums, first), layers)

@@ -70,6 +70,7 @@ class Execution:
     sums: the dtype in which each leaf's gradient is summed, None where it is frozen.
     ahead: whether a layer's parameters are gathered while the layer before it computes.
     kept: number of a stage's first layers whose parameters are gathered once a call, under fsdp_gather="layer".
+    reduce_dtype: in which one microbatch's gradients are summed over devices; None: as `sums`.
     """
 
     specs: PyTree
@@ -79,6 +80,7 @@ class Execution:
     remat: str
     ahead: bool = False
     kept: int = 0
+    reduce_dtype: str | None = None
 
     @property
     def gathers_in_loop(self) -> bool:
@@ -100,7 +102,9 @@ class Execution:
 
     def _gather(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
         return lambda shards: (
-            data.gather_parameters(shards, specs, dtypes, trained) if self.gathers_in_loop else shards
+            data.gather_parameters(shards, specs, dtypes, trained, self.reduce_dtype)
+            if self.gathers_in_loop
+            else shards
         )
 
     def gather_layer(self):
@@ -111,12 +115,13 @@ class Execution:
     def layer_to_shards(self):
         """Returns a function from gradients of one whole layer to those of its shards."""
         specs = like(self.sums["layers"], self._layer_specs())
-        return lambda grads: data.to_shards(grads, specs)
+        return lambda grads: data.to_shards(grads, specs, self.reduce_dtype)
 
-    def layer_cut(self):
-        """Returns a function that annotates gradients of one whole layer as `tensor` cuts its parameters."""
-        specs = like(self.sums["layers"], self._layer_specs())
-        return lambda grads: data.cut_over_tensor(grads, specs)
+    def layer_before_scatter(self):
+        """Returns a function that casts and annotates gradients of one whole layer for `layer_to_shards`."""
+        sums = self.sums["layers"]
+        specs = like(sums, self._layer_specs())
+        return lambda grads: data.before_scatter(grads, specs, sums, self.reduce_dtype)
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
@@ -183,7 +188,7 @@ class Execution:
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, remat, self.ahead or is_kept or not self.gathers_in_loop)
-        there_and_back = self.gather_layer(), self.layer_to_shards(), self.layer_cut()
+        there_and_back = self.gather_layer(), self.layer_to_shards(), self.layer_before_scatter()
         ahead = Ahead(*there_and_back) if self.ahead else None
         ahead = Gathered(as_is, *there_and_back[1:]) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
@@ -228,7 +233,9 @@ class Accumulation:
             in_place = InPlace(self.model, stage, execution.gather_outer(), execution.keep_layers)
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 return in_place.run(prepared, *rest, so_far)
-        scatter = None if self.scattered is None else data.scatter_over_data(self.scattered)
+        scatter = None
+        if self.scattered is not None:
+            scatter = data.scatter_over_data(self.scattered, execution.reduce_dtype)
         return accumulate.accumulate(
             self._loss_of_trained(prepared), execution.trained(prepared), *rest, scatter, so_far
         )

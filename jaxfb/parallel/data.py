@@ -42,34 +42,36 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
     return jax.tree.map(prepare, params, specs, dtypes, sums)
 
 
-def gather_parameters(shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree) -> PyTree:
+def gather_parameters(
+    shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree, reduce_dtype: Any = None
+) -> PyTree:
     """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each.
 
     trained: tree of bool. What is not is gathered without a rule for a gradient, whose name would hide the gather from
-      a remat policy.
+      a remat policy. reduce_dtype: as for `gather_shard`.
     """
 
     def gather_leaf(leaf, spec, dtype, trains):
         if dim_of(spec, "fsdp") is None:
             return leaf
-        return gather_shard(leaf, spec, dtype) if trains else _gather(leaf.astype(dtype), spec)
+        return gather_shard(leaf, spec, dtype, reduce_dtype) if trains else _gather(leaf.astype(dtype), spec)
 
     return jax.tree.map(gather_leaf, shards, specs, dtypes, trained)
 
 
-@custom_vjp(1, 2)
-def gather_shard(shard: jax.Array, spec: P, dtype: Any) -> jax.Array:
-    """Gathers one leaf over fsdp, in `dtype`; its gradient is summed in the shard's dtype."""
+@custom_vjp(1, 2, 3)
+def gather_shard(shard: jax.Array, spec: P, dtype: Any, reduce_dtype: Any = None) -> jax.Array:
+    """Gathers one leaf over fsdp, in `dtype`; its gradient is summed in `reduce_dtype`, None: the shard's dtype."""
     return _gather(shard.astype(dtype), spec)
 
 
-def _gather_forward(shard, spec, dtype):
+def _gather_forward(shard, spec, dtype, reduce_dtype):
     # not `gather_shard` again: a remat policy would see that name, not all_gather, and keep the whole weight
     return _gather(shard.astype(dtype), spec), jnp.zeros((0,), shard.dtype)
 
 
-def _gather_backward(spec, dtype, like, cotangent):
-    return (_scatter_widened(cotangent, like.dtype, spec),)
+def _gather_backward(spec, dtype, reduce_dtype, like, cotangent):
+    return (_scatter_shard(cotangent, like.dtype, spec, reduce_dtype).astype(like.dtype),)
 
 
 gather_shard.defvjp(_gather_forward, _gather_backward)
@@ -110,26 +112,33 @@ def reduce_gradients(
         return jax.tree.map(reduce, grads, specs, grad_specs)
 
 
-def to_shards(grads: PyTree, specs: PyTree) -> PyTree:
+def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None) -> PyTree:
     """Sums over fsdp of gradients of whole leaves, each cut as its parameter: the transpose of `gather_parameters`."""
 
     def cut(grad, spec):
-        return grad if dim_of(spec, "fsdp") is None else _scatter(grad, "fsdp", spec)
+        return grad if dim_of(spec, "fsdp") is None else _scatter(grad, "fsdp", spec, reduce_dtype)
 
     return jax.tree.map(cut, grads, specs)
 
 
-def cut_over_tensor(grads: PyTree, specs: PyTree) -> PyTree:
-    """Annotates gradients of whole leaves as `tensor` cuts their parameters."""
+def before_scatter(grads: PyTree, specs: PyTree, sums: PyTree, reduce_dtype: Any = None) -> PyTree:
+    """Casts gradients of whole leaves to what they are summed over fsdp in, and annotates them as `tensor` cuts their
+    parameters.
 
-    def cut(grad: jax.Array, spec: P) -> jax.Array:
+    sums: tree of the dtypes of their sums over microbatches, which they get where `reduce_dtype` is None or fsdp does
+      not cut the leaf, unless theirs is wider.
+    """
+
+    def cut(grad: jax.Array, spec: P, dtype: Any) -> jax.Array:
         entries = (*spec, *(None,) * (grad.ndim - len(spec)))
-        return tensor.constrain(grad, *(tensor.AXIS if entry == tensor.AXIS else None for entry in entries))
+        grad = tensor.constrain(grad, *(tensor.AXIS if entry == tensor.AXIS else None for entry in entries))
+        given = reduce_dtype if dim_of(spec, "fsdp") is not None else None
+        return grad.astype(given or jnp.promote_types(grad.dtype, dtype))
 
-    return jax.tree.map(cut, grads, specs)
+    return jax.tree.map(cut, grads, specs, sums)
 
 
-def scatter_over_data(grad_specs: PyTree):
+def scatter_over_data(grad_specs: PyTree, reduce_dtype: Any = None):
     """Returns a function from one microbatch's gradients to their sums over data, each leaf cut as in `grad_specs`
     (ZeRO-2).
 
@@ -137,7 +146,9 @@ def scatter_over_data(grad_specs: PyTree):
     """
 
     def scatter(grad: jax.Array, spec: P) -> jax.Array:
-        return grad if dim_of(spec, "data") is None else _scatter(grad, "data", spec)
+        if dim_of(spec, "data") is None:
+            return grad
+        return _scatter(grad, "data", spec, reduce_dtype).astype(grad.dtype)
 
     def scatter_all(grads: PyTree) -> PyTree:
         with jax.named_scope("scatter_gradients"):
@@ -146,12 +157,12 @@ def scatter_over_data(grad_specs: PyTree):
     return scatter_all
 
 
-def _scatter_widened(grad: jax.Array, wide: Any, spec: P) -> jax.Array:
+def _scatter_shard(grad: jax.Array, shard_dtype: Any, spec: P, reduce_dtype: Any) -> jax.Array:
     """Sums over fsdp in a dtype that may be wider; of a large gradient one block is widened at a time."""
-    dim = dim_of(spec, "fsdp")
-    if grad.dtype == wide or dim is None:
-        return _scatter(grad, "fsdp", spec)
-    return tensor.on_shards(lambda whole: _scatter_in_blocks(whole, wide, dim), grad, spec)
+    dim, dtype = dim_of(spec, "fsdp"), jnp.dtype(reduce_dtype or shard_dtype)
+    if dim is None or dtype.itemsize <= grad.dtype.itemsize:
+        return _scatter(grad.astype(dtype), "fsdp", spec, reduce_dtype)
+    return tensor.on_shards(lambda whole: _scatter_in_blocks(whole, dtype, dim), grad, spec)
 
 
 def _scatter_in_blocks(grad: jax.Array, wide: Any, dim: int) -> jax.Array:
@@ -196,9 +207,9 @@ def _gather(leaf: jax.Array, spec: P) -> jax.Array:
     return leaf if dim is None else tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
 
 
-def _scatter(leaf: jax.Array, axis: str, spec: P) -> jax.Array:
-    """Sums over an axis and cuts over it as `spec` has it, each tensor shard by itself."""
+def _scatter(leaf: jax.Array, axis: str, spec: P, dtype: Any = None) -> jax.Array:
+    """Sums over an axis and cuts over it as `spec` has it, each tensor shard by itself; dtype: of `reduce_scatter`."""
     dim = dim_of(spec, axis)
-    return (
-        leaf if dim is None else tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim), leaf, spec)
-    )
+    if dim is None:
+        return leaf
+    return tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim, dtype), leaf, spec)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 
+import jax.numpy as jnp
+
 from jaxfb import compiler
 from jaxfb.config import Config
 from jaxfb.mesh import AXES
@@ -121,7 +123,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
     sums = 8 * hidden * of_layers * layers_here(config, sizes)
-    gathered = 4 * times * (held + trained) - (4 * times - 2) * of_kept
+    gathered = 4 * times * held - (4 * times - 2) * of_kept + times * _reduced_bytes(config) * trained
     seconds = gathered * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
     seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
     seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
@@ -130,6 +132,12 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 * hidden * of_head * _share(mesh.pipe) / _rate(config, chip, "pipe")
     return seconds
+
+
+def _reduced_bytes(config: Config) -> int:
+    """Returns the bytes of a number of a gradient on its way over fsdp."""
+    given = config.precision.reduce_dtype if config.parallel.fsdp_gather != "step" else None
+    return 4 if given is None else jnp.dtype(given).itemsize
 
 
 def exposed_share(config: Config, topology: Topology) -> float:

@@ -352,6 +352,7 @@ def engine_options(config: AnyConfig) -> dict[str, Any]:
     """Returns what `get_forward_backward_func` takes from the config."""
     options = {
         "accum_dtype": config.precision.accum_dtype,
+        "reduce_dtype": config.precision.reduce_dtype,
         "compute_dtype": compute_dtype(config),
         "remat": config.parallel.remat,
         "fsdp_gather": config.parallel.fsdp_gather,

@@ -57,6 +57,7 @@ CHOICES = {
     "param_dtype": ("float64", "float32", "bfloat16", "float16"),
     "compute_dtype": (None, "float32", "bfloat16", "float16"),
     "accum_dtype": (None, "float32", "float64"),
+    "reduce_dtype": (None, "bfloat16", "float32", "float64"),
     "grad_scale": (1.0, 4.0),
     "optimizer": OPTIMIZERS,
     "max_grad_norm": (None, 0.3, 100.0),

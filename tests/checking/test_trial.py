@@ -36,6 +36,9 @@ CASES = {
     ),
     "attention over cut sequences": SMALL.but(mesh={"context": 2}, length=4, attention="all_to_all"),
     "16 bits": SMALL.but(param_dtype="bfloat16", x64=False),
+    "sums over devices in 16 bits": SMALL.but(
+        mesh={"fsdp": 2}, reduce_dtype="bfloat16", metrics=(), outputs=()
+    ),
     "sums": SMALL.but(model="sums", mesh={"fsdp": 2}, param_dtype="float16", metrics=(), outputs=()),
     "a key a row": SMALL.but(remainder="drop", surplus=1, rng="rows", dropout=True),
     "a mean of means": SMALL.but(normalize="microbatch", remainder="pad", surplus=1, rng="key", dropout=True),

@@ -46,7 +46,7 @@ def slow(*case):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        ({"fsdp": 4}, {"remat": "layer"}),
+        ({"fsdp": 4}, {"remat": "layer", "reduce_dtype": "float64"}),
         ({"fsdp": 2}, {"remat": "none", "num_microbatches": 1}),
         ({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
         slow({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
@@ -76,6 +76,7 @@ def test_gradients_are_those_of_one_device(mesh, options):
         {"trainable": ["layers.b"], "remat": "full"},
         slow({"trainable": ["layers.w", "embed"], "remat": "none"}),
         slow({"dtype": np.float32, "compute_dtype": "bfloat16", "remat": "layer"}),
+        slow({"dtype": np.float32, "reduce_dtype": "bfloat16", "remat": "full"}),
     ],
     ids=str,
 )
@@ -144,7 +145,8 @@ def gathers(eqn):
 
 @pytest.mark.parametrize("topology", ["cpu:4", "v5e:2x2"])
 def test_it_is_the_default_on_accelerators(topology):
-    config = load_config("configs/quickstart.yaml", ("mesh.fsdp=4", "data.tokenizer=bytes"))
+    over = ("mesh.fsdp=4", "data.tokenizer=bytes", "precision.reduce_dtype=bfloat16")
+    config = load_config("configs/quickstart.yaml", over)
     where = parse_topology(topology)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(where)))
     traced = job.step.trace(job.state, job.batch).jaxpr
@@ -152,6 +154,9 @@ def test_it_is_the_default_on_accelerators(topology):
     assert bool(carried) == (topology != "cpu:4")
     # what the next turn begins with is gathered after this turn's first layer, whose parameters lie where it will
     assert all(depends_on(is_pause, eqn, body) for eqn, body in carried)
+    # on CPU, which adds up no 16-bit floats, what is rounded is summed in float32
+    sent = {one.invars[0].aval.dtype for one in equations(traced) if one.primitive.name == "reduce_scatter"}
+    assert sent == {jax.numpy.dtype("float32" if topology == "cpu:4" else "bfloat16")}
 
 
 def carried_cuts(program):

@@ -79,6 +79,30 @@ def test_an_accumulator_wider_than_the_parameters_is_that_of_the_scatter_too():
         assert grads.dtype == np.float64 and np.all(grads == 2.0**24 + 1)
 
 
+def test_devices_are_summed_in_the_reduce_dtype_and_microbatches_exactly():
+    """bfloat16 has no 257: a sum over devices has lost a 1 that one over microbatches keeps."""
+    params, parts = {"w": jnp.zeros((4, 4), "float32")}, [256, 1, 1, 0]
+    mesh, rounded = {"fsdp": 2}, {"reduce_dtype": "bfloat16"}
+    for sizes, options, total in (
+        (mesh, {}, 258),
+        (mesh, rounded, 257),
+        (mesh, rounded | {"fsdp_gather": "step"}, 258),
+        ({"data": 2}, rounded, 258),
+        ({"data": 2}, rounded | {"optimizer_sharding": "gradients"}, 257),
+    ):
+        grads = gradient(weighted, params, parts, sizes, **options)["w"]
+        assert grads.dtype == np.float32 and np.all(grads == total), (sizes, options, grads)
+
+
+def test_a_reduce_dtype_that_is_wider_than_the_sum_is_refused():
+    for given, params, nearest in (
+        ({"accum_dtype": "bfloat16", "reduce_dtype": "float32"}, "float32", "bfloat16"),
+        ({"reduce_dtype": "float64"}, "float32", "float32"),
+    ):
+        with pytest.raises(ValueError, match=f"is wider than {nearest}.*use reduce_dtype={nearest}, or None"):
+            gradient(weighted, {"w": jnp.zeros((4, 4), params)}, [1, 2], {"fsdp": 2}, **given)
+
+
 # hidden is the row's number, all of outer["w"] and of the layers' weights multiply it: each row's part is that number
 counting = Pipelined(
     embed=lambda outer, mb, rng: mb["x"].astype(outer["w"].dtype)[:, None],

@@ -70,6 +70,7 @@ OPTIONS = {
     "num_chunks": positive_int,
     "normalize": one_of(NORMALIZATIONS),
     "accum_dtype": dtypes,
+    "reduce_dtype": dtypes,
     "compute_dtype": dtypes,
     "remat": one_of((None, *REMAT_POLICIES)),
     "fsdp_gather": lambda value: one_of(("layer", "step"))(value) or positive_int(value),
