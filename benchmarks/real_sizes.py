@@ -199,7 +199,8 @@ def lower_jaxfb(config: Config, devices: list, compiled: Callable) -> None:
 
     made = make_job(config, make_mesh(**vars(config.mesh), devices=devices))
     traced = made.step.trace(made.state, made.batch)
-    compiled(traced.lower(), routed(made, traced.jaxpr) if config.model.num_experts else None)
+    work = routed(made, traced.jaxpr)
+    compiled(traced.lower(), None if work == Routed() else work)
 
 
 def save(rows: Rows, name: str, side: str, row: dict[str, Any]) -> None:

@@ -54,6 +54,14 @@ LONGER_MAXTEXT = LONG_MAXTEXT | {
     "ici_context_parallelism": 16,
     "per_device_batch_size": 1 / 16,
 }
+LONG_STAGES = (
+    "data.sequence_length=131072",
+    "batch.rows=4",
+    "mesh.fsdp=1",
+    "mesh.pp=8",
+    "parallel.remat=layer",
+)
+"""Few microbatches of long sequences, four in a pipeline of eight stages."""
 MIXTRAL = {
     "decoder_block": "mixtral",
     "num_experts": 8,
@@ -94,6 +102,13 @@ JOBS = {
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
+    "8B at 128k tokens, v5p:2x2x2, pipe 8": Job("8b", "v5p:2x2x2", LONG_STAGES, None),
+    "8B at 128k tokens, v5p:2x2x2, pipe 8, 16 pieces": Job(
+        "8b", "v5p:2x2x2", (*LONG_STAGES, "parallel.pieces=16"), None
+    ),
+    "8B at 128k tokens, v5p:2x2x2, pipe 8, 16 pieces abreast": Job(
+        "8b", "v5p:2x2x2", (*LONG_STAGES, "parallel.pieces=16", "schedule=seq_abreast"), None
+    ),
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
         "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
     ),

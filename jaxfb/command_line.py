@@ -41,7 +41,7 @@ SCHEDULE_SIZES = {
     "pipe": "devices on the pipe axis",
     "microbatches": "microbatches of an update",
     "chunks": "stages per device (default: depends on the kind)",
-    "pieces": "pieces of a sequence, of seq1f1b (default: 1)",
+    "pieces": "pieces of a sequence, of seq1f1b and seq_abreast (default: 1)",
 }
 SCHEDULE_COSTS = {
     "forward": "a forward of one microbatch on a device",

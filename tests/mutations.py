@@ -349,6 +349,20 @@ MUTATIONS = (
         "schedules/test_v_schedules.py::test_the_order_of_dualpipe_v_is_the_published_one",
     ),
     Mutation(
+        "microbatches_one_after_the_other",
+        "schedules/seq_abreast.py",
+        "for piece in range(num_pieces) for m in range(group)",
+        "for m in range(group) for piece in range(num_pieces)",
+        "schedules/test_seq1f1b.py::test_abreast_only_the_last_pieces_are_waited_for",
+    ),
+    Mutation(
+        "keys_before_a_piece_out_of_place",
+        "models/splash_pieces.py",
+        "jnp.roll(found, jnp.maximum(back - start, 0), axis=1)",
+        "jnp.roll(found, 0, axis=1)",
+        "models/test_splash_pieces.py::test_kernels_on_pieces_are_attention_of_the_sequence",
+    ),
+    Mutation(
         "slots_never_on_the_host",
         "forward_backward/slot.py",
         "jax.memory.Space.Host if on_host else",

@@ -271,8 +271,8 @@ class ParallelConfig:
     head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
                  (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
-    pieces:      equal pieces of each sequence that go through the pipeline one after the other (schedule seq1f1b): with
-                 few microbatches of long sequences stages wait less, and keep less.
+    pieces:      equal pieces of each sequence that go through the pipeline one after the other (schedule seq1f1b or
+                 seq_abreast): with few microbatches of long sequences stages wait less, and keep less.
     """
 
     fsdp_gather: Literal["layer", "step"] | int = "layer"

@@ -72,11 +72,11 @@ def get_forward_backward_func(
     Args:
       mesh: from `make_mesh`; None is one device. The rows are split over data, fsdp and expert.
       schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half",
-        "v_min", "dualpipe_v", "seq1f1b", or your own `Schedule` for the plan's number of microbatches. None: "1f1b",
-        "interleaved" if num_chunks > 1, or "seq1f1b" if num_pieces > 1.
+        "v_min", "dualpipe_v", "seq1f1b", "seq_abreast", or your own `Schedule` for the plan's number of
+        microbatches. None: "1f1b", "interleaved" if num_chunks > 1, or "seq1f1b" if num_pieces > 1.
       num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
       num_pieces: pieces that each sequence is cut into, which go through the pipeline one after the other; more than 1
-        needs schedule="seq1f1b" (or None) and a model with `layer_piece`.
+        needs schedule="seq1f1b" (or None) or "seq_abreast", and a model with `layer_piece`.
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.

@@ -1,7 +1,8 @@
 """Causal attention of a piece of each sequence to itself and to the pieces before it.
 
-The loop over blocks of earlier keys ends where the piece begins, so that piece p of n costs what its queries see, but
-for its own keys, which all of them are compared with. Nothing larger than the scores of one block of keys exists.
+On a TPU splash's kernels compute it (`splash_pieces.py`), elsewhere plain JAX does, here. The loop over blocks of
+earlier keys ends where the piece begins, so that piece p of n costs what its queries see, but for its own keys, which
+all of them are compared with. Nothing larger than the scores of one block of keys exists.
 
 Shapes: R = rows, L = tokens of a piece, T = tokens of the sequence, H = heads, G = kv heads, K = head size.
 """
@@ -16,6 +17,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.compat import custom_vjp
+from jaxfb.models.attention import choose_backend
+from jaxfb.models.splash_pieces import splash_piece_attention
 from jaxfb.parallel.online_softmax import attend, attend_backward, grouped, nothing, sinks_backward, visible
 from jaxfb.parallel.scores import Scores
 from jaxfb.parallel.tensor import on_head_shards
@@ -55,6 +58,7 @@ def piece_attention(
     number: jax.Array,
     segments: jax.Array | None,
     window: int | None,
+    backend: str = "xla",
 ) -> jax.Array:
     """Computes causal attention inside each segment for one piece of each row.
 
@@ -65,13 +69,31 @@ def piece_attention(
       number: i32[], which piece this is.
       segments: i32[R, T] document ids of the whole rows, or None.
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
+      backend: "auto" and "splash" run splash's kernels where a TPU's whole rows would; else plain JAX.
     Returns:
       float[R, L, H, K].
     """
+    if backend in ("auto", "splash"):
+        packed = segments is not None
+        if choose_backend(backend, query, key, packed=packed, plain=scores.are_plain) == "splash":
+            return _by_kernels(query, key, value, scores, past, (number, segments), window)
     if segments is None:
         segments = jnp.ones(past.key.shape[:2], jnp.int32)
     sinks = None if scores.sinks is None else scores.sinks[None, None, :, None]
     return _attention(query, Keys(key, value), past, sinks, number, segments, window, scores.softcap)
+
+
+def _by_kernels(query, key, value, scores: Scores, past: Keys, whole: tuple, window: int | None) -> jax.Array:
+    def of_shard(query, key, value, old_keys, old_values, *more):
+        *sinks, (number, segments) = more
+        here = scores._replace(sinks=sinks[0].reshape(-1)) if sinks else scores
+        past = old_keys, old_values
+        return splash_piece_attention(
+            query, key, value, here, past=past, number=number, segments=segments, window=window
+        )
+
+    sinks = [] if scores.sinks is None else [scores.sinks[None, None, :, None]]
+    return on_head_shards(of_shard, [query, key, value, *past, *sinks], whole)
 
 
 @custom_vjp(6, 7)
@@ -179,10 +201,15 @@ class _Pass(NamedTuple):
         return block.key, block.value, visible(*places, of_piece, of_keys, self.seen.window)
 
 
+def block_of_keys(tokens: int) -> int:
+    """Returns the keys of a block, for pieces of so many tokens."""
+    return next(n for n in range(min(tokens, LARGEST_BLOCK), 0, -1) if tokens % n == 0)
+
+
 def _passes(own: Keys, past: Keys, seen: Seen) -> list[tuple[Keys, _Pass]]:
     """Returns the two runs over blocks of keys: earlier pieces, then this one."""
     tokens = own.key.shape[1]
-    size = next(n for n in range(min(tokens, LARGEST_BLOCK), 0, -1) if tokens % n == 0)
+    size = block_of_keys(tokens)
     start, blocks = seen.number * tokens, tokens // size
     oldest = 0 if seen.window is None else jnp.maximum(start - seen.window + 1, 0) // size
     earlier = _Pass(seen, tokens, size, jnp.zeros_like(start), (oldest, seen.number * blocks))

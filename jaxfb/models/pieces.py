@@ -47,7 +47,7 @@ def layer_piece_of(
         positions, several, kept = _positions(microbatch, piece), len(blocks) > 1, []
         pasts = [None] * len(blocks) if piece.past is None else stack.split(piece.past)
         for config, block_of, own, past in zip(stack.period, blocks, stack.split(params), pasts, strict=True):
-            attend = partial(_attend, window=config.window, piece=piece, past=past)
+            attend = partial(_attend, config=config, piece=piece, past=past)
             hidden, keys = block_of(own)(hidden, positions, attend)
             kept.append(keys)
         return hidden, {layer_name(i): keys for i, keys in enumerate(kept)} if several else kept[0]
@@ -55,7 +55,7 @@ def layer_piece_of(
     return layer_piece
 
 
-def _attend(query, key, value, scores=PLAIN, *, window, piece: Piece, past: Keys | None):
+def _attend(query, key, value, scores=PLAIN, *, config: TransformerConfig, piece: Piece, past: Keys | None):
     """Attends to a piece and those before it, and hands back its keys and values."""
     if past is None:  # nobody reads the numbers of a call for shapes
         return query, Keys(key, value)
@@ -67,7 +67,8 @@ def _attend(query, key, value, scores=PLAIN, *, window, piece: Piece, past: Keys
         past=past,
         number=piece.number,
         segments=piece.whole.get("segments"),
-        window=window,
+        window=config.window,
+        backend=config.attention,
     )
     return out, Keys(key, value)
 

@@ -116,10 +116,11 @@ def scaled(query: jax.Array) -> jax.Array:
     return (query.astype(jnp.float32) * query.shape[-1] ** -0.5).astype(query.dtype)
 
 
-def segment_ids(ids: jax.Array | None) -> Any:
+def segment_ids(ids: jax.Array | None, of_keys: jax.Array | None = None) -> Any:
+    """Returns what a kernel takes as segments of one row; of_keys: where keys are not those of the queries."""
     from jax.experimental.pallas.ops.tpu import splash_attention as splash
 
-    return None if ids is None else splash.SegmentIds(q=ids, kv=ids)
+    return None if ids is None else splash.SegmentIds(q=ids, kv=ids if of_keys is None else of_keys)
 
 
 @lru_cache(maxsize=64)

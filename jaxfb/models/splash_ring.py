@@ -5,9 +5,6 @@ device its second piece of queries sees the first piece, and either its first pi
 from a device before it) or its second piece of queries sees the second piece (from one after). That is two products of
 half the queries with half the keys in every turn, of which nothing is masked.
 
-A kernel returns what it sums in float32 in the compute dtype. Turns are summed in float32: each one's result is
-rounded once, and their sum once more.
-
 Shapes: R = rows, T = tokens on this device, H = heads, G = kv heads, K = head size. Statistics are float32.
 """
 
@@ -21,8 +18,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfb.compat import splash_backward
 from jaxfb.models import splash
+from jaxfb.models.splash_sums import Keys, Queries, Sums, attend, begun, gradients, merged, sinks_gradient
 from jaxfb.parallel.context import AXIS, pass_on, size_here
 from jaxfb.parallel.scores import PLAIN, Scores
 
@@ -64,44 +61,16 @@ def _ring(q, k, v, sinks, segments, softcap, interpret) -> jax.Array:
     return _forward(q, k, v, sinks, segments, softcap, interpret)[0]
 
 
-class _Keys(NamedTuple):
-    """Keys and values [R, G, T, K] of one device and their segments [R, T], on their way round."""
-
-    key: jax.Array
-    value: jax.Array
-    segments: jax.Array | None
-
-
-class _Queries(NamedTuple):
-    """Queries of this device and what the backward needs beside them; `None` of it in the forward.
-
-    query, out, d_out: [R, H, T, K]; normalizer: f32[R, H, T], the logarithm of the sum of exponentials of the scores.
-    """
-
-    query: jax.Array
-    segments: jax.Array | None
-    out: jax.Array | None = None
-    normalizer: jax.Array | None = None
-    d_out: jax.Array | None = None
-
-
-class _Sums(NamedTuple):
-    """Attention to the keys so far: out f32[R, H, T, K], and the normalizer f32[R, H, T] of its softmax."""
-
-    out: jax.Array
-    normalizer: jax.Array
-
-
 def _forward(q, k, v, sinks, segments, softcap, interpret):
     own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
-    queries, keys = _Queries(q, segments), _Keys(k, v, segments)
+    queries, keys = Queries(q, segments), Keys(k, v, segments)
 
     def add(sums, keys, step):
         places = _places(q.shape[2], step)
-        out, normalizer = _attend(half, _both(queries, places.queries), _both(keys, places.keys))
+        out, normalizer = attend(half, _both(queries, places.queries), _both(keys, places.keys))
         parts = zip(jnp.split(out, 2), jnp.split(normalizer, 2), places.queries, strict=True)
         for *part, place in parts:
-            sums = _updated(sums, place, partial(_merged, _Sums(*part)))
+            sums = _updated(sums, place, partial(merged, Sums(*part)))
         return sums
 
     def turn(carry, step):
@@ -109,11 +78,7 @@ def _forward(q, k, v, sinks, segments, softcap, interpret):
         return (add(sums, keys, step), pass_on(keys)), None
 
     behind = pass_on(keys)
-    out, normalizer = _attend(own, queries, keys)
-    sums = _Sums(out.astype(jnp.float32), normalizer)
-    if sinks is not None:
-        nothing = jnp.zeros_like(sums.out), jnp.broadcast_to(sinks[:, None], normalizer.shape)
-        sums = _merged(_Sums(*nothing), sums)
+    sums = begun(*attend(own, queries, keys), sinks)
     last = size_here() - 1
     (sums, keys), _ = lax.scan(turn, (sums, behind), jnp.arange(1, last))
     sums = add(sums, keys, last)
@@ -124,13 +89,13 @@ def _forward(q, k, v, sinks, segments, softcap, interpret):
 def _backward(softcap, interpret, residuals, d_out):
     q, k, v, sinks, segments, out, normalizer = residuals
     own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
-    queries, keys = _Queries(q, segments, out, normalizer, d_out), _Keys(k, v, segments)
+    queries, keys = Queries(q, segments, out, normalizer, d_out), Keys(k, v, segments)
     wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
     def add(carry, step):
         d_query, keys, of_keys = carry
         places = _places(q.shape[2], step)
-        dq, *dkv = wide(_gradients(half, _both(queries, places.queries), _both(keys, places.keys)))
+        dq, *dkv = wide(gradients(half, _both(queries, places.queries), _both(keys, places.keys)))
         for number in range(2):
             piece = lambda x, n=number: jnp.split(x, 2)[n]  # noqa: E731
             d_query = _updated(d_query, places.queries[number], lambda x, p=piece: x + p(dq))
@@ -148,11 +113,11 @@ def _backward(softcap, interpret, residuals, d_out):
         return (d_query, behind, pass_on(of_keys)), None
 
     behind = pass_on(keys)
-    d_query, *of_keys = wide(_gradients(own, queries, keys))
+    d_query, *of_keys = wide(gradients(own, queries, keys))
     carry, _ = lax.scan(turn, (d_query, behind, pass_on(of_keys)), jnp.arange(1, size_here() - 1))
     d_query, _, of_keys = add(carry, size_here() - 1)
     d_key, d_value = pass_on(of_keys)
-    d_sinks = None if sinks is None else _sinks_gradient(sinks, queries)
+    d_sinks = None if sinks is None else sinks_gradient(sinks, queries)
     return d_query.astype(q.dtype), d_key.astype(k.dtype), d_value.astype(v.dtype), d_sinks, None
 
 
@@ -206,54 +171,3 @@ def _updated(tree: Any, place: jax.Array | int, change: Any) -> Any:
     cut = lambda x: lax.dynamic_slice_in_dim(x, place, x.shape[2] // 2, 2)  # noqa: E731
     put = lambda x, new: lax.dynamic_update_slice_in_dim(x, new, place, 2)  # noqa: E731
     return jax.tree.map(put, tree, change(jax.tree.map(cut, tree)))
-
-
-def _merged(part: _Sums, sums: _Sums) -> _Sums:
-    normalizer = jnp.logaddexp(sums.normalizer, part.normalizer)
-    shares = (jnp.exp(one.normalizer - normalizer)[..., None] for one in (sums, part))
-    before, added = (one.out * share for one, share in zip((sums, part), shares, strict=True))
-    return _Sums(before + added, normalizer)
-
-
-def _attend(kernel: Any, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [R, H, T, K], normalizer f32[R, H, T]) of these keys alone."""
-
-    def one_row(queries, keys):
-        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, _ids(queries, keys))
-        return out, normalizer
-
-    return jax.vmap(one_row)(queries, keys)
-
-
-def _gradients(kernel: Any, queries: _Queries, keys: _Keys) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """Returns these keys' part of the gradients of (query, key, value), by the normalizers of all keys."""
-
-    def one_row(queries, keys):
-        saved = (
-            queries.query,
-            keys.key,
-            keys.value,
-            _ids(queries, keys),
-            None,
-            queries.out,
-            queries.normalizer,
-        )
-        return splash_backward(kernel, saved, queries.d_out)
-
-    return jax.vmap(one_row)(queries, keys)
-
-
-def _ids(queries: _Queries, keys: _Keys) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
-    if queries.segments is None or keys.segments is None:
-        return None
-    return splash_attention.SegmentIds(q=queries.segments, kv=keys.segments)
-
-
-def _sinks_gradient(sinks: jax.Array, queries: _Queries) -> jax.Array:
-    """Computes it: each sink has taken its probability of what the other scores' values give."""
-    assert queries.d_out is not None and queries.out is not None and queries.normalizer is not None
-    delta = jnp.sum(queries.d_out.astype(jnp.float32) * queries.out.astype(jnp.float32), axis=-1)
-    prob = jnp.exp(sinks[:, None] - queries.normalizer)
-    return -jnp.sum(prob * delta, axis=(0, 2)).astype(sinks.dtype)

@@ -1,4 +1,5 @@
-"""Estimates the work of a mixture of experts, which no program contains: it depends on where tokens are sent.
+"""Estimates the work that no program contains: of experts, since it depends on where tokens are sent, and of attention
+to earlier pieces of a sequence, since it depends on the piece.
 
 Taken here is that experts are equally popular, as their training aims at: then a device's experts meet as many rows
 as its own tokens make choices, whatever space there is for the worst case.
@@ -12,8 +13,10 @@ from typing import Any
 
 from jaxfb.models.grouped_matmul import tile_size
 from jaxfb.models.moe import how_dispatched
+from jaxfb.models.piece_attention import block_of_keys
 from jaxfb.parallel.expert import Space, spaces
 from jaxfb.planner.job import Job
+from jaxfb.planner.piece_turns import mean_turns
 
 _RAGGED = ("ragged_dot", "ragged_dot_general")
 
@@ -21,17 +24,20 @@ _RAGGED = ("ragged_dot", "ragged_dot_general")
 @dataclass(frozen=True)
 class Routed:
     """share: of the rows that a grouped matmul has space for, those that it multiplies. turns: of its loop over tiles,
-    where it is one; half of the last tile of each group is empty."""
+    where it is one; half of the last tile of each group is empty; or of the loop over earlier pieces."""
 
     share: float = 1.0
     turns: float = 1
 
 
 def routed(job: Job, jaxpr: Any) -> Routed:
-    """Returns the work of a device's experts in one product, the mean where a microbatch is exchanged in pieces.
+    """Returns the work of a device's experts in one product, the mean where a microbatch is exchanged in pieces; or the
+    turns over earlier pieces of a sequence. Which of the two a program has: pieces are refused with experts.
 
     jaxpr: of the traced step, in which a grouped matmul is a ragged product.
     """
+    if job.schedule is not None and job.schedule.num_pieces > 1:
+        return Routed(turns=mean_turns(job.schedule) * _turns_of_piece(job, jaxpr))
     found = [
         [var.aval.shape for var in eqn.invars] for eqn, _ in equations(jaxpr) if eqn.primitive.name in _RAGGED
     ]
@@ -45,6 +51,14 @@ def routed(job: Job, jaxpr: Any) -> Routed:
         for (space, *_), _, (groups, *_), *_ in found
     ]
     return Routed(share, sum(turns) / len(turns))
+
+
+def _turns_of_piece(job: Job, jaxpr: Any) -> int:
+    """Returns turns for one earlier piece: a kernel's call, or blocks of its keys."""
+    if any(eqn.primitive.name == "pallas_call" for eqn, _ in equations(jaxpr)):
+        return 1
+    tokens = job.config.data.sequence_length // job.config.parallel.pieces
+    return tokens // block_of_keys(tokens)
 
 
 def _spaces(job: Job) -> list[Space]:

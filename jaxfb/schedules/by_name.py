@@ -7,6 +7,7 @@ from jaxfb.schedules import (  # noqa: F401
     interleaved,
     one_f_one_b,
     seq1f1b,
+    seq_abreast,
     v_half,
     v_min,
     v_shape,
@@ -31,7 +32,7 @@ def make(
       num_microbatches: M, any number from 1; it need not be a multiple of P.
       num_chunks: V, stages a device holds; the model is cut into P * V. Exactly 2 for v_shape, zb_v,
         v_half, v_min and dualpipe_v.
-      num_pieces: pieces that each sequence is cut into; 1 but for seq1f1b.
+      num_pieces: pieces that each sequence is cut into; 1 but for seq1f1b and seq_abreast.
     Raises:
       ValueError: an unknown name, a size below 1, or num_chunks or num_pieces that the kind cannot use.
     """

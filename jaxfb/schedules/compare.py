@@ -48,10 +48,10 @@ def comparison(
     """Compares every built-in kind, and Megatron's orders where Megatron accepts the sizes.
 
     Each kind is given the numbers of chunks that suit it: gpipe and 1f1b one, v_shape two, interleaved
-    `num_chunks` (at least two), zero_bubble both. With `num_pieces` of at least two, seq1f1b cuts sequences into so
-    many and the others leave them whole; with one it is 1f1b and left out. `attention` is as in
-    `Schedule.simulate`. Times of what was published (Megatron, ZB-V,
-    DualPipeV) are of independent ranks with free transport, ours of lockstep ticks.
+    `num_chunks` (at least two), zero_bubble both. With `num_pieces` of at least two, seq1f1b and seq_abreast
+    cut sequences into so many and the others leave them whole; with one they are 1f1b and left out. `attention` is
+    as in `Schedule.simulate`. Times of what was published (Megatron, ZB-V, DualPipeV) are of independent ranks with
+    free transport, ours of lockstep ticks.
     """
     num_stages, num_microbatches, num_chunks = checked_sizes(num_stages, num_microbatches, num_chunks)
     costs = Costs(forward, backward_input, backward_weight, attention=attention)

@@ -50,8 +50,8 @@ With `program.by_device` a device runs F, B and W where they are valid for it an
 kinds of the phase, and what is not valid goes to slots that nobody reads.
 
 Weight gradients of a chunk are always accumulated in the order of microbatches, under every built-in
-schedule. A forward-only program (`schedule.forward_only().program`) has no B and W rows that are valid and no
-residual slots.
+schedule of whole sequences. A forward-only program (`schedule.forward_only().program`) has no B and W rows that are
+valid and no residual slots.
 """
 
 from dataclasses import dataclass

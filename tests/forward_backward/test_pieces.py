@@ -84,7 +84,13 @@ def in_pieces(model, params, batch, mesh=None, plan=PLAN, forward_only=False, **
 
 
 @pytest.mark.parametrize(
-    "options", [{"num_pieces": 4}, {"num_pieces": 2, "num_chunks": 2, "remat": "full"}], ids=str
+    "options",
+    [
+        {"num_pieces": 4},
+        {"num_pieces": 2, "num_chunks": 2, "remat": "full"},
+        {"num_pieces": 4, "schedule": "seq_abreast", "mesh": {"pipe": 4}},
+    ],
+    ids=str,
 )
 def test_pieces_of_a_model_of_ones_own_change_nothing(options):
     wanted, found = one_device(RUNNING_SUM, PARAMS, BATCH), in_pieces(RUNNING_SUM, PARAMS, BATCH, **options)

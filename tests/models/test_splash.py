@@ -193,6 +193,8 @@ PIPE = dict(pipe=2, tensor=2)
         (PIPE, "selective", dict(schedule="1f1b"), 1),
         (PIPE, "layer", dict(schedule="1f1b"), 2),
         (PIPE, "selective", dict(schedule="zero_bubble"), 1),
+        (PIPE, "selective", dict(num_pieces=2), 1),
+        (PIPE, "layer", dict(num_pieces=2), 2),
     ],
 )
 def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(sizes, remat, options, forward):

@@ -1,4 +1,4 @@
-"""Pieces of sequences as items of a schedule: time, memory, caches, and what a table of them must not do."""
+"""Pieces of sequences as items of schedules: time, memory, caches, and what a table of them must not do."""
 
 import pytest
 
@@ -25,9 +25,31 @@ def test_only_the_ramp_of_one_piece_is_left_of_the_bubble(stages, microbatches, 
         assert microbatches * pieces < most[0] or found == tuple(most)
 
 
+@pytest.mark.parametrize("name", ["seq1f1b", "seq_abreast"])
 @pytest.mark.parametrize("chunks", [1, 2])
-def test_one_piece_is_1f1b(chunks):
-    assert make("seq1f1b", 4, 6, chunks).table == make("1f1b", 4, 6, chunks).table
+def test_one_piece_is_1f1b(chunks, name):
+    assert make(name, 4, 6, chunks).table == make("1f1b", 4, 6, chunks).table
+
+
+@pytest.mark.parametrize("stages, microbatches, pieces, chunks", SIZES)
+def test_microbatches_abreast_take_as_long_for_equal_pieces_and_wait_less_for_late_ones(
+    stages, microbatches, pieces, chunks
+):
+    one, abreast = (make(name, stages, microbatches, chunks, pieces) for name in ("seq1f1b", "seq_abreast"))
+    assert abreast.validate().num_ticks >= one.num_ticks  # F and B share fewer of them
+    assert abreast.simulate().time == pytest.approx(one.simulate().time)
+    assert abreast.simulate(attention=0.7).time <= one.simulate(attention=0.7).time + 1e-9
+
+
+def test_abreast_only_the_last_pieces_are_waited_for():
+    """P=8, M=4: all four are one group, whose times are those of the pieces and P - 1 times that of the last."""
+    schedule, n, share = make("seq_abreast", 8, 4, 1, 16), 16, 0.71
+    late = (1 - share) / n + share * 2 * n / n**2
+    own = 4 * (1 - share + share * (n + 1) / n)
+    assert schedule.simulate(attention=share).time == pytest.approx(3 * (own + 7 * late))
+    assert max(schedule.simulate().peak_live_activations) == 4 * 16 and schedule.slots.most("cache") == 4
+    large = make("seq_abreast", 8, 32, 1, 16)
+    assert max(large.simulate().peak_live_activations) == 75 and large.slots.most("cache") <= 12
 
 
 def test_at_few_microbatches_it_has_a_fraction_of_the_bubble_and_of_the_memory():
