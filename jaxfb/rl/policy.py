@@ -64,9 +64,8 @@ class PolicyWork(PostTraining):
     critic: Critic | None
 
     def __post_init__(self):
+        super().__init__()
         self._config = self.base.config
-        self.train_state: TrainState = None  # type: ignore[assignment]
-        self.say: Callable[[str], None] = print
         self._reference: PyTree | None = None
         self._rows: Rows = self.experience.empty()
         self._record: dict[str, float] = {}
@@ -123,8 +122,7 @@ class PolicyWork(PostTraining):
         return self.experience.length
 
     def state(self) -> PyTree:
-        self.train_state = in_model_order(self.train_state, donate=True)
-        arrays = {**flat(self.train_state), "rollout": self._rows_on_devices()}
+        arrays = {**super().state(), "rollout": self._rows_on_devices()}
         if self._reference is not None:
             arrays["reference"] = self._reference
         if self.critic:
@@ -173,7 +171,7 @@ class PolicyWork(PostTraining):
 
     def summary(self) -> dict[str, Any]:
         counted = {name: self._record.get(name) for name in ("reward", WITHOUT_SIGNAL)}
-        return {**counted, "applied_updates": int(self.train_state.step)}
+        return {**counted, **super().summary()}
 
     def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):

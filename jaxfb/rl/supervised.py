@@ -22,7 +22,6 @@ from jaxfb.data.token_rows import token_rows
 from jaxfb.mesh import data_parallel
 from jaxfb.metrics import plot_losses
 from jaxfb.optim import lr_schedule, make_optimizer
-from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
@@ -52,8 +51,7 @@ class SupervisedWork(PostTraining):
     model: Any
 
     def __post_init__(self):
-        self.train_state: TrainState = None  # type: ignore[assignment]
-        self.say: Callable[[str], None] = print
+        super().__init__()
         self._windows = self.plan.window
         self._text = digest(self.stream.rows)
 
@@ -96,10 +94,6 @@ class SupervisedWork(PostTraining):
         loss = found.pop(f"eval/{TERM}", None)
         return found if loss is None else {"eval/loss": loss, **found}
 
-    def state(self) -> PyTree:
-        self.train_state = in_model_order(self.train_state, donate=True)
-        return flat(self.train_state)
-
     def host(self, done: int) -> dict[str, Any]:
         return {}
 
@@ -122,7 +116,7 @@ class SupervisedWork(PostTraining):
         self.train_state = TrainState(**state)
 
     def summary(self) -> dict[str, Any]:
-        return {"applied_updates": int(self.train_state.step), "rows": count(self.stream.rows)}
+        return {**super().summary(), "rows": count(self.stream.rows)}
 
     def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):

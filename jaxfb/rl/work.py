@@ -2,28 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
 from jaxfb.config.post_training import COMMANDS
-from jaxfb.display import duration
 from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
-from jaxfb.train_state import Limits
-from jaxfb.train_step import StepMetrics, TrainState
+from jaxfb.train_step import TrainState
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.log import named_numbers
+from jaxfb.training.base_work import BaseWork
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.session import Run
 from jaxfb.training.setup import abstract_params
 
 PyTree = Any
 
 
-class PostTraining:
+class PostTraining(BaseWork):
     """The part of a `Work` that does not depend on the kind.
 
     base: what it is made of. train_state: of the model that is trained.
@@ -31,8 +28,6 @@ class PostTraining:
 
     starts_with_evaluation = True
     base: Base
-    train_state: TrainState
-    limits: Limits | None = None  # of the next update; the guards set it
 
     @property
     def config(self) -> Any:
@@ -74,8 +69,8 @@ class PostTraining:
         self.base.chat.save(directory.path)
         carry_from(self.config, directory)
 
-    def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
-        return named_numbers(metrics)
+    def state(self) -> PyTree:
+        return flat(super().state())
 
     def check_same_text(self, saved: Mapping[str, Any]) -> None:
         """Refuses to continue with other rows than the saved run was trained on."""
@@ -85,27 +80,6 @@ class PostTraining:
                 f"[data] the saved run was trained on other rows (fingerprint {saved['text']}, these have {mine}); use "
                 "its file and tokenizer, another run.dir, or --allow-changes to continue anyway"
             )
-
-    def summary(self) -> dict[str, Any]:
-        """Returns what summary.json contains about this kind of training."""
-        return {"applied_updates": int(self.train_state.step)}
-
-    def plot(self, directory: RunDirectory) -> None:
-        """Draws what came of the run."""
-
-    def prepare_end(self) -> dict[str, Any]:
-        return self.summary()
-
-    def finish(self, run: Run, prepared: dict[str, Any]) -> dict[str, Any]:
-        self.plot(run.directory)
-        return prepared
-
-    def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
-        yield f"{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {directory.path}:"
-        yield "  " + "  ".join(directory.contents())
-
-    def close(self) -> None:
-        """Does nothing, since nothing reads ahead."""
 
 
 def flat(state: TrainState) -> dict[str, Any]:

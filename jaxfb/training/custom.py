@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import time
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -14,22 +13,19 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 
-from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
+from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.config.custom import CustomConfig
-from jaxfb.display import duration
 from jaxfb.mesh import make_mesh
 from jaxfb.metrics import plot_losses
-from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
-from jaxfb.train_state import Limits, is_init_function
-from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
+from jaxfb.train_state import is_init_function
+from jaxfb.train_step import StepMetrics, TrainStep, make_train_step
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.batches import parts_of_update, place, rows_here
-from jaxfb.training.log import named_numbers
+from jaxfb.training.base_work import WindowedWork
+from jaxfb.training.batches import rows_here
 from jaxfb.training.own_rows import OwnRows, own_rows
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.session import Run
 from jaxfb.training.setup import enable_float64, optimizer, step_options, train_plan
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
@@ -38,7 +34,7 @@ PyTree = Any
 Params = PyTree | Callable[[jax.Array], PyTree]
 
 
-class Custom:
+class Custom(WindowedWork):
     """Your own model; see `work.Work`. Made by `jaxfb.Trainer`.
 
     model:    a loss function or a `Pipelined`. params: a tree, or a function of a key.
@@ -46,12 +42,8 @@ class Custom:
     evaluation: parameters -> numbers by name, called on every process; None: none.
     """
 
-    command = "train"
-    starts_with_evaluation = False
     tokenizer = None
     flops_per_token = None
-    change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None  # of callbacks; the loop sets it
-    limits: Limits | None = None  # of the next update; the guards set it
 
     def __init__(
         self,
@@ -65,18 +57,11 @@ class Custom:
         evaluation: Callable[[PyTree], Mapping[str, float]] | None,
         max_grad_norm: float | None = None,
     ):
-        self.config, self.mesh, self.run_plan, self.rows = config, mesh, run_plan, rows
-        self.say: Say = print
-        self.train_state: TrainState = None  # type: ignore[assignment]
+        super().__init__(mesh, run_plan)
+        self.config, self.rows = config, rows
         self._model, self._params, self._optimizer = model, params, optimizer
         self._evaluation, self._max_grad_norm = evaluation, max_grad_norm
         self.outputs: dict[str, Any] = {}
-        self._steps: dict[BatchPlan, TrainStep] = {}
-        self._compiled: set[BatchPlan] = set()
-
-    @property
-    def total(self) -> int:
-        return self.run_plan.total_updates
 
     @cached_property
     def abstract_params(self) -> PyTree:
@@ -98,38 +83,17 @@ class Custom:
         yield "batch plans", [("train", self.run_plan.train.summary())]
         yield "run plan", self.run_plan.table()
 
-    def to_dict(self) -> dict[str, Any]:
-        return self.run_plan.to_dict()
-
-    def write_start(self, directory: RunDirectory) -> None:
-        """Writes nothing besides the files of every run."""
-
     def start(self, say: Say) -> None:
         self.say = say
-        step = self._step(self.run_plan.window(0).plan)
+        step = self.step_of(self.run_plan.window(0).plan)
         self.train_state = step.init(self._params, self.config.run.seed)
 
     def read(self, number: int) -> PyTree:
         window = self.run_plan.window(number)
         return self.rows.read(window, rows_here(window.plan, self.mesh))
 
-    def update(self, number: int, batch: PyTree) -> tuple[StepMetrics, dict[str, Any]]:
-        window = self.run_plan.window(number)
-        placed, step = place(batch, window.plan, self.mesh), self._step(window.plan)
-        began = time.monotonic()
-        self.train_state, metrics = step(self.train_state, placed, window.rows, self.limits)
-        if window.plan not in self._compiled:
-            self._compiled.add(window.plan)
-            self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
-        return metrics, {}
-
-    def parts_of_update(self, number: int, batch: Any) -> tuple:
-        """Returns what update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""
-        plan = self.run_plan.window(number).plan
-        return parts_of_update(self._step(plan), self.train_state, batch, plan)
-
     def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
-        return {**named_numbers(metrics), "rows": self.run_plan.window(number).rows}
+        return {**super().record(number, metrics), "rows": self.run_plan.window(number).rows}
 
     def evaluate(self) -> dict[str, float]:
         if self._evaluation is None:
@@ -142,56 +106,31 @@ class Custom:
         self.outputs = {name: value for name, value in named.items() if name not in numbers}
         return numbers
 
-    def state(self) -> PyTree:
-        self.train_state = in_model_order(self.train_state, donate=True)
-        return self.train_state
-
     def host(self, done: int) -> dict[str, Any]:
         last = self.run_plan.window(done - 1) if done else None
         return {"data": {**self.rows.position(), "start": last.start + last.rows if last else 0}}
 
     def abstract_state(self) -> PyTree:
-        return self._step(self.run_plan.train).abstract_state(self._init)
-
-    def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
-        saved, ramp_up = record["plan"], self.to_dict()["ramp_up"]
-        difference = explain_difference(
-            {**saved["plans"]["train"], "ramp_up": saved["ramp_up"]}, self.run_plan.train, ramp_up=ramp_up
-        )
-        if difference:
-            raise Refused(difference)
+        return self.step_of(self.run_plan.train).abstract_state(self._init)
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.rows.restore(record["data"])
         self.train_state = state
 
-    def prepare_end(self) -> dict[str, Any]:
-        return {"applied_updates": int(self.train_state.step)}
-
-    def finish(self, run: Run, prepared: dict[str, Any]) -> dict[str, Any]:
+    def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):
-            plot_losses(run.directory.metrics, run.directory.picture)
-        return prepared
-
-    def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
-        yield f"{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {directory.path}:"
-        yield "  " + "  ".join(directory.contents())
-
-    def close(self) -> None:
-        """Does nothing, since nothing reads ahead."""
+            plot_losses(directory.metrics, directory.picture)
 
     def _init(self, key: jax.Array) -> PyTree:
         return self._params(key) if is_init_function(self._params) else self._params
 
-    def _step(self, plan: BatchPlan) -> TrainStep:
-        if plan not in self._steps:
-            settings, clip = self.config.optimizer, {"max_grad_norm": self._max_grad_norm}
-            if settings is not None:
-                clip = {"max_grad_norm": settings.max_grad_norm, "clip_convention": settings.clip}
-            options = {"normalize": self.config.batch.normalize, **clip, **step_options(self.config)}
-            options["change_gradients"] = self.change_gradients
-            self._steps[plan] = make_train_step(self._model, self._optimizer, self.mesh, plan, **options)
-        return self._steps[plan]
+    def make_step(self, plan: BatchPlan) -> TrainStep:
+        settings, clip = self.config.optimizer, {"max_grad_norm": self._max_grad_norm}
+        if settings is not None:
+            clip = {"max_grad_norm": settings.max_grad_norm, "clip_convention": settings.clip}
+        options = {"normalize": self.config.batch.normalize, **clip, **step_options(self.config)}
+        options["change_gradients"] = self.change_gradients
+        return make_train_step(self._model, self._optimizer, self.mesh, plan, **options)
 
 
 def make_custom(config: CustomConfig, **own: Any) -> Custom:
