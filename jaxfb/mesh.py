@@ -21,6 +21,8 @@ from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
 ROWS = "rows"
 REPLICA_AXES = ("data", "fsdp", "expert", ROWS)
+SHARD_AXES = ("fsdp", ROWS, "context")
+"""The axes along which devices compute with the same weights, so that each stores a part of them (FSDP)."""
 AUTOMATIC_AXES = ("tensor",)
 _MOST_SIMULATED = 1024
 
@@ -80,6 +82,11 @@ def split_axes(mesh: Mesh) -> tuple[str, ...]:
     return tuple(axis for axis in (*REPLICA_AXES, "context") if mesh.shape.get(axis, 1) > 1)
 
 
+def shard_axes(mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes of size > 1 over which parameters, gradients and optimizer state are stored in shards."""
+    return tuple(axis for axis in SHARD_AXES if mesh.shape.get(axis, 1) > 1)
+
+
 def manual_axes(mesh: Mesh) -> tuple[str, ...]:
     """Returns the axes whose collectives we write ourselves: all but tensor, which XLA partitions."""
     return tuple(axis for axis in mesh.axis_names if axis not in AUTOMATIC_AXES)
@@ -93,8 +100,8 @@ def data_parallel(mesh: Mesh | None) -> int:
 def with_context(mesh: Mesh, size: int) -> Mesh:
     """Returns the same devices, in the same order, with a context axis of `size`.
 
-    What is left of the axis holds different rows: it becomes the replica axis "rows". An array that is cut over other
-    axes is where it was, so that programs over both meshes take the same parameters.
+    What is left of the axis holds different rows: it becomes the replica axis "rows". An array that is cut over all of
+    both axes, or over others, is where it was, so that programs over both meshes take the same parameters.
 
     Raises:
       ValueError: size does not divide the context axis.

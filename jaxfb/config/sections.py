@@ -185,7 +185,10 @@ class LearningRateConfig:
 
 @dataclass(frozen=True)
 class MeshConfig:
-    """Sizes of the mesh axes (aliases pp, dp, fsdp, ep, cp, tp); one may be -1 and takes the devices left."""
+    """Sizes of the mesh axes (aliases pp, dp, fsdp, ep, cp, tp); one may be -1 and takes the devices left.
+
+    Parameters and optimizer state are stored in shards over fsdp and context together; parallel.fsdp_gather is of both.
+    """
 
     pipe: int = 1
     data: int = -1

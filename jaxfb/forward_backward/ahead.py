@@ -21,7 +21,7 @@ PyTree = Any
 
 
 def gathers_ahead(asked: bool | None, platform: str | None, gather: str | int, sharding: str | None) -> bool:
-    """Returns whether parameters that are cut over fsdp are gathered a layer ahead of their use.
+    """Returns whether parameters in shards are gathered a layer ahead of their use.
 
     They must be gathered a layer at a time, and their gradients not be cut further in the loop (ZeRO-2). Unless it is
     asked for it is left to GPUs and TPUs: simulated devices on a CPU gain nothing by it.

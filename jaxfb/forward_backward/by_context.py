@@ -3,7 +3,7 @@
     groups of rows -> weights of all -> each group's program adds to every device's sums -> one reduction
 
 Parameters and sums stay where they are: a mesh with a smaller context axis has the same devices in the same order, and
-no parameter is cut over the axis.
+those that have other rows have the same shards of parameters as before.
 """
 
 from __future__ import annotations

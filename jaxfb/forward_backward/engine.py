@@ -90,8 +90,9 @@ def get_forward_backward_func(
         memory; "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward
         twice more. "selective*8+layer" is "selective" in the first eight layers of each stage and "layer" in the
         rest.
-      fsdp_gather: "layer" gathers shards where they are used, in every microbatch (ZeRO-3): a layer at a
-        time for a `Pipelined`, all params for a plain loss function. "step" gathers all once a call, so the
+      fsdp_gather: of parameters, which are stored in shards over fsdp and context together. "layer" gathers them
+        where they are used, in every microbatch (ZeRO-3): a layer at a time for a `Pipelined`, all for a plain loss
+        function. "step" gathers all once a call, so the
         number of gathers does not depend on the number of microbatches. A number: of the first so many layers of
         each stage, parameters are gathered once a call and stay; the others, and all gradients, are as with "layer".
       gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
@@ -307,7 +308,7 @@ class ForwardBackward:
         return pruned(self.options.trainable, params)
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
+        """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp, context and tensor."""
         placement = self.head_placement_for(model, params) if isinstance(model, Pipelined) else None
         return resolved.param_specs(self.mesh, self.options, model, params, placement)
 

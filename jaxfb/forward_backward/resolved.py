@@ -18,7 +18,7 @@ from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
-from jaxfb.mesh import axis_size
+from jaxfb.mesh import axis_size, shard_axes
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.refusal import Refused
@@ -82,7 +82,7 @@ class Resolved:
     @property
     def gathers_ahead(self) -> bool:
         """Returns whether FSDP gathers a layer's parameters while the layer before it computes."""
-        if not isinstance(self.model, Pipelined) or axis_size(self.mesh, "fsdp") == 1:
+        if not isinstance(self.model, Pipelined) or not shard_axes(self.mesh):
             return False
         options, device = self.options, self.mesh.abstract_mesh.abstract_device
         platform = None if device is None else device.platform
@@ -95,7 +95,7 @@ class Resolved:
         remat = options.remat or "none"
         gather, kept = options.fsdp_gather, 0
         if isinstance(gather, int):
-            kept = 0 if forward_only or axis_size(self.mesh, "fsdp") == 1 else gather
+            kept = 0 if forward_only or not shard_axes(self.mesh) else gather
             gather = "layer"
         how = (gather, remat, self.gathers_ahead, kept, options.reduce_dtype)
         execution = Execution(self.specs.tree, dtypes, sums, *how)
@@ -184,7 +184,7 @@ def placement_for(mesh: Mesh, options: EngineOptions, model: Pipelined, params: 
 def param_specs(
     mesh: Mesh, options: EngineOptions, model: LossFn | Pipelined, params: PyTree, placement: str | None
 ) -> PyTree:
-    """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp and tensor."""
+    """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp, context and tensor."""
     pipelined = isinstance(model, Pipelined)
     rule = options.param_specs or (model.param_specs if pipelined else None)
     tensor_specs = (

@@ -149,26 +149,23 @@ class _OneDevice:
         program = self.program
         if program.grad_specs is None:
             return None, *results
-        return program.strategy.reduce(sums, program.grad_specs, self._axes), *results
+        return program.strategy.reduce(sums, program.grad_specs, split_axes(program.mesh)), *results
 
     def add(self, params, microbatches, keys, grad_scale, given, sums) -> tuple:
         """Returns what `run` does, with this device's sums, [1, ...] leaves, in place of gradients."""
         so_far = None if sums is None else _own(sums)
-        sums, *results = self._sums(params, microbatches, keys, grad_scale, given, so_far, once=True)
+        sums, *results = self._sums(params, microbatches, keys, grad_scale, given, so_far)
         return jax.tree.map(lambda leaf: leaf[None], sums), *results
 
-    def _sums(self, params, microbatches, keys, grad_scale, given, so_far=None, once=False) -> tuple:
-        """Returns (sums of gradients, loss, terms, metrics, per_microbatch, outputs).
-
-        once: what all devices of the context axis compute alike has a gradient on one of them alone.
-        """
+    def _sums(self, params, microbatches, keys, grad_scale, given, so_far=None) -> tuple:
+        """Returns (sums of gradients, loss, terms, metrics, per_microbatch, outputs)."""
         weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
         strategy = self.program.strategy
         prepared, data = strategy.prepare(params), (microbatches, keys)
         if self.program.grad_specs is None:
             sums, out = None, strategy.forward(prepared, *data)
         else:
-            seeds = self._seeds(weights, grad_scale, given, once)
+            seeds = self._seeds(weights, grad_scale, given)
             sums, out = strategy.forward_backward(prepared, *data, seeds, strategy.execution.sums, so_far)
         out = out if self.context is None else self.context.answer(out)
         return sums, *self._records(out, weights, given), out.outputs
@@ -190,8 +187,12 @@ class _OneDevice:
         uncut = jax.tree.map(lambda _: False, self.traced.shape.outputs)
         return uncut if self.context is None else self.context.tokens
 
-    def _seeds(self, weights: dict, grad_scale: Any, given: dict | None, once: bool) -> dict:
-        """Returns the cotangents of this replica's totals; the one collective sums one weight for each term."""
+    def _seeds(self, weights: dict, grad_scale: Any, given: dict | None) -> dict:
+        """Returns the cotangents of this replica's totals; the one collective sums one weight for each term.
+
+        What all devices of the context axis compute alike has a gradient on one of them alone: gradients are summed
+        over the axis, since parameters are cut over it.
+        """
         dtype = jnp.result_type(*(term.total.dtype for term in self.traced.shape.terms.values()))
         reduced = {name: weight.sum() for name, weight in weights.items()}
         reduced = lax.psum(reduced, self._replicas) if self._replicas else reduced
@@ -199,7 +200,7 @@ class _OneDevice:
         made = seeds(weights, reduced, self.program.normalize, self.num_parts, grad_scale, dtype)
         if self.context is not None:
             return self.context.seeds(made)
-        if not once or axis_size(self.program.mesh, AXIS) == 1:
+        if axis_size(self.program.mesh, AXIS) == 1:
             return made
         first = lax.axis_index(AXIS) == 0
         return jax.tree.map(lambda seed: jnp.where(first, seed, jnp.zeros_like(seed)), made)
@@ -233,7 +234,7 @@ class _OneDevice:
 
     @property
     def _axes(self) -> tuple[str, ...]:
-        """Returns the axes over which results and gradients are partial."""
+        """Returns the axes over which results are partial."""
         return tuple(
             axis for axis in split_axes(self.program.mesh) if axis != AXIS or self.context is not None
         )

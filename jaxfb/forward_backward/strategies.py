@@ -130,9 +130,9 @@ class Execution:
         )
 
     def gather_outer(self):
-        """Returns `gather` of what is beside the layers; None where fsdp cuts none of it, or the loop gets it whole."""
+        """Returns `gather` of what is beside the layers; None where it is in no shards, or the loop gets it whole."""
         specs = jax.tree.leaves(outer_params(self.specs), is_leaf=lambda x: isinstance(x, P))
-        is_cut = any(sharding.dim_of(spec, "fsdp") is not None for spec in specs)
+        is_cut = any(sharding.shards_of(spec) is not None for spec in specs)
         return self.gather("outer") if self.gathers_in_loop and is_cut else None
 
     def keep_layers(self, layers: PyTree, lead: int = 0) -> PyTree:

@@ -123,9 +123,10 @@ def open_model(
 
 
 def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
-    """Returns the mesh on which a model continues texts: fsdp, expert and tensor as in training, stages as more fsdp.
+    """Returns the mesh on which a model continues texts: fsdp, expert and tensor as in training, stages and context as
+    more fsdp.
 
-    Replicas and context cut no parameters, so one of each is enough; in several processes all devices take part.
+    Replicas cut no parameters, so one is enough; in several processes all devices take part.
 
     Args:
       settings: the config's mesh.
@@ -139,12 +140,12 @@ def sampling_mesh(settings: MeshConfig, asked: bool = True) -> Mesh | None:
         if asked:
             raise
         return None
-    one_of_each = tuple(0 if axis in ("data", "context") else slice(None) for axis in whole.axis_names)
+    one_of_each = tuple(0 if axis == "data" else slice(None) for axis in whole.axis_names)
     devices = list(whole.devices[one_of_each].flat)
-    fsdp, expert, tensor = (axis_size(whole, *axes) for axes in (("pipe", "fsdp"), ("expert",), ("tensor",)))
+    kinds = ("pipe", "fsdp", "context"), ("expert",), ("tensor",)
+    fsdp, expert, tensor = (axis_size(whole, *axes) for axes in kinds)
     if jax.process_count() > 1:
-        data = axis_size(whole, "data", "context")
-        return make_mesh(data=data, fsdp=fsdp, expert=expert, tensor=tensor)
+        return make_mesh(data=axis_size(whole, "data"), fsdp=fsdp, expert=expert, tensor=tensor)
     if len(devices) == 1:
         return None
     return make_mesh(fsdp=fsdp, expert=expert, tensor=tensor, devices=devices)

@@ -2,13 +2,15 @@
 
 Among all the devices of a TPU slice XLA makes a reduce-scatter, and on a three-dimensional torus an all-gather too,
 an all-reduce of the whole array: twice the bytes on the wire. Among any fewer devices it does not. So where a group is
-the whole mesh it is taken as a grid, and the collective runs across its rows, then within them, for the same bytes.
+the whole mesh it is taken as a grid, and the collective runs across its rows, then within them, for the same bytes; of
+a group over several axes, along one after the other.
 
 All functions here run inside `jax.shard_map`.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -22,30 +24,32 @@ from jaxfb.compat import custom_vjp
 
 PyTree = Any
 Groups = list[list[int]]
+Axes = str | tuple[str, ...]
+"""One axis of a mesh, or several, outermost first, that are cut as if they were one."""
 
 
-def all_gather(shard: jax.Array, axis: str, dim: int) -> jax.Array:
+def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
     """Returns the whole array from its shards along `dim`, as `lax.all_gather(tiled=True)`."""
-    for groups in reversed(_steps(axis, "gather")):
+    for axis, groups in reversed(_steps(axes, "gather")):
         shard = lax.all_gather(shard, axis, axis=dim, tiled=True, axis_index_groups=groups)
     return shard
 
 
-def reduce_scatter(whole: jax.Array, axis: str, dim: int, dtype: Any = None) -> jax.Array:
-    """Returns this device's shard along `dim` of the sum over `axis`, as `lax.psum_scatter(tiled=True)`.
+def reduce_scatter(whole: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
+    """Returns this device's shard along `dim` of the sum over `axes`, as `lax.psum_scatter(tiled=True)`.
 
     dtype: in which it is sent, summed and returned. None: its own, but 16-bit floats are summed in float32. On CPU, for
       which see `psum_of_one`, those of a `dtype` of 16 bits are too: terms and sum alone are rounded.
     """
-    scatter = partial(_reduce_scatter, axis=axis, dim=dim)
+    scatter = partial(_reduce_scatter, axes=axes, dim=dim)
     if dtype is None:
         return _widened(scatter, whole)
     whole = whole.astype(dtype)
     return _widened(scatter, whole) if _on_cpu() else scatter(whole)
 
 
-def _reduce_scatter(whole: jax.Array, axis: str, dim: int) -> jax.Array:
-    for groups in _steps(axis, "scatter"):
+def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int) -> jax.Array:
+    for axis, groups in _steps(axes, "scatter"):
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
 
@@ -115,14 +119,20 @@ def two_steps(size: int) -> tuple[Groups, Groups] | None:
     return across, within
 
 
-def _steps(axis: str, kind: str) -> list[Groups | None]:
-    groups = two_steps(lax.axis_size(axis)) if _falls_back(axis, kind, get_abstract_mesh()) else None
-    return list(groups) if groups else [None]
+def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
+    """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse."""
+    names = (axes,) if isinstance(axes, str) else axes
+    if not _falls_back(names, kind, get_abstract_mesh()):
+        return [(axes, None)]
+    if len(names) > 1:
+        return [(axis, None) for axis in names]
+    groups = two_steps(lax.axis_size(names[0]))
+    return [(names[0], some) for some in groups] if groups else [(axes, None)]
 
 
-def _falls_back(axis: str, kind: str, mesh: AbstractMesh) -> bool:
+def _falls_back(axes: tuple[str, ...], kind: str, mesh: AbstractMesh) -> bool:
     """Returns whether XLA would make this an all-reduce; seen in what libtpu 0.0.42 compiles for v5e, v6e and v5p."""
     device = mesh.abstract_device
-    if device is None or device.platform != "tpu" or mesh.shape[axis] < mesh.size:
+    if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
     return kind == "scatter" or "lite" not in device.device_kind  # lite: a torus of two dimensions

@@ -1,5 +1,7 @@
 """The data and fsdp axes: how parameters come together before the forward, how gradients go apart after it.
 
+A context axis is more fsdp for the parameters: shards are over both together (`sharding.param_specs`).
+
 FSDP gathers are written by hand so that their number, order and bytes are ours to choose and to test. All
 functions here run inside `jax.shard_map` and see one device's shard.
 """
@@ -17,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.compat import custom_vjp
 from jaxfb.parallel import tensor
 from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter
-from jaxfb.parallel.sharding import axes_of, dim_of
+from jaxfb.parallel.sharding import axes_of, dim_of, shards_of
 
 PyTree = Any
 LARGEST_SCATTER = 2**28
@@ -28,12 +30,12 @@ where nothing else is."""
 def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, sums: PyTree) -> PyTree:
     """Returns the parameters as the microbatch loop reads them: cast once to `dtypes`, and under "step" gathered once.
 
-    Under "layer" a leaf that fsdp cuts stays a shard, cast to the dtype of its gradient's sum where that is wider:
+    Under "layer" a leaf that is cut into shards stays so, cast to the dtype of its gradient's sum where that is wider:
     `gather_parameters` gathers it where it is used, and its gradient is scattered in the shard's dtype.
     """
 
     def prepare(leaf, spec, dtype, sum_dtype):
-        if dim_of(spec, "fsdp") is None:
+        if shards_of(spec) is None:
             return leaf.astype(dtype)
         if gather == "layer":
             return leaf.astype(jnp.promote_types(leaf.dtype, sum_dtype))
@@ -45,14 +47,14 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
 def gather_parameters(
     shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree, reduce_dtype: Any = None
 ) -> PyTree:
-    """All-gathers the shards over fsdp in the compute dtypes; the transpose is one reduce-scatter each.
+    """All-gathers the shards in the compute dtypes; the transpose is one reduce-scatter each.
 
     trained: tree of bool. What is not is gathered without a rule for a gradient, whose name would hide the gather from
       a remat policy. reduce_dtype: as for `gather_shard`.
     """
 
     def gather_leaf(leaf, spec, dtype, trains):
-        if dim_of(spec, "fsdp") is None:
+        if shards_of(spec) is None:
             return leaf
         return gather_shard(leaf, spec, dtype, reduce_dtype) if trains else _gather(leaf.astype(dtype), spec)
 
@@ -61,7 +63,7 @@ def gather_parameters(
 
 @custom_vjp(1, 2, 3)
 def gather_shard(shard: jax.Array, spec: P, dtype: Any, reduce_dtype: Any = None) -> jax.Array:
-    """Gathers one leaf over fsdp, in `dtype`; its gradient is summed in `reduce_dtype`, None: the shard's dtype."""
+    """Gathers one leaf's shards, in `dtype`; its gradient is summed in `reduce_dtype`, None: the shard's dtype."""
     return _gather(shard.astype(dtype), spec)
 
 
@@ -87,9 +89,9 @@ def reduce_gradients(
 ) -> PyTree:
     """Sums the local gradients over `axes`, each leaf once, cut as in `grad_specs`.
 
-    A dim cut over fsdp or data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
-    gather="layer" the fsdp part was already scattered by the backward of `gather_parameters`, and with
-    `scattered_over_data` that of data by `scatter_over_data`. What pipe or expert cuts is a stage's or an
+    A dim cut into shards or over data (ZeRO-1) is reduce-scattered, the other axes are all-reduced; under
+    gather="layer" into shards it was already scattered by the backward of `gather_parameters`, and with
+    `scattered_over_data` over data by `scatter_over_data`. What pipe or expert cuts is a stage's or an
     expert's own, and not summed over it.
 
     It runs after the last microbatch, beside nothing: 0.03 s of a step of 10.0 s for 8B on v5p:4x4x4 with data 8, fsdp
@@ -98,12 +100,13 @@ def reduce_gradients(
     """
 
     def reduce(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
-        summed = {"fsdp"} if gather == "layer" and dim_of(spec, "fsdp") is not None else set()
-        summed |= {"data"} if scattered_over_data and dim_of(grad_spec, "data") is not None else set()
-        for axis in ("fsdp", "data"):
-            if axis in axes and axis not in summed and dim_of(grad_spec, axis) is not None:
-                grad = _scatter(grad, axis, grad_spec)
-                summed.add(axis)
+        shards, over_data = shards_of(spec), dim_of(grad_spec, "data")
+        summed = set() if shards is None else set(shards[1])
+        if gather != "layer":
+            grad = _to_shards(grad, grad_spec)
+        if "data" in axes and over_data is not None:
+            summed.add("data")
+            grad = grad if scattered_over_data else _scatter(grad, ("data",), over_data, grad_spec)
         summed |= {axis for entry in spec for axis in axes_of(entry) if axis in ("pipe", "expert")}
         rest = tuple(axis for axis in axes if axis not in summed)
         return psum(grad, rest) if rest else grad
@@ -113,26 +116,24 @@ def reduce_gradients(
 
 
 def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None) -> PyTree:
-    """Sums over fsdp of gradients of whole leaves, each cut as its parameter: the transpose of `gather_parameters`."""
-
-    def cut(grad, spec):
-        return grad if dim_of(spec, "fsdp") is None else _scatter(grad, "fsdp", spec, reduce_dtype)
-
-    return jax.tree.map(cut, grads, specs)
+    """Sums gradients of whole leaves and cuts them into shards as their parameters: the transpose of
+    `gather_parameters`.
+    """
+    return jax.tree.map(lambda grad, spec: _to_shards(grad, spec, reduce_dtype), grads, specs)
 
 
 def before_scatter(grads: PyTree, specs: PyTree, sums: PyTree, reduce_dtype: Any = None) -> PyTree:
-    """Casts gradients of whole leaves to what they are summed over fsdp in, and annotates them as `tensor` cuts their
+    """Casts gradients of whole leaves to what they are summed into shards in, and annotates them as `tensor` cuts their
     parameters.
 
-    sums: tree of the dtypes of their sums over microbatches, which they get where `reduce_dtype` is None or fsdp does
-      not cut the leaf, unless theirs is wider.
+    sums: tree of the dtypes of their sums over microbatches, which they get where `reduce_dtype` is None or the
+      leaf is in no shards, unless theirs is wider.
     """
 
     def cut(grad: jax.Array, spec: P, dtype: Any) -> jax.Array:
         entries = (*spec, *(None,) * (grad.ndim - len(spec)))
         grad = tensor.constrain(grad, *(tensor.AXIS if entry == tensor.AXIS else None for entry in entries))
-        given = reduce_dtype if dim_of(spec, "fsdp") is not None else None
+        given = None if shards_of(spec) is None else reduce_dtype
         return grad.astype(given or jnp.promote_types(grad.dtype, dtype))
 
     return jax.tree.map(cut, grads, specs, sums)
@@ -146,9 +147,8 @@ def scatter_over_data(grad_specs: PyTree, reduce_dtype: Any = None):
     """
 
     def scatter(grad: jax.Array, spec: P) -> jax.Array:
-        if dim_of(spec, "data") is None:
-            return grad
-        return _scatter(grad, "data", spec, reduce_dtype).astype(grad.dtype)
+        dim = dim_of(spec, "data")
+        return grad if dim is None else _scatter(grad, ("data",), dim, spec, reduce_dtype).astype(grad.dtype)
 
     def scatter_all(grads: PyTree) -> PyTree:
         with jax.named_scope("scatter_gradients"):
@@ -158,19 +158,19 @@ def scatter_over_data(grad_specs: PyTree, reduce_dtype: Any = None):
 
 
 def _scatter_shard(grad: jax.Array, shard_dtype: Any, spec: P, reduce_dtype: Any) -> jax.Array:
-    """Sums over fsdp in a dtype that may be wider; of a large gradient one block is widened at a time."""
-    dim, dtype = dim_of(spec, "fsdp"), jnp.dtype(reduce_dtype or shard_dtype)
-    if dim is None or dtype.itemsize <= grad.dtype.itemsize:
-        return _scatter(grad.astype(dtype), "fsdp", spec, reduce_dtype)
-    return tensor.on_shards(lambda whole: _scatter_in_blocks(whole, dtype, dim), grad, spec)
+    """Sums into shards in a dtype that may be wider; of a large gradient one block is widened at a time."""
+    shards, dtype = shards_of(spec), jnp.dtype(reduce_dtype or shard_dtype)
+    if shards is None or dtype.itemsize <= grad.dtype.itemsize:
+        return _to_shards(grad.astype(dtype), spec, reduce_dtype)
+    return tensor.on_shards(lambda whole: _scatter_in_blocks(whole, dtype, *shards), grad, spec)
 
 
-def _scatter_in_blocks(grad: jax.Array, wide: Any, dim: int) -> jax.Array:
+def _scatter_in_blocks(grad: jax.Array, wide: Any, dim: int, axes: tuple[str, ...]) -> jax.Array:
     """Returns this device's shard along `dim` of the sum in `wide`, block by block."""
-    devices, shape = lax.axis_size("fsdp"), grad.shape
+    devices, shape = math.prod(map(lax.axis_size, axes)), grad.shape
     along, number = _blocks(shape, dim, devices, jnp.dtype(wide).itemsize)
     if number == 1:
-        return reduce_scatter(grad.astype(wide), "fsdp", dim)
+        return reduce_scatter(grad.astype(wide), axes, dim)
     parts = devices if along == dim else 1  # of each device's share a part, or a part of all
     size = shape[along] // parts // number
     split = grad.reshape(*shape[:along], parts, number * size, *shape[along + 1 :])
@@ -178,7 +178,7 @@ def _scatter_in_blocks(grad: jax.Array, wide: Any, dim: int) -> jax.Array:
     def put(index, whole):
         block = lax.dynamic_slice_in_dim(split, index * size, size, along + 1)
         block = block.reshape(*shape[:along], parts * size, *shape[along + 1 :])
-        scattered = reduce_scatter(block.astype(wide), "fsdp", dim)
+        scattered = reduce_scatter(block.astype(wide), axes, dim)
         return lax.dynamic_update_slice_in_dim(whole, scattered, index * size, along)
 
     whole = jnp.zeros((*shape[:dim], shape[dim] // devices, *shape[dim + 1 :]), wide)
@@ -202,14 +202,20 @@ def _blocks(shape: tuple[int, ...], dim: int, devices: int, itemsize: int) -> tu
 
 
 def _gather(leaf: jax.Array, spec: P) -> jax.Array:
-    """Gathers over fsdp, each tensor shard by itself."""
-    dim = dim_of(spec, "fsdp")
-    return leaf if dim is None else tensor.on_shards(lambda shard: all_gather(shard, "fsdp", dim), leaf, spec)
-
-
-def _scatter(leaf: jax.Array, axis: str, spec: P, dtype: Any = None) -> jax.Array:
-    """Sums over an axis and cuts over it as `spec` has it, each tensor shard by itself; dtype: of `reduce_scatter`."""
-    dim = dim_of(spec, axis)
-    if dim is None:
+    """Gathers the shards of a leaf that is cut into some, each tensor shard by itself."""
+    shards = shards_of(spec)
+    if shards is None:
         return leaf
-    return tensor.on_shards(lambda whole: reduce_scatter(whole, axis, dim, dtype), leaf, spec)
+    dim, axes = shards
+    return tensor.on_shards(lambda shard: all_gather(shard, axes, dim), leaf, spec)
+
+
+def _to_shards(grad: jax.Array, spec: P, dtype: Any = None) -> jax.Array:
+    """Sums the gradient of a leaf and cuts it into the shards of `spec`, if that has some; see `_scatter`."""
+    shards = shards_of(spec)
+    return grad if shards is None else _scatter(grad, shards[1], shards[0], spec, dtype)
+
+
+def _scatter(grad: jax.Array, axes: tuple[str, ...], dim: int, spec: P, dtype: Any = None) -> jax.Array:
+    """Sums over axes and cuts over them along `dim`, each tensor shard by itself; dtype: of `reduce_scatter`."""
+    return tensor.on_shards(lambda whole: reduce_scatter(whole, axes, dim, dtype), grad, spec)

@@ -1,4 +1,5 @@
-"""Decides where each parameter is placed: which dim of which leaf is cut over fsdp, tensor, or (optimizer state) data.
+"""Decides where each parameter is placed: which dim of which leaf is cut over fsdp and context, over tensor, or
+(optimizer state) over data.
 
 The rule reads shapes alone, so the engine, the trainer and a checkpoint on another mesh agree without talking.
 """
@@ -14,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import is_traced
-from jaxfb.mesh import AUTOMATIC_AXES, axis_size
+from jaxfb.mesh import AUTOMATIC_AXES, SHARD_AXES, axis_size, shard_axes
 from jaxfb.refusal import Refused
 
 PyTree = Any
@@ -23,17 +24,18 @@ PyTree = Any
 def param_specs(
     params: PyTree, mesh: Mesh, tensor_specs: PyTree = None, pipe_dims: PyTree = None, stacked: bool = False
 ) -> PyTree:
-    """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim over fsdp.
+    """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim in shards.
 
-    The fsdp dim is the largest that fsdp divides and tensor leaves free, of those whose shards fill a TPU's tiles
-    if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.
+    Shards are over fsdp and context together; of a leaf in which these divide no free dim, over fsdp alone, or else
+    context alone. The dim is the largest that they divide and tensor leaves free, of those whose shards fill a TPU's
+    tiles if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
       tensor_specs: tree like params of PartitionSpec that name "tensor" and "expert" alone, or None; an axis
         that the mesh lacks, or has one of, cuts nothing.
       pipe_dims: tree like params of int, the dim that the stages of a pipeline share out (-1: none), or None.
-      stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut over fsdp,
+      stacked: params is a dict whose "layers" leaves are [num_layers, ...]; that dim is never cut into shards,
         since layers are gathered one at a time.
 
     Raises:
@@ -43,7 +45,6 @@ def param_specs(
         tensor_specs = jax.tree.map(lambda _: P(), params)
     if pipe_dims is None:
         pipe_dims = jax.tree.map(lambda _: -1, params)
-    size = axis_size(mesh, "fsdp")
 
     def spec(path, leaf, tensor_spec, pipe_dim):
         tensor_spec = _on_mesh(tensor_spec, mesh)
@@ -52,17 +53,14 @@ def param_specs(
         first_dim = int(stacked and in_layers(path))
         if len(leaf.shape) - first_dim < 2:  # a gather of a norm's scale is all latency, its share no memory
             return _shortest(list(own))
-        return _add_axis(leaf.shape, own, "fsdp", size, first_dim)
+        return _in_shards(leaf.shape, own, mesh, first_dim)
 
     return jax.tree_util.tree_map_with_path(spec, params, tensor_specs, pipe_dims)
 
 
 def optimizer_specs(specs: PyTree, params: PyTree, mesh: Mesh, axis: str = "data") -> PyTree:
     """Returns ZeRO-1: the specs of gradients and optimizer state, with one more dim cut over `axis`."""
-    size = axis_size(mesh, axis)
-    return jax.tree.map(
-        lambda leaf, spec: _add_axis(leaf.shape, spec, axis, size, first_dim=0), params, specs
-    )
+    return jax.tree.map(lambda leaf, spec: _add_axes(leaf.shape, spec, (axis,), mesh), params, specs)
 
 
 def cut_over_pipe(specs: PyTree, params: PyTree, mesh: Mesh) -> PyTree:
@@ -132,6 +130,12 @@ def dim_of(spec: P, axis: str) -> int | None:
     return next((dim for dim, entry in enumerate(spec) if entry == axis), None)
 
 
+def shards_of(spec: P) -> tuple[int, tuple[str, ...]] | None:
+    """Returns (the dim that is cut into shards, the axes that have them, outermost first), or None."""
+    cuts = ((dim, axes_of(entry)) for dim, entry in enumerate(spec))
+    return next(((dim, axes) for dim, axes in cuts if axes and set(axes) <= set(SHARD_AXES)), None)
+
+
 def _on_mesh(spec: P, mesh: Mesh) -> P:
     """Returns the spec without the axes that a mesh lacks or has one of: a dim that is not cut is free for fsdp."""
     return _naming(spec, lambda axis: axis_size(mesh, axis) > 1)
@@ -161,7 +165,19 @@ def _cut_over_pipe(shape: tuple[int, ...], spec: P, dim: int) -> P:
     return P(*entries)
 
 
-def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: int) -> P:
+def _in_shards(shape: tuple[int, ...], spec: P, mesh: Mesh, first_dim: int) -> P:
+    """Returns the spec with one more dim cut over as many of the mesh's `shard_axes` as divide one."""
+    axes = shard_axes(mesh)
+    for some in (axes, ("fsdp",), tuple(axis for axis in axes if axis != "fsdp")):
+        found = _add_axes(shape, spec, some, mesh, first_dim)
+        if shards_of(found) is not None:
+            return found
+    return _shortest(list(spec))
+
+
+def _add_axes(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], mesh: Mesh, first_dim: int = 0) -> P:
+    """Returns the spec with one more dim cut over these axes together, if they divide one that is free."""
+    size = axis_size(mesh, *axes)
     entries = list(spec) + [None] * (len(shape) - len(spec))
     free = [
         dim
@@ -170,7 +186,7 @@ def _add_axis(shape: tuple[int, ...], spec: P, axis: str, size: int, first_dim: 
     ]
     if size > 1 and free:
         best = max(free, key=lambda dim: (_fills_tiles(shape, dim, shape[dim] // size), shape[dim], dim))
-        entries[best] = axis
+        entries[best] = axes if len(axes) > 1 else axes[0]
     return _shortest(entries)
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
+from jaxfb.planner.counts import num_shards
 from jaxfb.schedules import KINDS
 from jaxfb.schedules.by_device import runs_on
 
@@ -36,8 +37,8 @@ class Fixed:
     def remats(self, pipe: int) -> Sequence[str]:
         return (REMAT if pipe > 1 else ONE_STAGE_REMAT) if self.remat is None else (self.remat,)
 
-    def gathers(self, fsdp: int) -> Sequence[str | int]:
-        if fsdp == 1:
+    def gathers(self, shards: int) -> Sequence[str | int]:
+        if shards == 1:
             return ("layer",)
         return ("layer", "step") if self.gather is None else (self.gather,)
 
@@ -74,7 +75,7 @@ def candidates(
             fixed.rows_for(config.batch.rows, replicas),
         )
         for (schedule, chunks), remat, rows in choices:
-            for gather in fixed.gathers(mesh["fsdp"]):
+            for gather in fixed.gathers(mesh["fsdp"] * mesh["context"]):
                 if schedule is not None and not runs_on(schedule, mesh, gather):
                     continue
                 yield _with(config, mesh, schedule, chunks, remat, rows, gather)
@@ -89,7 +90,7 @@ def label(config: Config) -> str:
     parts.append(f"remat {config.parallel.remat}")
     parts.append(f"{config.batch.rows_per_microbatch} rows")
     parts += ["state on the host"] if config.optimizer.memory == "host" else []
-    return ", ".join(parts + ([f"gather {config.parallel.fsdp_gather}"] if config.mesh.fsdp > 1 else []))
+    return ", ".join(parts + ([f"gather {config.parallel.fsdp_gather}"] if num_shards(config) > 1 else []))
 
 
 def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[dict[str, int]]:

@@ -24,7 +24,7 @@ from jaxfb.types import outer_params
 
 
 def held_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
-    """Returns (parameters of layers, of embedding and head) that a device and its peers over fsdp have together."""
+    """Returns (parameters of layers, of embedding and head) of which a device has a shard."""
     mesh = config.mesh
     outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
     with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
@@ -66,15 +66,20 @@ def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, i
     return layers, outer
 
 
+def num_shards(config: Config) -> int:
+    """Returns how many devices share out the parameters that `held_numbers` counts."""
+    return config.mesh.fsdp * config.mesh.context
+
+
 def gathers_layers(config: Config) -> bool:
     """Returns True if a layer's weights are whole only while the layer runs."""
-    return config.mesh.fsdp > 1 and config.parallel.fsdp_gather != "step"
+    return num_shards(config) > 1 and config.parallel.fsdp_gather != "step"
 
 
 def share_gathered(config: Config, sizes: TransformerConfig) -> float:
     """Returns the share of a device's layers whose weights stay gathered while others are not."""
     gather = config.parallel.fsdp_gather
-    if config.mesh.fsdp == 1 or isinstance(gather, str):
+    if num_shards(config) == 1 or isinstance(gather, str):
         return 0.0
     return config.chunks * gather / layers_here(config, sizes)
 
@@ -82,7 +87,7 @@ def share_gathered(config: Config, sizes: TransformerConfig) -> float:
 def gathers_before_use(config: Config, topology: Topology) -> bool:
     """Returns True if a layer's weights are gathered while the layer before it runs."""
     parallel = config.parallel
-    return config.mesh.fsdp > 1 and gathers_ahead(
+    return num_shards(config) > 1 and gathers_ahead(
         parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
     )
 

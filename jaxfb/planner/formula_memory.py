@@ -13,6 +13,7 @@ from jaxfb.planner.counts import (
     hidden_width,
     layers_by_remat,
     layers_here,
+    num_shards,
     product_width,
     runs_flash,
     schedule_kind,
@@ -36,7 +37,8 @@ def gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     layers, outer = trained_numbers(config, sizes)
     if not gathers_layers(config):
         return 4 * (layers + outer)
-    return 4 * layers / config.mesh.fsdp + 4 * outer / (config.mesh.fsdp if config.mesh.pipe == 1 else 1)
+    shards = num_shards(config)
+    return 4 * layers / shards + 4 * outer / (shards if config.mesh.pipe == 1 else 1)
 
 
 def staying_bytes(config: Config, sizes: TransformerConfig) -> float:

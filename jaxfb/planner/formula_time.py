@@ -19,6 +19,7 @@ from jaxfb.planner.counts import (
     layers_here,
     mean_over_layers,
     num_microbatches,
+    num_shards,
     product_width,
     runs_flash,
     share_gathered,
@@ -124,8 +125,9 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     of_layers, of_head = turns_of_layers_and_head(config)
     sums = 8 * hidden * of_layers * layers_here(config, sizes)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * _reduced_bytes(config) * trained
-    seconds = gathered * _share(mesh.fsdp) / _rate(config, chip, "fsdp")
-    seconds += 8 * trained / mesh.fsdp * _share(mesh.data) / _rate(config, chip, "data")
+    shards = num_shards(config)
+    seconds = gathered * _share(shards) / _rate(config, chip, "fsdp", "context")
+    seconds += 8 * trained / shards * _share(mesh.data) / _rate(config, chip, "data")
     seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of about five hidden states
@@ -147,7 +149,7 @@ def exposed_share(config: Config, topology: Topology) -> float:
     if topology.chip.kind not in compiler.TABLE:
         return _EXPOSED_BY_DEFAULT
     waits = (
-        config.mesh.fsdp > 1
+        num_shards(config) > 1
         and config.parallel.fsdp_gather == "layer"
         and not gathers_before_use(config, topology)
     )
@@ -159,11 +161,14 @@ def _share(size: int) -> float:
     return (size - 1) / size
 
 
-def _rate(config: Config, chip: Chip, axis: str, neighbours: bool = False) -> float:
-    """Returns bytes a second along an axis."""
-    sizes = {name: getattr(config.mesh, name) for name in AXES}
-    stride = math.prod(sizes[name] for name in AXES[AXES.index(axis) + 1 :])
-    return chip.group_bandwidth(range(0, (2 if neighbours else sizes[axis]) * stride, stride))
+def _rate(config: Config, chip: Chip, *axes: str, neighbours: bool = False) -> float:
+    """Returns bytes a second along an axis, or several together."""
+    sizes, group = {name: getattr(config.mesh, name) for name in AXES}, [0]
+    for axis in axes:
+        stride = math.prod(sizes[name] for name in AXES[AXES.index(axis) + 1 :])
+        along = range(0, (2 if neighbours else sizes[axis]) * stride, stride)
+        group = [place + step for place in group for step in along]
+    return chip.group_bandwidth(group)
 
 
 def _score_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
+from jaxfb.planner.counts import num_shards
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
@@ -74,10 +75,10 @@ def _remats(config: Config, sizes: TransformerConfig) -> list[str]:
 
 
 def _gathers(config: Config, sizes: TransformerConfig) -> list[str | int]:
-    number, mesh = layers_of_a_stage(config, sizes), vars(config.mesh)
+    number = layers_of_a_stage(config, sizes)
     plain = config.parallel.fsdp_gather
-    by_device = config.schedule is not None and not runs_on(config.schedule, mesh, number)
-    if plain != "layer" or mesh["fsdp"] == 1 or by_device or config.parallel.pieces > 1:
+    by_device = config.schedule is not None and not runs_on(config.schedule, vars(config.mesh), number)
+    if plain != "layer" or num_shards(config) == 1 or by_device or config.parallel.pieces > 1:
         return [plain]
     if config.optimizer.sharding == "gradients":
         return ["layer", "step"]

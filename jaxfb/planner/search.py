@@ -16,6 +16,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
+from jaxfb.planner.counts import num_shards
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
@@ -236,7 +237,7 @@ def seconds(counted: tuple[Estimate, Config]) -> float:
     """Returns the time that layouts are chosen by; gathers of single layers run beside other work, or much of it."""
     counts, config = counted
     if (
-        config.mesh.fsdp == 1
+        num_shards(config) == 1
         or config.parallel.fsdp_gather == "step"
         or config.parallel.gather_ahead is False
     ):

@@ -142,7 +142,7 @@ def test_any_loss_function_keeps_its_numbers(loss_fn, rng, batch):
 
 
 def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
-    """The programs of the widths reduce records, that of the end all gradients."""
+    """The programs of the widths reduce records, that of the end all gradients: into shards, and these over data."""
     texts, table = {}, {"embed": np.zeros((1024, 8))}
 
     def recorded(function, of_options):
@@ -160,20 +160,21 @@ def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
     made = {function: recorded(function, how) for function, how in calls.JITTED.items()}
     monkeypatch.setattr(calls, "JITTED", made)
     mesh = {"data": 2, "context": 2}
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh))
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), fsdp_gather="step")
     fb(small, table, batch, plan_on(mesh))
     size = table["embed"].nbytes
     reductions = {
         name: [
-            one
+            (one.kind, one.bytes)
             for text in each
             for one in collectives(text)
-            if one.kind == "all-reduce" and one.bytes >= size
+            if one.kind in ("all-reduce", "reduce-scatter") and one.bytes >= size / 2
         ]
         for name, each in texts.items()
     }
     assert len(texts["add"]) == 3 and not reductions["add"] and not reductions["weigh"]
-    assert len(reductions["reduce"]) == 1 and "run" not in texts
+    assert reductions["reduce"] == [("reduce-scatter", size), ("all-reduce", size / 2)]
+    assert "run" not in texts
 
 
 def test_an_update_is_that_of_one_device(batch):

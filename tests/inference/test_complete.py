@@ -93,6 +93,7 @@ def test_the_mesh_of_continuations_cuts_parameters_and_no_rows():
     assert dict(sampling_mesh(MeshConfig(pipe=2, data=2, fsdp=2)).shape) | {"fsdp": 4} == dict.fromkeys(
         ("pipe", "data", "expert", "context", "tensor"), 1
     ) | {"fsdp": 4}
+    assert dict(sampling_mesh(MeshConfig(fsdp=2, context=2, data=2)).shape)["fsdp"] == 4
     assert sampling_mesh(MeshConfig(data=-1)) is None
     assert sampling_mesh(MeshConfig(fsdp=3), asked=False) is None
     with pytest.raises(ValueError, match="cannot be made of 8 devices"):

@@ -18,19 +18,20 @@ def test_groups_form_a_grid():
     assert collectives.two_steps(2) is collectives.two_steps(7) is None
 
 
-@pytest.mark.parametrize("fsdp", [4, 8])
-def test_two_steps_give_the_shards_of_one_in_order(fsdp, monkeypatch):
-    mesh, whole = make_mesh(fsdp=fsdp), np.random.default_rng(0).normal(size=(fsdp, 3, 16))
+@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 8}, {"fsdp": 2, "context": 4}], ids=str)
+def test_two_steps_give_the_shards_of_one_in_order(sizes, monkeypatch):
+    mesh, axes = make_mesh(**sizes), tuple(sizes)
+    whole = np.random.default_rng(0).normal(size=(mesh.size, 3, 16))
     monkeypatch.setattr(collectives, "_falls_back", lambda *_: True)
 
     def both(own):
-        ours = collectives.reduce_scatter(own[0], "fsdp", 1)
-        theirs = lax.psum_scatter(own[0], "fsdp", scatter_dimension=1, tiled=True)
-        return ours, theirs, collectives.all_gather(theirs, "fsdp", 1)
+        ours = collectives.reduce_scatter(own[0], axes, 1)
+        theirs = lax.psum_scatter(own[0], axes, scatter_dimension=1, tiled=True)
+        return ours, theirs, collectives.all_gather(theirs, axes, 1)
 
-    cut = P(None, "fsdp")
+    cut = P(None, axes)
     program = jax.jit(
-        jax.shard_map(both, mesh=mesh, in_specs=P("fsdp"), out_specs=(cut, cut, P()), check_vma=False)
+        jax.shard_map(both, mesh=mesh, in_specs=P(axes), out_specs=(cut, cut, P()), check_vma=False)
     )
     assert len(program.lower(whole).compile().as_text().split(" reduce-scatter(")) == 4
     ours, theirs, gathered = program(whole)
@@ -45,9 +46,11 @@ def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
             self.shape, self.size = shape, int(np.prod(list(shape.values())))
 
     def split(mesh):
-        return [collectives._falls_back("fsdp", kind, mesh) for kind in ("gather", "scatter")]
+        axes = tuple(axis for axis in ("fsdp", "context") if axis in mesh.shape)
+        return [collectives._falls_back(axes, kind, mesh) for kind in ("gather", "scatter")]
 
     assert split(Mesh("TPU v5p", fsdp=64, data=1)) == [True, True]
+    assert split(Mesh("TPU v5p", fsdp=16, context=4, data=1)) == [True, True]
     assert split(Mesh("TPU v5 lite", fsdp=16)) == [False, True]
     assert split(Mesh("TPU v5p", fsdp=32, data=2)) == [False, False]
     assert split(Mesh("NVIDIA H100", "gpu", fsdp=64)) == [False, False]

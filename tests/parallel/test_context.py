@@ -3,11 +3,13 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
+from jaxfb.hlo import collectives
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
@@ -99,9 +101,17 @@ def run(cut, mesh, rows_per_microbatch=2, normalize="global", **options):
     [
         pytest.param(dict(context=2), {}, marks=pytest.mark.slow),
         (dict(context=2, data=2), dict(normalize="microbatch", rows_per_microbatch=2)),
-        pytest.param(dict(context=4), {}, marks=pytest.mark.slow),
+        pytest.param(dict(context=4), dict(gather_ahead=True), marks=pytest.mark.slow),
         pytest.param(dict(context=2, pipe=2, tensor=2), dict(schedule="1f1b"), marks=pytest.mark.slow),
-        pytest.param(dict(context=2, fsdp=2, data=2), dict(remat="full"), marks=pytest.mark.slow),
+        (dict(context=2, fsdp=2), dict(remat="full", gather_ahead=True, fsdp_gather=1)),
+        pytest.param(
+            dict(context=2, fsdp=2, data=2),
+            dict(remat="full", optimizer_sharding="data"),
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            dict(context=2, fsdp=2, data=2), dict(optimizer_sharding="gradients"), marks=pytest.mark.slow
+        ),
         pytest.param(
             dict(context=2, pipe=2, fsdp=2),
             dict(schedule="zero_bubble", fsdp_gather="step"),
@@ -150,3 +160,22 @@ def test_sequences_that_do_not_divide_are_refused():
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 12))}, plan)
     with pytest.raises(ValueError, match=r"which must be the same for all; got lengths \[8, 16\]"):
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 16)), "y": np.ones((2, 8))}, plan)
+
+
+def test_a_context_axis_cuts_the_state_and_reduces_into_shards():
+    """The bytes of arguments fall by its size, and no gradient of a whole leaf is all-reduced over it."""
+    cut, params = model()
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=2, num_microbatches=2)
+
+    def compiled(**sizes):
+        mesh = jaxfb.make_mesh(fsdp=2, **sizes)
+        step = jaxfb.make_train_step(cut, optax.adam(1e-3), mesh, plan, dropout=False)
+        return step.lower(step.abstract_state(lambda _: params), jax.eval_shape(batch)).compile(), mesh
+
+    (alone, _), (both, mesh) = compiled(), compiled(context=2)
+    less = 1 - both.memory_analysis().argument_size_in_bytes / alone.memory_analysis().argument_size_in_bytes
+    assert 0.45 < less < 0.5  # norms' scales are whole
+    over = [one for one in collectives(both.as_text()) if "context" in one.axes(mesh)]
+    scattered = [one.bytes for one in over if one.kind == "reduce-scatter"]
+    reduced = [one.bytes for one in over if one.kind == "all-reduce" and "reduce_gradients" in one.op_name]
+    assert scattered and reduced and max(reduced) < min(scattered)

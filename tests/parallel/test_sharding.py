@@ -3,10 +3,11 @@
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AbstractMesh, AxisType
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb import make_mesh
+from jaxfb.mesh import with_context
 from jaxfb.parallel.sharding import adopt, dim_of, manual_part, optimizer_specs, param_specs, shardings
 
 
@@ -52,6 +53,23 @@ def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
 def test_fsdp_prefers_a_dim_whose_shards_fill_tiles(shape, fsdp, spec):
     mesh = AbstractMesh((fsdp,), ("fsdp",))
     assert param_specs({"w": leaf(*shape)}, mesh)["w"] == spec
+
+
+def test_a_context_axis_is_more_fsdp():
+    tree = {"a": leaf(16, 8), "b": leaf(6, 3), "c": leaf(12, 9), "d": leaf(5, 7)}
+    specs = param_specs(tree, make_mesh(fsdp=2, context=4))
+    # b: 8 divides neither dim, fsdp does; c: 8 does not, fsdp does
+    assert specs == {"a": P(("fsdp", "context")), "b": P("fsdp"), "c": P("fsdp"), "d": P()}
+    assert param_specs(tree, make_mesh(context=4))["a"] == P("context")
+    assert param_specs(tree, make_mesh(fsdp=3, context=2, devices=jax.devices()[:6]))["a"] == P("context")
+    # where a part of the axis has other rows, a shard is the same part of the leaf on the same device
+    both = with_context(make_mesh(fsdp=2, context=4), 2)
+    assert param_specs(tree, both) == specs | {"a": P(("fsdp", "rows", "context"))}
+    places = (
+        NamedSharding(mesh, param_specs(tree, mesh)["a"]) for mesh in (both, make_mesh(fsdp=2, context=4))
+    )
+    one, other = (place.devices_indices_map((16, 8)) for place in places)
+    assert one == other
 
 
 def test_the_stacked_dim_of_layers_is_never_cut_over_fsdp():
