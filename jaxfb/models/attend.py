@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import jax
 
-from jaxfb.models import splash_ring
+from jaxfb.models import splash_gather, splash_ring
 from jaxfb.models.attention import Attend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import context_attention, size_here
@@ -22,16 +23,24 @@ def attend_to(config: TransformerConfig, segments: jax.Array | None) -> Attend:
 
 def _attend_packed(query, key, value, scores=PLAIN, *, segments, backend, context, window):
     if size_here() > 1:
+        attend = _context_kernel(context, window, query, key) if backend in ("auto", "splash") else None
+        if attend is not None:
+            return _on_head_shards(attend, query, key, value, scores, segments), None
         attend = partial(context_attention, method=context, window=window)
-        whole = window is None and context == "ring" and backend in ("auto", "splash")
-        if whole and splash_ring.refusal(query, key) is None:
-            return _on_head_shards(splash_ring.splash_ring, query, key, value, scores, segments), None
         return attend(query, key, value, scores, segments=segments), None
     chosen = choose_backend(backend, query, key, packed=segments is not None, plain=scores.are_plain)
     attend = partial(packed_attention, backend=chosen, window=window)
     if chosen == "xla":
         return attend(query, key, value, scores, segments=segments), None
     return _on_head_shards(attend, query, key, value, scores, segments), None
+
+
+def _context_kernel(method: str, window: int | None, query: jax.Array, key: jax.Array) -> Callable | None:
+    """Returns a function by a TPU's kernels for attention over a context axis; None where they cannot run."""
+    if method == "all_gather" and splash_gather.refusal(query, key) is None:
+        return partial(splash_gather.splash_gathered, window=window)
+    ring = method == "ring" and window is None and splash_ring.refusal(query, key) is None
+    return splash_ring.splash_ring if ring else None
 
 
 def _on_head_shards(attend, query, key, value, scores, segments):

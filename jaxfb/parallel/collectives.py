@@ -11,7 +11,7 @@ All functions here run inside `jax.shard_map`.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -76,17 +76,15 @@ def psum_scatter_of_one(x: jax.Array, axis: str, dim: int) -> jax.Array:
 @custom_vjp(1, 2)
 def gather_summing_wide(shard: jax.Array, axis: str, dim: int) -> jax.Array:
     """Gathers shards along `dim`; unlike that of `lax.all_gather` its transpose sums 16-bit cotangents in float32."""
-    return lax.all_gather(shard, axis, axis=dim, tiled=True)
+    return all_gather(shard, axis, dim)
 
 
 def _gather_forward(shard, axis, dim):
-    return lax.all_gather(shard, axis, axis=dim, tiled=True), None
+    return all_gather(shard, axis, dim), None
 
 
 def _gather_backward(axis, dim, _, cotangent):
-    return (
-        _widened(partial(lax.psum_scatter, axis_name=axis, scatter_dimension=dim, tiled=True), cotangent),
-    )
+    return (reduce_scatter(cotangent, axis, dim),)
 
 
 gather_summing_wide.defvjp(_gather_forward, _gather_backward)
@@ -121,16 +119,16 @@ def two_steps(size: int) -> tuple[Groups, Groups] | None:
 
 def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
     """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse."""
-    names = (axes,) if isinstance(axes, str) else axes
+    names = [axes] if isinstance(axes, str) else [*axes]
     if not _falls_back(names, kind, get_abstract_mesh()):
         return [(axes, None)]
     if len(names) > 1:
         return [(axis, None) for axis in names]
     groups = two_steps(lax.axis_size(names[0]))
-    return [(names[0], some) for some in groups] if groups else [(axes, None)]
+    return [(names[0], some) for some in groups] if groups else [(names[0], None)]
 
 
-def _falls_back(axes: tuple[str, ...], kind: str, mesh: AbstractMesh) -> bool:
+def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
     """Returns whether XLA would make this an all-reduce; seen in what libtpu 0.0.42 compiles for v5e, v6e and v5p."""
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:

@@ -147,8 +147,9 @@ def context_attention(
       scores: soft cap and sinks.
       segments: i32[R, T/context] document ids, or None.
       method: "ring" passes keys and values around, hidden behind the compute, and never holds more than two
-        devices' share of them (on a TPU by kernels, `jaxfb.models.splash_ring`); "all_gather" gathers them all;
-        "all_to_all" exchanges tokens for heads (Ulysses; C must divide G) and so runs any attention kernel.
+        devices' share of them; "all_gather" gathers them all (the built-in transformer does both by kernels on a TPU,
+        `jaxfb.models.splash_ring` and `splash_gather`); "all_to_all" exchanges tokens for heads (Ulysses; C must
+        divide G) and so runs any attention kernel.
       window: a token sees itself and the window - 1 tokens before it; None: all before it.
     Returns:
       float[R, T/context, H, K].

@@ -186,7 +186,7 @@ def _add_axes(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], mesh: Mesh
     ]
     if size > 1 and free:
         best = max(free, key=lambda dim: (_fills_tiles(shape, dim, shape[dim] // size), shape[dim], dim))
-        entries[best] = axes if len(axes) > 1 else axes[0]
+        entries[best] = axes if len(axes) > 1 else "".join(axes)
     return _shortest(entries)
 
 

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead
-from jaxfb.models import splash
+from jaxfb.models import splash, splash_gather
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
@@ -169,6 +169,8 @@ def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     if topology.platform == "gpu":
         return context == 1 and dtype.itemsize == 2 and sizes.variant.has_plain_scores
     if context > 1:
-        ring = sizes.context_attention == "ring" and sizes.window is None
-        return ring and splash.refused_sizes(dtype, length // context // 2, sizes.head_size) is None
+        method, length = sizes.context_attention, length // context
+        tabled = method == "all_gather" and splash_gather.refused_length(length, context) is None
+        kernels = tabled or (method == "ring" and sizes.window is None)
+        return kernels and splash.refused_sizes(dtype, length // 2, sizes.head_size) is None
     return splash.refused_sizes(dtype, length, sizes.head_size) is None

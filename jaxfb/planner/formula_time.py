@@ -101,7 +101,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
         + _LOGIT_BYTES * share * sizes.vocab_size * of_head
     )
-    if runs_flash(config, sizes, topology):
+    if sizes.context_attention == "ring" and runs_flash(config, sizes, topology):
         turns = (config.mesh.context - 1) * sizes.num_layers
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     return (

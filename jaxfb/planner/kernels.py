@@ -20,9 +20,10 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
 
     Args:
       name: the kernel's, or that of an instruction of a compiled program named after it.
-      operands: their shapes; splash's are the two tables of its mask (blocks of queries by blocks of keys), then
-        queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the places of
-        queries, without rows. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
+      operands: their shapes; splash's are the two or three tables of its mask (blocks of queries by blocks of keys),
+        then queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the
+        places of queries, without rows, or with three tables, of which each device has its own, the masks [N, block,
+        block] last. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
       share: of the rows of a ragged or grouped product, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
@@ -32,17 +33,29 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
     found = _SPLASH.match(name)
     if found is None:
         return 0.0
-    *rows_and_heads, length, size = operands[2]
-    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * _pairs(operands, length)
+    tables = 3 if operands[2] == operands[0] else 2
+    *rows_and_heads, length, size = operands[tables]
+    keys = operands[tables + 1][-2]
+    if tables == 3:
+        width = operands[0][1 if found[1] == "dkv" else 2]
+        pairs = _pairs_of_own(length, keys, operands[-1][-1], width)
+    else:
+        pairs = _pairs(operands, length, keys)
+    return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
 
 
-def _pairs(operands: Sequence[tuple[int, ...]], queries: int) -> float:
+def _pairs_of_own(queries: int, keys: int, block: int, width: int) -> float:
+    """Returns the (query, key) pairs of a device whose tables are as wide as a window, or as all blocks."""
+    causal = queries * (keys + block) / 2
+    return causal if width * block >= queries else min(causal, queries * width * block)
+
+
+def _pairs(operands: Sequence[tuple[int, ...]], queries: int, keys: int) -> float:
     """Returns the (query, key) pairs that are computed: those of blocks of which a causal mask, or a window, lets
     something be seen.
 
     Queries may be some of a longer sequence, cut so that each device's see as much.
     """
-    keys = operands[3][-2]
     visited = math.prod(operands[0][1:]) * block_size(queries) * block_size(keys)  # fewer with a window
     causal = any(len(shape) == 2 for shape in operands[4:])
     return min(visited, queries * (keys + block_size(keys)) / 2) if causal else visited

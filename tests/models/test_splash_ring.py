@@ -1,4 +1,4 @@
-"""Ring attention by splash's kernels, in Pallas' interpreter: the numbers of the ring that makes scores."""
+"""Attention over a context axis by splash kernels, in Pallas' interpreter: the numbers of a ring that makes scores."""
 
 from functools import partial
 
@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.models.splash_gather import splash_gathered
 from jaxfb.models.splash_ring import splash_ring
 from jaxfb.parallel import context
 from jaxfb.parallel.scores import Scores
 
-HEADS, KV_HEADS, SIZE = 2, 1, 8
+HEADS, KV_HEADS, SIZE = 4, 2, 8
 SHARE = 256  # tokens of a device: two pieces of the kernel's smallest block
 
 
@@ -24,11 +25,25 @@ def integers_of_32_bits():
         yield
 
 
+RING, GATHERED = splash_ring, splash_gathered
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
 @pytest.mark.parametrize(
-    "size, packed, softcap",
-    [(2, False, None), pytest.param(3, True, 2.0, marks=pytest.mark.slow)],
+    "kernels, size, packed, softcap, window",
+    [
+        (RING, 2, False, None, None),
+        slow(RING, 3, True, 2.0, None),
+        (GATHERED, 2, False, None, None),
+        slow(GATHERED, 3, True, 2.0, None),
+        slow(GATHERED, 4, True, None, 200),  # ends within a block
+        slow(GATHERED, 2, False, None, 129),
+    ],
 )
-def test_kernels_in_a_ring_are_the_ring_that_makes_scores(size, packed, softcap):
+def test_kernels_have_the_numbers_of_the_ring_that_makes_scores(kernels, size, packed, softcap, window):
     """Results and all gradients in float32, to 5e-6 of the largest number: both sum 256 products, in another order."""
     length = SHARE * size
     keys = jax.random.split(jax.random.key(0), 4)
@@ -48,8 +63,9 @@ def test_kernels_in_a_ring_are_the_ring_that_makes_scores(size, packed, softcap)
             out, vjp = jax.vjp(scored, query, key, value, *sinks)
             return out, *vjp(cotangent)
 
-        plain = partial(context.context_attention, method="ring")
-        return with_gradient(partial(splash_ring, interpret=True)), with_gradient(plain)
+        given = {} if window is None else {"window": window}
+        plain = partial(context.context_attention, method="ring", **given)
+        return with_gradient(partial(kernels, interpret=True, **given)), with_gradient(plain)
 
     mesh = jax.make_mesh((size,), ("context",), axis_types=(AxisType.Auto,), devices=jax.devices()[:size])
     cut, order = P(None, "context"), context.zigzag(length, size)

@@ -9,6 +9,7 @@ from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxfb.config import load_config
 from jaxfb.models.splash import _kernel, visible_pairs
+from jaxfb.models.splash_gather import _tables_of_all
 from jaxfb.planner import hlo_cost, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.formula import estimate
@@ -60,6 +61,18 @@ def test_blocks_that_are_seen_whole_are_counted_whole_and_those_of_a_part_of_the
     pairs = 2 * 4 * SIZE * 2 * 2 * queries
     assert kernel_flops("splash_mha_fwd_x", operands) == pairs * keys
     assert kernel_flops("splash_mha_fwd_x", [*operands, (queries, 128)]) == pairs * (keys + 512) / 2
+
+
+@pytest.mark.parametrize("window, blocks", [(None, 4 * (16 + 1) / 2), (700, 4 * 3)])
+def test_tables_of_a_context_axis_are_counted_as_every_devices(window, blocks):
+    """Every device of it visits as many blocks of the whole sequence; in a window the first rows visit fewer."""
+    tables = _tables_of_all(length=2048, size=4, window=window)  # two pieces of two blocks of 512
+    for phase, products, info in zip(("fwd", "dkv"), (2, 4), tables, strict=True):
+        visited = (info.block_mask > 0).sum((1, 2))
+        assert (visited == blocks).all() if window is None else (visited <= blocks).all()
+        table, query, key = (1, *info.data_next.shape[1:]), (1, 2, 2048, SIZE), (1, 1, 8192, SIZE)
+        operands = [table, table, table, query, key, key, (1, 2048, 128), info.partial_mask_blocks.shape]
+        assert kernel_flops(f"splash_mha_{phase}_x", operands) == 2 * products * 2 * SIZE * blocks * 512**2
 
 
 def test_a_trace_counts_the_kernels_products():
