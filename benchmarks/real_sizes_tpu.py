@@ -62,6 +62,7 @@ LONG_STAGES = (
     "parallel.remat=layer",
 )
 """Few microbatches of long sequences, four in a pipeline of eight stages."""
+ZERO_1 = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 8, "shard_optimizer_over_data": True}
 MIXTRAL = {
     "decoder_block": "mixtral",
     "num_experts": 8,
@@ -110,7 +111,7 @@ JOBS = {
         "8b", "v5p:2x2x2", (*LONG_STAGES, "parallel.pieces=16", "schedule=seq_abreast"), None
     ),
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
-        "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
+        "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), ZERO_1
     ),
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),

@@ -16,6 +16,7 @@ from jaxfb.planner import parse_topology  # noqa: E402
 
 AXES = {
     "ici_pipeline_parallelism": "pipe",
+    "ici_data_parallelism": "data",
     "ici_fsdp_parallelism": "fsdp",
     "ici_tensor_parallelism": "tensor",
     "ici_expert_parallelism": "expert",
