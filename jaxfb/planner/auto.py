@@ -135,7 +135,7 @@ def _chosen(opened: Config, topology: Topology, fixed: Fixed, available: float |
         layouts = _fastest(counted, sizes, topology, fixed)
     if estimate(layouts[0], sizes, topology).total > memory:
         raise _too_large(layouts[0], sizes, topology, fixed, memory)
-    best = _taken(layouts[:TRIED], topology)
+    best = _taken(layouts[:TRIED], topology, memory)
     taken = estimate(best, sizes, topology)
     most = max(taken.total, (1 - MARGIN) * memory)
     others = _others(best, [pair for pair in ranked if pair[0].total <= most])
@@ -182,16 +182,21 @@ def _sending(counted: Estimate, config: Config, memory: float) -> tuple:
     return counted.total > memory, *cuts, again, parallel.fsdp_gather != "layer", label(config)
 
 
-def _taken(layouts: list[Config], topology: Topology) -> Config:
-    """Returns the first layout that `jaxfb train` would not refuse."""
+def _taken(layouts: list[Config], topology: Topology, memory: float) -> Config:
+    """Returns the first layout that `jaxfb train` would not refuse and whose state, counted by its arrays, fits too."""
     refusals = []
     for one in layouts:
         try:
-            estimated(one, topology)
-            return one
+            verdict = estimated(one, topology)
         except ValueError as error:
-            refusals.append(error)
-    raise Refused(f"[mesh] auto: {refusals[0]}")
+            refusals.append(str(error))
+            continue
+        if verdict.needed <= memory:
+            return one
+        refusals.append(f"{label(one)} needs {verdict.needed / 1e9:.1f} GB of {memory / 1e9:.1f} GB")
+    raise Refused(
+        f"[mesh] auto found no layout: {refusals[0]}; give sizes, such as mesh.fsdp={topology.num_devices}"
+    )
 
 
 def _others(best: Config, ranked: list[Counted]) -> list[Counted]:

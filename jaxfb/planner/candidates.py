@@ -102,10 +102,15 @@ def _meshes(config: Config, sizes: TransformerConfig, devices: int) -> Iterator[
         rest, left = divmod(devices, context * tensor * pipe * expert)
         if left or not rest or (sizes.num_experts and sizes.num_experts % expert):
             continue
-        for fsdp in _divisors(rest, rest):
-            if fsdp in (1, rest) or 8 <= fsdp <= 64:
-                sizes_ = {"pipe": pipe, "data": rest // fsdp, "fsdp": fsdp, "expert": expert}
-                yield sizes_ | {"context": context, "tensor": tensor}
+        for fsdp in _fsdp_sizes(rest, sizes.hidden_size):
+            sizes_ = {"pipe": pipe, "data": rest // fsdp, "fsdp": fsdp, "expert": expert}
+            yield sizes_ | {"context": context, "tensor": tensor}
+
+
+def _fsdp_sizes(devices: int, hidden_size: int) -> list[int]:
+    """Returns 1, those of 8 to 64, and the largest of what divides the hidden size, which is a dim of every matrix."""
+    found = [size for size in _divisors(devices, devices) if hidden_size % size == 0]
+    return [size for size in found if size in (1, found[-1]) or 8 <= size <= 64]
 
 
 def _schedules(mesh: dict[str, int], sizes: TransformerConfig) -> list[tuple[str | None, int]]:

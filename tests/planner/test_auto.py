@@ -56,6 +56,12 @@ def test_with_fewer_rows_than_devices_the_sequence_is_cut():
     assert choose(few, parse_topology("gpu:h100x8")).config.mesh.context > 1
 
 
+def test_fsdp_has_a_size_that_cuts_the_parameters():
+    """A third of 24 devices are no axis of an even width: parameters would be whole on each."""
+    found = choose(config("batch.rows=24", "batch.rows_per_microbatch=1"), parse_topology("v5e:4x6"))
+    assert 2048 % found.config.mesh.fsdp == 0 and found.config.model.hidden_size == 2048
+
+
 @pytest.mark.parametrize("overrides", [["mesh=auto", "mesh.fsdp=2"], ["mesh=anything"]])
 def test_the_word_stands_alone(overrides):
     with pytest.raises(ValueError, match="leave one of the two out|the word auto"):
