@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import real_sizes_tpu
-from real_sizes import Job, jaxfb_config, sizes
+from real_sizes import Job, sizes
 
 from jaxfb.config import Config
 from jaxfb.mesh import mesh_sizes
@@ -30,6 +30,7 @@ from jaxfb.planner.counts import (
 
 COMPUTE, MASTER = 2, 4
 """Bytes of a number: of weights and activations, of parameters and sums."""
+ALIKE = (("jaxfb", "jaxfb_best"), ("jaxfb_rounded",), ("maxtext", "maxtext_best"))
 
 
 @dataclass(frozen=True)
@@ -72,18 +73,19 @@ class Layout:
 
 
 def fsdp(one: Layout) -> float:
-    """Layers gathered in the forward and in the backward, the rest once; gradients scattered, in the accum dtype of
-    jaxfb and the compute dtype of MaxText. In every microbatch, or once a step what stays gathered. A stage that runs
-    again from its input gathers once more.
+    """Layers gathered in the forward and in the backward, the rest once; gradients scattered, by jaxfb in the accum
+    dtype or precision.reduce_dtype, by MaxText in the compute dtype. In every microbatch, or once a step what stays
+    gathered. A stage that runs again from its input gathers once more.
     """
     layers, outer = held_numbers(one.config, one.sizes)
     turns, head = turns_of_layers_and_head(one.config)
-    microbatches, scattered = num_microbatches(one.config), MASTER if one.ours else COMPUTE
+    microbatches, rounded = num_microbatches(one.config), one.config.precision.reduce_dtype == "bfloat16"
+    scattered = COMPUTE if rounded or not one.ours else MASTER
     stays = share_gathered(one.config, one.sizes) if one.ours else 0.0
     if one.ours and one.config.parallel.fsdp_gather == "step":
-        return one.share("fsdp") * (COMPUTE + scattered) * (layers + outer)
+        return one.share("fsdp") * (COMPUTE + MASTER) * (layers + outer)
     gathered = COMPUTE * (2 + max(0, one.again - 1))
-    of_layers = microbatches * turns * (gathered + scattered) * (1 - stays) + (COMPUTE + scattered) * stays
+    of_layers = microbatches * turns * (gathered + scattered) * (1 - stays) + (COMPUTE + MASTER) * stays
     of_outer = microbatches * head * (COMPUTE + scattered)
     return one.share("fsdp") * (of_layers * layers + of_outer * outer)
 
@@ -146,21 +148,21 @@ BY_HAND = {"fsdp": fsdp, "data": data, "tensor": tensor, "context": context, "ex
 
 
 def beside_formula(name: str, sides: dict[str, Any]) -> dict[str, dict[str, dict[str, float]]]:
-    """Library -> axis -> gigabytes, of the step that is the shorter one of each."""
+    """Side -> axis -> gigabytes: of what differs in options of the compiler alone, the shorter step."""
     job, found = real_sizes_tpu.JOBS[name], {}
-    for library in ("jaxfb", "maxtext"):
-        steps = [row for side, row in sides.items() if side.startswith(library)]
+    for same in ALIKE:
+        steps = {side: sides[side]["step_s"] for side in same if side in sides}
         if steps:
-            row = min(steps, key=lambda row: row["step_s"])
-            found[library] = of_program(job, row["traffic"], library == "jaxfb")
+            side = min(steps, key=lambda one: steps[one])
+            found[side] = of_program(job, side, sides[side]["traffic"])
     return found
 
 
-def of_program(job: Job, traffic: dict[str, Any], ours: bool) -> dict[str, dict[str, float]]:
+def of_program(job: Job, side: str, traffic: dict[str, Any]) -> dict[str, dict[str, float]]:
     """Axis -> what the compiled program sends along it, alone or with others, and what the layout needs."""
     sent = sent_by_axis(traffic, parse_topology(job.topology).chip.axis_bandwidth)
     cut = max((axes for axes in sent if "fsdp" in axes), key=lambda axes: sent[axes], default=("fsdp",))
-    one = layout(job, ours, cut)
+    one = layout(job, side, cut)
     found = {}
     for axis in (axis for axis in BY_HAND if one.size(axis) > 1):
         along = sum(size for axes, size in sent.items() if axes[0] == axis)
@@ -178,13 +180,13 @@ def sent_by_axis(traffic: dict[str, Any], rate: float) -> Counter[tuple[str, ...
     return sent
 
 
-def layout(job: Job, ours: bool, cut: tuple[str, ...]) -> Layout:
-    config = jaxfb_config(job)
+def layout(job: Job, side: str, cut: tuple[str, ...]) -> Layout:
+    config = real_sizes_tpu.config_of(job, side)
     mesh = mesh_sizes(vars(config.mesh), parse_topology(job.topology).num_devices, "none")
     config = replace(config, mesh=replace(config.mesh, **mesh))
-    if not ours:  # "minimal" keeps the results of products, as "selective" does; weights are always gathered
+    if side.startswith("maxtext"):  # its weights are always gathered; "minimal" keeps what "selective" does
         config = replace(config, parallel=replace(config.parallel, fsdp_gather="layer"))
-    return Layout(config, sizes(config), ours, cut)
+    return Layout(config, sizes(config), side.startswith("jaxfb"), cut)
 
 
 def _gb(size: float) -> float:

@@ -114,28 +114,28 @@ def claims(result: Result) -> list[Claim]:
 
 
 def axes_of(result: Result) -> list[tuple[str, str, str, dict[str, float]]]:
-    """(job, library, axis, gigabytes sent and by hand) of each axis, of each library's shorter step."""
+    """(job, side, axis, gigabytes sent and by hand) of each axis."""
     return [
-        (name, {"jaxfb": "jaxfb", "maxtext": "MaxText"}[library], axis, row)
+        (name, side, axis, row)
         for name, sides in result["rows"].items()
-        for library, axes in beside_formula(name, sides).items()
+        for side, axes in beside_formula(name, sides).items()
         for axis, row in axes.items()
     ]
 
 
 def bytes_facts(result: Result) -> dict:
     ratios: dict[str, list[float]] = {}
-    for _, library, axis, row in axes_of(result):
+    for _, side, axis, row in axes_of(result):
         kind = axis if axis in ("fsdp", "tensor") else "others"
-        ratios.setdefault(f"{library}_{kind}", []).append(row["sent_gb"] / row["by_hand_gb"])
+        ratios.setdefault(f"{side.split('_')[0]}_{kind}", []).append(row["sent_gb"] / row["by_hand_gb"])
     return {f"{key}_{end.__name__}": end(found) for key, found in ratios.items() for end in (min, max)}
 
 
 def bytes_table(result: Result) -> list[Table]:
     head = {"job": "", "": "", "axis": "", "sent GB": ",.1f", "by hand GB": ",.1f", "ratio": ".2f"}
     rows = [
-        [name, library, axis, row["sent_gb"], row["by_hand_gb"], row["sent_gb"] / row["by_hand_gb"]]
-        for name, library, axis, row in axes_of(result)
+        [name, SIDES[side], axis, row["sent_gb"], row["by_hand_gb"], row["sent_gb"] / row["by_hand_gb"]]
+        for name, side, axis, row in axes_of(result)
     ]
     return [Table(head, rows)]
 
@@ -195,14 +195,15 @@ SECTIONS = (
     Section(
         "real_sizes_tpu",
         "Bytes along each axis at real size, compared with a formula",
-        """What a chip sends along each mesh axis in the steps above, by the compiled program of each library's shorter
-        step, and what the layout needs by hand. Along fsdp: weights gathered in the forward and in the backward of
-        every microbatch, gradients scattered, by jaxfb in the accum dtype and by MaxText in the compute dtype. jaxfb
-        sends {jaxfb_fsdp_min:.2f} to {jaxfb_fsdp_max:.2f} times that, MaxText {MaxText_fsdp_min:.2f} to
-        {MaxText_fsdp_max:.2f}: where its scatter has become an all-reduce, each gradient goes twice. Along tensor, with
+        """What a chip sends along each mesh axis in the steps above, by the compiled program (of those that differ in
+        the compiler's options alone, the one with the shorter step), and what the layout needs by hand. Along fsdp:
+        weights gathered in the forward and in the backward of every microbatch, gradients scattered, by jaxfb in the
+        accum dtype, or rounded to the compute dtype as MaxText does. jaxfb
+        sends {jaxfb_fsdp_min:.2f} to {jaxfb_fsdp_max:.2f} times that, MaxText {maxtext_fsdp_min:.2f} to
+        {maxtext_fsdp_max:.2f}: where its scatter has become an all-reduce, each gradient goes twice. Along tensor, with
         the sequence cut: inputs gathered and results scattered, in the backward with the inputs once more: jaxfb
-        {jaxfb_tensor_min:.2f} to {jaxfb_tensor_max:.2f} times that, MaxText {MaxText_tensor_min:.2f} to
-        {MaxText_tensor_max:.2f}. Along the other axes jaxfb sends {jaxfb_others_min:.2f} to
+        {jaxfb_tensor_min:.2f} to {jaxfb_tensor_max:.2f} times that, MaxText {maxtext_tensor_min:.2f} to
+        {maxtext_tensor_max:.2f}. Along the other axes jaxfb sends {jaxfb_others_min:.2f} to
         {jaxfb_others_max:.2f} times what is needed by hand: keys and values around the context axis, tokens to their
         experts and back, hidden states from stage to stage and around the head, and one reduction a step of what is
         whole on several devices of an axis. The formulas are in `benchmarks/real_sizes_bytes.py`.""",
