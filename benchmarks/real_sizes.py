@@ -147,18 +147,22 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
     cost = hlo_cost.cost_of(text, layout(config, topology), topology.chip, work)
     tokens = config.batch.rows * config.data.sequence_length
     host, step = {}, cost.seconds
+    moved = [row for (axes, _), row in cost.traffic.items() if axes == hlo_cost.HOST]
+    waited = sum(row.exposed_seconds for row in moved)
+    if moved:
+        host = {"host_s": round(sum(row.seconds for row in moved), 3), "host_exposed_s": round(waited, 3)}
     if config.optimizer.memory == "host":
-        counted = estimated(config, topology).estimate
-        step += counted.host_seconds
-        host = {"host_gb": gigabytes(counted.host), "host_s": round(counted.host_seconds, 3)}
+        host["host_gb"] = gigabytes(estimated(config, topology).estimate.host)
     flops = flops_per_token(sizes(config), config.data.sequence_length) * tokens / topology.num_devices
     return {
         "step_s": round(step, 3),
         **host,
         "work_s": round(cost.work_seconds, 3),
         "products_s": round(cost.product_seconds, 3),
-        "collectives_s": round(sum(one.seconds for one in cost.traffic.values()), 3),
-        "exposed_s": round(cost.exposed_seconds, 3),
+        "collectives_s": round(
+            sum(row.seconds for (axes, _), row in cost.traffic.items() if axes != hlo_cost.HOST), 3
+        ),
+        "exposed_s": round(cost.exposed_seconds - waited, 3),
         "mfu": round(flops / topology.chip.flops / step, 4),
         "moved_gb": round(cost.bytes / 1e9, 1),
         "traffic": {

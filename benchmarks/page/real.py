@@ -188,7 +188,7 @@ SECTIONS = (
         dtype, which sends twice the bytes. MaxText cuts parameters and optimizer state over the context axis as well,
         jaxfb over fsdp alone: hence the arguments of the rows with long sequences. A model whose optimizer state is on
         the host fits on chips for which the compiler refuses it otherwise; the time to read that state twice over the
-        host's link is part of the step, as if nothing hid it. The last column is the memory of the process that
+        host's link, of which next to nothing is hidden, is part of the step. The last column is the memory of the process that
         compiles.""",
         facts, table, claims,
     ),

@@ -13,6 +13,7 @@ from jaxfb.hlo.communication import (
     collectives,
     traffic,
 )
+from jaxfb.hlo.host import HostTransfer, host_transfer
 from jaxfb.hlo.text import REGIONS, Instruction, bytes_of, operand_names, parse, types
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "REGIONS",
     "SELDOM",
     "Collective",
+    "HostTransfer",
     "Instruction",
     "bytes_of",
     "callees",
@@ -27,6 +29,7 @@ __all__ = [
     "collective",
     "collective_kind",
     "collectives",
+    "host_transfer",
     "operand_names",
     "parse",
     "traffic",

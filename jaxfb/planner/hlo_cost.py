@@ -2,7 +2,8 @@
 
 An instruction takes the longer of its products at the peak rate and its bytes at the peak bandwidth; loops count their
 length, a conditional is the longest of its branches. A collective takes its bytes at the bandwidth of its mesh axis;
-those among the same devices follow one another; what runs between its start and its done hides it.
+those among the same devices follow one another; what runs between its start and its done hides it. So it is with what
+moves between a device and its host's memory, each way at the bandwidth of the link.
 Nothing is faster than its roof, so this is a lower bound of the time, and shows where the time goes.
 """
 
@@ -21,6 +22,9 @@ from jaxfb.planner.hlo_bytes import Bytes
 from jaxfb.planner.hlo_products import Products
 from jaxfb.planner.routing import Routed
 
+HOST = "host"
+"""Stands for the axes of a mesh where a device reads from its host's memory, or writes to it."""
+
 
 @dataclass
 class Cost:
@@ -28,7 +32,7 @@ class Cost:
 
     flops: of matrix products. bytes: read and written in HBM. work_seconds: sum of the instructions' roofs.
     product_seconds: the part of it that products take at the peak rate.
-    traffic: (axes, kind) -> Traffic.
+    traffic: (axes, kind) -> Traffic; (HOST, "read" or "write") -> that with the host's memory.
     """
 
     flops: float = 0
@@ -39,7 +43,7 @@ class Cost:
 
     @property
     def exposed_seconds(self) -> float:
-        """Returns time in which nothing runs but collectives."""
+        """Returns time in which nothing runs but collectives and transfers from and to the host."""
         return sum(one.exposed_seconds for one in self.traffic.values())
 
     @property
@@ -147,6 +151,9 @@ class _Reader:
         rate = min(map(self._chip.group_bandwidth, groups))
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 
+    def host_seconds(self, moved: hlo.HostTransfer) -> float:
+        return moved.bytes / self._chip.host_bandwidth if self._chip else 0.0
+
     def is_first(self, chain: str) -> bool:
         """Returns whether no link of that chain of fusions was seen before."""
         return chain not in self._chains
@@ -198,6 +205,9 @@ class _Run:
         self._clock += cost.work_seconds
         if instruction.opcode.endswith("-start"):
             found = [one for one, _ in self._reader.collectives(instruction, self._name)]
+            if moved := hlo.host_transfer(instruction):
+                self._started[instruction.name] = [self._send_to_host(moved)]
+                return
             self._begin(instruction.name, found, hlo.operand_names(instruction))
         elif instruction.opcode.endswith("-update"):
             first, *operands = hlo.operand_names(instruction)
@@ -223,13 +233,24 @@ class _Run:
 
     def _send(self, one: Collective, apart: int) -> _Transfer:
         """Starts a collective; apart: bytes whose start and done are separate instructions."""
-        seconds, row = self._reader.wire_seconds(one), self._row(one)
-        row.add(Traffic(1, one.bytes, seconds, 0.0, apart))
         wire = (one.kind == "collective-permute", one.replica_groups[:1])
+        row = Traffic(1, one.bytes, self._reader.wire_seconds(one), 0.0, apart)
+        return self._on_wire(wire, self._reader.key(one), row)
+
+    def _send_to_host(self, moved: hlo.HostTransfer) -> _Transfer:
+        key = HOST, moved.direction
+        return self._on_wire(
+            key, key, Traffic(1, moved.bytes, self._reader.host_seconds(moved), 0.0, moved.bytes)
+        )
+
+    def _on_wire(self, wire: tuple, key: tuple[str, str], sent: Traffic) -> _Transfer:
+        """Starts what `sent` counts when the wire is free."""
+        row = self._cost.traffic.setdefault(key, Traffic())
+        row.add(sent)
         before = self._wires.get(wire)
         begin = max(self._clock, before.over) if before else self._clock
         products = self._cost.product_seconds
-        self._wires[wire] = _Transfer(begin, begin + seconds, row, before, one.bytes, products)
+        self._wires[wire] = _Transfer(begin, begin + sent.seconds, row, before, sent.bytes, products)
         return self._wires[wire]
 
     def _wait(self, sent: _Transfer) -> None:

@@ -16,7 +16,7 @@ from jaxfb.planner import gpu, tpu
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.compiled import Compiled, TooLarge, compile_for, compiles_here
 from jaxfb.planner.formula import Estimate, estimate
-from jaxfb.planner.hlo_cost import Traffic
+from jaxfb.planner.hlo_cost import HOST, Traffic
 from jaxfb.planner.job import (
     Job,
     abstract_device,
@@ -92,7 +92,8 @@ class Verdict:
 
     @property
     def traffic(self) -> dict[tuple[str, str], Traffic]:
-        """Maps (axes, kind) -> what the compiled program moves between devices; empty without a compiler."""
+        """Maps (axes, kind) -> what the compiled program moves between devices, and ("host", "read" or "write") -> with
+        the host's memory; empty without a compiler."""
         if not isinstance(self.compiled, Compiled):
             return {}
         names = Traffic.__dataclass_fields__
@@ -108,17 +109,22 @@ class Verdict:
 
     @property
     def exposed_seconds(self) -> float:
-        """Returns communication that nothing hides; by the formula, of TPUs a share and otherwise all of it."""
+        """Returns communication that nothing hides, the host's in a compiled program too; by the formula, of TPUs a
+        share and otherwise all of it.
+        """
         if not isinstance(self.compiled, Compiled):
             return self.estimate.exposed_seconds
         return sum(row.exposed_seconds for row in self.traffic.values())
 
     @property
     def step_seconds(self) -> float:
-        """Returns work, what it does not hide of the communication, and the time that optimizer state from the host
-        takes; the bubble is work that counts for nothing.
-        """
-        return self.work_seconds + self.exposed_seconds + self.estimate.host_seconds
+        """Returns work and what it does not hide of the communication; the bubble is work that counts for nothing."""
+        return self.work_seconds + self.exposed_seconds + self.host_seconds
+
+    @property
+    def host_seconds(self) -> float:
+        """Returns the time that optimizer state from the host takes, where no compiled program shows what hides it."""
+        return 0.0 if any(axes == HOST for axes, _ in self.traffic) else self.estimate.host_seconds
 
     @property
     def mfu(self) -> float | None:

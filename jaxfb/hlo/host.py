@@ -1,0 +1,55 @@
+"""Finds what a compiled program moves between a device and its host's memory."""
+
+from __future__ import annotations
+
+import re
+from typing import NamedTuple
+
+from jaxfb.hlo.text import Instruction, bytes_of
+
+_ARRAY = re.compile(r"\b[a-z]+[0-9a-z]*\[[\d,]*\](?:\{[^}]*\})?")
+_HOST = "S(5)"
+"""XLA's number of the host's memory, in a layout."""
+
+
+class HostTransfer(NamedTuple):
+    """An asynchronous instruction that moves so many bytes: direction "read", from the host, or "write", to it."""
+
+    direction: str
+    bytes: int
+
+
+def host_transfer(instruction: Instruction) -> HostTransfer | None:
+    """Returns what the start of a copy, a slice or an update moves between the two memories; None if it does not.
+
+    Of a slice the slice is moved, of an update what it writes.
+    """
+    arrays = _ARRAY.findall(instruction.result)
+    kind = instruction.opcode.removesuffix("-start")
+    if kind == instruction.opcode or not arrays:
+        return None
+    if kind == "copy":  # (what is written, what is read, a mark)
+        return _moved(source=arrays[1], target=arrays[0], what=arrays[0])
+    results = _ARRAY.findall(instruction.result[_end_of_operands(instruction.result) :])
+    if kind in ("dynamic-slice", "slice") and results:  # ((what it is taken of, places), the slice, a mark)
+        return _moved(source=arrays[0], target=results[0], what=results[0])
+    if kind == "dynamic-update-slice" and results:  # ((what is updated, by what, places), the same, a mark)
+        return _moved(source=arrays[1], target=results[0], what=arrays[1])
+    return None
+
+
+def _moved(source: str, target: str, what: str) -> HostTransfer | None:
+    from_host, to_host = (_HOST in place for place in (source, target))
+    if from_host == to_host:
+        return None
+    return HostTransfer("read" if from_host else "write", bytes_of(what))
+
+
+def _end_of_operands(result: str) -> int:
+    """Returns where the first inner tuple of a type such as `((f32[2], s32[]), f32[1], u32[])` ends."""
+    depth = 0
+    for place, letter in enumerate(result):
+        depth += (letter == "(") - (letter == ")")
+        if letter == ")" and depth == 1 and "[" in result[:place]:
+            return place + 1
+    return 0
