@@ -11,7 +11,7 @@ from jaxfb.cli import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.auto import choose, choose_here
-from jaxfb.planner.candidates import label
+from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.training.open_mesh import with_mesh
@@ -57,9 +57,10 @@ def test_with_fewer_rows_than_devices_the_sequence_is_cut():
 
 
 def test_fsdp_has_a_size_that_cuts_the_parameters():
-    """A third of 24 devices are no axis of an even width: parameters would be whole on each."""
-    found = choose(config("batch.rows=24", "batch.rows_per_microbatch=1"), parse_topology("v5e:4x6"))
-    assert 2048 % found.config.mesh.fsdp == 0 and found.config.model.hidden_size == 2048
+    """24 divides no width of the model: parameters would be whole on each of 24 devices."""
+    given = config("batch.rows=24", "batch.rows_per_microbatch=1")
+    sizes = {one.mesh.fsdp for one in candidates(given, model_sizes(given), 24)}
+    assert max(sizes) == 8 and all(given.model.hidden_size % size == 0 for size in sizes)
 
 
 @pytest.mark.parametrize("overrides", [["mesh=auto", "mesh.fsdp=2"], ["mesh=anything"]])
