@@ -148,6 +148,13 @@ MUTATIONS = (
         "forward_backward/test_precision.py::test_devices_are_summed_in_the_reduce_dtype_and_microbatches_exactly",
     ),
     Mutation(
+        "a_further_round_waits_for_other_groups",
+        "parallel/expert_rounds.py",
+        "return route_back(answers, window, out), state",
+        'return route_back(answers + 0 * lax.psum(answers, "fsdp"), window, out), state',
+        "models/test_moe.py::test_devices_meet_in_a_loop_only_with_those_that_run_it_as_often",
+    ),
+    Mutation(
         "experts_own_gradients_summed",
         "parallel/data.py",
         'if axis in ("pipe", "expert")}',

@@ -19,6 +19,7 @@ from hf_weights import hf_leaves, load_hf  # noqa: E402
 from test_golden import _microbatch, _same_gradients, _same_logits  # noqa: E402
 
 import jaxfb
+from jaxfb import hlo
 from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import balance_sum
 from jaxfb.models.block import Block, rebuilder
@@ -304,6 +305,52 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options, monkeyp
     close((out.loss, out.terms, out.grads), (loss, terms, grads))
 
 
+def _inside(computations, name):
+    """The names of a computation and of all that it runs."""
+    called = (callee for one in computations[name] for callee, _ in hlo.callees(one, computations))
+    return {name}.union(*(_inside(computations, callee) for callee in called))
+
+
+def _met_in_loops_of_unknown_length(text, mesh):
+    """{whether the loop is for further rounds: axes of the mesh over which devices meet inside such loops}."""
+    (computations, _), found = hlo.parse(text), hlo.collectives(text)
+    axes = {True: set(), False: set()}
+    loops = [one for body in computations.values() for one in body if one.opcode == "while"]
+    for loop in (one for one in loops if "known_trip_count" not in one.rest):
+        inside = _inside(computations, hlo.callees(loop, computations)[0][0])
+        met = [one.axes(mesh) for one in found if one.computation in inside]
+        axes[any("expert" in over for over in met)].update(*met)
+    return axes
+
+
+@pytest.mark.parametrize(
+    "mesh, met",
+    [
+        ({"fsdp": 2, "expert": 2}, {"expert"}),
+        pytest.param({"fsdp": 2, "expert": 2, "tensor": 2}, {"expert", "tensor"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2, "expert": 2, "context": 2}, {"expert"}, marks=pytest.mark.slow),
+    ],
+    ids=_name,
+)
+def test_devices_meet_in_a_loop_only_with_those_that_run_it_as_often(mesh, met, monkeypatch):
+    """A collective waits for all of its devices, so one that left the loop before would be waited for without end.
+
+    How many further rounds there are is the same along `expert`, as all of it knows all counts, and along `tensor`,
+    which has the same tokens; how many tiles of rows a device multiplies is the same along `tensor` alone.
+    """
+    monkeypatch.setattr(expert_axis, "TILE", 1)
+    config, made = replace(SOFTMAX, expert_buffer=0.5), jaxfb.make_mesh(**mesh)
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=4, num_microbatches=2)
+    fb, params = jaxfb.get_forward_backward_func(made, remat="full"), _shapes(config)
+    step = jax.jit(lambda params: fb(transformer(config), params, _batch(), plan))
+    axes = _met_in_loops_of_unknown_length(step.lower(params).compile().as_text(), made)
+    assert axes == {True: met, False: met - {"expert"}}
+
+
+def _shapes(config):
+    return jax.eval_shape(lambda: init_params(config, jax.random.key(0), jnp.float64))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("padded", [True, False])
 def test_rows_and_tokens_are_counted_once_where_sequences_are_cut(padded):
@@ -353,5 +400,4 @@ def test_impossible_experts_are_refused(change, message):
 
 def test_parameters_are_counted():
     for config in (SOFTMAX, replace(SIGMOID, expert_mlp_size=3)):
-        shapes = jax.eval_shape(lambda config=config: init_params(config, jax.random.key(0)))
-        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(shapes)) == num_params(config)
+        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(_shapes(config))) == num_params(config)
