@@ -104,22 +104,27 @@ class Experts(nnx.Module):
         return gate, up, down
 
     def __call__(
-        self, rows_SD: jax.Array, sizes_L: jax.Array, kernels: tuple[Kernels, Kernels, Kernels]
+        self, rows: expert.Weighted, sizes_L: jax.Array, kernels: tuple[Kernels, Kernels, Kernels]
     ) -> tuple[jax.Array, tuple[Kernels, Kernels, Kernels]]:
         """Runs each run of `sizes_L` rows through its expert; what follows the last run is undefined.
 
-        Returns (the answers [S, D], the kernels for the next call).
+        Rows are multiplied by their weights before the last product, whose result the gradient of a weight then does
+        not need.
+
+        Returns (the weighted answers [S, D], the kernels for the next call).
         """
-        gate_kernel, up_kernel, down_kernel = kernels
+        (rows_SD, weights_S1), (gate_kernel, up_kernel, down_kernel) = rows, kernels
         gate, gate_kernel = self._product("gate", gate_kernel, rows_SD, sizes_L)
         up, up_kernel = self._product("up", up_kernel, rows_SD, sizes_L)
         if self.has_biases:
             expert_S = _expert_of_row(sizes_L, rows_SD.shape[0])
             gate, up = gate + _of_rows(self.gate_bias, expert_S), up + _of_rows(self.up_bias, expert_S)
-        inner_SF = constrain(gated(self.activation, gate, up), None, "tensor")
+        inner_SF = gated(self.activation, gate, up)
+        inner_SF = (inner_SF.astype(weights_S1.dtype) * weights_S1).astype(inner_SF.dtype)
+        inner_SF = constrain(inner_SF, None, "tensor")
         out_SD, down_kernel = self._product("down", down_kernel, inner_SF, sizes_L)
         if self.has_biases:
-            out_SD += _of_rows(self.down_bias, expert_S)
+            out_SD += weights_S1.astype(out_SD.dtype) * _of_rows(self.down_bias, expert_S)
         return constrain(out_SD, None, None), (gate_kernel, up_kernel, down_kernel)
 
     def _product(
@@ -163,7 +168,7 @@ class MoE(nnx.Module):
 
     def _routed(self, x_RTD, routing: Routing, counted_RT) -> jax.Array:
         config, (rows, length, width) = self.config, x_RTD.shape
-        chosen, weights = routing.experts, routing.weights
+        chosen = routing.experts
         if counted_RT is not None:
             chosen = jnp.where(counted_RT[..., None], chosen, config.num_experts)
         out = expert.dispatch(
@@ -171,12 +176,12 @@ class MoE(nnx.Module):
             self.experts.kernels(),
             x_RTD.reshape(-1, width),
             chosen.reshape(rows * length, -1),
+            routing.weights.reshape(rows * length, -1),
             config.num_experts,
             self.experts.gate[...].shape[0],
             **how_dispatched(config, rows * length),
-        ).reshape(rows, length, -1, width)
-        mixed = jnp.einsum("rtk,rtkd->rtd", weights, out.astype(weights.dtype))
-        return constrain(mixed.astype(x_RTD.dtype), None, None, None)
+        )
+        return constrain(out.reshape(x_RTD.shape), None, None, None)
 
 
 def _expert_of_row(sizes_L: jax.Array, num_rows: int) -> jax.Array:

@@ -1,7 +1,8 @@
 """The expert axis: each device holds some of the experts, and rows travel to the experts that they chose.
 
 One exchange there and one back. Rows are sorted by expert, so what goes to one device lies together, and arrives
-sorted. Where rows come from and go to is a `Slots`: both directions are gathers, forward and backward, and no
+sorted. The weight of each choice travels with its row, and answers come back multiplied by it: so a backward needs no
+answers, and where a layer is computed again in it, none is computed and none comes back. Where rows come from and go to is a `Slots`: both directions are gathers, forward and backward, and no
 scatter-add is made. Rows for which a device has no space go in further rounds (`expert_rounds`).
 
 Shapes: T = tokens here, K = experts a token chose, N = T * K choices, S = slots, D = width, E = experts,
@@ -14,6 +15,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -23,8 +25,18 @@ from jax import lax
 from jax.sharding import AxisType
 
 from jaxfb.compat import custom_vjp
-from jaxfb.parallel.expert_exchange import AXIS, Window, bring_back, empty_like, send, starts, take
+from jaxfb.parallel.expert_exchange import (
+    AXIS,
+    Weighted,
+    Window,
+    bring_back,
+    empty_like,
+    send_weighted,
+    starts,
+    take,
+)
 from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
+from jaxfb.parallel.expert_turns import where_not_differentiated
 from jaxfb.refusal import Refused
 
 PyTree = Any
@@ -68,37 +80,47 @@ def dispatch(
     state: State,
     x: jax.Array,
     chosen: jax.Array,
+    weights: jax.Array,
     num_experts: int,
     num_local: int,
     capacity: int | None = None,
     shares: Sequence[int] = (1,),
     buffer: float | None = None,
 ) -> jax.Array:
-    """Runs each token through its chosen experts: out[t, k] = expert chosen[t, k] of x[t].
+    """Runs each token through its chosen experts: out[t] = sum over k of weights[t, k] * expert chosen[t, k] of x[t].
 
     Without a capacity no choice is dropped, whatever the routing. With one, an expert takes the first `capacity`
     choices of each device's tokens, and which those are depends on how rows were split over devices and microbatches.
 
     Args:
-      run: applies this device's experts to the rows of a window.
+      run: applies this device's experts to the rows of a window, and multiplies each answer by its row's weight.
       state: what the first call of `run` is given; the others are given what the one before returned.
       x: float[T, D].
       chosen: i32[T, K], different experts for one token; num_experts for nobody.
+      weights: float[T, K], of each choice's answer in the sum.
       num_experts: E.
       num_local: L; if less than E, the experts are cut over the manual axis `expert`, in order.
       capacity: rows that an expert takes from one device.
       shares: of the tokens in each turn. Turns do not depend on each other, so a compiler can send the rows of one
-        while the experts run another; where nothing is sent there is one turn.
+        while the experts run another; where nothing is sent, or differentiated, there is one turn.
       buffer: rows for which a device has space at a time, over those that it meets where all experts are equally
         popular; the others follow in further rounds. None: space for the worst case, all rows at one device.
     Returns:
-      float[T, K, D]; zero where dropped.
+      float[T, D]; a dropped choice adds nothing.
     Raises:
       ValueError: num_local is not this device's share.
     """
-    num_devices = _num_owners(num_experts, num_local)
+    of_experts = {"num_experts": num_experts, "num_devices": _num_owners(num_experts, num_local)}
+    once = partial(_dispatch, run, **of_experts, capacity=capacity, buffer=buffer)
+    given = state, x, chosen, weights
+    if of_experts["num_devices"] == 1 or len(shares) == 1:
+        return once(*given)
+    return where_not_differentiated(partial(once, shares=shares), once, *given)
+
+
+def _dispatch(run, state, x, chosen, weights, num_experts, num_devices, capacity, buffer, shares=(1,)):
     tokens, copies = chosen.shape
-    ends = cut_points(tokens, shares if num_devices > 1 else (1,))
+    ends = cut_points(tokens, shares)
     limit = tokens if capacity is None else min(capacity, tokens)
     if limit < tokens and len(ends) > 1:
         chosen = _within(limit, chosen, num_experts)
@@ -108,14 +130,14 @@ def dispatch(
     )
     num_slots = min(tokens * copies, num_experts * limit)
     slots, counts = sorted_slots(group.reshape(-1), len(ends) * num_experts, num_slots, limit)
-    rows = move(x, slots, copies)
+    rows = Weighted(move(x, slots, copies), move(weights.reshape(-1, 1), slots))
     if num_devices == 1:
         out, _ = run(rows, counts, state)
     else:
         room = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
-        counts = counts.reshape(len(ends), num_devices, num_local)
+        counts = counts.reshape(len(ends), num_devices, -1)
         out = _exchanged(run, state, rows, _gathered(counts), room)
-    return move(out, slots.inverse).reshape(-1, copies, out.shape[1])
+    return collect(out, slots, copies)
 
 
 def _gathered(counts: jax.Array) -> jax.Array:
@@ -163,21 +185,21 @@ def _space(tokens, copies, num_experts, num_devices, capacity, buffer) -> Space:
 
 
 def _exchanged(
-    run: RunExperts[State], state: State, rows: jax.Array, counts: jax.Array, room: Sequence[Space]
+    run: RunExperts[State], state: State, rows: Weighted, counts: jax.Array, room: Sequence[Space]
 ) -> jax.Array:
-    """Returns the experts' answers to `rows` [S, D]. In a turn the experts run one window, while the next one is sent
+    """Returns the experts' answers to `rows` of S. In a turn the experts run one window, while the next one is sent
     and the answers to the one before come back; the next turn begins when all three are over.
 
     What does not fit into the first windows follows them. So FSDP's gathers and scatters have the products of a layer's
     backward beside them, which XLA does not let stand beside a loop that exchanges something.
     """
-    out, last = empty_like(rows), len(room) - 1
+    out, last = empty_like(rows.values), len(room) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
     windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
     arrived, answers = [], []
     for place in range(-1, last + 2):
         if place < last:
-            here, rows = send(rows, windows[place + 1], empty_like(rows, room[place + 1].rows))
+            here, rows = send_weighted(rows, windows[place + 1], room[place + 1].rows)
             arrived.append(here)
         if place > 0:
             out = bring_back(answers[place - 1], windows[place - 1], out, room[place - 1].rows)
@@ -185,27 +207,14 @@ def _exchanged(
             answer, state = run(arrived[place], windows[place].sizes, state)
             answers.append(answer)
         if last and 0 <= place <= last:
-            arrived[-1], answers[-1], out = _together((arrived[-1], answers[-1], out))
+            # started together, they are over together
+            arrived[-1], answers[-1], out = lax.optimization_barrier((arrived[-1], answers[-1], out))
     if any(space.rows < space.most for space in room):
         first = jnp.array([space.rows for space in room], jnp.int32)
         rows, out, state = further_rounds(
             run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
         )
     return out
-
-
-@jax.custom_vjp
-def _together(turn: PyTree) -> PyTree:
-    """Returns the arrays of a turn when all of them are there.
-
-    Only where nothing is differentiated, as where a layer is computed again in its backward. There the order is left
-    to the compiler, which would otherwise start FSDP's scatters too late: six layers of Mixtral 8x22B on v5p:4x4x8
-    took 0.908 s in place of 0.871 s.
-    """
-    return lax.optimization_barrier(turn)
-
-
-_together.defvjp(lambda turn: (turn, None), lambda _, cotangents: (cotangents,))
 
 
 def cut_points(tokens: int, shares: Sequence[int]) -> tuple[int, ...]:
@@ -229,10 +238,6 @@ class Slots(NamedTuple):
 
     source: jax.Array
     target: jax.Array
-
-    @property
-    def inverse(self) -> Slots:
-        return Slots(self.target, self.source)
 
 
 def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) -> tuple[Slots, jax.Array]:
@@ -263,16 +268,21 @@ def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
     return take(x, slots.source // copies)
 
 
-def _move_forward(x, slots, copies):
-    return take(x, slots.source // copies), slots
+@custom_vjp(2)
+def collect(x: jax.Array, slots: Slots, copies: int) -> jax.Array:
+    """Adds up the `copies` slots of each row [S, D] -> [N / copies, D]: the transpose of `move`."""
+    back = take(x, slots.target)
+    return back.reshape(-1, copies, back.shape[1]).sum(1)
 
 
-def _move_backward(copies, slots, cotangent):
-    back = take(cotangent, slots.target)
-    return back.reshape(-1, copies, back.shape[1]).sum(1), None
-
-
-move.defvjp(_move_forward, _move_backward)
+move.defvjp(
+    lambda x, slots, copies: (move(x, slots, copies), slots),
+    lambda copies, slots, cotangent: (collect(cotangent, slots, copies), None),
+)
+collect.defvjp(
+    lambda x, slots, copies: (collect(x, slots, copies), slots),
+    lambda copies, slots, cotangent: (move(cotangent, slots, copies), None),
+)
 
 
 def _num_owners(num_experts: int, num_local: int) -> int:

@@ -59,6 +59,13 @@ class Window(NamedTuple):
         return self.received.sum(0, dtype=jnp.int32)
 
 
+class Weighted(NamedTuple):
+    """Rows [S, D] and the weight by which the answer to each is multiplied [S, 1]."""
+
+    values: jax.Array
+    weights: jax.Array
+
+
 def starts(counts: jax.Array, axis: int = 0) -> jax.Array:
     """Returns where each of some runs starts that lie behind one another."""
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
@@ -74,6 +81,16 @@ def send(rows: jax.Array, window: Window, into: jax.Array) -> tuple[jax.Array, j
     return route(rows, window, into), rows
 
 
+def send_weighted(rows: Weighted, window: Window, size: int) -> tuple[Weighted, Weighted]:
+    """Sends rows of S and their weights to their experts.
+
+    Returns (what arrives of the window, of `size`; the rows for the next window).
+    """
+    sent = [send(one, window, empty_like(one, size)) for one in rows]
+    arrived, following = zip(*sent, strict=True)
+    return Weighted(*arrived), Weighted(*following)
+
+
 def _send_forward(rows, window, into):
     return send(rows.value, *_values((window, into))), _values(window)
 
@@ -82,7 +99,7 @@ def _send_backward(window, cotangents):
     arrived, rows = cotangents
     if isinstance(arrived, SymbolicZero):
         return None if isinstance(rows, SymbolicZero) else rows, None, None
-    return route_back(arrived, window, _or_empty(rows)), None, None
+    return route_back(arrived, window, or_empty(rows)), None, None
 
 
 @custom_vjp(3)
@@ -180,7 +197,8 @@ def empty_like(x: jax.Array, number: int | None = None) -> jax.Array:
     return lax.empty((x.shape[0] if number is None else number, *x.shape[1:]), x.dtype)
 
 
-def _or_empty(x) -> jax.Array:
+def or_empty(x: jax.Array | SymbolicZero) -> jax.Array:
+    """Returns x, a gradient; undefined rows where it is none."""
     return lax.empty(x.shape, x.dtype) if isinstance(x, SymbolicZero) else x
 
 

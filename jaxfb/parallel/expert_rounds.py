@@ -18,12 +18,12 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.compat import custom_vjp
 from jaxfb.hlo import SELDOM
-from jaxfb.parallel.expert_exchange import Window, empty_like, route, route_back, starts
+from jaxfb.parallel.expert_exchange import Weighted, Window, empty_like, or_empty, route, route_back, starts
 
 State = TypeVar("State")
 
-# (rows [C, D] sorted by expert, how many of each of this device's experts i32[L], state) -> ([C, D], state)
-RunExperts = Callable[[jax.Array, jax.Array, State], tuple[jax.Array, State]]
+# (rows of C sorted by expert, how many of each of this device's experts i32[L], state) -> (weighted answers [C, D], state)
+RunExperts = Callable[[Weighted, jax.Array, State], tuple[jax.Array, State]]
 
 
 class Rounds(NamedTuple):
@@ -52,15 +52,15 @@ class Rounds(NamedTuple):
 
 
 def further_rounds(
-    run: RunExperts[State], state: State, rows: jax.Array, out: jax.Array, rounds: Rounds, space: int
-) -> tuple[jax.Array, jax.Array, State]:
-    """Puts into `out` [S, D] the answers to those of `rows` [S, D] that are in no first window, `space` at a time.
+    run: RunExperts[State], state: State, rows: Weighted, out: jax.Array, rounds: Rounds, space: int
+) -> tuple[Weighted, jax.Array, State]:
+    """Puts into `out` [S, D] the answers to those of `rows` of S that are in no first window, `space` at a time.
 
     Returns (the rows for the next windows, out, what the last call of `run` returned).
     """
     sizes = jnp.zeros(rounds.counts.shape[-1], jnp.int32)
     # biases and adapters, which `run` holds itself
-    run, held = jax.closure_convert(run, empty_like(rows, space), sizes, state)
+    run, held = jax.closure_convert(run, _empty(rows, space), sizes, state)
     return _further(run, held, state, rows, out, rounds, space)
 
 
@@ -69,8 +69,7 @@ def _further(run, held, state, rows, out, rounds, space):
     def turn(number, carry):
         out, state = carry
         window = rounds.window(number, space)
-        arrived = route(rows, window, empty_like(rows, space))
-        answers, state = run(arrived, window.sizes, state, *held)
+        answers, state = run(_routed(rows, window, space), window.sizes, state, *held)
         return route_back(answers, window, out), state
 
     with jax.named_scope(SELDOM):
@@ -86,7 +85,7 @@ def _further_forward(run, held, state, rows, out, rounds, space):
 def _further_backward(run, space, kept, cotangents):
     moving, still, rows, rounds = kept
     of_rows, of_out, of_state = cotangents
-    of_rows = empty_like(rows) if isinstance(of_rows, SymbolicZero) else of_rows
+    of_rows = Weighted(*map(or_empty, of_rows))
     of_out, of_state = jax.tree.map(_number, (of_out, _like(of_state, moving[1])))
     of_held = jax.tree.map(jnp.zeros_like, moving[0])
 
@@ -99,11 +98,11 @@ def _further_backward(run, space, kept, cotangents):
             answers, state = run(arrived, window.sizes, state, *held)
             return answers, _like(state, moving[1])
 
-        arrived = route(rows, window, empty_like(rows, space))
-        _, vjp = jax.vjp(answer, *moving, arrived)
-        held, of_state, of_arrived = vjp((route(of_out, window, empty_like(rows, space)), of_state))
+        _, vjp = jax.vjp(answer, *moving, _routed(rows, window, space))
+        held, of_state, of_arrived = vjp((route(of_out, window, empty_like(of_out, space)), of_state))
         of_held = jax.tree.map(jnp.add, of_held, held)
-        return route_back(of_arrived, window, of_rows), of_held, of_state
+        of_rows = [route_back(one, window, into) for one, into in zip(of_arrived, of_rows, strict=True)]
+        return Weighted(*of_rows), of_held, of_state
 
     with jax.named_scope(SELDOM):
         turns = rounds.of_turns(space).sum()
@@ -112,6 +111,14 @@ def _further_backward(run, space, kept, cotangents):
 
 
 _further.defvjp(_further_forward, _further_backward, symbolic_zeros=True)
+
+
+def _empty(rows: Weighted, size: int) -> Weighted:
+    return Weighted(*(empty_like(one, size) for one in rows))
+
+
+def _routed(rows: Weighted, window: Window, size: int) -> Weighted:
+    return Weighted(*(route(one, window, empty_like(one, size)) for one in rows))
 
 
 def _parted(tree, is_first):

@@ -10,6 +10,7 @@ Nothing is faster than its roof, so this is a lower bound of the time, and shows
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -95,11 +96,16 @@ def cost_of(text: str, mesh: Mesh, chip: Chip | None = None, routed: Routed | No
     return _Reader(computations, mesh, chip, routed or Routed()).cost(entry)
 
 
+def _rows_of(loop: Instruction) -> set[int]:
+    """Returns the numbers of rows of the matrices that a loop carries."""
+    return {int(rows) for rows in re.findall(r"\[(\d+),\d+\]", loop.result)}
+
+
 class _Reader:
     def __init__(self, computations, mesh: Mesh, chip: Chip | None, routed: Routed):
         self._computations, self._mesh, self._chip = computations, mesh, chip
-        self._turns = routed.turns
-        self._products, self._bytes = Products(computations, routed.share), Bytes(computations)
+        self._routed = routed
+        self._products, self._bytes = Products(computations, routed), Bytes(computations)
         self._costs: dict[str, Cost] = {}
         self._chains: dict[str, float] = {}
 
@@ -115,7 +121,8 @@ class _Reader:
     def regions(self, instruction: Instruction) -> list[tuple[Cost, float]]:
         """Returns (cost of one run, how many) of what an instruction runs; of branches, the longest."""
         called = hlo.callees(instruction, self._computations)
-        costs = [(self.cost(name), self._turns if length is None else length) for name, length in called]
+        _, turns = self._routed.of(_rows_of(instruction))
+        costs = [(self.cost(name), turns if length is None else length) for name, length in called]
         if instruction.opcode == "conditional":
             return sorted(costs, key=lambda one: (one[0].seconds, one[0].flops))[-1:]
         return costs

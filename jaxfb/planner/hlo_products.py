@@ -11,16 +11,17 @@ from jaxfb.hlo import Instruction
 from jaxfb.hlo.text import searched
 from jaxfb.planner import gpu_calls
 from jaxfb.planner.kernels import kernel_flops
+from jaxfb.planner.routing import Routed
 
 
 class Products:
     """flops of the instructions of some computations; loops and branches apart, what a fusion holds included.
 
-    share: of the rows of a kernel for experts, those that it works through.
+    routed: the share of the rows of a kernel for experts that it works through.
     """
 
-    def __init__(self, computations: dict[str, list[Instruction]], share: float):
-        self._computations, self._share = computations, share
+    def __init__(self, computations: dict[str, list[Instruction]], routed: Routed):
+        self._computations, self._routed = computations, routed
         self._types = {name: hlo.types(body) for name, body in computations.items()}
         self._inside: dict[str, float] = {}
 
@@ -33,7 +34,9 @@ class Products:
         if instruction.opcode in ("dot", "convolution"):
             return product_flops(instruction.opcode, instruction.result, *operands[:2], instruction.rest)
         if instruction.opcode == "custom-call":
-            of_kernel = kernel_flops(instruction.name, [_shape(one) for one in operands], self._share)
+            shapes = [_shape(one) for one in operands]
+            share, _ = self._routed.of({shape[0] for shape in shapes if len(shape) == 2})
+            of_kernel = kernel_flops(instruction.name, shapes, share)
             return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
         return sum(self._of_all(inner) for inner, _ in hlo.callees(instruction, self._computations))
 

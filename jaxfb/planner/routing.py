@@ -7,11 +7,11 @@ as its own tokens make choices, whatever space there is for the worst case.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from jaxfb.models.grouped_matmul import tile_size
+from jaxfb.models.grouped_matmul import GPUS, TILE, TILE_OF_GPUS, tile_size
 from jaxfb.models.moe import how_dispatched
 from jaxfb.models.piece_attention import block_of_keys
 from jaxfb.parallel.expert import Space, spaces
@@ -24,15 +24,23 @@ _RAGGED = ("ragged_dot", "ragged_dot_general")
 @dataclass(frozen=True)
 class Routed:
     """share: of the rows that a grouped matmul has space for, those that it multiplies. turns: of its loop over tiles,
-    where it is one; half of the last tile of each group is empty; or of the loop over earlier pieces."""
+    where it is one; half of the last tile of each group is empty; or of the loop over earlier pieces. Both are means of
+    several spaces; of_space: (rows of a space, its share, its turns) of each.
+    """
 
     share: float = 1.0
     turns: float = 1
+    of_space: Sequence[tuple[int, float, float]] = ()
+
+    def of(self, rows: Collection[int]) -> tuple[float, float]:
+        """Returns (share, turns) of the largest of the spaces that is among such numbers of rows; the means of none."""
+        found = [(space, share, turns) for space, share, turns in self.of_space if space in rows]
+        return max(found)[1:] if found else (self.share, self.turns)
 
 
 def routed(job: Job, jaxpr: Any) -> Routed:
-    """Returns the work of a device's experts in one product, the mean where a microbatch is exchanged in pieces; or the
-    turns over earlier pieces of a sequence. Which of the two a program has: pieces are refused with experts.
+    """Returns the work of a device's experts in one product; or the turns over earlier pieces of a sequence. Which of the
+    two a program has: pieces are refused with experts.
 
     jaxpr: of the traced step, in which a grouped matmul is a ragged product.
     """
@@ -46,11 +54,13 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     room = _spaces(job)
     share = sum(one.even for one in room) / sum(one.rows for one in room)
     used = {one.rows: one.even / one.rows for one in room}
+    most = TILE_OF_GPUS if job.mesh.devices.flat[0].platform in ("gpu", *GPUS) else TILE
     turns = [
-        used.get(space, share) * space / tile_size(space, groups) + groups / 2
+        (space, used.get(space, share) * space / tile_size(space, groups, most) + groups / 2)
         for (space, *_), _, (groups, *_), *_ in found
     ]
-    return Routed(share, sum(turns) / len(turns))
+    of_space = [(space, used.get(space, share), number) for space, number in sorted(set(turns))]
+    return Routed(share, sum(number for _, number in turns) / len(turns), of_space)
 
 
 def _turns_of_piece(job: Job, jaxpr: Any) -> int:
@@ -62,14 +72,16 @@ def _turns_of_piece(job: Job, jaxpr: Any) -> int:
 
 
 def _spaces(job: Job) -> list[Space]:
-    """Returns the space of each turn in which a microbatch is exchanged."""
+    """Returns the space of a microbatch that is exchanged at once, and of each turn where it is exchanged in turns."""
     sizes, mesh = job.sizes, job.mesh.shape
     replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     tokens = (
         job.plan.rows_per_global_microbatch // replicas * job.config.data.sequence_length // mesh["context"]
     )
     how = how_dispatched(sizes, tokens)
-    return spaces(tokens, sizes.experts_per_token, sizes.num_experts, mesh["expert"], **how)
+    ways = [how] if len(how["shares"]) == 1 else [{**how, "shares": (1,)}, how]
+    given = tokens, sizes.experts_per_token, sizes.num_experts, mesh["expert"]
+    return [space for way in ways for space in spaces(*given, **way)]
 
 
 def equations(jaxpr: Any, times: int = 1) -> Iterator[tuple[Any, int]]:

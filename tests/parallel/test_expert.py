@@ -31,32 +31,37 @@ def _routings():
     }
 
 
-def _layer(capacity, x, kernels, chosen, shares=(1,), buffer=None):
+def _layer(capacity, x, kernels, weights, chosen, shares=(1,), buffer=None):
     """The experts' matrices come once as the state, and once as what the function has by itself."""
 
     def run(rows, sizes, state):
-        mixed = 0.25 * grouped_matmul(rows, kernels, sizes) + 0.75 * grouped_matmul(rows, state, sizes)
-        return jnp.sin(mixed), state
+        first, second = (grouped_matmul(rows.values, each, sizes) for each in (kernels, state))
+        return rows.weights * jnp.sin(0.25 * first + 0.75 * second), state
 
-    return expert.dispatch(run, kernels, x, chosen, EXPERTS, kernels.shape[0], capacity, shares, buffer)
+    return expert.dispatch(
+        run, kernels, x, chosen, weights, EXPERTS, kernels.shape[0], capacity, shares, buffer
+    )
 
 
-def _plain(x, kernels, chosen):
+def _plain(x, kernels, weights, chosen):
     """Every expert for every token, of which each choice picks one."""
     every = jnp.sin(jnp.einsum("td,edf->tef", x, kernels))
     padded = jnp.concatenate([every, jnp.zeros_like(every[:, :1])], axis=1)
-    return jnp.take_along_axis(padded, chosen[..., None], axis=1)
+    return jnp.einsum("tk,tkd->td", weights, jnp.take_along_axis(padded, chosen[..., None], axis=1))
 
 
-def _with_grads(layer):
-    def run(x, kernels, chosen, cotangent):
-        out, vjp = jax.vjp(lambda x, kernels: layer(x, kernels, chosen), x, kernels)
-        return out, *vjp(cotangent)
+def _with_grads(layer, plain=True):
+    """Values where nothing is differentiated, those where something is, and gradients."""
+
+    def run(x, kernels, weights, chosen, cotangent):
+        out, vjp = jax.vjp(lambda *args: layer(*args, chosen), x, kernels, weights)
+        alone = layer(x, kernels, weights, chosen) if plain else out
+        return alone, out, *vjp(cotangent)
 
     return run
 
 
-def _cut(layer, devices=DEVICES):
+def _cut(layer, devices=DEVICES, plain=True):
     """The layer with tokens and experts over `expert`, and gradients of the experts left where they are."""
     mesh = jax.make_mesh(
         (devices,), ("expert",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
@@ -64,7 +69,7 @@ def _cut(layer, devices=DEVICES):
     spec = P("expert")
     return jax.jit(
         jax.shard_map(
-            _with_grads(layer), mesh=mesh, in_specs=(spec,) * 4, out_specs=(spec,) * 3, check_vma=False
+            _with_grads(layer, plain), mesh=mesh, in_specs=(spec,) * 5, out_specs=(spec,) * 5, check_vma=False
         )
     )
 
@@ -77,15 +82,15 @@ def _nothing_is_read_that_was_not_written(monkeypatch):
 @pytest.fixture(scope="module")
 def inputs():
     draw = np.random.default_rng(1)
-    shapes = ((TOKENS, WIDTH), (EXPERTS, WIDTH, WIDTH), (TOKENS, CHOICES, WIDTH))
+    shapes = ((TOKENS, WIDTH), (EXPERTS, WIDTH, WIDTH), (TOKENS, CHOICES), (TOKENS, WIDTH))
     return [draw.normal(size=shape) for shape in shapes]
 
 
 def _check(run, inputs):
-    x, kernels, cotangent = inputs
+    *inputs, cotangent = inputs
     for name, chosen in _routings().items():
-        wanted = _with_grads(_plain)(x, kernels, jnp.asarray(chosen), cotangent)
-        got = run(x, kernels, chosen.astype(np.int32), cotangent)
+        wanted = _with_grads(_plain)(*inputs, jnp.asarray(chosen), cotangent)
+        got = run(*inputs, chosen.astype(np.int32), cotangent)
         for a, b in zip(got, wanted, strict=True):
             np.testing.assert_allclose(a, b, rtol=0, atol=1e-13, err_msg=name)
 
@@ -100,14 +105,28 @@ def test_no_token_is_lost_for_any_routing(inputs, devices, shares, buffer, monke
     _check(_cut(lambda *args: _layer(None, *args, shares, buffer), devices), inputs)
 
 
+def _exchanges(layer, inputs):
+    """{numbers of a row: how many exchanges}; the loop for what has no space is left out, as it does not turn where
+    experts are equally popular.
+    """
+    *inputs, cotangent = inputs
+    lowered = _cut(layer, plain=False).lower(*inputs, _routings()["random"].astype(np.int32), cotangent)
+    found = [one for one in collectives(lowered.compile().as_text()) if one.times]
+    assert {one.kind for one in found} == {"all-gather", "all-to-all"}
+    sizes = [one.bytes for one in found if one.kind == "all-to-all"]
+    return {size // min(sizes): sizes.count(size) for size in sizes}
+
+
 def test_one_exchange_there_and_one_back(inputs, monkeypatch):
-    x, kernels, cotangent = inputs
-    """The loop for what has no space is left out, as it turns where experts are not equally popular."""
+    """Forward and backward each, of rows; their weights go there and their gradients come back."""
     monkeypatch.setattr(expert, "TILE", 1)
-    run = _cut(lambda *args: _layer(None, *args, ONE, 1.5))
-    text = run.lower(x, kernels, _routings()["random"].astype(np.int32), cotangent).compile().as_text()
-    kinds = [one.kind for one in collectives(text) if one.times]
-    assert sorted(kinds) == ["all-gather"] + ["all-to-all"] * 4
+    assert _exchanges(lambda *args: _layer(None, *args, ONE, 1.5), inputs) == {WIDTH: 4, 1: 2}
+
+
+def test_no_answer_comes_back_where_a_layer_is_computed_again(inputs, monkeypatch):
+    monkeypatch.setattr(expert, "TILE", 1)
+    again = jax.checkpoint(lambda *args: _layer(None, *args, ONE, 1.5))
+    assert _exchanges(again, inputs) == {WIDTH: 5, 1: 3}
 
 
 def _ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offsets, recv_sizes, *, axis_name):
@@ -142,13 +161,13 @@ def test_every_piece_has_tokens(tokens, ends):
 
 @pytest.mark.parametrize("shares", [ONE, TURNS])
 def test_with_a_capacity_each_device_keeps_the_first_choices(inputs, shares):
-    x, kernels, cotangent = inputs
+    *inputs, cotangent = inputs
     got, *_ = _cut(lambda *args: _layer(1, *args, shares))(
-        x, kernels, _routings()["one device"].astype(np.int32), cotangent
+        *inputs, _routings()["one device"].astype(np.int32), cotangent
     )
-    everything = _plain(x, kernels, jnp.asarray(_routings()["one device"]))
+    everything = _plain(*inputs, jnp.asarray(_routings()["one device"]))
     first = np.arange(TOKENS) % (TOKENS // DEVICES) == 0
-    np.testing.assert_allclose(got, np.where(first[:, None, None], everything, 0), rtol=0, atol=1e-13)
+    np.testing.assert_allclose(got, np.where(first[:, None], everything, 0), rtol=0, atol=1e-13)
 
 
 def test_experts_that_do_not_divide_are_refused(inputs):
@@ -159,6 +178,6 @@ def test_experts_that_do_not_divide_are_refused(inputs):
         ValueError, match="num_experts=6 must be a multiple of expert=4; use num_experts 8 or expert 3"
     ):
         expert.check_expert_divides(config, 4)
-    x, kernels, _ = inputs
+    x, kernels, weights, _ = inputs
     with pytest.raises(ValueError, match="8 experts over expert=1 are 8 a device, the weights have 4"):
-        _layer(None, x, kernels[:4], jnp.zeros((TOKENS, 1), jnp.int32))
+        _layer(None, x, kernels[:4], weights[:, :1], jnp.zeros((TOKENS, 1), jnp.int32))
