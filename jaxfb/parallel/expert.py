@@ -2,8 +2,9 @@
 
 One exchange there and one back. Rows are sorted by expert, so what goes to one device lies together, and arrives
 sorted. The weight of each choice travels with its row, and answers come back multiplied by it: so a backward needs no
-answers, and where a layer is computed again in it, none is computed and none comes back. Where rows come from and go to is a `Slots`: both directions are gathers, forward and backward, and no
-scatter-add is made. Rows for which a device has no space go in further rounds (`expert_rounds`).
+answers, and where a layer is computed again in it, none is computed and none comes back. Where rows come from and go to
+is a `Slots`: both directions are gathers, forward and backward, and no scatter-add is made. Rows for which a device has
+no space go in further rounds (`expert_rounds`).
 
 Shapes: T = tokens here, K = experts a token chose, N = T * K choices, S = slots, D = width, E = experts,
 L = experts of this device, X = size of the axis, P = turns. A choice of expert E is nobody's: it is not sent, and its

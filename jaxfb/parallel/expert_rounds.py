@@ -22,7 +22,8 @@ from jaxfb.parallel.expert_exchange import Weighted, Window, empty_like, or_empt
 
 State = TypeVar("State")
 
-# (rows of C sorted by expert, how many of each of this device's experts i32[L], state) -> (weighted answers [C, D], state)
+# (rows of C sorted by expert, how many of each of this device's experts i32[L], state)
+# -> (answers times their weights [C, D], state)
 RunExperts = Callable[[Weighted, jax.Array, State], tuple[jax.Array, State]]
 
 

@@ -400,4 +400,6 @@ def test_impossible_experts_are_refused(change, message):
 
 def test_parameters_are_counted():
     for config in (SOFTMAX, replace(SIGMOID, expert_mlp_size=3)):
-        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(_shapes(config))) == num_params(config)
+        assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(_shapes(config))) == num_params(
+            config
+        )
