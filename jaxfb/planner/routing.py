@@ -54,7 +54,8 @@ def routed(job: Job, jaxpr: Any) -> Routed:
     room = _spaces(job)
     share = sum(one.even for one in room) / sum(one.rows for one in room)
     used = {one.rows: one.even / one.rows for one in room}
-    most = TILE_OF_GPUS if job.mesh.devices.flat[0].platform in ("gpu", *GPUS) else TILE
+    devices: Any = job.mesh.devices
+    most = TILE_OF_GPUS if devices.flat[0].platform in ("gpu", *GPUS) else TILE
     turns = [
         (space, used.get(space, share) * space / tile_size(space, groups, most) + groups / 2)
         for (space, *_), _, (groups, *_), *_ in found
