@@ -39,8 +39,8 @@ class Routed:
 
 
 def routed(job: Job, jaxpr: Any) -> Routed:
-    """Returns the work of a device's experts in one product; or the turns over earlier pieces of a sequence. Which of the
-    two a program has: pieces are refused with experts.
+    """Returns the work of a device's experts in one product; or the turns over earlier pieces of a sequence. Which of
+    the two a program has: pieces are refused with experts.
 
     jaxpr: of the traced step, in which a grouped matmul is a ragged product.
     """
