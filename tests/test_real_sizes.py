@@ -49,16 +49,19 @@ def test_the_section_counts_the_rows_that_both_sides_have():
     alone, slower = {"jaxfb": ROW}, {"jaxfb": ROW | {"hbm_gb": 12.0, "step_s": 11.0}, "maxtext": ROW}
     used = {"jaxfb": ROW | {"hbm_gb": 60.0, "step_s": 8.0}, "maxtext": ROW}
     result = {
-        "settings": {"seq": 4096},
+        "settings": {"seq": 4096, "compute_dtype": "bfloat16"},
         "rows": {"one": alone, "two": {"jaxfb": ROW, "maxtext": ROW}, "three": slower},
     }
     result["rows"]["four, memory used"] = used  # its memory is no cost
+    slower["jaxfb_rounded"] = ROW | {"step_s": 9.0}  # no part of what is compared with sums in float32
     facts = section.facts(result)
     assert facts["used_least"] == facts["used_most"] == 8.0 / ROW["step_s"]
     assert (facts["smaller"], facts["faster"], facts["count"], facts["most"]) == (1, 1, 2, 1.5)
     assert (facts["shipped_least"], facts["shipped_most"]) == (0.8, 1.1)
     assert facts["exposed_most"] == 0.25 and "12.00 GB" in section.claims(result)[2].ours
-    assert len(section.tables(result)[0].lines()) == 2 + 7 + 1
+    assert (facts["rounded_count"], facts["rounded_most"]) == (1, 0.9)
+    assert section.claims(result)[-1].what.endswith("three, bfloat16 sums")
+    assert len(section.tables(result)[0].lines()) == 2 + 8 + 1
 
 
 def test_bytes_of_each_axis_are_counted_once_and_stand_beside_what_the_layout_needs():

@@ -106,7 +106,7 @@ class Case:
     @property
     def reduces_in(self) -> str:
         """Names the narrowest dtype in which gradients are summed over devices or microbatches."""
-        in_loop = "fsdp" in self.mesh and self.fsdp_gather == "layer"
+        in_loop = bool({"fsdp", "context"} & self.mesh.keys()) and self.fsdp_gather == "layer"
         in_loop |= "data" in self.mesh and self.optimizer_sharding == "gradients"
         dtype = self.reduce_dtype if in_loop else None
         return narrower(self.accumulates_in, dtype or self.accumulates_in)

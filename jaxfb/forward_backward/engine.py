@@ -80,10 +80,10 @@ def get_forward_backward_func(
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
-      reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp under fsdp_gather="layer", and
-        over data under optimizer_sharding="gradients", before they are added to the sum over microbatches; None is
-        accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part and their sum.
-        Reductions after the last microbatch are in accum_dtype.
+      reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp and context under
+        fsdp_gather="layer", and over data under optimizer_sharding="gradients", before they are added to the sum over
+        microbatches; None is accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part
+        and their sum. Reductions after the last microbatch are in accum_dtype.
       compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
       remat: "none" (or None), "selective", "layer", "offload" or "full": what a layer of a `Pipelined` computes again
         in its backward. "layer" keeps its input and computes it again, "offload" keeps the input in the host's
