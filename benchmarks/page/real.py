@@ -204,11 +204,12 @@ SECTIONS = (
         of jaxfb's step. MaxText sums FSDP's gradients over the chips in the compute dtype, jaxfb in the wider accum
         dtype, which sends twice the bytes, or with `precision.reduce_dtype={dtype}` as MaxText does: in the
         {rounded_count} rows "{dtype} sums", where both sum over chips in {dtype}, jaxfb's step is {rounded_least:.2f}
-        to {rounded_most:.2f} times MaxText's. MaxText cuts parameters and optimizer state over the context axis as well,
-        jaxfb over fsdp alone: hence the arguments of the rows with long sequences. A model whose optimizer state is on
-        the host fits on chips for which the compiler refuses it otherwise; the time to read that state twice over the
-        host's link, of which next to nothing is hidden, is part of the step. The last column is the memory of the process that
-        compiles.""",
+        to {rounded_most:.2f} times MaxText's. MaxText cuts parameters and optimizer state over the context
+        axis as well, jaxfb over fsdp alone: hence the arguments of the rows with long sequences. A
+        model whose optimizer state is on the host fits on chips for which the compiler refuses it otherwise;
+        the time to read that state twice over the
+        host's link, of which next to nothing is hidden, is part of the step. The last column is the memory of the
+        process that compiles.""",
         facts, table, claims,
     ),
     Section(
