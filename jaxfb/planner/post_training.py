@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfb.batch_plan.plan import UPDATES
+from jaxfb.batch_plan.budget import context_sizes, share_of
+from jaxfb.batch_plan.plan import UPDATES, BatchPlan
 from jaxfb.config import Config, load_config
 from jaxfb.config.post_training import CutConfig, DPOConfig, PostTrainingConfig, RLConfig, SFTConfig
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, RunConfig
@@ -44,12 +45,14 @@ class Planned:
     update:  the model's update. critic: that of the critic; None without one.
     phases:  what other phases than updates need at their peaks beside all that stays, by name.
     keeps_reference: whether a copy of the trained parameters stays in memory.
+    widths:  where rows take context devices by their width, the update as if all rows were of one of them, by name.
     """
 
     update: Config
     critic: Config | None = None
     phases: dict[str, float] = field(default_factory=dict)
     keeps_reference: bool = False
+    widths: dict[str, Config] = field(default_factory=dict)
 
 
 def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
@@ -65,8 +68,10 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     sizes = setup.built_in(setup.model_sizes(config, tokenizer.vocab_size), *setup.POST_TRAINING)
     length = _row_length(config, Base(config, mesh, tokenizer, sizes))
     update = _as_pretraining(config, sizes, length, config.plans.train, topology)
+    widths = dict(_by_width(config, update, topology))
     if not isinstance(config, RLConfig):
-        return Planned(update, phases=dict(_forward_passes(config, update, sizes, topology)))
+        phases = dict(_forward_passes(config, update, sizes, topology))
+        return Planned(update, phases=phases, widths=widths)
     critic = None
     if config.critic and config.plans.critic:
         own = replace(
@@ -76,7 +81,39 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
         critic = _as_pretraining(own, own_sizes, length, config.plans.critic, topology)
     phases = {"sampling": _sampling_bytes(config, sizes, mesh, length)}
     phases |= dict(_forward_passes(config, update, sizes, topology))
-    return Planned(update, critic, phases, config.uses_reference)
+    return Planned(update, critic, phases, config.uses_reference, widths)
+
+
+def _by_width(config: PostTrainingConfig, update: Config, topology: Topology) -> Iterator[tuple[str, Config]]:
+    """Yields (name, the update of full microbatches of one width), each on as few context devices as hold a row.
+
+    Devices that the context axis leaves have other rows, and the same shards of the parameters: they count as fsdp.
+    """
+    cut, sizes = config.plans.train, mesh_sizes(vars(config.mesh), topology.num_devices, "none")
+    if not cut.context_by_width:
+        return
+    replicas, devices = _replicas(config, topology), sizes["context"]
+    budget = BatchPlan(
+        "train",
+        rows=_rows(config),
+        data_parallel=replicas,
+        sequence_length=update.data.sequence_length,
+        max_tokens_per_microbatch=cut.max_tokens_per_microbatch,
+        widths=cut.widths,
+        packing=cut.packing,
+        max_context=devices,
+        remainder="error",
+    )
+    for width in budget.widths or ():
+        context = context_sizes(budget, width)[0]
+        mesh = replace(
+            config.mesh, **sizes | {"context": context, "fsdp": sizes["fsdp"] * devices // context}
+        )
+        each = share_of(budget, context) // width
+        at_once = each * replicas * devices // context
+        batch = BatchConfig(-(-budget.rows // at_once) * at_once, rows_per_microbatch=each)
+        name = f"rows of up to {width:,} tokens on {context} of {devices} context devices"
+        yield name, replace(update, mesh=mesh, data=replace(update.data, sequence_length=width), batch=batch)
 
 
 def _rows(config: PostTrainingConfig) -> int:

@@ -130,6 +130,8 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     )
     device = _device(verdict)
     yield f"  {verdict.tokens_per_second:,.0f} tokens/s a {device}, MFU {verdict.mfu:.1%}"
+    for name, tokens in verdict.widths.items():
+        yield f"  {name}: {tokens:,.0f} tokens/s a {device}, by formula"
     yield (
         f"  assumed: {chip.flops / 1e12:,.0f} Tflop/s bfloat16, {chip.bandwidth / 1e9:,.0f} GB/s HBM, "
         f"{chip.axis_bandwidth / 1e9:,.0f} GB/s along an axis, all at their peaks"

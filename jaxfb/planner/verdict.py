@@ -41,6 +41,7 @@ class Verdict:
     model_flops: by hand, without recomputation: what MFU counts.
     kept, phases: of post-training, by name: bytes that stay beside the update's state, and what other phases than the
       update need at their peaks where it needs its temporaries.
+    widths:  tokens a second of one device by formula, by name, where rows take context devices by their width.
     bubble:  share of the schedule's time in which a device idles; 0 without a pipeline.
     """
 
@@ -58,6 +59,7 @@ class Verdict:
     compiled: Compiled | TooLarge | None
     kept: dict[str, float] = field(default_factory=dict)
     phases: dict[str, float] = field(default_factory=dict)
+    widths: dict[str, float] = field(default_factory=dict)
 
     @property
     def chip(self) -> Chip | None:
@@ -192,7 +194,10 @@ def estimated(config: Config | PostTrainingConfig, topology: Topology) -> Verdic
         critic = _of_update(found.critic, topology).estimate
         kept["critic"] = critic.parameters + critic.optimizer
         phases["critic's update"] = critic.temporaries
-    return replace(verdict, kept=kept, phases=phases)
+    widths = {name: _of_update(one, topology) for name, one in found.widths.items()}
+    phases |= {name: one.estimate.temporaries for name, one in widths.items()}
+    speeds = {name: one.tokens_per_second for name, one in widths.items() if one.tokens_per_second}
+    return replace(verdict, kept=kept, phases=phases, widths=speeds)
 
 
 def _reference_bytes(config: Config, topology: Topology) -> float:

@@ -99,3 +99,21 @@ def test_the_compiler_is_asked_for_the_update_of_fine_tuning():
     verdict = plan(load_config("sft", [*SMALL["sft"], *small, *LORA]), ONE)
     assert verdict.compiled.arguments == pytest.approx(verdict.estimate.arguments, rel=0.02)
     assert verdict.needed == verdict.compiled.total
+
+
+def test_each_width_of_rows_is_sized_on_its_own_context_devices(capsys):
+    """On one device of four a budget of 256 tokens holds a row of 64, and of 128 on two; the longest take all four."""
+    asked = ["mesh.data=2", "mesh.context=4", "conversations.sequence_length=256", *SMALL["sft"][1:]]
+    asked += ["plans.train.rows_per_microbatch=null", "plans.train.max_tokens_per_microbatch=256"]
+    asked += ["plans.train.widths=[64,128,256]", "plans.train.context_by_width=true", "batch.rows=16"]
+    verdict = estimated(load_config("sft", asked), parse_topology("v5e:2x4"))
+    names = [
+        f"rows of up to {w} tokens on {c} of 4 context devices" for w, c in ((64, 1), (128, 2), (256, 4))
+    ]
+    assert [*verdict.widths] == names and all(name in verdict.phases for name in names)
+    slow, fast = verdict.widths[names[2]], verdict.widths[names[0]]
+    assert verdict.tokens_per_second == pytest.approx(slow) and fast > slow
+    assert verdict.needed >= verdict.estimate.arguments + max(verdict.phases.values())
+    assert main(["plan", "sft", *asked, "--topology", "v5e:2x4", "--no-compile"]) == 0
+    page = capsys.readouterr().out
+    assert all(f"in place of the temporaries, {name}" in page and f"  {name}: " in page for name in names)
