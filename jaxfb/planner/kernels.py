@@ -40,7 +40,7 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
         width = operands[0][1 if found[1] == "dkv" else 2]
         pairs = _pairs_of_own(length, keys, operands[-1][-1], width)
     else:
-        pairs = _pairs(operands, length, keys)
+        pairs = _pairs(operands, length, keys, _is_causal(name, operands))
     return 2.0 * _PRODUCTS[found[1]] * math.prod(rows_and_heads) * size * pairs
 
 
@@ -50,14 +50,21 @@ def _pairs_of_own(queries: int, keys: int, block: int, width: int) -> float:
     return causal if width * block >= queries else min(causal, queries * width * block)
 
 
-def _pairs(operands: Sequence[tuple[int, ...]], queries: int, keys: int) -> float:
+def _is_causal(name: str, operands: Sequence[tuple[int, ...]]) -> bool:
+    """Returns whether a kernel is given places of queries, which have no rows; nor have segments where there is one
+    row, two arrays.
+    """
+    without_rows = sum(len(shape) == 2 for shape in operands[5:])
+    return without_rows > (2 if "_segmented" in name and len(operands[2]) == 3 else 0)
+
+
+def _pairs(operands: Sequence[tuple[int, ...]], queries: int, keys: int, causal: bool) -> float:
     """Returns the (query, key) pairs that are computed: those of blocks of which a causal mask, or a window, lets
     something be seen.
 
     Queries may be some of a longer sequence, cut so that each device's see as much.
     """
     visited = math.prod(operands[0][1:]) * block_size(queries) * block_size(keys)  # fewer with a window
-    causal = any(len(shape) == 2 for shape in operands[4:])
     return min(visited, queries * (keys + block_size(keys)) / 2) if causal else visited
 
 

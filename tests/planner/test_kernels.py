@@ -42,6 +42,16 @@ def by(attention: str):
     return config, model_sizes(config)
 
 
+def test_segments_of_one_row_are_no_places_of_queries():
+    """As libtpu writes calls for one row: places of queries make a mask causal, which has half of the pairs."""
+    table, one, segments = (1, 4, 4), (1, 2048, SIZE), [(2048, 128), (8, 2048)]
+    whole, causal = (
+        kernel_flops("splash_mha_fwd_segmented_x", [table, table, one, one, one, *segments, *more])
+        for more in ([], [(2048, 128)])
+    )
+    assert whole == 2 * 2 * SIZE * 2048**2 and causal == 2 * 2 * SIZE * visible_pairs(2048)
+
+
 @pytest.mark.parametrize("length, window, blocks", [(2048, 512, 2 * 4), (4096, 512, 2 * 8), (2048, 4096, 10)])
 def test_blocks_before_a_window_are_not_counted(length, window, blocks):
     """The table of blocks that are visited is narrower then, but no narrower in the first rows."""
