@@ -64,14 +64,14 @@ def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
 )
 def test_memory_and_program_do_not_grow_with_the_number_of_microbatches(kind, chunks, remat):
     sizes, lines, loops = [], [], []
-    for count in (8, 32, 64):
+    for count in (8, 64):
         _, text, program = compiled(kind, count, chunks, remat=remat)
         sizes.append(program.memory_analysis().temp_size_in_bytes)
         lines.append(len(text.splitlines()))
         loops.append(text.count("stablehlo.while"))
     assert max(sizes) <= 1.02 * min(sizes), sizes
-    assert lines[0] == lines[1] == lines[2] and loops[0] == loops[1] == loops[2], (lines, loops)
-    assert len({len(make(kind, 4, count, chunks).phases) for count in (8, 32, 64)}) == 1
+    assert lines[0] == lines[1] and loops[0] == loops[1], (lines, loops)
+    assert len({len(make(kind, 4, count, chunks).phases) for count in (8, 64)}) == 1
 
 
 def test_layers_kept_by_their_inputs_are_run_once_more_and_no_stage_as_a_whole():
