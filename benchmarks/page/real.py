@@ -208,8 +208,10 @@ SECTIONS = (
         axis as well, jaxfb over fsdp alone: hence the arguments of the rows with long sequences. A
         model whose optimizer state is on the host fits on chips for which the compiler refuses it otherwise;
         the time to read that state twice over the
-        host's link, of which next to nothing is hidden, is part of the step. The last column is the memory of the
-        process that compiles.""",
+        host's link, of which next to nothing is hidden, is part of the step. Rows with jaxfb alone have
+        nothing of MaxText's beside them, or were not compiled with it: its pipeline, and its optimizer cut over data,
+        are among the jobs of `benchmarks/real_sizes_tpu.py` with its keys. The last column is the memory of the process
+        that compiles.""",
         facts, table, claims,
     ),
     Section(
