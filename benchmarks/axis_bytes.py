@@ -68,16 +68,18 @@ CASES = {
         "the same in halves: a gather and a reduce-scatter for each",
     ),
     "context, ring": (
-        dict(context=K), {}, M * L * (4 * (K - 1) + 2 * K) * HIDDEN / K + 2 * PART * N,
-        "keys and values go round forward and backward (C-1), their gradients once (C); all-reduce of gradients",
+        dict(context=K), dict(fsdp_gather="step"), M * L * (4 * (K - 1) + 2 * K) * HIDDEN / K + 2 * PART * N,
+        "keys and values go round forward and backward (C-1), their gradients once (C); as fsdp by step",
     ),
     "context, all_gather": (
-        dict(context=K), dict(context_attention="all_gather"), M * L * PART * 6 * HIDDEN + 2 * PART * N,
-        "keys and values gathered, in the backward again, their gradients scattered; all-reduce of gradients",
+        dict(context=K), dict(context_attention="all_gather", fsdp_gather="step"),
+        M * L * PART * 4 * HIDDEN + 2 * PART * N,
+        "keys and values gathered, their gradients scattered; as fsdp by step",
     ),
     "context, all_to_all": (
-        dict(context=K), dict(context_attention="all_to_all"), M * L * PART * 8 * HIDDEN / K + 2 * PART * N,
-        "queries, keys, values, answers, forward and backward; all-reduce of gradients",
+        dict(context=K), dict(context_attention="all_to_all", fsdp_gather="step"),
+        M * L * PART * 8 * HIDDEN / K + 2 * PART * N,
+        "queries, keys, values, answers, forward and backward; as fsdp by step",
     ),
     "expert": (
         dict(expert=K), {}, M * L * PART * 4 * 2 * HIDDEN + 2 * PART * (4 * num_params(EXPERTS) - EXPERT_PARAMS),

@@ -205,7 +205,8 @@ SECTIONS = (
         dtype, which sends twice the bytes, or with `precision.reduce_dtype={dtype}` as MaxText does: in the
         {rounded_count} rows "{dtype} sums", where both sum over chips in {dtype}, jaxfb's step is {rounded_least:.2f}
         to {rounded_most:.2f} times MaxText's. MaxText cuts parameters and optimizer state over the context
-        axis as well, jaxfb over fsdp alone: hence the arguments of the rows with long sequences. A
+        axis as well. jaxfb does too, but its rows with long sequences are of programs that cut them over fsdp alone,
+        and passed keys around a ring in place of gathering them: hence their memory. A
         model whose optimizer state is on the host fits on chips for which the compiler refuses it otherwise;
         the time to read that state twice over the
         host's link, of which next to nothing is hidden, is part of the step. Rows with jaxfb alone have
