@@ -15,6 +15,7 @@ from jaxfb.config import config_from_dict
 from jaxfb.config.model import check_sizes
 from jaxfb.config.operation import HostsConfig
 from jaxfb.config.post_training import CutConfig
+from jaxfb.config.sections import AutoMesh
 from jaxfb.config.starter import write_starter
 from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
@@ -40,6 +41,7 @@ from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.pipe import layout_of
 from jaxfb.parallel.tensor import check_tensor_divides
+from jaxfb.planner.auto import _check_stages
 from jaxfb.pretrained.peft import _check_config as peft_config
 from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.rl.advice import changed
@@ -348,6 +350,8 @@ REFUSED = [
     (make, dict(name="1f1b", num_stages=2, num_microbatches=2, num_pieces=2)),
     (make, dict(name="seq1f1b", num_stages=2, num_microbatches=100, num_pieces=10**5)),
     (own_config, {"run.updates": None, "run.tokens": 10}),
+    (lambda mesh: AutoMesh.of_word(mesh), dict(mesh="atuo")),
+    (lambda **keys: _check_stages(changed(jaxfb.load_config("quickstart"), keys)), {"parallel.pieces": 2}),
     (started, dict(name="quickstrt")),
     # data
     (DataConfig, dict(source="txt", path="a.txt")),
@@ -400,6 +404,7 @@ REFUSED = [
     (jaxfb.get_forward_backward_func, dict(schedule="1f1b", num_chunks=2)),
     (jaxfb.get_forward_backward_func, dict(layers_per_stage=[2], head_placement="last")),
     (jaxfb.get_forward_backward_func, dict(compiler_options=["xla"])),
+    (jaxfb.get_forward_backward_func, dict(accum_dtype="float32", reduce_dtype="float64")),
     (compiled_with, dict(compiler_options={"xla_cpu_no_such_option": True})),
     (compared, dict(dtype="float64")),
     (lambda schedule: KINDS[schedule], dict(schedule="1f1c")),
