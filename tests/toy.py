@@ -1,5 +1,7 @@
 """A tiny model with everything that can go wrong under a split: ragged masks, two weights, tied weights, dropout."""
 
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -95,6 +97,14 @@ def whole_batch(params, batch, rng=None, normalize="global", parts=1):
         return sum(term.value for out in each for term in out.values()) / parts, each
     out = _terms(params, batch, keys)
     return sum(term.total if normalize == "none" else term.value for term in out.values()), out
+
+
+@cache
+def gradient(layers=LAYERS, seed=None):
+    """(loss, gradient) of `batch()` by `whole_batch`, in float64; seed: of the dropout's key, None without."""
+    key = None if seed is None else jax.random.key(seed)
+    run = jax.jit(jax.value_and_grad(lambda tree: whole_batch(tree, batch(), key)[0]))
+    return jax.device_get(run(params(layers=layers)))
 
 
 def _terms(params, batch, keys):

@@ -63,8 +63,7 @@ def compared(got, wanted, tolerance):
 def test_any_mesh_computes_in_16_bits_what_one_device_does(mesh, options, dtype):
     batch = jax.tree.map(jnp.asarray, toy.batch())
     batch = {n: leaf.astype(dtype) if leaf.dtype == jnp.float64 else leaf for n, leaf in batch.items()}
-    params, wide = toy.params(dtype=dtype), toy.params()
-    wanted = jax.grad(lambda p: toy.whole_batch(p, toy.batch())[0])(wide)
+    params, (_, wanted) = toy.params(dtype=dtype), toy.gradient()
     replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
     plan = jaxfb.BatchPlan(rows=toy.ROWS, rows_per_microbatch=2, data_parallel=replicas)
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
