@@ -20,7 +20,7 @@ from jaxfb.planner.formula_memory import (
     staying_bytes,
     working_bytes,
 )
-from jaxfb.planner.formula_time import exposed_share, step_flops, wire_seconds, work_seconds
+from jaxfb.planner.formula_time import exchange_seconds, exposed_share, step_flops, wire_seconds, work_seconds
 from jaxfb.planner.topology import Topology
 
 
@@ -86,6 +86,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
+    exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     return Estimate(
         parameters=(4 * trained + frozen_bytes(config) * (held - trained)) / shards,
         optimizer=state,
@@ -95,6 +96,6 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         working=working + holes * (gradients + activations + working - staying_bytes(config, sizes)),
         flops=step_flops(config, sizes, topology),
         work_seconds=work_seconds(config, sizes, topology) if topology.chip else 0.0,
-        wire_seconds=wire,
-        exposed_seconds=exposed_share(config, topology) * wire,
+        wire_seconds=wire + exchange,
+        exposed_seconds=exposed_share(config, topology) * wire + exchange,
     ).with_host(state - on_host, on_host, topology.chip)

@@ -12,6 +12,7 @@ from jaxfb.mesh import AXES
 from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
+from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     gathers_before_use,
@@ -140,6 +141,28 @@ def _reduced_bytes(config: Config) -> int:
     """Returns the bytes of a number of a gradient on its way over fsdp."""
     given = config.precision.reduce_dtype if config.parallel.fsdp_gather != "step" else None
     return 4 if given is None else jnp.dtype(given).itemsize
+
+
+def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the time in which rows go to experts of other devices, which nothing hides: there and back, forward and
+    backward, and there once more where a layer is computed again.
+    """
+    if config.mesh.expert == 1 or not sizes.num_experts:
+        return 0.0
+    of_layers, _ = turns_of_layers_and_head(config)
+    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    runs = num_microbatches(config) * of_layers * with_experts * share_of_layers(config, sizes)
+    ways = mean_over_layers(config, sizes, lambda remat: 4 if remat in ("none", "selective") else 5)
+    rows = tokens_of_microbatch(config) * sizes.experts_per_token
+    return (
+        2
+        * sizes.hidden_size
+        * rows
+        * ways
+        * runs
+        * _share(config.mesh.expert)
+        / _rate(config, chip, "expert")
+    )
 
 
 def exposed_share(config: Config, topology: Topology) -> float:

@@ -8,6 +8,7 @@ from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula_time import exchange_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
@@ -122,3 +123,15 @@ def test_a_state_on_the_host_takes_its_link_in_place_of_memory():
     assert there.estimate.host_seconds == 2 * there.estimate.host / 64e9  # PCIe 5.0, each way
     assert there.step_seconds == pytest.approx(here.step_seconds + there.estimate.host_seconds)
     assert "of optimizer state: 0.251 s a step, 0.031 s a GB" in "\n".join(memory_table(there))
+
+
+@pytest.mark.parametrize("remat, ways", [("none", 4), ("full", 5)])
+def test_rows_go_to_their_experts_and_back(remat, ways):
+    """Forward and backward; there again where a layer is computed again, whose answers nobody needs."""
+    config = load_config("configs/moe-141b.yaml", [f"parallel.remat={remat}", "mesh.fsdp=16"])
+    chip = parse_topology("v5p:4x4x8").chip
+    rows = 2 * 2048 / 128 * 4096  # a device's choices in an update
+    by_hand = ways * 56 * rows * 6144 * 2 * (7 / 8) / chip.axis_bandwidth
+    assert exchange_seconds(config, model_sizes(config), chip) == pytest.approx(by_hand)
+    alone = load_config("configs/moe-141b.yaml", ["mesh.expert=1", "mesh.fsdp=128"])
+    assert exchange_seconds(alone, model_sizes(alone), chip) == 0
