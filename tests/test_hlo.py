@@ -7,7 +7,8 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.hlo import collectives, traffic
+from jaxfb.hlo import Instruction, collectives, traffic
+from jaxfb.hlo.calls import trip_count
 
 PROGRAM = """HloModule m, is_scheduled=true
 %add (x: f32[], y: f32[]) -> f32[] {
@@ -221,3 +222,9 @@ def test_a_loop_whose_counter_moves_in_an_unknown_way_is_taken_to_count_by_one()
         "%after = u32[]{:T(128)} add(%next, %given)", "%after = u32[] fusion(%i), calls=%f"
     )
     assert [one.times for one in collectives(text)] == [4, 4]
+
+
+def test_a_loop_that_seldom_turns_is_known_where_it_is_in_something_differentiated():
+    for scope, turns in (("layer/seldom_loop", 0), ("jvp(seldom_loop)", 0), ("my_seldom_loop", 3)):
+        rest = f'%x), metadata={{op_name="{scope}/while"}}, backend_config={{"known_trip_count":{{"n":"3"}}}}'
+        assert trip_count(Instruction("w", "s32[]", "while", rest), {}) == turns

@@ -66,7 +66,7 @@ def trip_count(loop: Instruction, computations: dict[str, list[Instruction]]) ->
 
     A loop that XLA has unrolled counts by more than one. One in a scope `SELDOM` is taken not to turn.
     """
-    if f"/{SELDOM}/" in loop.rest:
+    if re.search(rf"[/(]{SELDOM}[/)]", loop.rest):  # `jvp(...)` where what it is in was differentiated
         return 0
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(known[1])
