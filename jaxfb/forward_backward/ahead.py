@@ -1,10 +1,11 @@
-"""Gathers a layer's parameters while the layer before it computes (FSDP), and scatters gradients one layer late.
+"""Gathers a layer's parameters while the layer before it computes (FSDP), and scatters gradients a layer late.
 
 A loop over layers that gathers what it is about to use has to wait for it, and for the scatter of what it has just
 computed. Here a turn of the loop starts with the gather for the next turn and the scatter for the one before, of which
-the layer in between needs neither, so that the compiler can run both beside its products. The price is the memory of
-one more layer's parameters in the compute dtype, and in the backward of one layer's gradients in the dtype
-of their sum.
+the layer in between needs neither, so that the compiler can run both beside its products. Where a scatter is two
+collectives, one after the other, the second is another layer late: right behind the first it would leave every turn
+waiting for that. The price is the memory of one more layer's parameters in the compute dtype, and in the backward of
+one layer's gradients in the dtype of their sum, and of what a first collective leaves of them.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ class Ahead:
     """Functions between shards and whole arrays of one layer.
 
     gather:     shards of parameters -> whole parameters.
-    to_shards: gradients of whole trained parameters -> those of the shards.
+    to_shards: steps, one after the other, from gradients of whole trained parameters to those of the shards.
     before_scatter: gradients of whole trained parameters -> in the dtype of their sum over fsdp, annotated as `tensor`
       cuts the parameters; where a loop carries them the partitioner would otherwise cut some along another dim, and
       exchange them in every turn.
     """
 
     gather: Callable[[PyTree], PyTree]
-    to_shards: Callable[[PyTree], PyTree]
+    to_shards: tuple[Callable[[PyTree], PyTree], ...]
     before_scatter: Callable[[PyTree], PyTree]
 
     def scan(

@@ -234,7 +234,7 @@ class Stage:
         """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
 
         Returns (what it carries, target.sums with all gradients added). Those of shards that are gathered ahead are
-        summed over fsdp, and added, a layer late.
+        summed over fsdp, and added, a layer late; of a sum in several steps each is a layer later than the one before.
         """
 
         def now(carried, xs):
@@ -246,21 +246,38 @@ class Stage:
             return self._backwards(now, (carry, target.sums), layers)
 
         def late(carried, xs):
-            (carry, sums, before), (place, layer) = carried, (xs[0], Layers(*xs[1]))
+            (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
-            sums = self._add(sums, target, *before)
+            sums, waiting = self._step_further(sums, target, waiting)
             carry, grads = one(carry, place, layer)
             # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
-            return (carry, sums, (place, layer.real, ahead.before_scatter(grads))), None
+            return (carry, sums, ((place, layer.real, ahead.before_scatter(grads)), *waiting)), None
 
         shapes = self._trained(jax.eval_shape(self._first, layers).params)
-        # behind the barrier zeros are no constants, for which XLA would pass over the gradients once more in every turn
-        nothing = lax.optimization_barrier(ahead.before_scatter(jax.tree.map(jnp.zeros_like, shapes)))
+        nothing = [_zeros(jax.eval_shape(ahead.before_scatter, shapes))]
+        for step in ahead.to_shards[:-1]:
+            nothing.append(_zeros(jax.eval_shape(step, nothing[-1])))
         place = self._places(layers)[-1]
-        first = (jnp.int32(place), layers.real[place], nothing)
-        carry, sums, last = self._backwards(late, (carry, target.sums, first), layers)
-        return carry, self._add(sums, target, *last)
+        waiting = tuple((jnp.int32(place), layers.real[place], grads) for grads in nothing)
+        carry, sums, waiting = self._backwards(late, (carry, target.sums, waiting), layers)
+        for number, (*where, grads) in reversed([*enumerate(waiting)]):
+            for step in ahead.to_shards[number:]:
+                grads = step(grads)
+            sums = self._add(sums, target, *where, grads)
+        return carry, sums
+
+    def _step_further(self, sums: PyTree, target: Target, waiting: tuple) -> tuple[PyTree, tuple]:
+        """Runs a step for each layer's gradients that wait, the last layer's first; adds those that need no more.
+
+        waiting: (place, real, gradients) of a layer for each step, in their order. Returns (sums, those of all but the
+        last step).
+        """
+        assert self._ahead is not None
+        *firsts, (place, real, grads) = waiting
+        sums = self._add(sums, target, place, real, self._ahead.to_shards[-1](grads))
+        steps = zip(firsts, self._ahead.to_shards, strict=False)  # the last step's have been added
+        return sums, tuple((place, real, step(grads)) for (place, real, grads), step in steps)
 
     def _first(self, layers: Layers) -> Layers:
         return self._whole(_layer(layers, self._begin))
@@ -288,7 +305,6 @@ class Stage:
     def _add(self, sums: PyTree, target: Target, place: jax.Array, real: jax.Array, grads: PyTree) -> PyTree:
         """Adds one layer's gradients to sums[chunk, place], in place; nothing where they do not count."""
         counts = target.valid & real if self._padded else target.valid
-        grads = grads if self._ahead is None else self._ahead.to_shards(grads)
 
         def add(leaf, grad):
             at = (target.chunk, place, *(jnp.int32(0),) * grad.ndim)
@@ -305,6 +321,11 @@ class Stage:
             if self._padded
             else tree
         )
+
+
+def _zeros(shapes: PyTree) -> PyTree:
+    """Returns zeros that are no constants, for which XLA would pass over the gradients once more in every turn."""
+    return lax.optimization_barrier(jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes))
 
 
 def _part(places: range) -> slice:

@@ -113,9 +113,13 @@ class Execution:
         return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
 
     def layer_to_shards(self):
-        """Returns a function from gradients of one whole layer to those of its shards."""
+        """Returns the functions, one after the other, from gradients of one whole layer to those of its shards."""
         specs = like(self.sums["layers"], self._layer_specs())
-        return lambda grads: data.to_shards(grads, specs, self.reduce_dtype)
+        *firsts, last = range(data.steps_to_shards(specs))
+        steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
+        return tuple(
+            partial(data.to_shards, specs=specs, reduce_dtype=self.reduce_dtype, steps=step) for step in steps
+        )
 
     def layer_before_scatter(self):
         """Returns a function that casts and annotates gradients of one whole layer for `layer_to_shards`."""

@@ -35,21 +35,29 @@ def all_gather(shard: jax.Array, axes: Axes, dim: int) -> jax.Array:
     return shard
 
 
-def reduce_scatter(whole: jax.Array, axes: Axes, dim: int, dtype: Any = None) -> jax.Array:
+def reduce_scatter(
+    whole: jax.Array, axes: Axes, dim: int, dtype: Any = None, steps: slice = slice(None)
+) -> jax.Array:
     """Returns this device's shard along `dim` of the sum over `axes`, as `lax.psum_scatter(tiled=True)`.
 
     dtype: in which it is sent, summed and returned. None: its own, but 16-bit floats are summed in float32. On CPU, for
       which see `psum_of_one`, those of a `dtype` of 16 bits are too: terms and sum alone are rounded.
+    steps: those of its `scatter_steps` that run; the next ones take what these return.
     """
-    scatter = partial(_reduce_scatter, axes=axes, dim=dim)
+    scatter = partial(_reduce_scatter, axes=axes, dim=dim, steps=steps)
     if dtype is None:
         return _widened(scatter, whole)
     whole = whole.astype(dtype)
     return _widened(scatter, whole) if _on_cpu() else scatter(whole)
 
 
-def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int) -> jax.Array:
-    for axis, groups in _steps(axes, "scatter"):
+def scatter_steps(axes: Axes) -> int:
+    """Returns of how many collectives, one after the other, `reduce_scatter` consists."""
+    return len(_steps(axes, "scatter"))
+
+
+def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:
+    for axis, groups in _steps(axes, "scatter")[steps]:
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
 

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import custom_vjp
 from jaxfb.parallel import tensor
-from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter
+from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter, scatter_steps
 from jaxfb.parallel.sharding import axes_of, dim_of, shards_of
 
 PyTree = Any
@@ -115,11 +115,19 @@ def reduce_gradients(
         return jax.tree.map(reduce, grads, specs, grad_specs)
 
 
-def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None) -> PyTree:
+def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None, steps: slice = slice(None)) -> PyTree:
     """Sums gradients of whole leaves and cuts them into shards as their parameters: the transpose of
     `gather_parameters`.
+
+    steps: those that run, of as many as `steps_to_shards` returns.
     """
-    return jax.tree.map(lambda grad, spec: _to_shards(grad, spec, reduce_dtype), grads, specs)
+    return jax.tree.map(lambda grad, spec: _to_shards(grad, spec, reduce_dtype, steps), grads, specs)
+
+
+def steps_to_shards(specs: PyTree) -> int:
+    """Returns of how many collectives, one after the other, `to_shards` consists; leaves with fewer begin with them."""
+    found = [shards_of(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))]
+    return max((scatter_steps(shards[1]) for shards in found if shards is not None), default=1)
 
 
 def before_scatter(grads: PyTree, specs: PyTree, sums: PyTree, reduce_dtype: Any = None) -> PyTree:
@@ -210,12 +218,14 @@ def _gather(leaf: jax.Array, spec: P) -> jax.Array:
     return tensor.on_shards(lambda shard: all_gather(shard, axes, dim), leaf, spec)
 
 
-def _to_shards(grad: jax.Array, spec: P, dtype: Any = None) -> jax.Array:
+def _to_shards(grad: jax.Array, spec: P, dtype: Any = None, steps: slice = slice(None)) -> jax.Array:
     """Sums the gradient of a leaf and cuts it into the shards of `spec`, if that has some; see `_scatter`."""
     shards = shards_of(spec)
-    return grad if shards is None else _scatter(grad, shards[1], shards[0], spec, dtype)
+    return grad if shards is None else _scatter(grad, shards[1], shards[0], spec, dtype, steps)
 
 
-def _scatter(grad: jax.Array, axes: tuple[str, ...], dim: int, spec: P, dtype: Any = None) -> jax.Array:
-    """Sums over axes and cuts over them along `dim`, each tensor shard by itself; dtype: of `reduce_scatter`."""
-    return tensor.on_shards(lambda whole: reduce_scatter(whole, axes, dim, dtype), grad, spec)
+def _scatter(
+    grad: jax.Array, axes: tuple[str, ...], dim: int, spec: P, dtype: Any = None, steps: slice = slice(None)
+) -> jax.Array:
+    """Sums over axes and cuts over them along `dim`, each tensor shard by itself; dtype, steps: of `reduce_scatter`."""
+    return tensor.on_shards(lambda whole: reduce_scatter(whole, axes, dim, dtype, steps), grad, spec)

@@ -12,6 +12,7 @@ from jaxfb.compat import equations
 from jaxfb.config import load_config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parallel import collectives
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 
@@ -67,6 +68,45 @@ def test_gradients_are_those_of_one_device(mesh, options):
     loss, grads = toy.gradient(options.get("layers", LAYERS), seed=5)
     close(out.loss, loss)
     close(out.grads, grads)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "options"),
+    [
+        ({"fsdp": 4}, {"remat": "full"}),
+        ({"fsdp": 4}, {"remat": "layer", "fsdp_gather": 2, "reduce_dtype": "float64"}),
+        slow({"fsdp": 4}, {"remat": "full", "layers": 1}),
+        slow({"data": 2, "fsdp": 4}, {"remat": "none", "layers": 2}),
+        slow({"pipe": 2, "fsdp": 4}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
+    ],
+    ids=named,
+)
+def test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device(mesh, options, monkeypatch):
+    """As on TPUs where fsdp is a whole slice."""
+    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
+    out = gradients(mesh, **options, gather_ahead=True)
+    loss, grads = toy.gradient(options.get("layers", LAYERS), seed=5)
+    close(out.loss, loss)
+    close(out.grads, grads)
+
+
+def test_on_a_whole_tpu_slice_a_layer_waits_between_the_steps_of_its_scatter():
+    over = (
+        "mesh.fsdp=8",
+        "data.tokenizer=bytes",
+        "parallel.remat=full",
+        "model.num_heads=8",
+        "model.num_kv_heads=8",
+    )
+    config = load_config("configs/quickstart.yaml", over)
+    job = make_job(config, abstract_mesh(config, 8, abstract_device(parse_topology("v5e:2x4"))))
+    program = job.step.trace(job.state, job.batch).jaxpr
+    scans = [eqn.params["jaxpr"].jaxpr for eqn in equations(program) if eqn.primitive.name == "scan"]
+    of_layers = [body for body in scans if not any(eqn.primitive.name == "scan" for eqn in body.eqns)]
+    assert sum(len(scattered(body)) for body in of_layers) > 2
+    for body in of_layers:
+        returned = {id(var) for eqn in scattered(body) for var in eqn.outvars}
+        assert not any(id(eqn.invars[0]) in returned for eqn in scattered(body))
 
 
 @pytest.mark.parametrize(
@@ -134,6 +174,11 @@ def depends_on(wanted_one, eqn, body):
 def is_pause(eqn):
     """Whether it is a barrier that the number of a turn goes through."""
     return eqn.primitive.name == "optimization_barrier" and any(v.aval.dtype == np.int32 for v in eqn.invars)
+
+
+def scattered(body):
+    """The reduce-scatters of a loop's body."""
+    return [eqn for eqn in body.eqns if eqn.primitive.name == "reduce_scatter"]
 
 
 def gathers(eqn):
