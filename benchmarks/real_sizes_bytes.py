@@ -37,13 +37,15 @@ ALIKE = (("jaxfb", "jaxfb_best"), ("jaxfb_rounded",), ("maxtext", "maxtext_best"
 class Layout:
     """What is sent depends on this alone. config: of jaxfb, no size of its mesh left open. ours: or MaxText.
 
-    cut: the axes over which parameters are cut, and gathered.
+    cut: the axes over which parameters are cut, and gathered. in_turn: over one of them after the other, as jaxfb does
+      where they are all axes of a slice.
     """
 
     config: Config
     sizes: TransformerConfig
     ours: bool
     cut: tuple[str, ...]
+    in_turn: bool = False
 
     def size(self, axis: str) -> int:
         if axis == "fsdp":
@@ -52,7 +54,7 @@ class Layout:
 
     def share(self, axis: str) -> float:
         """The part of an array that goes around a ring of all devices of an axis."""
-        return 1 - 1 / self.size(axis)
+        return 1 - 1 / (self.config.mesh.fsdp if self.in_turn and axis == "fsdp" else self.size(axis))
 
     @property
     def layer_turns(self) -> float:
@@ -73,6 +75,10 @@ class Layout:
 
 
 def fsdp(one: Layout) -> float:
+    return one.share("fsdp") * gathered_and_scattered(one)
+
+
+def gathered_and_scattered(one: Layout) -> float:
     """Layers gathered in the forward and in the backward, the rest once; gradients scattered, by jaxfb in the accum
     dtype or precision.reduce_dtype, by MaxText in the compute dtype. In every microbatch, or once a step what stays
     gathered. A stage that runs again from its input gathers once more.
@@ -83,11 +89,11 @@ def fsdp(one: Layout) -> float:
     scattered = COMPUTE if rounded or not one.ours else MASTER
     stays = share_gathered(one.config, one.sizes) if one.ours else 0.0
     if one.ours and one.config.parallel.fsdp_gather == "step":
-        return one.share("fsdp") * (COMPUTE + MASTER) * (layers + outer)
+        return (COMPUTE + MASTER) * (layers + outer)
     gathered = COMPUTE * (2 + max(0, one.again - 1))
     of_layers = microbatches * turns * (gathered + scattered) * (1 - stays) + (COMPUTE + MASTER) * stays
     of_outer = microbatches * head * (COMPUTE + scattered)
-    return one.share("fsdp") * (of_layers * layers + of_outer * outer)
+    return of_layers * layers + of_outer * outer
 
 
 def data(one: Layout) -> float:
@@ -106,15 +112,19 @@ def tensor(one: Layout) -> float:
 
 
 def context(one: Layout) -> float:
-    """Keys and values to all devices of the axis in the forward, where it runs again, and the backward, and their
-    gradients back; jaxfb's in a ring, summed in float32, MaxText's gathered once for the backward. The gradients of
-    what is not cut over the axis are reduced once a step.
+    """Keys and values to all devices of the axis in the forward and where it runs again, in a ring in the backward too,
+    and their gradients back; jaxfb's summed in float32, MaxText's gathered once for the backward. The gradients of
+    what is not cut over the axis are reduced once a step. In turn, what fsdp has gathered or not scattered yet follows.
     """
     size, sizes_ = one.size("context"), one.sizes
     own = 2 * COMPUTE * tokens_of_microbatch(one.config) * sizes_.num_kv_heads * sizes_.head_size
-    passes = (2 + one.again) * (size - 1) + 2 * size if one.ours else 3 * (size - 1)
+    passes = 3 * (size - 1)
+    if one.ours:
+        ring = sizes_.context_attention == "ring"
+        passes = (2 + one.again) * (size - 1) + 2 * size if ring else (3 + one.again) * (size - 1)
+    weights = gathered_and_scattered(one) / one.config.mesh.fsdp if one.in_turn else 0.0
     reduced = 0.0 if "context" in one.cut else sum(held_numbers(one.config, sizes_)) / one.size("fsdp")
-    return passes * own * one.layer_turns + one.share("context") * 2 * MASTER * reduced
+    return passes * own * one.layer_turns + one.share("context") * (2 * MASTER * reduced + weights)
 
 
 def expert(one: Layout) -> float:
@@ -163,6 +173,8 @@ def of_program(job: Job, side: str, traffic: dict[str, Any]) -> dict[str, dict[s
     sent = sent_by_axis(traffic, parse_topology(job.topology).chip.axis_bandwidth)
     cut = max((axes for axes in sent if "fsdp" in axes), key=lambda axes: sent[axes], default=("fsdp",))
     one = layout(job, side, cut)
+    if one.ours and one.size("context") > 1:
+        one = replace(one, cut=("fsdp", "context"), in_turn=cut == ("fsdp",))
     found = {}
     for axis in (axis for axis in BY_HAND if one.size(axis) > 1):
         along = sum(size for axes, size in sent.items() if axes[0] == axis)

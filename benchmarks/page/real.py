@@ -204,9 +204,8 @@ SECTIONS = (
         of jaxfb's step. MaxText sums FSDP's gradients over the chips in the compute dtype, jaxfb in the wider accum
         dtype, which sends twice the bytes, or with `precision.reduce_dtype={dtype}` as MaxText does: in the
         {rounded_count} rows "{dtype} sums", where both sum over chips in {dtype}, jaxfb's step is {rounded_least:.2f}
-        to {rounded_most:.2f} times MaxText's. MaxText cuts parameters and optimizer state over the context
-        axis as well. jaxfb does too, but its rows with long sequences are of programs that cut them over fsdp alone,
-        and passed keys around a ring in place of gathering them: hence their memory. A
+        to {rounded_most:.2f} times MaxText's. In the rows with long
+        sequences both cut parameters and optimizer state over fsdp and context, and gather keys over context. A
         model whose optimizer state is on the host fits on chips for which the compiler refuses it otherwise;
         the time to read that state twice over the
         host's link, of which next to nothing is hidden, is part of the step. Rows with jaxfb alone have
