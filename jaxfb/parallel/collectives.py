@@ -42,7 +42,7 @@ def reduce_scatter(
 
     dtype: in which it is sent, summed and returned. None: its own, but 16-bit floats are summed in float32. On CPU, for
       which see `psum_of_one`, those of a `dtype` of 16 bits are too: terms and sum alone are rounded.
-    steps: those of its `scatter_steps` that run; the next ones take what these return.
+    steps: those of its collectives that run; the next ones take what these return.
     """
     scatter = partial(_reduce_scatter, axes=axes, dim=dim, steps=steps)
     if dtype is None:
@@ -51,9 +51,14 @@ def reduce_scatter(
     return _widened(scatter, whole) if _on_cpu() else scatter(whole)
 
 
-def scatter_steps(axes: Axes) -> int:
-    """Returns of how many collectives, one after the other, `reduce_scatter` consists."""
-    return len(_steps(axes, "scatter"))
+def steps_apart(axes: Axes) -> int:
+    """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
+
+    On a torus of two dimensions each collective is a step: 8B on v6e:8x8 takes 5.38 s in place of 5.80 s, gradients
+    sent in bfloat16. On one of three that gains nothing: on v5p:4x4x4 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB
+    (libtpu 0.0.48).
+    """
+    return len(_steps(axes, "scatter")) if _is_flat(get_abstract_mesh()) else 1
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:
@@ -141,4 +146,10 @@ def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
-    return kind == "scatter" or "lite" not in device.device_kind  # lite: a torus of two dimensions
+    return kind == "scatter" or not _is_flat(mesh)
+
+
+def _is_flat(mesh: AbstractMesh) -> bool:
+    """Returns whether the devices are TPUs in a torus of two dimensions."""
+    device = mesh.abstract_device
+    return device is not None and device.platform == "tpu" and "lite" in device.device_kind

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.compat import custom_vjp
 from jaxfb.parallel import tensor
-from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter, scatter_steps
+from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter, steps_apart
 from jaxfb.parallel.sharding import axes_of, dim_of, shards_of
 
 PyTree = Any
@@ -125,9 +125,9 @@ def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None, steps: sli
 
 
 def steps_to_shards(specs: PyTree) -> int:
-    """Returns of how many collectives, one after the other, `to_shards` consists; leaves with fewer begin with them."""
+    """Returns in how many steps `to_shards` is to run with other work in between; leaves of fewer begin with them."""
     found = [shards_of(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))]
-    return max((scatter_steps(shards[1]) for shards in found if shards is not None), default=1)
+    return max((steps_apart(shards[1]) for shards in found if shards is not None), default=1)
 
 
 def before_scatter(grads: PyTree, specs: PyTree, sums: PyTree, reduce_dtype: Any = None) -> PyTree:
