@@ -261,10 +261,10 @@ class Stage:
         place = self._places(layers)[-1]
         waiting = tuple((jnp.int32(place), layers.real[place], grads) for grads in nothing)
         carry, sums, waiting = self._backwards(late, (carry, target.sums, waiting), layers)
-        for number, (*where, grads) in reversed([*enumerate(waiting)]):
+        for number, (place, real, grads) in reversed([*enumerate(waiting)]):
             for step in ahead.to_shards[number:]:
                 grads = step(grads)
-            sums = self._add(sums, target, *where, grads)
+            sums = self._add(sums, target, place, real, grads)
         return carry, sums
 
     def _step_further(self, sums: PyTree, target: Target, waiting: tuple) -> tuple[PyTree, tuple]:
