@@ -393,9 +393,16 @@ MUTATIONS = (
     Mutation(
         "last_late_gradients_lost",
         "forward_backward/stage.py",
-        "return carry, self._add(sums, target, *last)",
-        "return carry, sums",
+        "in reversed([*enumerate(waiting)]):",
+        "in ():",
         "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "first_steps_of_scatters_lost",
+        "forward_backward/stage.py",
+        "for step in ahead.to_shards[number:]:",
+        "for step in ahead.to_shards[-1:]:",
+        "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
     ),
     Mutation(
         "gathered_ahead_on_a_cpu",

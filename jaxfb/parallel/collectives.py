@@ -54,9 +54,9 @@ def reduce_scatter(
 def steps_apart(axes: Axes) -> int:
     """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
 
-    On v6e each collective is a step: 8B on v6e:8x8 takes 5.38 s in place of 5.80 s, gradients sent in bfloat16.
-    Elsewhere that gains nothing: 6.57 s in place of 6.50 s on v5e:16x16, where the compiler lets no scatter run beside
-    anything, 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4, with float32 (libtpu 0.0.48).
+    On v6e each collective is a step: 8B on v6e:8x8 takes 5.69 s and 6.99 GB in place of 6.60 s and 6.72 GB. Elsewhere
+    that gains nothing: 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4; on v5e:16x16, where the compiler
+    lets no scatter run beside anything, 6.57 s in place of 6.50 s, gradients sent in bfloat16 (libtpu 0.0.48).
     """
     return len(_steps(axes, "scatter")) if _gains_by_steps_apart(get_abstract_mesh()) else 1
 

@@ -42,13 +42,13 @@ _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS = {"tpu": 0.35}
+_BESIDE_PRODUCTS = {"tpu": 0.28}
 """Share of these reads and writes that takes time of its own where the compiler fuses the others into products, of 8B
 and 70B on v5p, v6e and v5e: 0.2 to 0.55."""
 _RING_BYTES = 85
 """Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
-_EXPOSED, _EXPOSED_BY_DEFAULT = 0.15, 0.6
-"""Share of communication that nothing hides on TPUs: 0.05 to 0.29 of those whose compiler has options in
+_EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
+"""Share of communication that nothing hides on TPUs: 0.05 to 0.16 of those whose compiler has options in
 `jaxfb/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
 _ACCUMULATED = 12
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
