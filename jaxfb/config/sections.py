@@ -1,4 +1,4 @@
-"""The sections of a training config that say what one update is: frozen dataclasses, each checked alone. Plain Python.
+"""The sections of a training config that define one update: frozen dataclasses, each checked alone. Plain Python.
 
 Comes before all other steps: everything after it receives these as arguments. The section `model` is in `model.py`,
 those of a run's operation (checkpoints, records, hosts) in `operation.py`, `data` beside the code that reads it

@@ -3,9 +3,9 @@
 A loop over layers that gathers what it is about to use has to wait for it, and for the scatter of what it has just
 computed. Here a turn of the loop starts with the gather for the next turn and the scatter for the one before, of which
 the layer in between needs neither, so that the compiler can run both beside its products. Where a scatter is two
-collectives (`steps_apart`), the second is another layer late: right behind the first it would leave every turn waiting
-for that. The price is the memory of one more layer's parameters in the compute dtype, and in the backward of
-one layer's gradients in the dtype of their sum, and of what a first collective leaves of them.
+collectives (`steps_apart`), the second runs another layer later: were it right behind the first, every turn would wait
+for both. The price is the memory of one more layer's parameters in the compute dtype, and in the backward of one
+layer's gradients in the dtype of their sum, and of what a first collective leaves of them.
 """
 
 from __future__ import annotations

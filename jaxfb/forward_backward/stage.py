@@ -268,15 +268,16 @@ class Stage:
         return carry, sums
 
     def _step_further(self, sums: PyTree, target: Target, waiting: tuple) -> tuple[PyTree, tuple]:
-        """Runs a step for each layer's gradients that wait, the last layer's first; adds those that need no more.
+        """Runs the next step of the scatter of each layer's gradients that wait; adds to `sums` those it completes.
 
-        waiting: (place, real, gradients) of a layer for each step, in their order. Returns (sums, those of all but the
-        last step).
+        waiting: (place, real, gradients) of one layer for each step, in the order of the steps: the newest layer, on
+          which none has run, first.
+        Returns (sums, what still waits).
         """
         assert self._ahead is not None
         *firsts, (place, real, grads) = waiting
         sums = self._add(sums, target, place, real, self._ahead.to_shards[-1](grads))
-        steps = zip(firsts, self._ahead.to_shards, strict=False)  # the last step's have been added
+        steps = zip(firsts, self._ahead.to_shards, strict=False)  # the last step has run already
         return sums, tuple((place, real, step(grads)) for (place, real, grads), step in steps)
 
     def _first(self, layers: Layers) -> Layers:
