@@ -77,7 +77,7 @@ def compiled_step(sizes: TransformerConfig, setting: Setting):
     return compiled, step.init(lambda key: init_params(sizes, key), 0), batch, setting.rows
 
 
-def train_step(sizes: TransformerConfig, setting: Setting, devices=None) -> jaxfb.train_step.TrainStep:
+def train_step(sizes: TransformerConfig, setting: Setting, devices=None) -> jaxfb.update.train_step.TrainStep:
     """The update as `jaxfb train` would make it, on the first device: bfloat16, AdamW, clipping."""
     sizes = replace(sizes, attention=setting.attention, loss_chunk=setting.loss_chunk)
     return jaxfb.make_train_step(

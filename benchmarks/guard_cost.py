@@ -21,8 +21,8 @@ os.environ.update(JAX_PLATFORMS="cpu", XLA_FLAGS="--xla_force_host_platform_devi
 import jax  # noqa: E402
 from report import RESULTS, machine  # noqa: E402
 
-from jaxfb import checkpoint  # noqa: E402
-from jaxfb.checkpoint import CheckpointStore  # noqa: E402
+from jaxfb.checkpoint import store as checkpoint  # noqa: E402
+from jaxfb.checkpoint.store import CheckpointStore  # noqa: E402
 from jaxfb.config import load_config  # noqa: E402
 from jaxfb.config.sections import HostsConfig  # noqa: E402
 from jaxfb.guard.devices import differing_replicas  # noqa: E402

@@ -20,14 +20,14 @@ from typing import Any
 import real_sizes
 from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
-from jaxfb import compiler
 from jaxfb.config import Config
 from jaxfb.planner import parse_topology, tpu
 from jaxfb.planner.routing import Routed
+from jaxfb.platforms import compiler
 
 SIDES = ("jaxfb", "jaxfb_best", "jaxfb_rounded", "maxtext", "maxtext_best")
-"""`_best`: with the options of `jaxfb/compiler.py`; `_rounded`: and with gradients summed over chips in bfloat16, as
-MaxText's are; the others with options that the compiler has by itself."""
+"""`_best`: with the options of `jaxfb/platforms/compiler.py`; `_rounded`: and with gradients summed over chips in
+bfloat16, as MaxText's are; the others with options that the compiler has by itself."""
 ROUNDED = "precision.reduce_dtype=bfloat16"
 
 PIPELINE = {

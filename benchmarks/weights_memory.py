@@ -26,15 +26,15 @@ import numpy as np  # noqa: E402
 from orbax.checkpoint._src.arrays.subchunking import choose_chunk_shape  # noqa: E402
 from report import RESULTS, machine  # noqa: E402
 
-from jaxfb.checkpoint import FORMAT  # noqa: E402
-from jaxfb.manifest import sealed, shapes_of  # noqa: E402
+from jaxfb.checkpoint.manifest import sealed, shapes_of  # noqa: E402
+from jaxfb.checkpoint.record import RECORD  # noqa: E402
+from jaxfb.checkpoint.store import FORMAT  # noqa: E402
+from jaxfb.checkpoint.stored_parts import storage_of  # noqa: E402
 from jaxfb.pretrained import open_repository, sizes_of  # noqa: E402
 from jaxfb.pretrained.export import FILE_BYTES  # noqa: E402
 from jaxfb.pretrained.load import checked_leaves, load_leaf  # noqa: E402
 from jaxfb.pretrained.names import tensor_shapes  # noqa: E402
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile  # noqa: E402
-from jaxfb.record import RECORD  # noqa: E402
-from jaxfb.stored_parts import storage_of  # noqa: E402
 from jaxfb.training.hugging_face import export_run, import_run  # noqa: E402
 
 LLAMA_8B = {

@@ -7,7 +7,7 @@ from importlib import import_module
 
 import lazy_loader
 
-from jaxfb import cpu
+from jaxfb.platforms import cpu
 
 __version__ = "0.1.0"
 _load, _, _names = lazy_loader.attach_stub(__name__, __file__)

@@ -19,10 +19,10 @@ from .mesh import make_mesh
 from .optim import DynamicLossScale, StaticLossScale, lr_schedule, make_optimizer
 from .output import ForwardBackwardOutput
 from .rl import post_train
-from .train_state import StepMetrics, TrainState
-from .train_step import make_train_step
 from .trainer import Trainer, train
 from .types import Last, LossOutput, Max, Min, Pipelined, Sum
+from .update.train_state import StepMetrics, TrainState
+from .update.train_step import make_train_step
 
 __version__: str
 __all__ = [

@@ -2,7 +2,7 @@
 
 import sys
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 
 if __name__ == "__main__":
     sys.exit(main())

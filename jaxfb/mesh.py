@@ -15,7 +15,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxfb import cpu
+from jaxfb.platforms import cpu
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")

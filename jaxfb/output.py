@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.compat import is_traced
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 from jaxfb.types import Last, Max, Min, Sum
 

@@ -17,7 +17,7 @@ import optax
 
 from jaxfb import gradients
 from jaxfb.callbacks import Callback, checked
-from jaxfb.checkpoint import CannotWrite
+from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
 from jaxfb.config.operation import HostsConfig
 from jaxfb.data import load_tokenizer, prepare

@@ -15,13 +15,13 @@ import jax  # noqa: E402
 import pytest  # noqa: E402
 from quickly import flags  # noqa: E402
 
-import jaxfb.cpu  # noqa: E402
+import jaxfb.platforms.cpu  # noqa: E402
 from jaxfb import parts  # noqa: E402
 from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags(devices=8)}"
-jaxfb.cpu.prepare()
+jaxfb.platforms.cpu.prepare()
 jax.config.update("jax_enable_x64", True)
 gc.set_threshold(100_000, 20, 20)  # tracing makes many small objects, few of them garbage
 

@@ -1,6 +1,6 @@
 """The flags of XLA in tests: programs that run once or twice are compiled quickly, and run slowly."""
 
-from jaxfb import cpu
+from jaxfb.platforms import cpu
 
 # with two processes of tests on two cores, several threads that compile one program only cost processor time: 8% more
 # (five compilations of a transformer's accumulation and interleaved pipeline)

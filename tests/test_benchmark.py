@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from quickly import flags
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "benchmarks"))

@@ -20,8 +20,9 @@ from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from processes import PATIENCE, free_port
 
-from jaxfb import checkpoint, step_directories
-from jaxfb.checkpoint import CannotWrite, CheckpointStore
+from jaxfb.checkpoint import step_directories
+from jaxfb.checkpoint import store as checkpoint
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 
 
 def mesh_of(**sizes):
@@ -187,7 +188,7 @@ def test_a_failed_write_is_raised_and_the_next_one_works(tmp_path):
 
 SAVE_FOREVER = """
 import sys, jax, jax.numpy as jnp
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1], keep=2)
 for step in range(1, 10_000):
     store.save(step, {"w": jnp.full((512, 512), step, jnp.float32), "step": jnp.int32(step)}, {"step": step})
@@ -224,7 +225,7 @@ def test_kill_during_an_asynchronous_save(tmp_path):
 TWO_PROCESSES = """
 import sys, jax, jax.numpy as jnp, numpy as np
 from jax.sharding import AxisType, NamedSharding, PartitionSpec as P
-from jaxfb.checkpoint import CannotWrite, CheckpointStore
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 jax.config.update("jax_cpu_collectives_implementation", "gloo")
 jax.distributed.initialize(f"127.0.0.1:{sys.argv[2]}", 2, int(sys.argv[1]))
 values = np.arange(24, dtype=np.float32).reshape(8, 3)

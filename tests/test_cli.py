@@ -10,7 +10,7 @@ from types import SimpleNamespace
 import pytest
 
 import jaxfb
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.refusal import Missing, Refused, StorageError
 
 QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
@@ -112,7 +112,9 @@ def test_each_of_jaxfbs_own_errors_is_one_sentence_with_its_code(calls, capsys, 
 
 @pytest.mark.processes
 def test_help_imports_nothing_heavy():
-    code = "import sys; from jaxfb.cli import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    code = (
+        "import sys; from jaxfb.cli.commands import main\ntry: main(['--help'])\nfinally: print(*sys.modules)"
+    )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     heavy = {"jax", "numpy", "yaml", "pydantic", "flax", "optax", "orbax", "rich", "matplotlib"}
     assert not heavy & set(done.stdout.split())

@@ -7,7 +7,7 @@ import sys
 import pytest
 from tiny import write_tiny
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.forward_backward.equivalence import Difference, Equivalence
 from jaxfb.training import check
 
@@ -80,7 +80,7 @@ def test_refusals_are_one_sentence_and_code_2(arguments, words, capsys):
 
 @pytest.mark.processes
 def test_schedule_imports_no_jax():
-    code = "import sys; from jaxfb.cli import main\nmain(sys.argv[1:])\nprint(*sys.modules)"
+    code = "import sys; from jaxfb.cli.commands import main\nmain(sys.argv[1:])\nprint(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code, *SIZES], capture_output=True, text=True, check=True)
     assert not {"jax", "numpy", "yaml", "matplotlib"} & set(done.stdout.split())
 

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jaxfb
-from jaxfb import compiler
+from jaxfb.platforms import compiler
 
 KNOWN = {"xla_cpu_enable_fast_math": False}
 PLAN = jaxfb.BatchPlan(rows=4, num_microbatches=2)

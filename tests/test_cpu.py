@@ -17,9 +17,9 @@ from jax.sharding import PartitionSpec as P
 from quickly import flags
 
 import jaxfb
-from jaxfb import cpu
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.platforms import cpu
 from jaxfb.training.check import synthetic_batch
 
 ROOT = Path(__file__).parent.parent

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from jaxfb import cli
-from jaxfb.command_line import POST_TRAINING, parse
+from jaxfb.cli import commands as cli
+from jaxfb.cli.options import POST_TRAINING, parse
 from jaxfb.config import kind_of_command, load_config, smoke_overrides
 
 ROOT = Path(__file__).parent.parent

@@ -28,7 +28,7 @@ CONFIGS = [p for p in sorted((ROOT / "configs").glob("*.yaml")) if isinstance(lo
 DIGESTS = """
 import hashlib, json, sys
 import jax, numpy as np
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.training.setup import make_setup
 

@@ -14,8 +14,8 @@ from tiny import write_tiny
 
 import jaxfb
 from jaxfb import parts
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.losses.estimators import Estimator, estimator_of

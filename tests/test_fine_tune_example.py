@@ -5,7 +5,7 @@ import json
 import pytest
 from tiny_directory import ROOT, make
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.inference.complete import Sampling, complete
 from jaxfb.inference.model import open_model
 

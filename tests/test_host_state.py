@@ -12,9 +12,9 @@ import pytest
 import toy
 
 import jaxfb
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.pipeline_state import opened
-from jaxfb.streamed_update import LayerStream, WholeStream
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.update.pipeline_state import opened
+from jaxfb.update.streamed import LayerStream, WholeStream
 
 ADAMW = jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1)
 MUON = jaxfb.make_optimizer("muon", learning_rate=0.1, weight_decay=0.1)

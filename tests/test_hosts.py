@@ -19,7 +19,7 @@ import jaxfb
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
-from jaxfb.position import Position
+from jaxfb.process.position import Position
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place

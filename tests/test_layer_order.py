@@ -12,11 +12,11 @@ from comparisons import close
 from tiny import write_tiny
 
 import jaxfb
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.hlo import collectives
-from jaxfb.pipeline_state import PipelineState, in_model_order
 from jaxfb.schedules import Schedule, make
+from jaxfb.update.pipeline_state import PipelineState, in_model_order
 
 MESH = jaxfb.make_mesh(pipe=2)
 ADAMW = jaxfb.make_optimizer("adamw", learning_rate=0.1, weight_decay=0.1)

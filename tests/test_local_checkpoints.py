@@ -15,9 +15,9 @@ from processes import finish, free_port, launch, logs
 from tiny import write_tiny
 
 import jaxfb
-from jaxfb.checkpoint import CannotWrite
+from jaxfb.checkpoint.manifest import named_leaves
+from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import LocalConfig
-from jaxfb.manifest import named_leaves
 from jaxfb.metrics import read_jsonl
 from jaxfb.parallel.totals import checksums
 from jaxfb.training.local_tier import LocalTier, chosen, shift

@@ -12,8 +12,8 @@ import pytest
 
 import jaxfb
 from jaxfb.callbacks import Callback, callback
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.data.loader import row_order
 from jaxfb.metrics import read_jsonl
 

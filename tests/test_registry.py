@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.registry import Registry, load
 from jaxfb.schedules import KINDS, NAMES, make

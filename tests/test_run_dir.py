@@ -17,8 +17,8 @@ from tiny import write_tiny
 
 from jaxfb import trainer
 from jaxfb.callbacks import callback
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.training.run_dir import RunDirectory

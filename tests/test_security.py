@@ -18,7 +18,7 @@ CONNECT = {
     "training/hosts.py",
     "training/local_tier.py",
     "training/run_lock.py",
-    "loopback.py",
+    "process/loopback.py",
 }
 READERS = {
     "pyarrow": "pyarrow",

@@ -8,8 +8,8 @@ import time
 import pytest
 from tiny import write_tiny
 
-from jaxfb import checkpoint
-from jaxfb.cli import main
+from jaxfb.checkpoint import store as checkpoint
+from jaxfb.cli.commands import main
 from jaxfb.training import interrupt
 from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.session import Run

@@ -19,7 +19,7 @@ from jaxfb.training.interrupt import Interrupt, Stopped
 
 FIRST_LINE = """
 import os, signal, sys
-from jaxfb import cli
+from jaxfb.cli import commands as cli
 cli._train_on = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
 sys.exit(cli.main(["train", sys.argv[1]]))
 """

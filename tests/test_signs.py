@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxfb.position import Position
+from jaxfb.process.position import Position
 from jaxfb.training.signs import Sign, Signs
 
 NAMES = ["a", "b", "c"]

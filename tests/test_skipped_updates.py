@@ -12,7 +12,7 @@ from trees import CASES, ROWS, TREES, arrays, batch_of, dict_loss, params_of
 
 import jaxfb
 from jaxfb import BatchPlan, Sum, make_mesh, make_train_step
-from jaxfb.train_state import Limits
+from jaxfb.update.train_state import Limits
 
 PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
 

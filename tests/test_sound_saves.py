@@ -14,8 +14,8 @@ from tiny import write_tiny
 
 from jaxfb import trainer
 from jaxfb.callbacks import callback
-from jaxfb.checkpoint import CannotWrite, CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.metrics import JsonlWriter, read_jsonl
 from jaxfb.training import disk

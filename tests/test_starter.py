@@ -2,7 +2,7 @@
 
 import pytest
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import DPOConfig, RLConfig, SFTConfig, load_config, smoke_overrides, starter_names
 from jaxfb.config.load import kind_of_command
 from jaxfb.config.root import Config
@@ -54,7 +54,7 @@ def test_smoke_overrides_make_any_starter_short(name):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
-    monkeypatch.setattr("jaxfb.cli._train_on", lambda config, options: 76)
+    monkeypatch.setattr("jaxfb.cli.commands._train_on", lambda config, options: 76)
     assert main(["train", "quickstart", "--smoke"]) == 76
     assert "the smoke run did not end as it should" in capsys.readouterr().out
 

@@ -15,7 +15,7 @@ import pytest
 from processes import finish, wait_for
 
 import jaxfb
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.metrics import read_jsonl
 
 ROOT = Path(__file__).parent.parent

@@ -9,8 +9,8 @@ import tensorstore
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb import stored_parts
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint import stored_parts
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.parallel import totals
 from jaxfb.parallel.totals import PartSums, checksums
 from jaxfb.refusal import StorageError

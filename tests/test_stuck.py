@@ -8,7 +8,7 @@ from processes import ROOT
 SCRIPT = """
 import ctypes, sys, time
 from jaxfb.config.operation import HostsConfig
-from jaxfb.position import here
+from jaxfb.process.position import here
 from jaxfb.training import watch
 from jaxfb.training.hosts import Hosts
 watch.NATIVE_MARGIN, watch.GRACE = 0.5, 0.2

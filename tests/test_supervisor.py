@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from jaxfb.supervisor import Supervisor, job_command
+from jaxfb.cli.supervisor import Supervisor, job_command
 
 # a process that ends with the codes of a file, one a start: "0", "76", "-9" (kills itself), "sleep"
 CHILD = """
@@ -33,7 +33,7 @@ os._exit(int(word))
 @pytest.fixture
 def job(tmp_path, monkeypatch):
     """Runs processes whose exit codes at each start are given; returns (code, sentences, starts of process 0)."""
-    monkeypatch.setattr("jaxfb.supervisor.FIRST_WAIT", 0.01)
+    monkeypatch.setattr("jaxfb.cli.supervisor.FIRST_WAIT", 0.01)
 
     def run(*plans, restarts=3, healthy=300.0):
         for index, plan in enumerate(plans):

@@ -15,7 +15,7 @@ import jaxfb
 from jaxfb import trainer
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.callbacks import HOOKS, callback
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.metrics import read_jsonl
 from jaxfb.training import report

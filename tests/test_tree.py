@@ -11,13 +11,18 @@ import jaxfb
 
 ROOT = Path(jaxfb.__file__).parent
 ORDER = (
-    "exit_codes loopback position refusal recomputation fault_points registry parts types trainable compat output cpu "
-    "compiler hlo mesh schedules batch_plan data parallel losses models forward_backward gradients optim "
-    "train_arguments train_state pipeline_state attempt update streamed_update state_placement train_step manifest "
-    "stored_parts record "
-    "step_directories checkpoint metrics pretrained config callbacks display guard training inference "
-    "checking trainer rl chaos planner benchmark supervisor command_line cli __main__"
+    "process refusal recomputation registry parts types trainable platforms output hlo mesh schedules "
+    "batch_plan data parallel losses models forward_backward gradients optim update checkpoint metrics "
+    "pretrained config callbacks display guard training inference checking trainer rl chaos planner cli "
+    "__main__"
 ).split()
+WITHIN = {
+    "platforms": "compat cpu compiler",
+    "update": "arguments train_state pipeline_state attempt apply streamed placement train_step",
+    "checkpoint": "manifest stored_parts record step_directories store",
+    "cli": "bench supervisor options commands __main__",
+}
+"""The order within packages whose files build on each other."""
 
 
 def imported(path: Path) -> set[str]:
@@ -48,6 +53,21 @@ def test_a_module_imports_only_from_those_above_it(name):
         used = {top(module) for module in imported(path) if module.startswith("jaxfb.")}
         below = {other for other in used & set(ORDER) if other not in above}
         assert not below, f"{'/'.join(parts)}.py imports {sorted(below)}, which come later in the order"
+
+
+@pytest.mark.parametrize("package", WITHIN)
+def test_a_file_imports_only_from_those_above_it_in_its_package(package):
+    order = WITHIN[package].split()
+    files = {
+        parts[1]: path for parts, path in FILES.items() if parts[0] == package and parts[-1] != "__init__"
+    }
+    assert set(files) == set(order)
+    for name, path in files.items():
+        used = {module.split(".")[2] for module in imported(path) if module.startswith(f"jaxfb.{package}.")}
+        below = set(order[order.index(name) + 1 :])
+        assert not used & below, (
+            f"{package}/{name}.py imports {sorted(used & below)}, which come later in the order"
+        )
 
 
 def test_every_module_is_in_the_order():
@@ -81,7 +101,7 @@ def test_schedules_import_no_jax():
 def test_private_modules_of_jax_are_touched_in_one_file():
     for parts, path in FILES.items():
         private = [module for module in imported(path) if module.startswith(("jax._src", "jax.core"))]
-        assert parts == ("compat",) or not private, (parts, private)
+        assert parts == ("platforms", "compat") or not private, (parts, private)
 
 
 def test_every_file_says_first_what_it_is():

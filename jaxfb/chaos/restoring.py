@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from jaxfb.chaos.runs import Laboratory
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.manifest import named_leaves
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.config.operation import HostsConfig
-from jaxfb.manifest import named_leaves
 from jaxfb.parallel.totals import checksums
 from jaxfb.trainer import make_work
 from jaxfb.training.hosts import Hosts

@@ -14,8 +14,8 @@ from functools import cached_property
 from pathlib import Path
 
 from jaxfb.chaos.jobs import TRAIN, Job
-from jaxfb.fault_points import VARIABLE
-from jaxfb.loopback import free_port
+from jaxfb.process.fault_points import VARIABLE
+from jaxfb.process.loopback import free_port
 
 AFTER_A_KILL = 30.0
 """Seconds that the other processes get to end by themselves, once one was killed."""

@@ -13,8 +13,8 @@ import numpy as np
 
 from jaxfb.chaos.jobs import JOBS, TRAIN, Job
 from jaxfb.chaos.runs import Laboratory, differences
-from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP
-from jaxfb.fault_points import POINTS
+from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP
+from jaxfb.process.fault_points import POINTS
 
 DIED = -9
 

@@ -36,7 +36,7 @@ from jaxfb.data.sources import (
     split_documents,
 )
 from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, sampled, train_bpe, warn_of_unknown
-from jaxfb.position import here
+from jaxfb.process.position import here
 
 ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
 

@@ -11,8 +11,6 @@ from typing import Any
 import jax
 from jax.sharding import NamedSharding
 
-from jaxfb.compat import is_traced
-from jaxfb.compiler import per_options
 from jaxfb.forward_backward.microbatches import merge, row_keys, rows_spec, specs_of, split_keys
 from jaxfb.forward_backward.offered import counts_before
 from jaxfb.forward_backward.packed import is_arranged
@@ -22,6 +20,8 @@ from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.spmd_program import SpmdProgram
 from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, sharding
+from jaxfb.platforms.compat import is_traced
+from jaxfb.platforms.compiler import per_options
 from jaxfb.trainable import pruned
 from jaxfb.types import restrict_to
 

@@ -14,7 +14,6 @@ from jax.sharding import Mesh
 
 from jaxfb import schedules
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compiler import Options, options_for
 from jaxfb.forward_backward import by_context, calls, resolved
 from jaxfb.forward_backward.arguments import (
     check_accum_dtype,
@@ -35,6 +34,7 @@ from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel import pipe
 from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.refusal import Refused, boolean, shown
 from jaxfb.trainable import pruned
 from jaxfb.types import LossFn, Pipelined, restrict_to
@@ -116,8 +116,8 @@ def get_forward_backward_func(
         name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
         in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
       compiler_options: name -> value of options of XLA that change those chosen by the kind of device
-        (`jaxfb/compiler.py`); None in place of a value leaves the compiler its default. They have no effect inside
-        the caller's own `jax.jit`, which takes such options itself.
+        (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
+        inside the caller's own `jax.jit`, which takes such options itself.
       poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:

@@ -18,7 +18,6 @@ from jax import lax
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compat import config_value
 from jaxfb.forward_backward.arguments import check_model, check_params, layer_counts, prng_keys
 from jaxfb.forward_backward.engine import get_forward_backward_func
 from jaxfb.forward_backward.head_placement import check_placement
@@ -27,6 +26,7 @@ from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
+from jaxfb.platforms.compat import config_value
 from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.schedules.by_device import runs_on

@@ -19,7 +19,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import cut_down
 from jaxfb.forward_backward.accumulate import empty_sums, split_totals
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
@@ -27,6 +26,7 @@ from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.platforms.compat import cut_down
 from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, outer_params
 

@@ -10,11 +10,11 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxfb import schedules
-from jaxfb.compiler import checked_options
 from jaxfb.forward_backward.arguments import check_reduce_dtype, float_dtype, layer_counts
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
+from jaxfb.platforms.compiler import checked_options
 from jaxfb.recomputation import checked_gather, checked_remat, remat_parts
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device

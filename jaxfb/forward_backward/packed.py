@@ -13,8 +13,8 @@ import jax
 import numpy as np
 
 from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
-from jaxfb.compat import is_traced
 from jaxfb.forward_backward.arguments import prng_keys
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
 PyTree = Any

@@ -13,8 +13,8 @@ from typing import Any
 import jax
 from jax.extend.core import Literal
 
-from jaxfb.compat import evaluate, inlined
 from jaxfb.forward_backward.split_backward import needed
+from jaxfb.platforms.compat import evaluate, inlined
 
 PyTree = Any
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
-from jaxfb.compat import evaluate, inlined
+from jaxfb.platforms.compat import evaluate, inlined
 
 PyTree = Any
 

@@ -8,8 +8,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxfb.compat import cut_down, equations, opened, runnable, silent
 from jaxfb.mesh import manual_axes
+from jaxfb.platforms.compat import cut_down, equations, opened, runnable, silent
 from jaxfb.types import LossFn, LossOutput
 
 PyTree = Any

@@ -22,7 +22,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -35,6 +34,7 @@ from jaxfb.losses.logits import (
     token_ids,
     vocab_size,
 )
+from jaxfb.platforms.compat import custom_vjp
 
 
 class CrossEntropy(NamedTuple):

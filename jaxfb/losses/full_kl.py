@@ -11,7 +11,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -23,6 +22,7 @@ from jaxfb.losses.logits import (
     summed,
 )
 from jaxfb.parallel.tensor import constrain
+from jaxfb.platforms.compat import custom_vjp
 
 
 def full_kl(

@@ -15,7 +15,6 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import custom_vjp
 from jaxfb.losses.logits import (
     IdRanges,
     capped_slope,
@@ -30,6 +29,7 @@ from jaxfb.losses.logits import (
     without,
 )
 from jaxfb.losses.settings import check_positive
+from jaxfb.platforms.compat import custom_vjp
 
 
 class TokenLogProbs(NamedTuple):

@@ -16,9 +16,9 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.compat import custom_vjp
 from jaxfb.models.layers import statistics_dtype
 from jaxfb.parallel.scores import PLAIN, Scores, slope, soft_capped
+from jaxfb.platforms.compat import custom_vjp
 
 _MOST_BLOCKS = 4  # the program grows with them; 4 save three quarters of what can be saved
 _MOST_BLOCKS_WITH_WINDOW = 16  # each sees no more than the window and itself

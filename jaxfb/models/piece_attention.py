@@ -16,12 +16,12 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import custom_vjp
 from jaxfb.models.attention import choose_backend
 from jaxfb.models.splash_pieces import splash_piece_attention
 from jaxfb.parallel.online_softmax import attend, attend_backward, grouped, nothing, sinks_backward, visible
 from jaxfb.parallel.scores import Scores
 from jaxfb.parallel.tensor import on_head_shards
+from jaxfb.platforms.compat import custom_vjp
 
 LARGEST_BLOCK = 1024
 """Keys of a block at the most: its scores take rows * heads * tokens of a piece * 4 KB."""

@@ -12,9 +12,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.compat import custom_vjp
 from jaxfb.models.rope_scaling import RopeScaling
 from jaxfb.parallel.context import own_part, whole_rows
+from jaxfb.platforms.compat import custom_vjp
 
 
 def frequencies(

@@ -15,10 +15,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.compat import config_value
 from jaxfb.mesh import platform_here
 from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import AXIS, automatic_axes
+from jaxfb.platforms.compat import config_value
 
 KEPT = "splash_attention"
 """The name under which what the backward needs of the forward is known to `jax.checkpoint`."""

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxfb.compat import splash_backward
+from jaxfb.platforms.compat import splash_backward
 
 
 class Keys(NamedTuple):

@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxfb.compat import is_traced
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import INT32, Refused, number, shown
 from jaxfb.registry import Registry
 

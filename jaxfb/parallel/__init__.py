@@ -1,5 +1,5 @@
 """The axes of a mesh: how arrays are cut over each, and the collectives that combine them."""
 
-from jaxfb.compat import mend_cpu_collectives
+from jaxfb.platforms.compat import mend_cpu_collectives
 
 mend_cpu_collectives()

@@ -14,9 +14,9 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.compat import is_traced
 from jaxfb.mesh import axis_size
 from jaxfb.parallel.sharding import axes_of, in_layers
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
 PyTree = Any

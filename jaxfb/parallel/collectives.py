@@ -20,7 +20,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, get_abstract_mesh
 
-from jaxfb.compat import custom_vjp
+from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
 Groups = list[list[int]]

@@ -16,10 +16,10 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.compat import custom_vjp
 from jaxfb.parallel import tensor
 from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter, steps_apart
 from jaxfb.parallel.sharding import axes_of, dim_of, shards_of
+from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
 LARGEST_SCATTER = 2**28

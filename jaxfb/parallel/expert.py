@@ -25,7 +25,6 @@ import numpy as np
 from jax import lax
 from jax.sharding import AxisType
 
-from jaxfb.compat import custom_vjp
 from jaxfb.parallel.expert_exchange import (
     AXIS,
     Weighted,
@@ -38,6 +37,7 @@ from jaxfb.parallel.expert_exchange import (
 )
 from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
 from jaxfb.parallel.expert_turns import where_not_differentiated
+from jaxfb.platforms.compat import custom_vjp
 from jaxfb.refusal import Refused
 
 PyTree = Any

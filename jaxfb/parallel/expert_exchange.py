@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfb.compat import custom_vjp
+from jaxfb.platforms.compat import custom_vjp
 
 AXIS = "expert"
 

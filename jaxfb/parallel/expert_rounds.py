@@ -16,9 +16,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from jaxfb.compat import custom_vjp
 from jaxfb.hlo import SELDOM
 from jaxfb.parallel.expert_exchange import Weighted, Window, empty_like, or_empty, route, route_back, starts
+from jaxfb.platforms.compat import custom_vjp
 
 State = TypeVar("State")
 

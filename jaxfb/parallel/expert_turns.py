@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.compat import custom_vjp
+from jaxfb.platforms.compat import custom_vjp
 
 
 def where_not_differentiated(plain: Callable, differentiated: Callable, *args: Any) -> Any:

@@ -11,10 +11,10 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.compat import is_traced
 from jaxfb.parallel import pipe
 from jaxfb.parallel.host_memory import HOST, brought, is_on_host, on_device
 from jaxfb.parallel.sharding import in_layers, moment_specs, optimizer_specs
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
 PyTree = Any

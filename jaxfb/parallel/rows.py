@@ -13,8 +13,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.compat import custom_vjp
 from jaxfb.parallel.collectives import psum, psum_scatter_of_one
+from jaxfb.platforms.compat import custom_vjp
 
 
 def own(x: jax.Array, axis: str) -> jax.Array:

@@ -14,8 +14,8 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.compat import is_traced
 from jaxfb.mesh import AUTOMATIC_AXES, SHARD_AXES, axis_size, shard_axes
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
 PyTree = Any

@@ -6,7 +6,6 @@ import math
 
 import jax.numpy as jnp
 
-from jaxfb import compiler
 from jaxfb.config import Config
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
@@ -31,6 +30,7 @@ from jaxfb.planner.counts import (
 )
 from jaxfb.planner.formula_memory import gradient_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms import compiler
 
 _RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "offload": 1 / 3, "full": 2 / 3}
 """Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
@@ -49,7 +49,7 @@ _RING_BYTES = 85
 """Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
 _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
 """Share of communication that nothing hides on TPUs: 0.05 to 0.16 of those whose compiler has options in
-`jaxfb/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
+`jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
 _ACCUMULATED = 12
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
 

@@ -25,8 +25,8 @@ from jaxfb.parallel.sharding import axes_of, shardings
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
-from jaxfb.train_step import TrainState, TrainStep
 from jaxfb.training import setup
+from jaxfb.update.train_step import TrainState, TrainStep
 
 PyTree = Any
 LEAVES = {

@@ -21,9 +21,9 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.optim import make_optimizer
 from jaxfb.rl.rows import Rows, cut
 from jaxfb.rl.start import Base
-from jaxfb.train_step import TrainState, make_train_step
 from jaxfb.training.setup import param_dtype, step_options
 from jaxfb.types import Pipelined
+from jaxfb.update.train_step import TrainState, make_train_step
 
 PyTree = Any
 SEED = 1  # folded into the run's, so that a random critic is not the random policy

@@ -22,14 +22,13 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import RolloutPlan, RunPlan, explain_difference
 from jaxfb.config.post_training import RLConfig
-from jaxfb.fault_points import reach
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.losses.heads import policy_loss_fn
 from jaxfb.losses.kl import AdaptiveKL
 from jaxfb.losses.policy import PolicyLoss
 from jaxfb.losses.surrogates import make_surrogate
 from jaxfb.metrics import plot_policy
-from jaxfb.pipeline_state import in_model_order
+from jaxfb.process.fault_points import reach
 from jaxfb.refusal import Refused
 from jaxfb.rl.advice import planned
 from jaxfb.rl.critic import Critic
@@ -41,12 +40,13 @@ from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.supervised import fine_tuned
 from jaxfb.rl.tasks import Arithmetic, Task, check_task, messages_of
 from jaxfb.rl.work import PostTraining, flat
-from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.trainable import joined
 from jaxfb.training.changes import changes_between
 from jaxfb.training.machine import check_sampler, check_table
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import compute_dtype, param_dtype
+from jaxfb.update.pipeline_state import in_model_order
+from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep
 
 PyTree = Any
 WITHOUT_SIGNAL = "rollouts_without_signal"

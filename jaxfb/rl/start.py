@@ -31,8 +31,6 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.refusal import Refused
-from jaxfb.train_state import TrainState
-from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.training.parameters import begun, params_in, params_of_run, with_given_adapter
 from jaxfb.training.setup import (
@@ -48,6 +46,8 @@ from jaxfb.training.setup import (
     step_options,
 )
 from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.train_state import TrainState
+from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
 

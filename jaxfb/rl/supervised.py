@@ -27,10 +27,10 @@ from jaxfb.rl.advice import planned
 from jaxfb.rl.rows import Rows, Stream, count, cut, digest, held_out_means
 from jaxfb.rl.start import Base, make_base, row_multiple
 from jaxfb.rl.work import PostTraining, flat
-from jaxfb.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 from jaxfb.training.machine import check_table
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import step_options
+from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep, make_train_step
 
 PyTree = Any
 TERM = "cross_entropy"

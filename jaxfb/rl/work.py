@@ -10,12 +10,12 @@ from jaxfb.config.post_training import COMMANDS
 from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
-from jaxfb.train_step import TrainState
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.base_work import BaseWork
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params
+from jaxfb.update.train_step import TrainState
 
 PyTree = Any
 

@@ -11,15 +11,15 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.display import duration
-from jaxfb.pipeline_state import in_model_order
 from jaxfb.refusal import Refused
-from jaxfb.train_state import Limits
-from jaxfb.train_step import StepMetrics, TrainState, TrainStep
 from jaxfb.training.batches import parts_of_update, place
 from jaxfb.training.log import named_numbers
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.work import Say
+from jaxfb.update.pipeline_state import in_model_order
+from jaxfb.update.train_state import Limits
+from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep
 
 PyTree = Any
 

@@ -10,8 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from jaxfb.compat import cluster_names, find_cluster
 from jaxfb.config.operation import HostsConfig
+from jaxfb.platforms.compat import cluster_names, find_cluster
 from jaxfb.refusal import Refused
 
 GIVEN = {

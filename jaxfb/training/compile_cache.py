@@ -9,8 +9,8 @@ from pathlib import Path
 
 import jax
 
-from jaxfb.compat import config_value
 from jaxfb.data.cache import cache_directory
+from jaxfb.platforms.compat import config_value
 
 PRIVATE = 0o700
 

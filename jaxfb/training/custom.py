@@ -19,8 +19,6 @@ from jaxfb.mesh import make_mesh
 from jaxfb.metrics import plot_losses
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
-from jaxfb.train_state import is_init_function
-from jaxfb.train_step import StepMetrics, TrainStep, make_train_step
 from jaxfb.training.agreement import devices_and_mesh
 from jaxfb.training.base_work import WindowedWork
 from jaxfb.training.batches import rows_here
@@ -29,6 +27,8 @@ from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import enable_float64, optimizer, step_options, train_plan
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.train_state import is_init_function
+from jaxfb.update.train_step import StepMetrics, TrainStep, make_train_step
 
 PyTree = Any
 Params = PyTree | Callable[[jax.Array], PyTree]

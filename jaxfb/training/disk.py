@@ -10,7 +10,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.step_directories import step_of
+from jaxfb.checkpoint.step_directories import step_of
 
 FILES, FILES_OF_A_PROCESS = 20, 5  # of one checkpoint, directories included
 

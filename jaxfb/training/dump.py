@@ -16,13 +16,13 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.refusal import Missing, Refused
-from jaxfb.train_state import StepMetrics, TrainState
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.session import Run
+from jaxfb.update.train_state import StepMetrics, TrainState
 
 PyTree = Any
 FORMAT = 1

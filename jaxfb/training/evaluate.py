@@ -9,7 +9,7 @@ import jax
 from jaxfb.data import Baselines, bits_per_byte, count_baselines, evaluation_batches
 from jaxfb.data.mixture import MixedRows
 from jaxfb.data.packing import Rows
-from jaxfb.position import here
+from jaxfb.process.position import here
 from jaxfb.training.batches import place, rows_here
 from jaxfb.training.setup import Setup
 from jaxfb.types import Sum

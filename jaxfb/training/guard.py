@@ -11,11 +11,11 @@ from typing import Any
 
 import jax
 
-from jaxfb.exit_codes import FAULTY, GAVE_UP
 from jaxfb.optim import DynamicLossScale
 from jaxfb.parallel.totals import finite
-from jaxfb.train_step import StepMetrics
+from jaxfb.process.exit_codes import FAULTY, GAVE_UP
 from jaxfb.training.setup import loss_scale
+from jaxfb.update.train_step import StepMetrics
 
 SHOWN = 4
 

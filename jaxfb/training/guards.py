@@ -14,12 +14,12 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.guard.devices import differing_replicas
-from jaxfb.train_step import StepMetrics
 from jaxfb.training.dump import write_dump
 from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, listed
 from jaxfb.training.rerun import update_twice
 from jaxfb.training.session import Run
 from jaxfb.training.spike_guard import SCORE, SpikeGuard
+from jaxfb.update.train_step import StepMetrics
 
 
 class Spike(Exception):

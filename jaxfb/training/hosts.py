@@ -21,10 +21,10 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxfb.compat import backends_are_made, coordination
 from jaxfb.config.operation import HostsConfig
-from jaxfb.exit_codes import LOST, RESUMABLE
-from jaxfb.position import here
+from jaxfb.platforms.compat import backends_are_made, coordination
+from jaxfb.process.exit_codes import LOST, RESUMABLE
+from jaxfb.process.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.abort import is_listening, report_before_abort
 from jaxfb.training.agreement import check_agreement

@@ -14,7 +14,8 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.config import config_from_dict, load_config, save_yaml
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.adapted import A, B, LoRA, adapted
@@ -28,7 +29,6 @@ from jaxfb.pretrained.names import path_name
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.refusal import Refused
-from jaxfb.stored_parts import StoredArrays
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params

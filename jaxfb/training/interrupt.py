@@ -15,7 +15,7 @@ from collections.abc import Callable
 import jax
 from jax.experimental import multihost_utils
 
-from jaxfb.exit_codes import RESUMABLE
+from jaxfb.process.exit_codes import RESUMABLE
 from jaxfb.training.abort import foreign_handler
 from jaxfb.training.watch import leave
 

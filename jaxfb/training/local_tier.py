@@ -23,7 +23,7 @@ import jax
 import numpy as np
 
 from jaxfb.config.operation import LocalConfig
-from jaxfb.fault_points import reach
+from jaxfb.process.fault_points import reach
 from jaxfb.training import neighbours
 from jaxfb.training.snapshot import kind_of, put_back, read, taken, write
 

@@ -11,8 +11,8 @@ from jaxfb.callbacks import Callback
 from jaxfb.config import config_to_dict
 from jaxfb.display import Progress
 from jaxfb.metrics import Throughput, arrays, make_writers, scalars
-from jaxfb.train_step import StepMetrics
 from jaxfb.training.session import Run
+from jaxfb.update.train_step import StepMetrics
 
 
 class Log(Callback):

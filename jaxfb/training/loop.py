@@ -14,14 +14,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from jaxfb.callbacks import CHANGE, Callback, combine
-from jaxfb.checkpoint import CannotWrite
+from jaxfb.checkpoint.store import CannotWrite
 from jaxfb.config.operation import HostsConfig
 from jaxfb.display import print_table
-from jaxfb.fault_points import reach
 from jaxfb.metrics import Pending
-from jaxfb.position import here
+from jaxfb.process.fault_points import reach
+from jaxfb.process.position import here
 from jaxfb.refusal import Refused, boolean
-from jaxfb.train_step import StepMetrics
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.disk import bytes_of, lack_of_space
@@ -37,6 +36,7 @@ from jaxfb.training.run_dir import RunDirectory, write_json
 from jaxfb.training.run_lock import RunLock, claim, move_aside
 from jaxfb.training.session import Result, Run
 from jaxfb.training.work import Work
+from jaxfb.update.train_step import StepMetrics
 
 MakeWork = Callable[[Any, Hosts], Work]
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others

@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax.tree_util import tree_leaves_with_path, tree_map_with_path
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import load_config
 from jaxfb.config.model import check_sizes
 from jaxfb.models.adapted import adapted

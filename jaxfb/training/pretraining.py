@@ -16,7 +16,6 @@ from jaxfb.config import Config, config_from_dict
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.lora import without_adapters
 from jaxfb.refusal import Refused
-from jaxfb.train_step import StepMetrics, TrainStep
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
 from jaxfb.training.base_work import WindowedWork
@@ -28,6 +27,7 @@ from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, optimizer, run_plan
 from jaxfb.training.work import Say, Table
+from jaxfb.update.train_step import StepMetrics, TrainStep
 
 PyTree = Any
 

@@ -9,11 +9,10 @@ from typing import Any
 
 import jax
 
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_from_dict
 from jaxfb.config.operation import HostsConfig
 from jaxfb.guard.locate import Place, first_nonfinite
-from jaxfb.train_state import StepMetrics
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.dump import Dump, bits_of, read_dump
@@ -22,6 +21,7 @@ from jaxfb.training.hosts import Hosts
 from jaxfb.training.spike_guard import SpikeGuard
 from jaxfb.training.work import Work
 from jaxfb.types import Pipelined
+from jaxfb.update.train_state import StepMetrics
 
 PyTree = Any
 Say = Callable[[str], None]

@@ -18,8 +18,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
-from jaxfb.step_directories import step_of
 
 # Every file that a run writes or removes by name; none of them is taken from a directory that is not a run's.
 FILES = (

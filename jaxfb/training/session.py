@@ -12,10 +12,10 @@ from typing import Any
 
 import jax
 
-from jaxfb.checkpoint import CannotWrite, CheckpointStore
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 from jaxfb.config import config_to_dict
-from jaxfb.fault_points import reach
-from jaxfb.position import here
+from jaxfb.process.fault_points import reach
+from jaxfb.process.position import here
 from jaxfb.refusal import Refused
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.changes import changes_between, check_changes, listing

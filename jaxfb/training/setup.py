@@ -44,12 +44,12 @@ from jaxfb.optim import (
 )
 from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
-from jaxfb.position import here
+from jaxfb.process.position import here
 from jaxfb.refusal import Refused
-from jaxfb.train_step import TrainStep, make_train_step
 from jaxfb.trainable import stored
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.train_step import TrainStep, make_train_step
 
 PyTree = Any
 AnyConfig = Config | PostTrainingConfig | CustomConfig

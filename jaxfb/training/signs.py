@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from jaxfb.position import START, Position
+from jaxfb.process.position import START, Position
 
 SLOW = 0.1  # of an update
 WORDS = {

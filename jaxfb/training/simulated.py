@@ -4,7 +4,7 @@ import os
 from collections.abc import Mapping
 from math import prod
 
-from jaxfb import cpu
+from jaxfb.platforms import cpu
 
 NUM_DEVICES = 8
 

@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxfb.manifest import as_json, named_leaves
+from jaxfb.checkpoint.manifest import as_json, named_leaves
 from jaxfb.refusal import StorageError
 
 PyTree = Any

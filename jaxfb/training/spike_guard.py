@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxfb.config.guard import GuardConfig
 from jaxfb.guard.spikes import SpikeDetector
-from jaxfb.train_state import Limits, StepMetrics
+from jaxfb.update.train_state import Limits, StepMetrics
 
 SCORE = "spike/"  # how the records name a number that is a spike
 Say = Callable[[str], None]

@@ -18,8 +18,8 @@ from typing import Any
 import jax
 
 from jaxfb.config.operation import HostsConfig
-from jaxfb.exit_codes import LOST, RESUMABLE
-from jaxfb.position import Position, here
+from jaxfb.process.exit_codes import LOST, RESUMABLE
+from jaxfb.process.position import Position, here
 from jaxfb.training.signs import Sign, Signs
 
 GRACE = 3.0  # seconds in which processes that fail together may each report it themselves

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol
 
-from jaxfb.train_state import Limits
-from jaxfb.train_step import StepMetrics, TrainState
+from jaxfb.update.train_state import Limits
+from jaxfb.update.train_step import StepMetrics, TrainState
 
 if TYPE_CHECKING:
     from jax.sharding import Mesh

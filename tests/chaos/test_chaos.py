@@ -14,7 +14,7 @@ from jaxfb.chaos import command, runs, trials
 from jaxfb.chaos.jobs import RL, TRAIN
 from jaxfb.chaos.runs import Laboratory, differences
 from jaxfb.chaos.trials import Outcome, Trial, flip_one_bit
-from jaxfb.fault_points import POINTS
+from jaxfb.process.fault_points import POINTS
 
 ROOT = Path(__file__).parents[2]
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 
 pytestmark = pytest.mark.processes
 

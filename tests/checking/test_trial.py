@@ -102,7 +102,7 @@ def test_a_lost_bit_of_a_16_bit_sum_is_found(monkeypatch):
 
 
 def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
-    from jaxfb.update import Update
+    from jaxfb.update.apply import Update
 
     right = Update._attempt
 
@@ -121,7 +121,7 @@ def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
 
 
 def test_an_update_that_should_have_been_skipped_is_found(monkeypatch):
-    from jaxfb import update
+    from jaxfb.update import apply as update
 
     right = update.find_nonfinite
     monkeypatch.setattr(update, "find_nonfinite", lambda *args: jax.tree.map(jnp.zeros_like, right(*args)))

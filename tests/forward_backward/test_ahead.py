@@ -8,13 +8,13 @@ from comparisons import close
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.compat import equations
 from jaxfb.config import load_config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import collectives
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
+from jaxfb.platforms.compat import equations
 
 KEY = jax.random.key(5)
 LAYERS = 3  # odd: the last of them is no half of a pair

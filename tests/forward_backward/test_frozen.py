@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import jaxfb
 from jaxfb import trainable
-from jaxfb.compat import equations
+from jaxfb.platforms.compat import equations
 
 ROWS, KEY = 16, jax.random.key(11)
 BIASES = ("layers.b", "gain")

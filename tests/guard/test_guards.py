@@ -67,7 +67,7 @@ def bad_row(batch):
 
 
 def weights(directory):
-    from jaxfb.checkpoint import CheckpointStore
+    from jaxfb.checkpoint.store import CheckpointStore
 
     abstract = {"params": {"w": jax.ShapeDtypeStruct((4,), jnp.float32)}}
     return CheckpointStore(directory / "checkpoints").restore(abstract, partial=True)[0]["params"]["w"]

@@ -8,7 +8,7 @@ from tiny import write_tiny
 
 from jaxfb import trainer
 from jaxfb.chaos.injectors import AfterUpdate
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 
 

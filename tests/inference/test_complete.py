@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tiny_directory import make
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config.sections import MeshConfig
 from jaxfb.inference.chat import chat
 from jaxfb.inference.complete import Sampling, answers, complete, read_prompts, until

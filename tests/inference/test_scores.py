@@ -11,7 +11,7 @@ import pytest
 from tiny_directory import make
 from whole import logits
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
 from jaxfb.inference.scores import Scorer, windows

@@ -6,9 +6,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfb.compat import equations
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
+from jaxfb.platforms.compat import equations
 
 ROWS, SEQ, WIDTH, VOCAB = 3, 7, 8, 29
 

@@ -23,7 +23,7 @@ NOT_DATA = {
         trainer.py::_check_tokenizer
     """,
     "another directory, or the settings of the run that is saved in it": """
-        checkpoint.py::CheckpointStore.save data/loader.py::Loader.restore
+        checkpoint/store.py::CheckpointStore.save data/loader.py::Loader.restore
         pretrained/export.py::export_arrays training/hugging_face.py::_export_files training/hugging_face.py::import_run
         rl/work.py::PostTraining.check_same_text training/changes.py::check_changes
         training/dump.py::read_dump training/loop.py::_check_stop training/own_rows.py::_Indexed.restore
@@ -31,7 +31,7 @@ NOT_DATA = {
         training/run_dir.py::RunDirectory.refuse_unless_run training/session.py::Run._check_newest
     """,
     "a flag of the command line": """
-        benchmark.py::directory benchmark.py::run cli.py::_launch planner/compiled.py::_mesh
+        cli/bench.py::directory cli/bench.py::run cli/commands.py::_launch planner/compiled.py::_mesh
         planner/search.py::by_formula planner/search.py::search planner/topology.py::parse_topology
         planner/tpu.py::devices schedules/command.py::_check_costs schedules/command.py::_required
     """,
@@ -45,7 +45,7 @@ NOT_DATA = {
         forward_backward/resolved.py::layout_for
         losses/aggregation.py::check_aggregation losses/coupling.py::check_rows_uncoupled
         parallel/context.py::exchanged parallel/context.py::later schedules/placement.py::channel_of
-        schedules/validate.py::_check_cells train_arguments.py::check_alive training/custom.py::make_custom
+        schedules/validate.py::_check_cells update/arguments.py::check_alive training/custom.py::make_custom
     """,
     "a plan that is to be made": """
         batch_plan/plan.py::BatchPlan._no_cut batch_plan/rollout.py::_check_plans

@@ -13,7 +13,7 @@ from wrong import Call, outcome, pool, refusal_problem, text_of
 
 import jaxfb
 from jaxfb.callbacks import HOOKS, combine
-from jaxfb.checkpoint import CheckpointStore
+from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_from_dict, config_to_dict
 from jaxfb.config.load import kind_of
 from jaxfb.config.schema import all_keys

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxfb.compat import inlined
 from jaxfb.models.blocked_attention import blocked_attention
+from jaxfb.platforms.compat import inlined
 
 ROWS, SIZE = 2, 8
 

@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny import write_tiny
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.auto import choose, choose_here

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import gpu, parse_topology
 from jaxfb.planner.chips import GPUS

@@ -6,7 +6,7 @@ from importlib.util import find_spec
 
 import pytest
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import candidates

@@ -9,7 +9,7 @@ from dataclasses import replace
 import pytest
 from processes import PATIENCE
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import label

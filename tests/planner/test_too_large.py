@@ -7,7 +7,8 @@ import jax
 import pytest
 from tiny import write_tiny
 
-from jaxfb import cli, rl, trainer
+from jaxfb import rl, trainer
+from jaxfb.cli import commands as cli
 from jaxfb.config import load_config
 from jaxfb.planner import too_large
 from jaxfb.planner.too_large import advice, is_lack_of_memory, remedy, topology_of

@@ -13,7 +13,7 @@ from safetensors.numpy import load_file
 from tiny import write_tiny
 from tiny_directory import ROOT, make
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import config_from_dict, config_to_dict, load_config
 from jaxfb.pretrained import open_repository
 from jaxfb.rl import make_work
@@ -170,8 +170,8 @@ def test_an_import_copies_files_and_reads_no_weights(tmp_path, directory, monkey
 
 
 def test_a_checkpoint_is_exported_layer_by_layer(tmp_path, directory, monkeypatch, capsys):
-    from jaxfb.checkpoint import CheckpointStore
-    from jaxfb.stored_parts import StoredArrays
+    from jaxfb.checkpoint.store import CheckpointStore
+    from jaxfb.checkpoint.stored_parts import StoredArrays
 
     assert main(["sft", str(written(tmp_path, directory, SFT))]) == 0
     read, parts = [], StoredArrays.parts

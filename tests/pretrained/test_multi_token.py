@@ -13,7 +13,7 @@ from tiny import write_tiny
 from tiny_directory import make
 from whole import apply
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config.model import ModelConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of

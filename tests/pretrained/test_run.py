@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of

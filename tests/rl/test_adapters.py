@@ -15,8 +15,8 @@ from test_supervised import DPO, SFT, write
 from tiny import write_tiny
 
 from jaxfb import trainable
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.config.load import config_from_dict
 from jaxfb.models.adapted import PATTERNS, LoRA

@@ -8,7 +8,7 @@ from jaxfb import trainer
 from jaxfb.callbacks import HOOKS, RunInProgress, callback
 from jaxfb.config import load_config
 from jaxfb.rl import post_train
-from jaxfb.train_step import TrainState
+from jaxfb.update.train_step import TrainState
 from tests.rl.test_policy import Evens, config
 from tests.rl.test_supervised import DPO, SFT, write
 from tests.tiny import write_tiny

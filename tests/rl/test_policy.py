@@ -161,7 +161,7 @@ def test_the_mesh_and_the_cut_change_nothing(tmp_path, changes):
 
 @pytest.mark.parametrize("kind", [{}, pytest.param(PPO, marks=pytest.mark.slow)], ids=["grpo", "ppo"])
 def test_stopped_in_the_middle_of_a_rollout_it_ends_in_the_same_bits(tmp_path, kind):
-    from jaxfb.checkpoint import CheckpointStore
+    from jaxfb.checkpoint.store import CheckpointStore
 
     def arrays(path, settings):
         work = make_policy_work(settings, Evens(1, "+", 10))

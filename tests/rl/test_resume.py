@@ -13,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from jaxfb import load_config, post_train
 from jaxfb.callbacks import callback
-from jaxfb.checkpoint import CheckpointStore
-from jaxfb.cli import main
+from jaxfb.checkpoint.store import CheckpointStore
+from jaxfb.cli.commands import main
 from jaxfb.metrics import read_jsonl
 from jaxfb.rl.supervised import make_supervised_work
 from jaxfb.training.guard import NonFiniteAbort

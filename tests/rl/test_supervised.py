@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import yaml
 
-from jaxfb.cli import main
+from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.data.chat import make_chat
 from jaxfb.data.conversations import encode_pairs, read_conversations, read_preferences
@@ -141,7 +141,7 @@ def test_the_first_preference_loss_is_log_2(tmp_path):
 
 
 def bits(run):
-    from jaxfb.checkpoint import CheckpointStore
+    from jaxfb.checkpoint.store import CheckpointStore
 
     with CheckpointStore(run / "checkpoints", keep_best=None) as store:
         config = load_config(run)

@@ -19,15 +19,15 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb import gradients
-from jaxfb.attempt import Attempt, Trial, Tried, of_dtype
 from jaxfb.optim import Optimizer
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import fetched, put_back
 from jaxfb.parallel.layer_slices import Slices, slices_of, stacked_moments, stacked_params
-from jaxfb.train_state import TrainState
 from jaxfb.trainable import joined, like
 from jaxfb.types import Pipelined
-from jaxfb.update import Update
+from jaxfb.update.apply import Update
+from jaxfb.update.attempt import Attempt, Trial, Tried, of_dtype
+from jaxfb.update.train_state import TrainState
 
 PyTree = Any
 

@@ -1,4 +1,4 @@
-"""The commands and options of `jaxfb`, as argparse reads them; what each command does is in `cli.py`."""
+"""The commands and options of `jaxfb`, as argparse reads them; what each command does is in `commands.py`."""
 
 from __future__ import annotations
 
@@ -338,7 +338,7 @@ def _add_hosts(verb: argparse.ArgumentParser) -> None:
 
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:
-    """Adds a command, which `cli.py` finds under its name."""
+    """Adds a command, which `commands.py` finds under its name."""
     verb = verbs.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
     verb.set_defaults(verb=name)
     return verb

@@ -14,7 +14,7 @@ import optax
 from jaxfb import gradients
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim.loss_scale import LossScaleState
-from jaxfb.train_arguments import check_loss_scale, check_optimizer, one_key
+from jaxfb.update.arguments import check_loss_scale, check_optimizer, one_key
 
 PyTree = Any
 

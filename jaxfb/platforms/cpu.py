@@ -64,7 +64,7 @@ def wants_options(mesh: Mesh) -> bool:
     """
     if mesh.size < 2 or SCHEDULER in os.environ.get("XLA_FLAGS", "") or not _knows_scheduler():
         return False
-    from jaxfb.compat import is_tracing
+    from jaxfb.platforms.compat import is_tracing
 
     device = mesh.abstract_mesh.abstract_device
     return device is not None and device.platform == "cpu" and not is_tracing()
@@ -82,7 +82,7 @@ def _num_devices() -> int:
 def _has_started() -> bool:
     if "jax" not in sys.modules:
         return False
-    from jaxfb.compat import backends_are_made
+    from jaxfb.platforms.compat import backends_are_made
 
     return backends_are_made()
 

@@ -9,8 +9,8 @@ from typing import Any
 import jax
 
 from jaxfb.parallel.layer_order import LayerOrder
-from jaxfb.train_state import TrainState
 from jaxfb.types import Counted
+from jaxfb.update.train_state import TrainState
 
 PyTree = Any
 

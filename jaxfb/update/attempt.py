@@ -9,8 +9,8 @@ import jax.numpy as jnp
 
 from jaxfb import gradients
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.train_state import NonFinite
 from jaxfb.trainable import joined, like
+from jaxfb.update.train_state import NonFinite
 
 PyTree = Any
 

@@ -14,7 +14,7 @@ from typing import Any
 import jax
 from orbax.checkpoint import v1 as ocp
 
-from jaxfb.stored_parts import storage_of
+from jaxfb.checkpoint.stored_parts import storage_of
 
 RECORD = "jaxfb"  # <step>/jaxfb/data.json: format, leaves, sums, host, digest of these
 

@@ -20,7 +20,6 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compiler import per_options
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.optim import of_trained
@@ -28,16 +27,11 @@ from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import check_memory
 from jaxfb.parallel.sharding import adopt
-from jaxfb.pipeline_state import (
-    closed,
-    counted_in,
-    opened,
-    shapes_of_params,
-)
+from jaxfb.platforms.compiler import per_options
 from jaxfb.refusal import INT32, Refused, function, instance, integer
-from jaxfb.state_placement import StatePlacement
-from jaxfb.streamed_update import streamed
-from jaxfb.train_arguments import (
+from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.apply import Update
+from jaxfb.update.arguments import (
     check_gradients,
     check_limits,
     check_optimizer,
@@ -45,9 +39,15 @@ from jaxfb.train_arguments import (
     check_rows,
     layer_order_of,
 )
-from jaxfb.train_state import Limits, StepMetrics, TrainState
-from jaxfb.types import LossFn, Pipelined
-from jaxfb.update import Update
+from jaxfb.update.pipeline_state import (
+    closed,
+    counted_in,
+    opened,
+    shapes_of_params,
+)
+from jaxfb.update.placement import StatePlacement
+from jaxfb.update.streamed import streamed
+from jaxfb.update.train_state import Limits, StepMetrics, TrainState
 
 PyTree = Any
 

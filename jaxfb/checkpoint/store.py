@@ -24,8 +24,7 @@ import jax
 from etils import epath
 from orbax.checkpoint import v1 as ocp
 
-from jaxfb.fault_points import reach, watch_renames
-from jaxfb.manifest import (
+from jaxfb.checkpoint.manifest import (
     WHO,
     Mismatch,
     abstract_leaf,
@@ -37,12 +36,13 @@ from jaxfb.manifest import (
     sealed,
     shapes_of,
 )
+from jaxfb.checkpoint.record import RECORD, context
+from jaxfb.checkpoint.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
+from jaxfb.checkpoint.stored_parts import StoredArrays
 from jaxfb.parallel.totals import checksums
-from jaxfb.pipeline_state import as_saved
-from jaxfb.record import RECORD, context
+from jaxfb.process.fault_points import reach, watch_renames
 from jaxfb.refusal import INT64, Missing, Refused, StorageError, boolean, instance, integer, refuse
-from jaxfb.step_directories import DAMAGED_SUFFIX, remove_unfinished, steps_in, unused
-from jaxfb.stored_parts import StoredArrays
+from jaxfb.update.pipeline_state import as_saved
 
 log = logging.getLogger(__name__)
 

@@ -14,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from jaxfb.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
-from jaxfb.loopback import free_port
+from jaxfb.process.exit_codes import DONE, FAULTY, GAVE_UP, LOST, REFUSED, RESUMABLE, UNWRITTEN
+from jaxfb.process.loopback import free_port
 
 # after these another start would change nothing
 FINAL = (DONE, REFUSED, UNWRITTEN, RESUMABLE, GAVE_UP, FAULTY)

@@ -16,8 +16,8 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxfb import cpu
-from jaxfb.compat import is_tracing
+from jaxfb.platforms import cpu
+from jaxfb.platforms.compat import is_tracing
 from jaxfb.refusal import Refused, shown
 
 Value = bool | int | float | str

@@ -21,8 +21,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxfb.command_line import FILTERS, HOSTS, LAUNCHED, POST_TRAINING, RANDOM, SCHEDULE_COSTS, parse
-from jaxfb.exit_codes import DONE, FAILED, LOST, REFUSED, RESUMABLE, UNWRITTEN
+from jaxfb.cli.options import FILTERS, HOSTS, LAUNCHED, POST_TRAINING, RANDOM, SCHEDULE_COSTS, parse
+from jaxfb.process.exit_codes import DONE, FAILED, LOST, REFUSED, RESUMABLE, UNWRITTEN
 from jaxfb.refusal import Refused, StorageError, integer
 from jaxfb.training.simulated import simulate_devices, without_devices
 
@@ -271,7 +271,7 @@ def _replay(options) -> int:
 
 
 def _launch(options) -> int:
-    from jaxfb.supervisor import Supervisor, job_command
+    from jaxfb.cli.supervisor import Supervisor, job_command
 
     for name, least in (("processes", 1), ("restarts", 0)):
         if getattr(options, name) < least:
@@ -364,7 +364,7 @@ def _plan(options) -> None:
 
 
 def _bench(options) -> int:
-    from jaxfb import benchmark
+    from jaxfb.cli import bench as benchmark
 
     return benchmark.run(options.name, options.arguments)
 
@@ -437,8 +437,4 @@ HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "bench": _bench,
     "config": _config,
 }
-"""The function of each command of `command_line.py`."""
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+"""The function of each command of `options.py`."""

@@ -20,7 +20,7 @@ def directory() -> Path:
     Raises:
       ValueError: jaxfb was installed without it.
     """
-    found = Path(__file__).parent.parent / "benchmarks"
+    found = Path(__file__).parents[2] / "benchmarks"
     if not found.is_dir():
         raise Refused(
             "[bench] benchmarks/ is not part of an installed jaxfb; use a checkout: pip install -e ."

@@ -13,7 +13,6 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.compat import is_traced
 from jaxfb.forward_backward import ForwardBackward
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.forward_backward.sequential import num_layers
@@ -21,18 +20,19 @@ from jaxfb.parallel.annotations import tensor_specs, warn_if_whole
 from jaxfb.parallel.host_memory import on_host, put_back
 from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
-from jaxfb.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
+from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import boolean, instance
-from jaxfb.train_arguments import (
+from jaxfb.types import LossFn, Pipelined
+from jaxfb.update.apply import Update
+from jaxfb.update.arguments import (
     check_alive,
     check_changed_gradients,
     check_init_function,
     check_state,
     one_key,
 )
-from jaxfb.train_state import TrainState, is_init_function
-from jaxfb.types import LossFn, Pipelined
-from jaxfb.update import Update
+from jaxfb.update.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
+from jaxfb.update.train_state import TrainState, is_init_function
 
 PyTree = Any
 

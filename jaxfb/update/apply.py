@@ -14,14 +14,23 @@ import jax.numpy as jnp
 import optax
 
 from jaxfb import gradients
-from jaxfb.attempt import Attempt, Trial, Tried, count_bad, exceeds, find_nonfinite, of_dtype, rows_count
 from jaxfb.optim import learning_rate_of
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import constrained
-from jaxfb.train_state import StepMetrics, TrainState
 from jaxfb.trainable import joined, like
 from jaxfb.types import Counted
+from jaxfb.update.attempt import (
+    Attempt,
+    Trial,
+    Tried,
+    count_bad,
+    exceeds,
+    find_nonfinite,
+    of_dtype,
+    rows_count,
+)
+from jaxfb.update.train_state import StepMetrics, TrainState
 
 PyTree = Any
 

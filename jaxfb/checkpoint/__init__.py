@@ -1,0 +1,5 @@
+"""Saves and restores: the store of a run's steps, the record of each, and arrays that are read layer by layer."""
+
+from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
+
+__all__ = ["CannotWrite", "CheckpointStore"]

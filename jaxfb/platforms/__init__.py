@@ -1,0 +1,1 @@
+"""Holds what differs between releases of jax and kinds of device: private names, options of XLA, simulated devices."""
