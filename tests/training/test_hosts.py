@@ -27,7 +27,7 @@ from jaxfb.training.hosts import Hosts, _bind_address
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
 
-LAUNCH = Path(__file__).parent.parent / "examples" / "launch"
+LAUNCH = Path(__file__).parents[2] / "examples" / "launch"
 SLURM = {
     "SLURM_JOB_ID": "77",
     "SLURM_STEP_NODELIST": "node[003-004]",

@@ -6,7 +6,7 @@ from jaxfb.config.reference import reference
 
 
 def test_the_page_of_keys_is_what_the_command_writes():
-    page = Path(__file__).parent.parent / "docs" / "config.md"
+    page = Path(__file__).parents[2] / "docs" / "config.md"
     assert page.read_text() == reference(), "write it again: jaxfb config reference > docs/config.md"
 
 

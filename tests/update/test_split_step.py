@@ -154,11 +154,12 @@ def compare_a_pipelines_call_and_apply_with_the_step():
 def test_a_pipelines_call_and_apply_are_the_step_bit_for_bit():
     """In a process without the older emitter of the tests, which rounds these two programs otherwise."""
     here = Path(__file__).parent
+    tests = here.parent
     flags = "--xla_force_host_platform_device_count=8 --xla_backend_optimization_level=0"
     environment = {
         **os.environ,
         "XLA_FLAGS": flags,
-        "PYTHONPATH": f"{here.parent}:{here}",
+        "PYTHONPATH": f"{tests.parent}:{tests}:{here}",
         "JAX_ENABLE_X64": "1",
     }
     compare = "import test_split_step as t; t.compare_a_pipelines_call_and_apply_with_the_step()"
@@ -393,5 +394,5 @@ def test_changed_gradients_of_another_form_are_refused(change, match):
 
 
 def test_the_page_runs():
-    text = (Path(__file__).parent.parent / "docs" / "split_step.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "split_step.md").read_text()
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.S)), {})

@@ -14,7 +14,7 @@ from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, OptimizerConfig, ParallelConfig
 
-CONFIGS = Path(__file__).parent.parent / "configs"
+CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
 
 REFUSED = [

@@ -314,7 +314,7 @@ def test_metrics_that_are_a_directory_are_refused(stopped, capsys):
 
 
 def test_a_seed_that_would_wrap_around_is_refused():
-    quickstart = Path(__file__).parent.parent / "configs" / "quickstart.yaml"
+    quickstart = Path(__file__).parents[2] / "configs" / "quickstart.yaml"
     assert load_config(quickstart, [f"run.seed={2**32 - 1}"]).run.seed == 2**32 - 1
     for section in ("run.seed", "data.seed"):
         with pytest.raises(ValueError, match="seed"):

@@ -13,7 +13,7 @@ import jaxfb
 from jaxfb.cli.commands import main
 from jaxfb.refusal import Missing, Refused, StorageError
 
-QUICKSTART = str(Path(__file__).parent.parent / "configs" / "quickstart.yaml")
+QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
 
 
 class Stopped(Exception):

@@ -22,7 +22,7 @@ from jaxfb.models.transformer import init_params, transformer
 from jaxfb.platforms import cpu
 from jaxfb.training.check import synthetic_batch
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 COUNT = "--xla_force_host_platform_device_count=8"
 
 

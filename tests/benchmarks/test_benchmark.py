@@ -12,7 +12,7 @@ from quickly import flags
 
 from jaxfb.cli.commands import main
 
-ROOT = Path(__file__).parent.parent
+ROOT = Path(__file__).parents[2]
 sys.path.insert(0, str(ROOT / "benchmarks"))
 
 import performance  # noqa: E402

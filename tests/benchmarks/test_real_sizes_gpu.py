@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "benchmarks"))
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from page.real_gpu import SECTIONS  # noqa: E402
 from real_sizes_gpu import JOBS, ROWS, SIDES, config_of  # noqa: E402
