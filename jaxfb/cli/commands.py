@@ -147,7 +147,7 @@ def _tried(code: int, options) -> int:
     """Returns the exit code; with --smoke, prints first whether the run worked."""
     if options.smoke:
         worked = "worked" if code == DONE else "did not end as it should"
-        print(f"the smoke run {worked}; the directory named above is removed, leave out --smoke to keep one")
+        print(f"\n--smoke: the run {worked}. Its directory is removed now; leave out --smoke to keep one.")
     return code
 
 
@@ -375,12 +375,13 @@ def _config(options) -> None:
 
         print(reference(), end="")
         return
-    from jaxfb.config import load_config, table
+    from jaxfb.config import as_yaml, load_config, table
     from jaxfb.display import print_table
 
     if options.config is None:
         return options.refuse("show needs a CONFIG, such as quickstart")
-    print_table(options.config, table(load_config(options.config, options.overrides)))
+    rows = table(load_config(options.config, options.overrides))
+    print_table(options.config, [(key, as_yaml(value)) for key, value in rows])
 
 
 def _run_dir(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:

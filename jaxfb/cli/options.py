@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import difflib
+import sys
 from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from jaxfb import __version__
+from jaxfb.process.exit_codes import REFUSED
 from jaxfb.schedules import NAMES
 
+CONFIG = "a YAML file, a run's directory, or the name of a starter config such as quickstart"
 RUN = "a run directory, or a config that names it in run.dir"
 MODEL = f"{RUN}, or a directory of Hugging Face files"
 FILTERS = {
@@ -15,6 +20,8 @@ FILTERS = {
     "top_p": (float, "draw among the fewest tokens whose probabilities add up to p"),
     "min_p": (float, "draw among tokens at least p times as likely as the likeliest"),
 }
+RESUME = "continue from the newest checkpoint in run.dir; where there is none, begin a run"
+OVERRIDE = "key=value"
 OVERRIDES = "key.path=value, such as optimizer.learning_rate=1e-3 or mesh.tp=2; a later one wins"
 HOSTS = {
     "coordinator": (str, "HOST:PORT", "address of process 0 (short for hosts.coordinator=...)"),
@@ -55,7 +62,11 @@ SCHEDULE_COSTS = {
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """Parses options and overrides in any order, which argparse alone does not."""
     parser = _parser()
-    options, rest = parser.parse_known_args(arguments)
+    given = sys.argv[1:] if arguments is None else list(arguments)
+    if not given:
+        parser.print_help()
+        parser.exit(REFUSED)
+    options, rest = parser.parse_known_args(given)
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
             parser.error(f"cannot read {text!r}")
@@ -63,8 +74,24 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     return options
 
 
+class _Parser(argparse.ArgumentParser):
+    """A parser whose refusals name the nearest command, and the arguments that are missing rather than all."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(message.replace(f", {OVERRIDE}", ""))
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        known = [str(one) for one in action.choices or ()]
+        close = difflib.get_close_matches(str(value), known, n=1)
+        if value in known or not close:
+            return super()._check_value(action, value)
+        raise argparse.ArgumentError(
+            None, f"unknown {action.metavar or action.dest} {value!r}; did you mean {close[0]}?"
+        )
+
+
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="jaxfb",
         description="Trains transformers with JAX on GPU and TPU meshes, with exact gradients on each.",
         epilog="Try `jaxfb train quickstart --smoke` first. `jaxfb COMMAND --help` lists the options of a command.",
@@ -90,14 +117,19 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_init(verbs) -> None:
-    init = _verb(verbs, "init", "write a starter config to edit; without a name, list them")
-    init.add_argument("name", nargs="?", metavar="NAME", help="a starter config, such as quickstart")
+    init = _verb(verbs, "init", "write a starter config to edit, or list them")
+    init.add_argument(
+        "name",
+        nargs="?",
+        metavar="NAME",
+        help="a starter config, such as quickstart; without a name, list them",
+    )
     init.add_argument("--out", default=".", metavar="DIR", help="where to write it (default: here)")
 
 
 def _add_training(verbs) -> None:
     train = _verb(verbs, "train", "train from a config, into a run directory")
-    _add_config(train, "a YAML file, or the name of a starter config such as quickstart")
+    _add_config(train)
     _add_hosts(train)
     train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
     _add_where_to_begin(train)
@@ -110,7 +142,9 @@ def _add_training(verbs) -> None:
 
 def _add_uses_of_a_run(verbs) -> None:
     evaluate = _verb(
-        verbs, "eval", "held-out loss of a run's newest checkpoint, or its scores on texts and tasks"
+        verbs,
+        "eval",
+        "compute the held-out loss of a run's newest checkpoint, or its scores on texts and tasks",
     )
     evaluate.add_argument(
         "run_dir", metavar="RUN", help=f"{RUN}; with --text or --task also a directory of Hugging Face files"
@@ -133,7 +167,7 @@ def _add_uses_of_a_run(verbs) -> None:
         help="rows scored at the same time on each replica (default: 8)",
     )
     evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
-    evaluate.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     _add_hosts(evaluate)
     generate = _verb(verbs, "generate", "continue a prompt with a run's newest checkpoint")
     generate.add_argument("run_dir", metavar="RUN", help=MODEL)
@@ -172,11 +206,11 @@ def _add_sampling(verb: argparse.ArgumentParser) -> None:
         "--dtype",
         help="compute in float32, bfloat16 or float16, with parameters in it (default: as they are saved)",
     )
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    verb.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
 def _add_replay(verbs) -> None:
-    text = "compute again the update at which a guard ended a run; exit code 0: the same bits, 1: others"
+    text = "compute the update again at which a guard ended a run; exit code 0 if the bits are the same, 1 if not"
     verb = _verb(verbs, "replay", text)
     verb.add_argument("dump", metavar="DUMP", help="a directory RUN/dumps/update-N")
     _add_hosts(verb)
@@ -193,10 +227,13 @@ def _add_launch(verbs) -> None:
         type=int,
         default=3,
         metavar="N",
-        help="restarts in a row before it gives up (default: 3)",
+        help="give up after this many restarts in a row (default: 3)",
     )
     launch.add_argument(
-        "command", nargs=argparse.REMAINDER, metavar="COMMAND", help="such as: train CONFIG key=value"
+        "command",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the command and its arguments, such as: train CONFIG key=value",
     )
 
 
@@ -222,8 +259,8 @@ def _add_pretrained(verbs) -> None:
 def _add_check(verbs) -> None:
     text = "compare gradients on a mesh with those of one device, for a config or for random cases"
     check = _verb(verbs, "check", text)
-    check.add_argument("config", metavar="CONFIG", nargs="?", help="a YAML file or a run's directory")
-    check.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    check.add_argument("config", metavar="CONFIG", nargs="?", help=CONFIG)
+    check.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     check.add_argument(
         "--tolerance",
         type=float,
@@ -247,13 +284,13 @@ def _add_chaos(verbs) -> None:
         type=int,
         default=0,
         metavar="N",
-        help="leave out the first N of the kills, to continue a call",
+        help="leave out the first N kills, to continue an interrupted command",
     )
     chaos.add_argument(
         "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
     )
     chaos.add_argument("--no-faults", action="store_true", help="leave out the faults inside a process")
-    chaos.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
 def _add_schedule(verbs) -> None:
@@ -290,9 +327,11 @@ def _add_plan(verbs) -> None:
 
 
 def _add_bench(verbs) -> None:
-    text = "run a benchmark; the name report rewrites docs/performance.md from the results"
+    text = "run a benchmark by its name, or list them; `jaxfb bench report` writes docs/performance.md again"
     bench = _verb(verbs, "bench", text)
-    bench.add_argument("name", nargs="?", metavar="NAME", help="name of a benchmark; without it, list them")
+    bench.add_argument(
+        "name", nargs="?", metavar="NAME", help="a benchmark, or report; without a name, list them"
+    )
     bench.add_argument("arguments", nargs=argparse.REMAINDER, help="arguments of that benchmark")
 
 
@@ -302,28 +341,28 @@ def _add_show(verbs) -> None:
         "action", choices=("show", "reference"), help="reference: describe all keys, in Markdown"
     )
     show.set_defaults(refuse=show.error)
-    show.add_argument("config", nargs="?", metavar="CONFIG", help="a config or a run directory, for show")
-    show.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+    show.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG}; for show")
+    show.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
-def _add_config(verb: argparse.ArgumentParser, text: str = "a YAML file or a run's directory") -> None:
-    verb.add_argument("config", metavar="CONFIG", help=text)
-    verb.add_argument("overrides", nargs="*", metavar="key=value", help=OVERRIDES)
+def _add_config(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("config", metavar="CONFIG", help=CONFIG)
+    verb.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
 
 def _add_where_to_begin(verb: argparse.ArgumentParser) -> None:
     how = verb.add_mutually_exclusive_group()
-    how.add_argument("--resume", action="store_true", help="continue from the newest checkpoint in run.dir")
+    how.add_argument("--resume", action="store_true", help=RESUME)
     how.add_argument(
         "--fresh", action="store_true", help="move an existing run in run.dir aside and start over"
     )
     how.add_argument(
         "--smoke",
         action="store_true",
-        help="run a few updates without warm-up, in a directory that is then removed",
+        help="run a few updates without warm-up in a temporary directory, which is removed at the end",
     )
     changes = (
-        "resume with keys that give the saved parameters or rows another meaning, such as model.rope_theta"
+        "resume although a key was changed that saved parameters or rows depend on, such as model.rope_theta"
     )
     verb.add_argument("--allow-changes", action="store_true", help=changes)
 

@@ -9,7 +9,7 @@ from jaxfb.config.load import config_from_dict, kind_of_command, load_config
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError
-from jaxfb.config.show import changed_keys, config_to_dict, save_yaml, table
+from jaxfb.config.show import as_yaml, changed_keys, config_to_dict, save_yaml, table
 from jaxfb.config.smoke import smoke_overrides
 from jaxfb.config.starter import starter_names, write_starter
 
@@ -20,6 +20,7 @@ __all__ = [
     "DPOConfig",
     "RLConfig",
     "SFTConfig",
+    "as_yaml",
     "changed_keys",
     "config_from_dict",
     "config_to_dict",

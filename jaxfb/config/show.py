@@ -37,6 +37,12 @@ def table(config: Any) -> list[tuple[str, Any]]:
     return list(_rows(config_to_dict(config), ""))
 
 
+def as_yaml(value: Any) -> str:
+    """Returns a value as it would be written in the file or on the command line."""
+    words = {None: "null", True: "true", False: "false"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)
+
+
 def changed_keys(config: Any) -> list[tuple[str, Any]]:
     """Returns (dotted key, value) of every leaf that differs from its default or has none."""
     return list(_changed(config, ""))

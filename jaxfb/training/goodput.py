@@ -9,7 +9,7 @@ from typing import Any
 CAUSES = {
     "updates": "applied updates",
     "skipped": "updates that changed nothing",
-    "compile": "the first update of each start, which compiles",
+    "compile": "compilation and first updates",
     "start_up": "start-up",
     "data": "waiting for rows",
     "evaluation": "evaluation",
@@ -79,4 +79,4 @@ class Goodput:
         rest = {cause: seconds for cause, seconds in found["seconds"].items() if cause != "updates"}
         most = sorted(rest.items(), key=lambda item: -item[1])
         words = ", ".join(f"{CAUSES[cause]} {seconds:.1f} s" for cause, seconds in most)
-        return f"goodput {found['share']:.1%} of the time in applied updates; {words}"
+        return f"time: {found['share']:.1%} in applied updates (goodput); the rest is {words}"

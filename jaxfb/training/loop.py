@@ -379,8 +379,8 @@ def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
 
 def _already_finished(hosts: Hosts, directory: RunDirectory, updates: int, summary: dict | None) -> Result:
     hosts.say(
-        f"{directory.path} is finished: {updates} updates. Train it longer with --resume and a greater "
-        "length (run.updates=...), or start over with --fresh"
+        f"{directory.path} is finished: {updates} updates. To train it longer, add --resume and a larger "
+        "run.updates=...; to start over, add --fresh"
     )
     return Result("finished", directory.path, updates, (summary or {}).get("metrics", {}), summary)
 

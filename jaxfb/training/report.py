@@ -12,7 +12,7 @@ from typing import Any
 
 import jax
 
-from jaxfb.config import changed_keys
+from jaxfb.config import as_yaml, changed_keys
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
@@ -122,12 +122,6 @@ def command() -> str:
 
 def indented(text: str) -> str:
     return "\n".join(f"  | {line}" for line in text.splitlines())
-
-
-def as_yaml(value: Any) -> str:
-    """Returns a value as it would be written in the file or on the command line."""
-    words = {None: "null", True: "true", False: "false"}
-    return words[value] if value is None or isinstance(value, bool) else str(value)
 
 
 def _text(setup: Setup) -> Iterator[tuple[str, Any]]:

@@ -72,7 +72,25 @@ def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys):
 
 def test_config_show(capsys):
     assert main(["config", "show", QUICKSTART, "mesh.dp=2"]) == 0
-    assert ["mesh.data", "2"] in [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = [line.split() for line in capsys.readouterr().out.splitlines()]
+    written_as_in_yaml = ["mesh.data", "2"], ["model.tied_embeddings", "true"], ["model.window", "null"]
+    assert all(row in rows for row in written_as_in_yaml)
+
+
+@pytest.mark.parametrize(
+    "arguments, stream, words",
+    [
+        ([], "out", "Try `jaxfb train quickstart --smoke` first."),
+        (["trian"], "err", "unknown COMMAND 'trian'; did you mean train?"),
+        (["train"], "err", "required: CONFIG\n"),
+        (["config", "shw"], "err", "did you mean show?"),
+        (["frobnicate"], "err", "choose from"),
+    ],
+)
+def test_a_wrong_command_is_answered_by_what_would_be_right(arguments, stream, words, capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(arguments)
+    assert stop.value.code == 2 and words in getattr(capsys.readouterr(), stream)
 
 
 def test_refusals_are_one_sentence_and_code_2(calls, capsys):

@@ -56,7 +56,7 @@ def test_smoke_overrides_make_any_starter_short(name):
 def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
     monkeypatch.setattr("jaxfb.cli.commands._train_on", lambda config, options: 76)
     assert main(["train", "quickstart", "--smoke"]) == 76
-    assert "the smoke run did not end as it should" in capsys.readouterr().out
+    assert "--smoke: the run did not end as it should" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -71,5 +71,5 @@ def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     )
     assert main(["train", "tiny.yaml", "--smoke"]) == 0
     out = capsys.readouterr().out
-    assert "4/4  loss" in out and "the smoke run worked; the directory named above is removed" in out
+    assert "4/4  loss" in out and "--smoke: the run worked. Its directory is removed now" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tiny.yaml"]

@@ -49,5 +49,5 @@ def test_seconds_of_all_causes_add_up_to_the_time_since_the_first_start():
     again.end({"evaluation": 5.0, "waiting": 0.0, "saving": 0.0})
     assert again.summary()["seconds"]["evaluation"] == 5.0
     assert str(again).startswith(
-        "goodput 13.9% of the time in applied updates; work done again and time away"
+        "time: 13.9% in applied updates (goodput); the rest is work done again and time away"
     )
