@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 import textwrap
 from pathlib import Path
 from typing import Any
 
-from page import accumulation, axes, pipeline, real, real_gpu, speed, whole
+from page import accumulation, axes, pipeline, real, real_gpu, restart, speed, whole
 from page.markdown import Table, machines, settings_line
 from page.plots import Picture
 from page.section import Claim, Section, generic
@@ -24,7 +25,7 @@ RESULTS, PAGE = ROOT / "benchmarks" / "results", ROOT / "docs" / "performance.md
 UNBROKEN = {"break_long_words": False, "break_on_hyphens": False}
 SECTIONS = (
     *real.SECTIONS, *real_gpu.SECTIONS, *whole.SECTIONS, *accumulation.SECTIONS, *pipeline.SECTIONS,
-    *speed.SECTIONS, *axes.SECTIONS,
+    *speed.SECTIONS, *axes.SECTIONS, *restart.SECTIONS,
 )  # fmt: skip
 HEAD, GUIDE = ((ROOT / "benchmarks" / "page" / name).read_text() for name in ("head.md", "guide.md"))
 
@@ -132,14 +133,24 @@ def anchor(title: str) -> str:
 def chapter(section: Section, files: dict[str, dict[str, Any]], drawn: dict[Path, Picture]) -> list[str]:
     """Sentences and pictures are of the newest version's file, tables of each."""
     newest = files[max(files)]
-    said = " ".join(section.text.format(**section.facts(newest)).split())
-    lines = [f"## {section.title}", "", textwrap.fill(said, 120, **UNBROKEN), ""]
+    lines = [f"## {section.title}", "", *prose(section.text.format(**section.facts(newest)))]
     for path, picture in drawn.items():
         lines += [f"![{picture.says}]({path.relative_to(PAGE.parent)})", ""]
     for file, result in files.items():
         for table in section.tables(result):
             lines += table.lines()
         lines += [source(section, file, result), ""]
+    return lines
+
+
+def prose(text: str) -> list[str]:
+    """Lines of at most 120 columns: paragraphs and lists, with an empty line after each."""
+    lines = []
+    for block in re.split(r"\n\s*\n", text):
+        for part in re.split(r"\n\s*(?=- )", block.strip()):
+            indent = "  " if part.startswith("- ") else ""
+            lines += textwrap.wrap(" ".join(part.split()), 120, subsequent_indent=indent, **UNBROKEN)
+        lines.append("")
     return lines
 
 

@@ -4,7 +4,7 @@ import jax.numpy as jnp
 import jaxfb
 
 jax.config.update("jax_platforms", "cpu")
-jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_num_cpu_devices", 4)
 jax.config.update("jax_enable_x64", True)
 
 
@@ -22,7 +22,7 @@ batch["mask"] = jax.random.bernoulli(next(keys), 0.3, (64,))  # ragged: a mean o
 loss, grads = jax.value_and_grad(lambda p: loss_fn(p, batch, None).value)(params)  # 64 rows at once
 
 plan = jaxfb.BatchPlan(rows=64, rows_per_microbatch=2, data_parallel=4)  # 8 microbatches on 4 replicas
-forward_backward = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=2, fsdp=2, tensor=2))
+forward_backward = jaxfb.get_forward_backward_func(jaxfb.make_mesh(data=2, fsdp=2))
 out = forward_backward(loss_fn, params, batch, plan)
 
 print(f"loss {out.loss:.12f}, full batch {loss:.12f}")

@@ -209,19 +209,22 @@ SECTIONS = (
         "pipeline_tpu",
         "Pipeline on a TPU pod, compared with MaxText",
         """A whole train step on {topology}, {pipe} stages x {data} replicas, compiled ahead of time by the TPU
-        compiler without a TPU, for jaxfb and for MaxText's pipeline with the same shapes. With full
-        rematerialization, 1f1b needs {ours_few:.1f} MB of temporaries per chip with {few} microbatches
-        (MaxText {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**.
-        Arguments take another {arguments:.1f} MB (MaxText {their_arguments:.1f}, which keeps embedding and
-        head on every stage). The HBM that the compiler plans in total is {hbm_few:.1f} MB (MaxText
-        {their_hbm_few:.1f}) and {hbm_many:.1f} MB (MaxText {their_hbm_many:.1f}); some temporaries are in
-        VMEM only and not part of it. Gradients take {gradients:.1f} MB per chip whatever the number of
-        microbatches, and forward and backward {inner:.1f} MB of temporaries besides. Gradients are reduced
-        over the data axis by {reductions} collective of {reduced:.1f} MB, outside of all loops. A permute
-        counts as hidden if matrix products run between its start and its end in the compiler's order.
-        Without rematerialization and with {few} microbatches the compiler plans {hbm_zero_bubble:.1f} MB for
-        zero_bubble and {hbm_v_shape:.1f} for v_shape; zb_v, v_half and v_min, in which each chip branches to its
-        own action of a tick, take {hbm_zb_v:.1f}, {hbm_v_half:.1f} and {hbm_v_min:.1f}.""",
+        compiler without a TPU, for jaxfb and for MaxText's pipeline with the same shapes.
+
+        - **Temporaries.** With full rematerialization, 1f1b needs {ours_few:.1f} MB per chip with {few} microbatches
+          (MaxText {theirs_few:.1f}) and **{ours_many:.1f} MB with {many} (MaxText {theirs_many:.1f})**.
+        - **Arguments** take another {arguments:.1f} MB (MaxText {their_arguments:.1f}, which keeps embedding and head
+          on every stage).
+        - **In total** the compiler plans {hbm_few:.1f} MB of HBM with {few} microbatches (MaxText {their_hbm_few:.1f})
+          and {hbm_many:.1f} MB with {many} (MaxText {their_hbm_many:.1f}). Some temporaries are in VMEM alone and not
+          part of this.
+        - **Gradients** take {gradients:.1f} MB per chip, and forward and backward {inner:.1f} MB of temporaries
+          besides, whatever the number of microbatches. Gradients are reduced over the data axis by {reductions}
+          collective of {reduced:.1f} MB, outside of all loops.
+        - **Without rematerialization** and with {few} microbatches the compiler plans {hbm_zero_bubble:.1f} MB for
+          zero_bubble and {hbm_v_shape:.1f} for v_shape; zb_v, v_half and v_min, in which each chip branches to its own
+          action of a tick, take {hbm_zb_v:.1f}, {hbm_v_half:.1f} and {hbm_v_min:.1f}.
+        - A permute counts as hidden if matrix products run between its start and its end in the compiler's order.""",
         tpu_facts, tpu_table, tpu_claims, tpu_picture,
     ),
     Section(

@@ -185,50 +185,60 @@ SECTIONS = (
     Section(
         "real_sizes_tpu",
         "Models of real size on TPU pods, compared with MaxText",
-        """Whole train steps of models of real size, compiled ahead of time by the TPU compiler; nothing was run. Model,
-        mesh, rows (of {seq:,} tokens where no other length is named) and microbatches are the same for both libraries,
-        with full rematerialization and flash attention. jaxfb chooses options of the compiler by the kind of chip and
-        the layout; a row with the compiler's own shows what they change, for MaxText too where it was compiled with
-        them. What follows takes the shorter step of each library, without the rows "memory used". jaxfb's HBM per
-        chip, as the compiler reports it, is **{least:.2f} to {most:.2f}** times MaxText's, at most MaxText's in
-        {smaller} of {count} rows. Its step's lower bound in time is **{time_least:.2f} to {time_most:.2f}** times
-        MaxText's, at most MaxText's in {faster} of {count}. "Bound" is
-        the least ratio to MaxText's step that anybody could reach: the products that the model needs without any
-        recomputation, at the chip's peak, in place of MaxText's step. It is {bound_least:.2f} to {bound_most:.2f}, the
-        largest for {bound_of}. In the rows "memory used" both keep activations that fit,
-        MaxText by its policy "minimal", jaxfb by `selective`, and weights gathered once a step where that pays:
-        jaxfb's step is {used_least:.2f} to {used_most:.2f} times MaxText's. As the libraries come, jaxfb with the
-        options that it chooses and MaxText with none (its recipes set some by hand), it is {shipped_least:.2f} to
-        {shipped_most:.2f} times. The lower bound comes from a roofline of the scheduled program, instruction by
-        instruction. Collectives that are not hidden behind computation take {exposed_least:.0%} to {exposed_most:.0%}
-        of jaxfb's step. MaxText sums FSDP's gradients over the chips in the compute dtype, jaxfb in the wider accum
-        dtype, which sends twice the bytes, or with `precision.reduce_dtype={dtype}` as MaxText does: in the
-        {rounded_count} rows "{dtype} sums", where both sum over chips in {dtype}, jaxfb's step is {rounded_least:.2f}
-        to {rounded_most:.2f} times MaxText's. In the rows with long
-        sequences both cut parameters and optimizer state over fsdp and context, and gather keys over context. A
-        model whose optimizer state is on the host fits on chips for which the compiler refuses it otherwise;
-        the time to read that state twice over the
-        host's link, of which next to nothing is hidden, is part of the step. Rows with jaxfb alone have
-        nothing of MaxText's beside them, or were not compiled with it: its pipeline, and its optimizer cut over data,
-        are among the jobs of `benchmarks/real_sizes_tpu.py` with its keys. The last column is the memory of the process
-        that compiles.""",
+        """Whole train steps, compiled ahead of time by the TPU compiler; nothing was run. Both libraries have the same
+        model, mesh, rows (of {seq:,} tokens unless another length is named) and microbatches, full rematerialization
+        and flash attention. The time of a step is a lower bound, from a roofline of the compiled program, instruction
+        by instruction. What follows takes each library with the compiler options that give it the shorter step.
+
+        - **Memory.** jaxfb's HBM per chip, as the compiler reports it, is **{least:.2f} to {most:.2f}** times
+          MaxText's, and no larger in {smaller} of {count} jobs.
+        - **Time.** jaxfb's step takes **{time_least:.2f} to {time_most:.2f}** times as long as MaxText's, and no longer
+          in {faster} of {count} jobs. Over all rows of jaxfb, communication that no computation
+          hides takes {exposed_least:.0%} to {exposed_most:.0%} of the step.
+        - **With the memory that is left.** In the jobs "memory used", which the figures above leave out, both libraries
+          keep activations that fit instead of computing them again (MaxText by its policy "minimal", jaxfb by
+          `selective`), and jaxfb keeps gathered weights for the whole step where that pays. jaxfb's step takes
+          {used_least:.2f} to {used_most:.2f} times as long as MaxText's.
+        - **As installed.** jaxfb chooses compiler options by the kind of chip and the layout; MaxText sets none, though
+          some of its recipes do. Compared like that, jaxfb's step takes {shipped_least:.2f} to {shipped_most:.2f} times
+          as long.
+        - **With sums in {dtype}.** MaxText sums FSDP's gradients over the chips in the compute dtype, jaxfb in the
+          wider accum dtype, which sends twice the bytes. With `precision.reduce_dtype={dtype}` jaxfb does as MaxText:
+          in the {rounded_count} rows "{dtype} sums" its step takes {rounded_least:.2f} to {rounded_most:.2f} times as
+          long.
+        - **What is possible.** The column "bound" is the least ratio to MaxText's step that any program could reach:
+          the products that the model needs without recomputation, at the chip's peak, divided by MaxText's step. It is
+          {bound_least:.2f} to {bound_most:.2f}, the largest for {bound_of}.
+
+        How to read the rows:
+
+        - "Compiler's own options" are rows without the options that jaxfb chooses; "MaxText, jaxfb's options" has them.
+        - With long sequences both libraries cut parameters and optimizer state over fsdp and context, and gather keys
+          over context.
+        - "State on the host" keeps the optimizer state in the host's memory, so that a model fits on chips for which
+          the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
+          hidden, is part of the step.
+        - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind.
+          `benchmarks/real_sizes_tpu.py` has MaxText's settings for the pipeline and for an optimizer cut over data.
+        - "Compiler's peak" is the memory of the process that compiles.""",
         facts, table, claims,
     ),
     Section(
         "real_sizes_tpu",
         "Bytes along each axis at real size, compared with a formula",
-        """What a chip sends along each mesh axis in the steps above, by the compiled program (of those that differ in
-        the compiler's options alone, the one with the shorter step), and what the layout needs by hand. Along fsdp:
-        weights gathered in the forward and in the backward of every microbatch, gradients scattered, by jaxfb in the
-        accum dtype, or rounded to the compute dtype as MaxText does. jaxfb
-        sends {jaxfb_fsdp_min:.2f} to {jaxfb_fsdp_max:.2f} times that, MaxText {maxtext_fsdp_min:.2f} to
-        {maxtext_fsdp_max:.2f}: where its scatter has become an all-reduce, each gradient goes twice. Along tensor, with
-        the sequence cut: inputs gathered and results scattered, in the backward with the inputs once more: jaxfb
-        {jaxfb_tensor_min:.2f} to {jaxfb_tensor_max:.2f} times that, MaxText {maxtext_tensor_min:.2f} to
-        {maxtext_tensor_max:.2f}. Along the other axes jaxfb sends {jaxfb_others_min:.2f} to
-        {jaxfb_others_max:.2f} times what is needed by hand: keys and values around the context axis, tokens to their
-        experts and back, hidden states from stage to stage and around the head, and one reduction a step of what is
-        whole on several devices of an axis. The formulas are in `benchmarks/real_sizes_bytes.py`.""",
+        """What a chip sends along each mesh axis in the steps above, counted in the compiled program with the shorter
+        step, divided by what the layout needs when worked out by hand (`benchmarks/real_sizes_bytes.py`):
+
+        - **fsdp**: weights gathered in the forward and in the backward of every microbatch, and gradients scattered, in
+          the accum dtype or in the rows "sums" and for MaxText in the compute dtype. jaxfb sends
+          {jaxfb_fsdp_min:.2f} to {jaxfb_fsdp_max:.2f} times that, MaxText {maxtext_fsdp_min:.2f} to
+          {maxtext_fsdp_max:.2f}: where its scatter has become an all-reduce, each gradient travels twice.
+        - **tensor**, with the sequence cut: inputs gathered and results scattered, and in the backward the inputs
+          gathered once more. jaxfb sends {jaxfb_tensor_min:.2f} to {jaxfb_tensor_max:.2f} times that, MaxText
+          {maxtext_tensor_min:.2f} to {maxtext_tensor_max:.2f}.
+        - **The other axes**: keys and values around the context axis, tokens to their experts and back, hidden states
+          from stage to stage and around the head, and one reduction a step of what several devices of an axis hold
+          whole. jaxfb sends {jaxfb_others_min:.2f} to {jaxfb_others_max:.2f} times that.""",
         bytes_facts, bytes_table,
     ),
     Section(

@@ -46,16 +46,18 @@ SECTIONS = (
     Section(
         "real_sizes_gpu",
         "Models of real size on hosts of GPUs",
-        """Whole train steps of models of real size, rows of {seq:,} tokens, compiled ahead of time by XLA's compiler
-        for GPUs; nothing was run. GPUs of a host are joined by NVLink, hosts by a network card for each GPU. A
-        config for {gpu} has the layout that suits such a network (the reason is in its first lines); the config
-        for any chip has the same model, rows and optimizer, and is as it was made for a TPU's torus. With the
-        configs for {gpu} the lower bound of a step's time is **{least:.2f} to {most:.2f}** times that of its
-        matrix products alone, and the step {faster_least:.2f} to {faster_most:.2f} times as fast as with the
-        others. Collectives that nothing hides take {exposed_least:.1%} to {exposed_most:.1%} of it. Products
-        include recomputation and, in a pipeline, what is computed in its bubble. Kernels are those that XLA takes
-        where it cannot try them, and libraries' workspaces are not in the memory. MaxText is not compared: to
-        compile for GPUs ahead of time it takes the devices of a host that has them.""",
+        """Whole train steps of rows of {seq:,} tokens, compiled ahead of time by XLA's compiler for GPUs; nothing was
+        run. The GPUs of a host are joined by NVLink, the hosts by a network card for each GPU. A config "for {gpu}" has
+        a layout for such a network, explained in its first lines; the config "for any chip" has the same model, rows
+        and optimizer, and a layout for a TPU's torus.
+
+        - With the configs for {gpu} the lower bound of a step's time is **{least:.2f} to {most:.2f}** times that of its
+          matrix products alone, and the step is {faster_least:.2f} to {faster_most:.2f} times as fast as with the
+          others. Communication that no computation hides takes {exposed_least:.1%} to {exposed_most:.1%} of it.
+        - The products include recomputation and, in a pipeline, what is computed during its bubble.
+        - Without a GPU XLA cannot try kernels and takes its default ones; the workspaces of libraries are not part of
+          the memory.
+        - MaxText is not compared, because it compiles for GPUs ahead of time only on a host that has them.""",
         facts, table,
     ),
 )  # fmt: skip

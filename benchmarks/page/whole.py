@@ -211,16 +211,18 @@ SECTIONS = (
         "against_maxtext",
         "A train step on CPU, compared with MaxText",
         """Both train steps run in one process on a CPU, from the same parameters, tokens, AdamW and clipping;
-        the losses of all updates agree within {difference:.1g}. jaxfb's step is faster in {faster} of {count}
-        rows, at **{least:.2f} to {most:.2f}** times MaxText's time. Its temporary memory is no larger in
-        {smaller} of {count} rows, at {temp_least:.2f} to {temp_most:.2f} times MaxText's; `zero_bubble` needs
-        more because it keeps activations until the weight gradients are computed. MaxText has one pipeline
-        schedule per mesh, which is compared with each of jaxfb's. The pipelines were measured when, on a CPU
-        alone, an idle jaxfb device left its core to the others; it now computes during a bubble as MaxText's
-        does and as jaxfb's does on GPUs and TPUs, and takes up to a third more CPU time where
-        bubbles are long. In one update ({replicas}) jaxfb reduces gradients {ours} time and MaxText
-        {theirs} times. Compiling
-        takes {compile_least:.2f} to {compile_most:.2f} times MaxText's CPU time.""",
+        the losses of all updates agree within {difference:.1g}.
+
+        - **Time.** jaxfb's step is faster in {faster} of {count} rows, at **{least:.2f} to {most:.2f}** times MaxText's
+          time. Compiling takes {compile_least:.2f} to {compile_most:.2f} times MaxText's CPU time.
+        - **Memory.** jaxfb's temporary memory is no larger in {smaller} of {count} rows, at {temp_least:.2f} to
+          {temp_most:.2f} times MaxText's; `zero_bubble` needs more because it keeps activations until the weight
+          gradients are computed.
+        - **Reductions.** In one update ({replicas}) jaxfb reduces gradients {ours} time and MaxText {theirs} times.
+        - **Pipelines.** MaxText has one schedule per mesh, which is compared with each of jaxfb's. When the pipelines
+          were measured, an idle device of jaxfb left its core to the others, on CPUs only. Now it computes during
+          a bubble, as MaxText's does and as jaxfb's does on GPUs and TPUs, and takes up to a third more CPU time where
+          bubbles are long.""",
         maxtext_facts, maxtext_table, maxtext_claims, maxtext_picture,
     ),
     Section(

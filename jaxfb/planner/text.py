@@ -26,7 +26,8 @@ def page(name: str, verdict: Verdict) -> str:
         _traffic(verdict),
         _speed(verdict),
     ]
-    return "\n\n".join("\n".join(section) for section in sections if section)
+    texts = ("\n".join(section) for section in sections)
+    return "\n\n".join(text for text in texts if text)
 
 
 def answer(verdict: Verdict) -> str:
@@ -100,8 +101,8 @@ def memory_table(verdict: Verdict) -> Iterator[str]:
 def _work(verdict: Verdict) -> Iterator[str]:
     counted, compiled = verdict.estimate, verdict.compiled
     yield f"work a step, a {_device(verdict)}"
-    yield f"  {'model, by hand':<34}{_flops(verdict.model_flops)} (no recomputation, no bubble)"
-    yield f"  {'recomputation and bubble included':<34}{_flops(counted.flops)}"
+    yield f"  {'the model itself':<34}{_flops(verdict.model_flops)} (no recomputation, no bubble)"
+    yield f"  {'with recomputation and bubble':<34}{_flops(counted.flops)}"
     if isinstance(compiled, Compiled):
         yield f"  {'compiled step, loops counted':<34}{_flops(compiled.flops)}"
         yield f"  {'HBM read and written':<34}{compiled.hbm_bytes / 1e9:>12,.1f} GB"
@@ -138,8 +139,8 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     )
     if not isinstance(verdict.compiled, Compiled):
         hidden = verdict.exposed_seconds < verdict.estimate.wire_seconds
-        yield "  by formula; and: products at the peak, communication " + (
-            "hidden as in compiled programs of real size" if hidden else "never hidden"
+        yield "  estimated by formula: products take the chip's peak rate, communication is " + (
+            "hidden as far as in compiled programs of real size" if hidden else "never hidden"
         )
     yield f"  source: {chip.source}"
 

@@ -12,6 +12,11 @@ from jaxfb.schedules.kinds import default_name, kind_of
 from jaxfb.schedules.table import Schedule
 
 EXAMPLE = "--pipe 4 --microbatches 8"
+LEGEND = """time: of one update; a forward, an input gradient and a weight gradient cost 1 each on a device, or as given
+bubble: share of the time in which a device waits
+peak activations: how many a device keeps at most, one for each microbatch, chunk and piece
+in microbatches: the largest of these peaks, as whole microbatches of a device's layers
+Megatron's and published orders run without shared ticks; their devices wait for their neighbours alone"""
 
 
 def chosen(
@@ -61,7 +66,7 @@ def compared(
         )
     rest = {name: cost for name, cost in costs.items() if name != "head"}
     sizes = pipe, microbatches, 2 if chunks is None else chunks, 1 if pieces is None else pieces
-    return comparison_table(comparison(*sizes, **rest))
+    return f"{comparison_table(comparison(*sizes, **rest))}\n\n{LEGEND}"
 
 
 def described(schedule: Schedule, costs: Mapping[str, float]) -> str:

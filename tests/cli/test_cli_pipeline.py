@@ -38,7 +38,9 @@ def test_schedule_writes_a_picture_and_a_trace(tmp_path, capsys):
 
 def test_compare_puts_megatron_beside_all_kinds(capsys):
     assert main([*SIZES, "--compare"]) == 0
-    names = [line.split("|")[1].strip() for line in capsys.readouterr().out.splitlines()[2:]]
+    table, legend = capsys.readouterr().out.split("\n\n")
+    assert "bubble: " in legend
+    names = [line.split("|")[1].strip() for line in table.splitlines()[2:]]
     assert names[:4] == ["dualpipe_v", "gpipe", "1f1b", "interleaved"] and names[-3:] == [
         "Megatron interleaved",
         "published ZB-V",

@@ -21,6 +21,7 @@ def test_an_estimate_answers_in_one_sentence_with_what_it_rests_on(capsys):
     assert main([*command, "batch.rows_per_microbatch=4"]) == 0
     page = capsys.readouterr().out
     assert "DOES NOT FIT: " in page and "of 16.91 GB a chip (estimated)" in page and "GB too much" in page
+    assert "\n\n\n" not in page and "estimated by formula: products take" in page
     assert "optimizer state              4.02 GB" in page and "8.03B parameters, fsdp 16" in page
     assert main([*command, "mesh.tp=8", "--json"]) == 0
     verdict = json.loads(capsys.readouterr().out)
