@@ -41,16 +41,14 @@ PIPELINE = {
     "scan_layers": False,
 }
 TENSOR = {"ici_fsdp_parallelism": 64, "ici_tensor_parallelism": 8, "per_device_batch_size": 1 / 8}
-GATHERED = "model.context_attention=all_gather"
-"""Of keys and values, as MaxText does it."""
-LONG = ("data.sequence_length=32768", "batch.rows=128", "mesh.fsdp=16", "mesh.context=4", GATHERED)
+LONG = ("data.sequence_length=32768", "batch.rows=128", "mesh.fsdp=16", "mesh.context=4")
 LONG_MAXTEXT = {
     "ici_fsdp_parallelism": 16,
     "ici_context_parallelism": 4,
     "per_device_batch_size": 1 / 4,
     "gradient_accumulation_steps": 8,
 }
-LONGER = ("data.sequence_length=131072", "batch.rows=32", "mesh.fsdp=4", "mesh.context=16", GATHERED)
+LONGER = ("data.sequence_length=131072", "batch.rows=32", "mesh.fsdp=4", "mesh.context=16")
 LONGER_MAXTEXT = LONG_MAXTEXT | {
     "ici_fsdp_parallelism": 4,
     "ici_context_parallelism": 16,

@@ -52,6 +52,10 @@ def flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return out
 
 
+DEFAULT_BEFORE = {"context_attention": "ring"}
+"""Fields whose default has changed since some results were taken, on meshes where they change nothing."""
+
+
 def settings_line(settings: dict[str, Any]) -> str:
     """`pipe 4, seq 128; model num_layers 8`: a model's sizes, and its other fields where not at their default."""
     models = {key: said(value) for key, value in settings.items() if is_model(value)}
@@ -72,9 +76,9 @@ def said(model: dict[str, Any]) -> dict[str, Any]:
         default = asdict(TransformerConfig(**sizes))
     except (TypeError, ValueError):  # a model of somebody else's
         default = {}
-    return sizes | {
-        key: value for key, value in model.items() if key not in sizes and default.get(key, ...) != value
-    }
+    defaults = ((default | DEFAULT_BEFORE).items(), default.items())
+    others = [one for one in model.items() if one[0] not in sizes and not any(one in of for of in defaults)]
+    return sizes | dict(others)
 
 
 def machines(results: dict[str, dict[str, Any]]) -> list[str]:

@@ -51,8 +51,9 @@ class TransformerConfig:
     leading:         the kinds of layers before the first period, beside the embedding in a pipeline.
     window:          attention sees a token itself and the window - 1 tokens before it (Mistral's sliding window);
                      None: all before it.
-    context_attention: how the parts of a sequence that a context axis cuts attend to each other: "ring",
-                     "all_gather" or "all_to_all" (`jaxfb.parallel.context`).
+    context_attention: how the parts of a sequence that a context axis cuts attend to each other: "auto": "all_gather"
+                     on TPUs, where its kernel can run, else "ring"; or one of these, or "all_to_all"
+                     (`jaxfb.parallel.context`).
     sequence_parallel: between the parts of a layer (norms, dropout, residual sums) each device of the tensor
                      axis holds its share of the tokens (`jaxfb.parallel.tensor.residual_stream`).
     loss_chunk:      tokens whose logits exist at one time, both forward and backward.
@@ -114,7 +115,7 @@ class TransformerConfig:
     leading: tuple[LayerKind, ...] = ()
     attention: str = "auto"
     window: int | None = None
-    context_attention: str = "ring"
+    context_attention: str = "auto"
     sequence_parallel: bool = False
     loss_chunk: int = 1024
     logit_softcap: float | None = None

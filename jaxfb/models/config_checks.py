@@ -21,7 +21,7 @@ _MOST = {"num_layers": 10_000, "mtp_depth": 100, "dropout": math.inf, "label_smo
 ROUTER_SCORES = ("softmax", "sigmoid")
 BALANCED_LAYERS = ("each", "together")
 ATTENTION_BACKENDS = ("auto", "xla", "cudnn", "splash")
-CONTEXT_ATTENTION = ("ring", "all_gather", "all_to_all")
+CONTEXT_ATTENTION = ("auto", "ring", "all_gather", "all_to_all")
 
 
 def check_types(config: TransformerConfig) -> None:

@@ -169,8 +169,25 @@ def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> 
     if topology.platform == "gpu":
         return context == 1 and dtype.itemsize == 2 and sizes.variant.has_plain_scores
     if context > 1:
-        method, length = sizes.context_attention, length // context
-        tabled = method == "all_gather" and splash_gather.refused_length(length, context) is None
-        kernels = tabled or (method == "ring" and sizes.window is None)
-        return kernels and splash.refused_sizes(dtype, length // 2, sizes.head_size) is None
+        method = context_method(config, sizes, topology)
+        kernels = method == "all_gather" or (method == "ring" and sizes.window is None)
+        return kernels and _context_refusal(config, sizes, method == "all_gather") is None
     return splash.refused_sizes(dtype, length, sizes.head_size) is None
+
+
+def context_method(config: Config, sizes: TransformerConfig, topology: Topology) -> str:
+    """Returns how devices of a context axis attend to each other's tokens, as `models.attend.context_method`."""
+    if sizes.context_attention != "auto":
+        return sizes.context_attention
+    kernels = topology.platform == "tpu" and sizes.attention != "xla"
+    return "all_gather" if kernels and _context_refusal(config, sizes, gathers=True) is None else "ring"
+
+
+def _context_refusal(config: Config, sizes: TransformerConfig, gathers: bool) -> str | None:
+    """Returns why a TPU's kernels cannot attend over the context axis, or None."""
+    dtype, length = (
+        jnp.dtype(config.precision.compute_dtype),
+        config.data.sequence_length // config.mesh.context,
+    )
+    refused = splash.refused_sizes(dtype, length // 2, sizes.head_size)
+    return refused or (splash_gather.refused_length(length, config.mesh.context) if gathers else None)

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner.counts import (
+    context_method,
     gathers_before_use,
     gathers_layers,
     held_numbers,
@@ -125,12 +126,12 @@ def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     layers, tokens = layers_here(config, sizes), tokens_of_microbatch(config)
     again = layers * hidden_width(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * product_width(sizes) / config.mesh.tensor + again
-    return 2 * tokens * at_work + _gathered_keys_bytes(config, sizes)
+    return 2 * tokens * at_work + _gathered_keys_bytes(config, sizes, topology)
 
 
-def _gathered_keys_bytes(config: Config, sizes: TransformerConfig) -> float:
+def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts keys and values that are gathered over context, and their gradients, in two bytes a number."""
-    if config.mesh.context == 1 or sizes.context_attention != "all_gather":
+    if config.mesh.context == 1 or context_method(config, sizes, topology) != "all_gather":
         return 0.0
     tokens = tokens_of_microbatch(config) * config.mesh.context
     return 2 * 4 * tokens * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor

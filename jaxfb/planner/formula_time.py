@@ -14,6 +14,7 @@ from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
+    context_method,
     gathers_before_use,
     held_numbers,
     layers_here,
@@ -102,7 +103,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
         + _LOGIT_BYTES * share * sizes.vocab_size * of_head
     )
-    if sizes.context_attention == "ring" and runs_flash(config, sizes, topology):
+    if context_method(config, sizes, topology) == "ring" and runs_flash(config, sizes, topology):
         turns = (config.mesh.context - 1) * sizes.num_layers
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     return (

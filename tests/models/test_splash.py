@@ -14,13 +14,17 @@ from jax.sharding import AbstractDevice, AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
+from jaxfb.config import load_config
 from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
+from jaxfb.models.attend import context_method
 from jaxfb.models.attention import check_backend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.scores import Scores
+from jaxfb.planner import counts, parse_topology
+from jaxfb.planner.job import model_sizes
 from jaxfb.planner.routing import equations
 
 TPU = AbstractDevice(device_kind="TPU v5 lite", num_cores=1, platform="tpu")
@@ -124,6 +128,30 @@ def test_auto_is_splash_on_a_tpu_wherever_it_can_train_and_asking_elsewhere_is_r
         check_backend(asked, *where, packed=True)
 
 
+def test_over_a_context_axis_auto_gathers_keys_where_a_kernel_takes_them_and_else_passes_them_around():
+    def chosen(asked="auto", backend="auto", length=LENGTH, platform="tpu") -> str:
+        shapes = (jax.ShapeDtypeStruct((1, length, n, 128), jnp.bfloat16) for n in (4, 2))
+        mesh = in_engine(tpu_mesh(context=2, fsdp=2))
+        with jax.sharding.use_abstract_mesh(mesh if platform == "tpu" else mesh.update(abstract_device=None)):
+            return context_method(asked, backend, *shapes)
+
+    assert chosen() == chosen(backend="splash") == "all_gather"
+    assert chosen(backend="xla") == chosen(length=64) == chosen(platform="cpu") == "ring"
+    assert chosen(length=2**20) == "ring"  # the tables of blocks would be too large
+    assert [chosen(asked) for asked in ("ring", "all_to_all")] == ["ring", "all_to_all"]
+
+
+def test_the_planner_chooses_as_the_model_does_over_a_context_axis():
+    def counted(topology="v5p:2x2x2", length=65536, **options) -> str:
+        given = [f"model.{name}={value}" for name, value in options.items()]
+        config = load_config("configs/8b.yaml", ["mesh.cp=4", f"data.sequence_length={length}", *given])
+        return counts.context_method(config, model_sizes(config), parse_topology(topology))
+
+    assert counted() == "all_gather"
+    assert counted(attention="xla") == counted(length=512) == counted("gpu:h100x8") == "ring"
+    assert counted(context_attention="all_to_all") == "all_to_all"
+
+
 def test_where_integers_have_64_bits_attention_is_plain():
     query = jax.ShapeDtypeStruct((2, LENGTH, HEADS, SIZE), jnp.bfloat16)
     mesh = tpu_mesh(AxisType.Manual)
@@ -152,9 +180,9 @@ def test_a_block_divides_the_length(length, block):
     assert splash.visible_pairs(length) == block**2 * blocks * (blocks + 1) // 2
 
 
-def traced_step(mesh, remat, **options):
+def traced_step(mesh, remat, context_attention="auto", **options):
     """An update of eight rows in bfloat16, traced for a mesh of TPUs that do not exist."""
-    config = TransformerConfig(**SIZES)
+    config = TransformerConfig(**SIZES, context_attention=context_attention)
     data, length = mesh.shape["data"], LENGTH * mesh.shape["context"]
     plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=1, data_parallel=data)
     step = jaxfb.make_train_step(
@@ -179,6 +207,7 @@ def runs(traced) -> dict[str, int]:
 
 
 PIPE = dict(pipe=2, tensor=2)
+RING = dict(context_attention="ring")
 
 
 @pytest.mark.parametrize(
@@ -188,7 +217,8 @@ PIPE = dict(pipe=2, tensor=2)
         (dict(data=2, tensor=2), "selective", {}, 1),
         (dict(data=2, tensor=2), "full", {}, 2),
         (dict(data=2, context=3, tensor=2), "full", {}, 2),
-        (dict(data=2, context=3, tensor=2), "selective", {}, 1),
+        (dict(data=2, context=3, tensor=2), "full", RING, 2),
+        (dict(data=2, context=3, tensor=2), "selective", RING, 1),
         (PIPE, "none", dict(schedule="1f1b"), 1),
         (PIPE, "selective", dict(schedule="1f1b"), 1),
         (PIPE, "layer", dict(schedule="1f1b"), 2),
@@ -202,7 +232,10 @@ def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(size
     found = runs(traced)
     assert found["fwd"] == forward * found["dkv"] and found["dq"] == found["dkv"] > 0
     if "pipe" not in sizes:
-        assert found["dkv"] == 4 * 4 * sizes.get("context", 1)  # layers, microbatches, turns of the ring
+        turns = (
+            sizes["context"] if options is RING else 1
+        )  # a shard has one head of keys, so one group is gathered
+        assert found["dkv"] == 4 * 4 * turns  # layers, microbatches
     text = traced.lower(lowering_platforms=("tpu",)).as_text()
     assert "tpu_custom_call" in text and f"{LENGTH}x{LENGTH}" not in text
     assert not shared_functions_with_manual_parts(text)
