@@ -34,13 +34,17 @@ def test_pipelined_examples_learn(name, last):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_policy_improves_on_what_it_was_taught(tmp_path):
-    """The GRPO example, a shorter run of it: held-out accuracy well above that of the start."""
+    """The GRPO example, a shorter run with smaller updates: a third of the held-out errors of the start go at least.
+
+    Processors round differently, so each draws other samples and starts elsewhere. Of the errors of the start 30 to
+    42% were left in four runs (two seeds, vector instructions of three generations); 70% is five standard errors above.
+    """
     config = EXAMPLES.parent / "configs" / "grpo_arithmetic.yaml"
-    shorter = [f"run.dir={tmp_path / 'run'}", "rollout.rollouts=40", "eval.every=null"]
-    run = [sys.executable, "-m", "jaxfb.cli", "rl", str(config), *shorter]
+    shorter = ["rollout.rollouts=60", "optimizer.learning_rate=5e-4", "eval.every=null"]
+    run = [sys.executable, "-m", "jaxfb.cli", "rl", str(config), f"run.dir={tmp_path / 'run'}", *shorter]
     environment = {**os.environ, "JAX_ENABLE_X64": "0", "PYTHONPATH": str(EXAMPLES.parent), "XLA_FLAGS": ""}
     done = subprocess.run(run, capture_output=True, text=True, timeout=900, cwd=tmp_path, env=environment)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
     accuracy = [record["eval/accuracy"] for record in map(json.loads, lines) if "eval/accuracy" in record]
-    assert accuracy[-1] > accuracy[0] + 0.08
+    assert accuracy[0] < 0.9 and 1 - accuracy[-1] < 0.7 * (1 - accuracy[0]), accuracy
