@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -14,21 +15,23 @@ EXAMPLES = Path(__file__).parent.parent / "examples"
 @pytest.mark.slow
 @pytest.mark.processes
 @pytest.mark.parametrize(
-    "name, last",
+    "name, words, is_learned",
     [
-        ("own_pipelined.py", "step 100: loss 0.0"),
-        ("pipelined_mlp_mixer.py", "unseen: loss 0.0"),
-        ("state_space.py", "fell by 3."),
+        ("own_pipelined.py", "step 100: loss", lambda loss: loss < 0.1),
+        ("pipelined_mlp_mixer.py", "unseen: loss", lambda loss: loss < 0.1),
+        # 3.1 with this Python's library as text; the shares of single bytes are worth 2.4 nats
+        ("state_space.py", "fell by", lambda nats: nats > 2.7),
     ],
 )
-def test_pipelined_examples_learn(name, last):
+def test_pipelined_examples_learn(name, words, is_learned):
     run = [sys.executable, str(EXAMPLES / name)]
     environment = {**os.environ, "JAX_ENABLE_X64": "0", "PYTHONPATH": str(EXAMPLES.parent)}
     done = subprocess.run(
         run, capture_output=True, text=True, timeout=900, cwd=EXAMPLES.parent, env=environment
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    assert done.stdout.splitlines()[-1].startswith(last)
+    last = done.stdout.splitlines()[-1]
+    assert is_learned(float(re.match(rf"{words} ([\d.]+)", last)[1])), last
 
 
 @pytest.mark.slow

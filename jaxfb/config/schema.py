@@ -7,7 +7,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, cached_property
 from keyword import iskeyword
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -88,13 +88,15 @@ def build(cls: type, values: Any, prefix: str = "", root: type | None = None) ->
         return cls.of_word(values)
     if not isinstance(values, Mapping):
         raise ConfigError(_not_a_section(cls, values, prefix))
-    hints = fields_of(cls)
+    fields = _fields(cls)
     for key in values:
         if not isinstance(key, str) or not key.isprintable() or len(key) > 100:
-            raise ConfigError(f"[config] {prefix}{shown(key)} is not a key; choose one of {', '.join(hints)}")
-        if key not in hints:
+            raise ConfigError(
+                f"[config] {prefix}{shown(key)} is not a key; choose one of {', '.join(fields)}"
+            )
+        if key not in fields:
             raise ConfigError(unknown_key(f"{prefix}{key}", root))
-    built = {name: _value(hints[name], given, f"{prefix}{name}", root) for name, given in values.items()}
+    built = {name: _value(fields[name], given, f"{prefix}{name}", root) for name, given in values.items()}
     if hasattr(cls, "completed"):
         built = cls.completed(built)
     missing = [f"{prefix}{name}" for name in _required(cls) if name not in built]
@@ -135,12 +137,6 @@ def section_of(hint: Any) -> type | None:
     return next(iter(sections_of(hint)), None)
 
 
-def _section_for(hint: Any, given: Any) -> type | None:
-    """Returns the section that the given values are of, where a field may hold several kinds."""
-    found = sections_of(hint)
-    return next((section for section in found[1:] if section.accepts(given)), next(iter(found), None))
-
-
 def named_sections(hint: Any) -> type | None:
     """Returns the dataclass of `dict[str, dataclass]`, sections whose names are the user's; None for anything else."""
     if get_origin(hint) is dict and dataclasses.is_dataclass(get_args(hint)[1]):
@@ -153,6 +149,39 @@ def listed_section(hint: Any) -> type | None:
     if get_origin(hint) is tuple and dataclasses.is_dataclass(get_args(hint)[0]):
         return get_args(hint)[0]
     return None
+
+
+class _Field:
+    """Reads a field's type once; a config of a hundred keys is built thousands of times by tests and searches."""
+
+    def __init__(self, hint: Any):
+        self.hint = hint
+        self.may_be_none = type(None) in _options(hint)
+        self.sections = sections_of(hint)
+        self.named, self.listed = named_sections(hint), listed_section(hint)
+        self.registries = tuple(_registries(hint))
+
+    def section_for(self, given: Any) -> type | None:
+        """Returns the section that the given values are of, where the field may hold several kinds."""
+        usual = next(iter(self.sections), None)
+        return next((section for section in self.sections[1:] if section.accepts(given)), usual)
+
+    @cached_property
+    def adapter(self):
+        """What checks a value that is no section."""
+        return _adapter(self.hint)
+
+
+@cache
+def _fields(cls: type) -> dict[str, _Field]:
+    return {key: _Field(hint) for key, hint in fields_of(cls).items()}
+
+
+@cache
+def _adapter(hint: Any):
+    from pydantic import ConfigDict, TypeAdapter
+
+    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _named_section(cls: type, given: Any, key: str) -> Any:
@@ -197,40 +226,33 @@ def _nearest(key: str, keys: list[str]) -> str | None:
     return next(iter(difflib.get_close_matches(key, keys, n=1, cutoff=0.8)), None)
 
 
-def _value(hint: Any, given: Any, key: str, root: type) -> Any:
-    section = _section_for(hint, given)
-    if named := named_sections(hint):
-        if not isinstance(given, Mapping):
-            raise ConfigError(f"[config] {key}={_as_written(given)} must be {describe(hint)}")
-        return {str(name): _named_section(named, each, f"{key}.{name}") for name, each in given.items()}
-    if listed := listed_section(hint):
-        if not isinstance(given, list | tuple):
-            raise ConfigError(f"[config] {key}={_as_written(given)} must be {describe(hint)}")
-        return tuple(_named_section(listed, each, f"{key}[{number}]") for number, each in enumerate(given))
+def _value(field: _Field, given: Any, key: str, root: type) -> Any:
+    if field.named and isinstance(given, Mapping):
+        return {str(name): _named_section(field.named, each, f"{key}.{name}") for name, each in given.items()}
+    if field.listed and isinstance(given, list | tuple):
+        return tuple(
+            _named_section(field.listed, each, f"{key}[{number}]") for number, each in enumerate(given)
+        )
+    if field.named or field.listed:
+        raise ConfigError(f"[config] {key}={_as_written(given)} must be {describe(field.hint)}")
+    section = field.section_for(given)
     if section is None:
-        return _leaf(hint, given, key)
-    return None if given is None and type(None) in _options(hint) else build(section, given, f"{key}.", root)
+        return _leaf(field, given, key)
+    return None if given is None and field.may_be_none else build(section, given, f"{key}.", root)
 
 
-def _leaf(hint: Any, given: Any, key: str) -> Any:
+def _leaf(field: _Field, given: Any, key: str) -> Any:
     from pydantic import ValidationError
 
-    _check_registered(hint, given, key)
+    _check_registered(field, given, key)
     try:
-        value = _adapter(hint).validate_python(tuple(given) if isinstance(given, list) else given)
+        value = field.adapter.validate_python(tuple(given) if isinstance(given, list) else given)
     except (ValidationError, RecursionError):
-        raise ConfigError(_wrong_type(hint, given, key)) from None
+        raise ConfigError(_wrong_type(field.hint, given, key)) from None
     for number in value if isinstance(value, tuple) else (value,):
         if isinstance(number, int) and abs(number) > INT64:
             raise ConfigError(f"[config] {key}={shown(number)} must be an int of at most 64 bits")
     return value
-
-
-@cache
-def _adapter(hint: Any):
-    from pydantic import ConfigDict, TypeAdapter
-
-    return TypeAdapter(hint, config=ConfigDict(strict=True, allow_inf_nan=False))
 
 
 def _wrong_type(hint: Any, given: Any, key: str) -> str:
@@ -298,12 +320,12 @@ def _registries(hint: Any) -> Iterator[Registry]:
             yield from _registries(get_args(option)[0])
 
 
-def _check_registered(hint: Any, given: Any, key: str) -> None:
+def _check_registered(field: _Field, given: Any, key: str) -> None:
     """Refuses a text that names no part; a wrong type is left to the type's own check."""
     texts = [name for name in (given if isinstance(given, list) else [given]) if isinstance(name, str)]
-    for registry in _registries(hint):
+    for registry in field.registries:
         if any(":" not in name and name not in registry for name in texts):
-            raise ConfigError(_wrong_type(hint, given, key))
+            raise ConfigError(_wrong_type(field.hint, given, key))
         for name in texts:
             registry.check(name, key)
 

@@ -1,6 +1,5 @@
 """Configs, checkpoints, callbacks and whole runs with one wrong argument."""
 
-import copy
 import pathlib
 
 import jax
@@ -174,11 +173,10 @@ def config_failures(name, seed, count):
     found = []
     for number, key in enumerate(all_keys(kind_of(values))):
         for make in pool(seed + number, count):
-            changed = copy.deepcopy(values)
+            changed = node = dict(values)
             *sections, leaf = key.split(".")
-            node = changed
             for section in sections:
-                node[section] = node[section] if isinstance(node.get(section), dict) else {}
+                node[section] = dict(node[section]) if isinstance(node.get(section), dict) else {}
                 node = node[section]
             node[leaf] = make()
             error = outcome(lambda changed=changed: config_from_dict(changed))

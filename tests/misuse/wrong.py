@@ -158,8 +158,8 @@ def refusal_problem(error: BaseException, *names: str) -> str | None:
     kind = f"{type(error).__name__}: {str(error)[:200]}"
     if not isinstance(error, ValueError):
         return kind
-    frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-    if not frames[-1].startswith(PACKAGE):
+    *_, (last, _) = traceback.walk_tb(error.__traceback__)
+    if not last.f_code.co_filename.startswith(PACKAGE):
         return f"raised outside jaxfb: {kind}"
     sentence, *table = str(error).split("\n")
     if table and not any(line.startswith(("tick", "  ")) for line in table):
