@@ -64,6 +64,14 @@ class RunInProgress(Protocol):
         """Prints a line without disturbing the live progress line."""
         ...
 
+    def stop(self, reason: str) -> None:
+        """Ends the run after the update in progress, saved; on several processes call it on every one alike."""
+        ...
+
+    def tick(self) -> None:
+        """Tells the watchdog that something moves; for callbacks that take longer than hosts.stuck_after."""
+        ...
+
     def sync(self) -> None:
         """Waits until the devices have computed what was dispatched."""
         ...

@@ -5,6 +5,7 @@ Reads numbers, changes none.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterable, Mapping
 from datetime import timedelta
@@ -16,6 +17,7 @@ FIELDS = (
     ("learning_rate", "lr", "{:.2e}"),
     ("grad_norm", "grad norm", "{:.3f}"),
     ("tokens_per_second", "tokens/s", "{:,.0f}"),
+    ("seconds_per_step", "s/update", "{:.3g}"),  # where no tokens are counted
 )
 WIDE = 110  # columns of a terminal wide enough for a bar next to the numbers
 
@@ -70,11 +72,13 @@ class Progress:
 
 
 def summary(record: Mapping[str, float]) -> str:
-    """Returns one line, such as `loss 3.2101  lr 3.00e-03  grad norm 0.512  tokens/s 11,402`, of the FIELDS in the
-    record.
-    """
-    shown = [(label, form, record[name]) for name, label, form in FIELDS if record.get(name) is not None]
-    return "  ".join(f"{label} {form.format(float(value))}" for label, form, value in shown)
+    """Returns one line of the FIELDS in the record: `loss 3.2101  lr 3.00e-03  grad norm 0.512  tokens/s 11,402`."""
+    shown = [(name, label, form) for name, label, form in FIELDS if record.get(name) is not None]
+    if math.isnan(record.get("learning_rate") or 0):  # of an optax transformation that does not tell its rate
+        shown = [field for field in shown if field[0] != "learning_rate"]
+    if "tokens_per_second" in record:
+        shown = [field for field in shown if field[0] != "seconds_per_step"]
+    return "  ".join(f"{label} {form.format(float(record[name]))}" for name, label, form in shown)
 
 
 def duration(seconds: float) -> str:

@@ -11,7 +11,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypedDict, Unpack
 
 import optax
 
@@ -92,6 +92,25 @@ def train(
     return loop.run(make_work, config, loop.Start(resume, fresh, allow_changes), callbacks)
 
 
+class Sections(TypedDict, total=False):
+    """The further sections and keys of `CustomConfig` that `Trainer` takes, for editors and type checkers."""
+
+    batch: Mapping[str, Any]
+    run: Mapping[str, Any]
+    eval: Mapping[str, Any]
+    mesh: Mapping[str, Any]
+    schedule: str | None
+    chunks: int
+    trainable: Sequence[str] | None
+    precision: Mapping[str, Any]
+    parallel: Mapping[str, Any]
+    checkpoint: Mapping[str, Any]
+    log: Mapping[str, Any]
+    guard: Mapping[str, Any]
+    hosts: Mapping[str, Any]
+    plugins: Sequence[str]
+
+
 class Trainer:
     """Trains any model with the loop of `jaxfb train`: resume, several hosts, guard, checkpoints, logging, callbacks.
 
@@ -145,7 +164,7 @@ class Trainer:
         callbacks: Iterable[Callback] = (),
         max_grad_norm: float | None = None,
         seed: int = 0,
-        **sections: Any,
+        **sections: Unpack[Sections],
     ):
         instance(
             "optimizer", optimizer, optax.GradientTransformation, "an optax transformation", who="[trainer]"

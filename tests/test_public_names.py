@@ -1,10 +1,12 @@
 """The names that users import: one list, which Python and type checkers both read."""
 
 import ast
+import inspect
 import json
 import shutil
 import subprocess
 import sys
+from dataclasses import fields
 from importlib import import_module
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +15,9 @@ from types import ModuleType
 import pytest
 
 import jaxfb
+from jaxfb.config import CustomConfig
+from jaxfb.forward_backward.options import EngineKeywords
+from jaxfb.trainer import Sections
 
 ROOT = Path(jaxfb.__file__).parent
 CORRECT = """
@@ -27,9 +32,30 @@ forward_backward = jaxfb.get_forward_backward_func(mesh, accum_dtype="float32")
 out = forward_backward(loss_fn, {}, {}, plan)
 print(out.loss + 1, plan.num_microbatches + 1)
 optimizer = jaxfb.make_optimizer("adamw", learning_rate=1e-3)
-step = jaxfb.make_train_step(loss_fn, optimizer, mesh, plan, max_grad_norm=1.0)
+step = jaxfb.make_train_step(loss_fn, optimizer, mesh, plan, max_grad_norm=1.0, remat="layer")
 print(jaxfb.schedules.make("1f1b", 4, 8).render())
+
+class Stopping(jaxfb.Callback):
+    def on_train_start(self, run):
+        self.run = run
+
+    def on_eval(self, step, metrics):
+        print(self.run.state.step, self.run.outputs, metrics["eval/loss"])
+        self.run.stop("good enough")
+
+trainer = jaxfb.Trainer(
+    model=loss_fn, params={}, data={}, optimizer=optimizer, callbacks=[Stopping()], dir="run", updates=1, rows=8,
+    rows_per_microbatch=2, mesh={"data": 4}, checkpoint={"every": 2}, evaluate=lambda params: {"loss": 0.0},
+)
+print(trainer.train(resume=True).status)
 """
+MISSPELT = {
+    "rows_per_microbatch=2, data": "rows_per_microbach=2, data",
+    "accum_dtype=": "acum_dtype=",
+    "max_grad_norm=": "max_gradnorm=",
+    "evaluate=": "evalute=",
+}
+"""Right -> wrong keywords of a plan, the engine, an update and the trainer."""
 
 
 def stub() -> ast.Module:
@@ -49,6 +75,21 @@ def test_the_list_of_the_stub_holds_what_it_imports():
     imported = {a.name for n in stub().body if isinstance(n, ast.ImportFrom) for a in n.names}
     listed = next(n for n in stub().body if isinstance(n, ast.Assign))
     assert sorted(ast.literal_eval(listed.value)) == sorted(imported) == sorted(jaxfb.__all__)
+
+
+def test_keywords_that_are_passed_on_are_those_of_the_function_that_takes_them():
+    engine = inspect.signature(jaxfb.get_forward_backward_func).parameters
+    own = {"mesh", "layer_order"}  # of make_train_step
+    assert set(EngineKeywords.__annotations__) == set(engine) - own
+    parts = {
+        "model",
+        "params",
+        "data",
+        "evaluate",
+        "optimizer",
+        "lr",
+    }  # arguments of Trainer, or needless beside them
+    assert set(Sections.__annotations__) == {field.name for field in fields(CustomConfig)} - parts
 
 
 def test_importing_jaxfb_imports_no_jax():
@@ -86,12 +127,18 @@ def test_a_type_checker_accepts_a_correct_program_and_finds_a_misspelt_keyword(t
     program = tmp_path / "program"
     correct, wrong = program / "correct.py", program / "wrong.py"
     correct.write_text(CORRECT)
-    wrong.write_text(CORRECT.replace("rows_per_microbatch=", "rows_per_microbach="))
+    text = CORRECT
+    for right, misspelt in MISSPELT.items():
+        assert text.count(right) == 1
+        text = text.replace(right, misspelt)
+    wrong.write_text(text)
     (program / "pyrightconfig.json").write_text(
         json.dumps({"typeCheckingMode": "standard", "extraPaths": [str(installed)]})
     )
     command = [sys.executable, "-m", "pyright", "--pythonpath", sys.executable, "-p", str(program)]
     found = subprocess.run(command, capture_output=True, text=True, timeout=300, cwd=program)
     errors = [line for line in found.stdout.splitlines() if "error:" in line]
-    assert len(errors) == 1 and "wrong.py" in errors[0] and "rows_per_microbach" in errors[0], found.stdout
+    assert len(errors) == len(MISSPELT) and all("wrong.py" in error for error in errors), found.stdout
+    for misspelt in MISSPELT.values():
+        assert f'"{misspelt.partition("=")[0]}"' in found.stdout, misspelt
     assert (installed / "jaxfb" / "py.typed").is_file()

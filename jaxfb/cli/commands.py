@@ -95,7 +95,8 @@ def _init(options) -> None:
         return
     written = write_starter(options.name, Path(options.out))
     print("\n".join(f"wrote {path}" for path in written))
-    print(written[0].read_text().partition("\n")[0].removeprefix("# ").replace("configs/", f"{options.out}/"))
+    command = written[0].read_text().partition("\n")[0].removeprefix("# ")
+    print(f"cd {options.out} && {command}" if Path(options.out).resolve() != Path.cwd() else command)
 
 
 @contextmanager

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, TypedDict
 
 from jax.sharding import Mesh
 
@@ -23,6 +23,28 @@ from jaxfb.trainable import checked_patterns
 PyTree = Any
 OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
 LAYER_ORDERS = ("model", "pipeline")
+
+
+class EngineKeywords(TypedDict, total=False):
+    """The keywords of `get_forward_backward_func`, for editors and type checkers where a function passes them on."""
+
+    schedule: str | schedules.Schedule | None
+    num_chunks: int
+    num_pieces: int
+    normalize: str
+    accum_dtype: Any
+    reduce_dtype: Any
+    compute_dtype: Any
+    remat: str | None
+    fsdp_gather: str | int
+    gather_ahead: bool | None
+    optimizer_sharding: str
+    param_specs: Callable[[PyTree], PyTree] | None
+    head_placement: str | None
+    layers_per_stage: Sequence[int] | None
+    trainable: Sequence[str] | None
+    compiler_options: Mapping[str, Any] | None
+    poison_bubbles: bool
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ class BaseWork:
     """The part of a `Work` that does not depend on the kind."""
 
     starts_with_evaluation = False
+    in_program = False
     limits: Limits | None = None
 
     def __init__(self):

@@ -163,7 +163,9 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     )
     model, transformation = _model(parts["model"], own.get("loss")), _optimizer(config, run_plan, own)
     rest = (transformation, run_plan, rows, parts["evaluate"], own.get("max_grad_norm"))
-    return Custom(config, mesh, model, parts["params"], *rest)
+    work = Custom(config, mesh, model, parts["params"], *rest)
+    work.in_program = bool(own)
+    return work
 
 
 def described(part: Any) -> str:

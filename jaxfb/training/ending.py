@@ -7,6 +7,8 @@ def what_is_saved(done: int, total: int, newest: int | None) -> str:
     """Returns what there is to continue from, after `done` of `total` updates, with `newest` the last one saved."""
     if newest == done:
         return f"saved after update {done} of {total}"
+    if done == 0:
+        return "ended before the first update"
     return f"update {done} of {total} is not saved, since the latest updates failed; {_newest(newest)} saved"
 
 

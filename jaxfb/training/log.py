@@ -88,6 +88,8 @@ class Log(Callback):
         rate, seconds = self._throughput.tokens_per_second, self._throughput.seconds_per_step
         if rate is None or seconds is None:
             return {}
+        if not rate:  # rows of your own, which have no tokens to count
+            return {"seconds_per_step": seconds}
         speed = {"tokens_per_second": rate, "seconds_per_step": seconds}
         if self._flops is not None:
             speed["teraflops_per_device"] = rate * self._flops / self._devices / 1e12
@@ -106,8 +108,9 @@ def named_numbers(metrics: StepMetrics) -> dict[str, Any]:
 
 
 def held_out(metrics: Mapping[str, float]) -> str:
-    """Returns `loss 3.2101 nats/token  1.9810 bits/byte  accuracy 0.3300`."""
-    units = {"eval/loss": ("loss ", " nats/token"), "eval/bits_per_byte": ("", " bits/byte")}
+    """Returns `loss 3.2101 nats/token  1.9810 bits/byte`, or what your own evaluation returned, without units."""
+    nats = " nats/token" if "eval/tokens" in metrics else ""
+    units = {"eval/loss": ("loss ", nats), "eval/bits_per_byte": ("", " bits/byte")}
     shown = [
         f"{before}{metrics[name]:.4f}{after}" for name, (before, after) in units.items() if name in metrics
     ]

@@ -225,6 +225,7 @@ class _Loop:
             self._arrive()
         if evaluates:
             self._evaluate()
+        self._saves = self._saves or run_.stopped is not None  # by a hook that has just received numbers
         if self._saves and not self._guard.failed:
             self._save()
             self._saves = False
@@ -400,4 +401,6 @@ def _saved(run_: Run) -> str:
 
 
 def _again(run_: Run) -> str:
+    if run_.work.in_program:
+        return "trainer.train(resume=True)"
     return f"{command()} {run_.work.command} {run_.directory.path} --resume"

@@ -35,6 +35,7 @@ class Work(Protocol):
     limits:         with which the next update is applied, None for any; the guards set it.
     train_state:    what the next update reads; the guards put an earlier one back.
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
+    in_program:     it has parts that a program made, so that no command can continue it.
     """
 
     @property
@@ -58,6 +59,9 @@ class Work(Protocol):
 
     @property
     def starts_with_evaluation(self) -> bool: ...
+
+    @property
+    def in_program(self) -> bool: ...
 
     @property
     def abstract_params(self) -> PyTree:

@@ -117,6 +117,30 @@ class Stop(Callback):
             self.run.stop("good enough")
 
 
+class StopAtEvaluation(Stop):
+    """Stops the run when the numbers of an evaluation say so."""
+
+    def on_step_end(self, step, metrics): ...
+
+    def on_eval(self, step, metrics):
+        self.run.stop(f"held-out {metrics['eval/loss']}")
+
+
+def test_a_run_that_an_evaluation_stops_is_saved_and_says_how_to_continue(tmp_path, capsys):
+    evaluated = {
+        "evaluate": lambda params: {"loss": 0.25},
+        "eval": {"every": 3},
+        "checkpoint": {"every": None},
+    }
+    stopped = trainer(tmp_path, callbacks=[StopAtEvaluation()], **evaluated).train()
+    assert (stopped.status, stopped.updates) == ("stopped", 3)
+    out = capsys.readouterr().out
+    assert "held-out 0.25: saved after update 3 of 6; continue with: trainer.train(resume=True)" in out, out
+    assert "held-out loss 0.2500\n" in out  # of your own evaluation the unit is not known
+    assert " s/update " in out and "tokens/s" not in out and "lr nan" not in out
+    assert trainer(tmp_path, **evaluated).train(resume=True).status == "finished"
+
+
 class Stream:
     """Rows that never end, whose iterator has no state."""
 
