@@ -18,7 +18,7 @@ import optax
 from jaxfb import gradients
 from jaxfb.callbacks import Callback, checked
 from jaxfb.checkpoint.store import CannotWrite
-from jaxfb.config import Config, CustomConfig, config_from_dict, load_config
+from jaxfb.config import Config, CustomConfig, config_from_dict, load_config, refuse_own_model
 from jaxfb.config.operation import HostsConfig
 from jaxfb.data import load_tokenizer, prepare
 from jaxfb.inference.complete import Sampling, check_prompt, complete, is_answered, sampling_of
@@ -176,10 +176,11 @@ class Trainer:
         if evaluate is not None:
             function("evaluate", evaluate, "(params)", who="[trainer]")
         gradients.check_clipping(max_grad_norm)
+        further: dict[str, Any] = {**sections}
         for name in ("batch", "run"):
-            if not isinstance(sections.get(name, {}), Mapping):
+            if not isinstance(further.get(name, {}), Mapping):
                 refuse(
-                    name, sections[name], "a section of a config, its keys and their values", who="[trainer]"
+                    name, further[name], "a section of a config, its keys and their values", who="[trainer]"
                 )
         self._parts = {
             "model": model, "params": params, "data": data, "evaluate": evaluate, "loss": loss, "optimizer": optimizer
@@ -187,9 +188,11 @@ class Trainer:
         names = {name: described(self._parts[name]) for name in ("model", "params", "data")}
         cut = {"rows": rows, "rows_per_microbatch": rows_per_microbatch, "num_microbatches": num_microbatches}
         run = {"dir": str(dir), "updates": updates, "epochs": epochs, "seed": seed}
-        given = {"batch": cut, "run": run, **sections}
-        given["batch"] = {**cut, **sections.get("batch", {})}
-        given["run"] = {**run, **sections.get("run", {})}
+        given = {
+            **further,
+            "batch": {**cut, **further.get("batch", {})},
+            "run": {**run, **further.get("run", {})},
+        }
         self.config: CustomConfig = config_from_dict({**names, **given})
         for name, size in {**cut, "updates": updates}.items():
             if size is not None:
@@ -225,6 +228,7 @@ def evaluate(run_dir: str | Path, overrides: Sequence[str] = ()) -> dict[str, fl
       ValueError: there is nothing to evaluate on, or overrides that would read the parameters or token ids wrongly.
     """
     config = load_config(run_dir, overrides)
+    refuse_own_model(config, "eval", "its function `evaluate` runs during training, every eval.every updates")
     with Hosts(config.hosts) as hosts:
         config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config))

@@ -304,10 +304,12 @@ def _check(options) -> int:
         return _check_random(options)
     if options.config is None:
         raise Refused("check needs a config, such as configs/quickstart.yaml, or --random 20")
-    from jaxfb.config import load_config
+    from jaxfb.config import load_config, refuse_own_model
 
     config = load_config(options.config, options.overrides, "train")
-
+    refuse_own_model(
+        config, "check", "call jaxfb.check_equivalence on it, or use --random 20 --model module:function"
+    )
     simulate_devices(vars(config.mesh))
     from jaxfb.training.check import check_config
 
@@ -349,10 +351,11 @@ def _schedule(options) -> None:
 
 
 def _plan(options) -> None:
-    from jaxfb.config import load_config
+    from jaxfb.config import load_config, refuse_own_model
     from jaxfb.planner.topology import parse_topology
 
     config = load_config(options.config, options.overrides)
+    refuse_own_model(config, "plan", "use a config with sizes, such as 8b")
     topology = parse_topology(options.topology)
     without_devices()
     from jaxfb.planner import command

@@ -4,7 +4,7 @@ Comes before all other steps. `load_config("configs/quickstart.yaml", ["mesh.dp=
 sections (`sections.py`); every refusal is a ValueError of one sentence that names the full key.
 """
 
-from jaxfb.config.custom import CustomConfig
+from jaxfb.config.custom import CustomConfig, refuse_own_model
 from jaxfb.config.load import config_from_dict, kind_of_command, load_config
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
@@ -26,6 +26,7 @@ __all__ = [
     "config_to_dict",
     "kind_of_command",
     "load_config",
+    "refuse_own_model",
     "save_yaml",
     "smoke_overrides",
     "starter_names",

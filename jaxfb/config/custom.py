@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from jaxfb.config.adapters import check_trained
 from jaxfb.config.checks import positive
@@ -82,3 +83,11 @@ class CustomConfig:
                 "[run] tokens cannot be counted in rows of your own; use run.updates, samples or epochs",
                 [{"run.tokens": None, f"run.{name}": 1} for name in ("updates", "samples", "epochs")],
             )
+
+
+def refuse_own_model(config: Any, what: str, instead: str) -> None:
+    """Refuses a config of your own model where `what` needs to know the model; `instead`: what to do."""
+    if isinstance(config, CustomConfig):
+        raise Refused(
+            f"[model] {config.model} is a model of your own: {what} works for the built-in transformer alone; {instead}"
+        )

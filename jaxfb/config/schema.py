@@ -24,6 +24,9 @@ ALIASES = {
 }
 SYNONYMS = {
     "batch_size": "batch.rows",
+    "size": "batch.rows",
+    "per_device_train_batch_size": "batch.rows_per_microbatch",
+    "per_device_batch_size": "batch.rows_per_microbatch",
     "global_batch_size": "batch.rows",
     "micro_batch_size": "batch.rows_per_microbatch",
     "microbatch_size": "batch.rows_per_microbatch",
@@ -50,6 +53,24 @@ SYNONYMS = {
     "exit_interval": "run.stop_at",
     "seed": "run.seed",
     "stage": "mesh.pipe",
+    **dict.fromkeys(
+        ("seq_len", "seq_length", "block_size", "context_length", "max_length"), "data.sequence_length"
+    ),
+    **dict.fromkeys(("d_model", "n_embd", "hidden_dim", "dim"), "model.hidden_size"),
+    **dict.fromkeys(("n_layer", "n_layers", "depth"), "model.num_layers"),
+    **dict.fromkeys(("n_head", "n_heads"), "model.num_heads"),
+}
+# Arguments of optimizers, by what they are called there and elsewhere.
+OPTIMIZER_OPTIONS = {
+    **{name: name for name in ("b1", "b2", "eps", "momentum", "nesterov")},
+    **{
+        "beta1": "b1",
+        "beta2": "b2",
+        "adam_beta1": "b1",
+        "adam_beta2": "b2",
+        "adam_eps": "eps",
+        "epsilon": "eps",
+    },
 }
 # What verl calls the numbers of a rollout.
 POLICY_SYNONYMS = {
@@ -215,6 +236,8 @@ def unknown_key(key: str, root: type) -> str:
 
 def _nearest(key: str, keys: list[str]) -> str | None:
     section, _, name = key.rpartition(".")
+    if name in OPTIMIZER_OPTIONS and "optimizer.options" in keys:
+        return f"optimizer.options.{OPTIMIZER_OPTIONS[name]}"
     siblings = {k.rpartition(".")[2]: k for k in keys if k.rpartition(".")[0] == section}
     anywhere = {k.rpartition(".")[2]: k for k in reversed(keys)}
     known = ALIASES.get(key) or SYNONYMS.get(name) or POLICY_SYNONYMS.get(name)

@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxfb.config import config_from_dict, load_config
+from jaxfb.config import config_from_dict, load_config, refuse_own_model
 from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.data import load_tokenizer
 from jaxfb.data.chat import Chat, saved_chat
@@ -191,6 +191,9 @@ def _run_of(path: Path, overrides: Sequence[str]) -> tuple[Path, Any]:
     if is_directory_of_files(path):
         return path, config_of_files(path, overrides)
     config = load_config(path, overrides)
+    refuse_own_model(
+        config, "sampling and scoring text", "call your model on the parameters of its checkpoint"
+    )
     directory = path if path.is_dir() else Path(config.run.dir)
     if isinstance(config.mesh, AutoMesh) and (saved := RunDirectory(directory).saved_config()):
         config = with_layout(config, {"mesh": saved["mesh"]})

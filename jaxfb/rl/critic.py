@@ -41,6 +41,7 @@ class Critic:
         settings = config.critic
         assert settings is not None  # a config without one has no critic
         self._base, self._settings, self.plan = base, settings, plan
+        options: dict[str, Any] = {**step_options(config), "trainable": None}
         self.step = make_train_step(
             value_loss_fn(self._model, ValueLoss(self._settings.clip)),
             make_optimizer("adamw", learning_rate=self._settings.learning_rate),
@@ -48,7 +49,7 @@ class Critic:
             plan,
             max_grad_norm=self._settings.max_grad_norm,
             dropout=base.sizes.dropout > 0,
-            **{**step_options(config), "trainable": None},
+            **options,
         )
         self.forward_model = value_fn(self._model)
         self.state: TrainState = None  # type: ignore[assignment]

@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.stored_parts import StoredArrays
-from jaxfb.config import config_from_dict, load_config, save_yaml
+from jaxfb.config import config_from_dict, load_config, refuse_own_model, save_yaml
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.adapted import A, B, LoRA, adapted
 from jaxfb.models.config import TransformerConfig
@@ -79,6 +79,9 @@ def export_run(
     """
     source = Path(run_dir)
     config = load_config(source)
+    refuse_own_model(
+        config, "export-hf", "jaxfb.checkpoint.store.CheckpointStore reads the parameters of your own"
+    )
     if dtype not in (None, *DTYPES):
         raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
     if adapter:

@@ -37,6 +37,10 @@ REFUSED = [
     ("lr.warmup=1000000", r"\[lr\] warmup=1000000 must be below the \d+ updates it is part of"),
     ("model.num_heads=5", r"\[model\] hidden_size=.* multiple of num_heads=5"),
     ("checkpoint.keep=0", r"\[checkpoint\] keep=0 must be positive and finite; use 1"),
+    ("optimizer.b1=0.9", r"did you mean optimizer\.options\.b1\?"),
+    ("adam_beta2=0.9", r"did you mean optimizer\.options\.b2\?"),
+    ("data.seq_len=128", r"did you mean data\.sequence_length\?"),
+    ("batch.size=128", r"did you mean batch\.rows\?"),
     ("noequals", r"write key\.path=value"),
 ]
 

@@ -285,6 +285,28 @@ mesh: {data: 2}
 """
 
 
+COMMANDS = [
+    ["eval", "own.yaml"],
+    ["check", "own.yaml"],
+    ["plan", "own.yaml", "--topology", "cpu:2"],
+    ["export-hf", "run", "there"],
+    ["generate", "own.yaml", "--prompt", "a"],
+]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=[command[0] for command in COMMANDS])
+def test_commands_that_need_the_built_in_model_refuse_another_in_a_sentence(
+    command, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine.py").write_text(MODULE)
+    (tmp_path / "own.yaml").write_text(CONFIG)
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "config.yaml").write_text(CONFIG)
+    assert main(command) == 2
+    assert "[model] mine:model is a model of your own: " in capsys.readouterr().err
+
+
 def test_a_config_names_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "mine.py").write_text(MODULE)
