@@ -128,12 +128,12 @@ def context(one: Layout) -> float:
 
 
 def expert(one: Layout) -> float:
-    """Each token to its experts and back: in the forward, where it runs again, and in the backward. The gradients of
-    what is no expert's are reduced once a step, unless they are cut over the axis.
+    """Each token to its experts and back: in the forward, where it runs again, and in the backward. What is no expert's
+    is in shards along the axis too: in turn, what fsdp has gathered or not scattered yet follows.
     """
     exchanged = (4 + 2 * one.again) * one.hidden * one.sizes.experts_per_token * one.layer_turns
-    reduced = 0.0 if "expert" in one.cut else 2 * MASTER * _shared(one) / one.size("fsdp")
-    return one.share("expert") * (exchanged + reduced)
+    share = _shared(one) / sum(held_numbers(one.config, one.sizes)) if one.in_turn else 0.0
+    return one.share("expert") * (exchanged + share * gathered_and_scattered(one) / one.config.mesh.fsdp)
 
 
 def _shared(one: Layout) -> float:
@@ -175,6 +175,8 @@ def of_program(job: Job, side: str, traffic: dict[str, Any]) -> dict[str, dict[s
     one = layout(job, side, cut)
     if one.ours and one.size("context") > 1:
         one = replace(one, cut=("fsdp", "context"), in_turn=cut == ("fsdp",))
+    if one.ours and one.size("expert") > 1:
+        one = replace(one, in_turn=("fsdp", "expert") not in sent)
     found = {}
     for axis in (axis for axis in BY_HAND if one.size(axis) > 1):
         along = sum(size for axes, size in sent.items() if axes[0] == axis)

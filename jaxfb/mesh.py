@@ -19,10 +19,13 @@ from jaxfb.platforms import cpu
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
-ROWS = "rows"
-REPLICA_AXES = ("data", "fsdp", "expert", ROWS)
-SHARD_AXES = ("fsdp", ROWS, "context")
-"""The axes along which devices compute with the same weights, so that each stores a part of them (FSDP)."""
+EXPERT, ROWS = "expert", "rows"
+REPLICA_AXES = ("data", "fsdp", EXPERT, ROWS)
+SHARD_AXES = ("fsdp", EXPERT, ROWS, "context")
+"""The axes along which devices compute with the same weights, so that each stores a part of them (FSDP).
+
+Along `expert` experts differ: it cuts what is no expert alone.
+"""
 AUTOMATIC_AXES = ("tensor",)
 _MOST_SIMULATED = 1024
 

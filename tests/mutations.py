@@ -162,6 +162,20 @@ MUTATIONS = (
         "models/test_moe.py::test_a_split_changes_nothing",
     ),
     Mutation(
+        "a_dim_of_experts_taken_for_shards",
+        "parallel/sharding.py",
+        "axes not in ((), (EXPERT,))",
+        "axes",
+        "parallel/test_sharding.py::test_an_expert_axis_is_more_fsdp_for_all_but_the_experts",
+    ),
+    Mutation(
+        "experts_axis_stores_copies",
+        "mesh.py",
+        'SHARD_AXES = ("fsdp", EXPERT, ROWS, "context")',
+        'SHARD_AXES = ("fsdp", ROWS, "context")',
+        "parallel/test_sharding.py::test_each_device_stores_its_share_of_a_mixture",
+    ),
+    Mutation(
         "zigzag_without_the_late_piece",
         "parallel/context.py",
         "pieces[[c, 2 * size - 1 - c]]",

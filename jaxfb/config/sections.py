@@ -187,7 +187,8 @@ class LearningRateConfig:
 class MeshConfig:
     """Sizes of the mesh axes (aliases pp, dp, fsdp, ep, cp, tp); one may be -1 and takes the devices left.
 
-    Parameters and optimizer state are stored in shards over fsdp and context together; parallel.fsdp_gather is of both.
+    Parameters and optimizer state are stored in shards over fsdp, expert and context together; parallel.fsdp_gather is
+    of all three.
     """
 
     pipe: int = 1
@@ -237,9 +238,9 @@ class AutoMesh(MeshConfig):
 class PrecisionConfig:
     """Master params are float32 (or float64 under x64). accum_dtype null: float32, or that of float64 params.
 
-    reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp and context, before they are
-                  added in accum_dtype to those of other microbatches; null: accum_dtype. bfloat16 sends half the bytes
-                  of float32, and rounds. Under parallel.fsdp_gather=step they are summed once, in accum_dtype.
+    reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context, before they
+                  are added in accum_dtype to those of other microbatches; null: accum_dtype. bfloat16 sends half the
+                  bytes of float32, and rounds. Under parallel.fsdp_gather=step they are summed once, in accum_dtype.
     frozen_dtype: of parameters that are not trained, in memory and in checkpoints; null: as the others. They are never
                   updated, so that bfloat16 loses nothing where they came from 16 bits.
     loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.

@@ -80,7 +80,7 @@ def get_forward_backward_func(
       normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
         Megatron's mean over microbatches and replicas of total / weight; "none" sums.
       accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
-      reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp and context under
+      reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context under
         fsdp_gather="layer", and over data under optimizer_sharding="gradients", before they are added to the sum over
         microbatches; None is accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part
         and their sum. Reductions after the last microbatch are in accum_dtype.
@@ -90,11 +90,11 @@ def get_forward_backward_func(
         memory; "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward
         twice more. "selective*8+layer" is "selective" in the first eight layers of each stage and "layer" in the
         rest.
-      fsdp_gather: of parameters, which are stored in shards over fsdp and context together. "layer" gathers them
-        where they are used, in every microbatch (ZeRO-3): a layer at a time for a `Pipelined`, all for a plain loss
-        function. "step" gathers all once a call, so the
-        number of gathers does not depend on the number of microbatches. A number: of the first so many layers of
-        each stage, parameters are gathered once a call and stay; the others, and all gradients, are as with "layer".
+      fsdp_gather: of parameters, which are stored in shards over fsdp, expert and context together. "layer" gathers
+        them where they are used, in every microbatch (ZeRO-3): a layer at a time for a `Pipelined`, all for a plain
+        loss function. "step" gathers all once a call, so the number of gathers does not depend on the number of
+        microbatches. A number: of the first so many layers of each stage, parameters are gathered once a call and stay;
+        the others, and all gradients, are as with "layer".
       gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
         scatters its gradients while the next one's are computed; takes the memory of one more layer and its
         gradients. None: on GPUs and TPUs. Not with optimizer_sharding="gradients".
@@ -308,7 +308,7 @@ class ForwardBackward:
         return pruned(self.options.trainable, params)
 
     def param_specs(self, model: LossFn | Pipelined, params: PyTree) -> PyTree:
-        """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp, context and tensor."""
+        """Returns where each parameter is placed: a tree of PartitionSpec over all axes but data."""
         placement = self.head_placement_for(model, params) if isinstance(model, Pipelined) else None
         return resolved.param_specs(self.mesh, self.options, model, params, placement)
 

@@ -184,7 +184,7 @@ def placement_for(mesh: Mesh, options: EngineOptions, model: Pipelined, params: 
 def param_specs(
     mesh: Mesh, options: EngineOptions, model: LossFn | Pipelined, params: PyTree, placement: str | None
 ) -> PyTree:
-    """Returns where each parameter is placed: a tree of PartitionSpec over pipe, fsdp, context and tensor."""
+    """Returns where each parameter is placed: a tree of PartitionSpec over all axes but data."""
     pipelined = isinstance(model, Pipelined)
     rule = options.param_specs or (model.param_specs if pipelined else None)
     tensor_specs = (

@@ -24,7 +24,7 @@ from jaxfb.forward_backward.resolved import Resolved
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.forward_backward.weights import check_given, check_terms, seeds, term_weights
-from jaxfb.mesh import axis_size, data_parallel, manual_axes, replica_axes, split_axes
+from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_axes, split_axes
 from jaxfb.output import objective
 from jaxfb.parallel import sharding
 from jaxfb.refusal import Refused
@@ -115,7 +115,7 @@ class SpmdProgram:
 
     def _seen_by_one_device(self, leaf: jax.ShapeDtypeStruct, spec: P) -> jax.ShapeDtypeStruct:
         """Returns the shape of a parameter inside the model's functions: whole but for its share of the experts."""
-        cut = (axis_size(self.mesh, "expert") if "expert" in sharding.axes_of(entry) else 1 for entry in spec)
+        cut = (axis_size(self.mesh, EXPERT) if sharding.cuts_experts(entry) else 1 for entry in spec)
         shape = [size // parts for size, parts in zip(leaf.shape, [*cut, *[1] * leaf.ndim], strict=False)]
         return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
 

@@ -136,8 +136,9 @@ def two_steps(size: int) -> tuple[Groups, Groups] | None:
 
 def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
     """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse."""
-    names = [axes] if isinstance(axes, str) else [*axes]
-    if not _falls_back(names, kind, get_abstract_mesh()):
+    mesh = get_abstract_mesh()
+    names = [axes] if isinstance(axes, str) else [axis for axis in axes if mesh.shape[axis] > 1]
+    if not _falls_back(names, kind, mesh):
         return [(axes, None)]
     if len(names) > 1:
         return [(axis, None) for axis in names]

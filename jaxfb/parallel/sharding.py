@@ -1,5 +1,5 @@
-"""Decides where each parameter is placed: which dim of which leaf is cut over fsdp and context, over tensor, or
-(optimizer state) over data.
+"""Decides where each parameter is placed: which dim of which leaf is cut over fsdp, expert and context, over tensor,
+or (optimizer state) over data.
 
 The rule reads shapes alone, so the engine, the trainer and a checkpoint on another mesh agree without talking.
 """
@@ -14,7 +14,7 @@ import jax
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.mesh import AUTOMATIC_AXES, SHARD_AXES, axis_size, shard_axes
+from jaxfb.mesh import AUTOMATIC_AXES, EXPERT, SHARD_AXES, axis_size, shard_axes
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
@@ -26,9 +26,10 @@ def param_specs(
 ) -> PyTree:
     """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim in shards.
 
-    Shards are over fsdp and context together; of a leaf in which these divide no free dim, over fsdp alone, or else
-    context alone. The dim is the largest that they divide and tensor leaves free, of those whose shards fill a TPU's
-    tiles if there are such; a leaf without any, and a vector (of a layer, if stacked), is replicated.
+    Shards are over fsdp, expert and context together, those of experts over fsdp and context; of a leaf in which these
+    divide no free dim, over fewer of them. The dim is the largest that they divide and tensor leaves free, of those
+    whose shards fill a TPU's tiles if there are such; a leaf without any, and a vector (of a layer, if stacked), is
+    replicated.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
@@ -93,7 +94,9 @@ def moment_specs(opt_state: PyTree, params: PyTree, grad_specs: PyTree) -> PyTre
 
 def shardings(specs: PyTree, mesh: Mesh) -> PyTree:
     """Returns NamedShardings of a tree of specs."""
-    return jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs, is_leaf=lambda x: isinstance(x, P))
+    return jax.tree.map(
+        lambda spec: NamedSharding(mesh, _as_of_jit(spec, mesh)), specs, is_leaf=lambda x: isinstance(x, P)
+    )
 
 
 def abstract(tree: PyTree, places: PyTree) -> PyTree:
@@ -133,7 +136,17 @@ def dim_of(spec: P, axis: str) -> int | None:
 def shards_of(spec: P) -> tuple[int, tuple[str, ...]] | None:
     """Returns (the dim that is cut into shards, the axes that have them, outermost first), or None."""
     cuts = ((dim, axes_of(entry)) for dim, entry in enumerate(spec))
-    return next(((dim, axes) for dim, axes in cuts if axes and set(axes) <= set(SHARD_AXES)), None)
+    return next(((dim, axes) for dim, axes in cuts if _are_of_shards(axes)), None)
+
+
+def cuts_experts(entry: Any) -> bool:
+    """Returns whether devices have different experts along a dim with this entry in its spec."""
+    return EXPERT in axes_of(entry) and not _are_of_shards(axes_of(entry))
+
+
+def _are_of_shards(axes: tuple[str, ...]) -> bool:
+    """Returns whether a dim that these axes cut is in shards: `expert` alone cuts experts."""
+    return axes not in ((), (EXPERT,)) and set(axes) <= set(SHARD_AXES)
 
 
 def _on_mesh(spec: P, mesh: Mesh) -> P:
@@ -167,12 +180,31 @@ def _cut_over_pipe(shape: tuple[int, ...], spec: P, dim: int) -> P:
 
 def _in_shards(shape: tuple[int, ...], spec: P, mesh: Mesh, first_dim: int) -> P:
     """Returns the spec with one more dim cut over as many of the mesh's `shard_axes` as divide one."""
-    axes = shard_axes(mesh)
-    for some in (axes, ("fsdp",), tuple(axis for axis in axes if axis != "fsdp")):
-        found = _add_axes(shape, spec, some, mesh, first_dim)
+    experts = any(map(cuts_experts, spec))
+    axes = tuple(axis for axis in shard_axes(mesh) if not (experts and axis == EXPERT))
+    context = tuple(axis for axis in axes if axis not in ("fsdp", EXPERT))
+    for some in (axes, ("fsdp", *context), ("fsdp", EXPERT), ("fsdp",), (EXPERT, *context), context):
+        found = (
+            _add_axes(shape, spec, _with_another(some, mesh), mesh, first_dim)
+            if set(some) <= set(axes)
+            else P()
+        )
         if shards_of(found) is not None:
             return found
     return _shortest(list(spec))
+
+
+def _as_of_jit(spec: P, mesh: Mesh) -> P:
+    """Returns the spec as jit writes the specs of its results: without the axis that `_with_another` added."""
+    return P(*(_on_mesh(P(entry), mesh)[0] if EXPERT in axes_of(entry) else entry for entry in spec))
+
+
+def _with_another(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
+    """Returns the axes, with one of a single device beside `expert`, which alone would cut experts."""
+    if axes != (EXPERT,):
+        return axes
+    one = next((axis for axis in SHARD_AXES if mesh.shape.get(axis) == 1), None)
+    return tuple(axis for axis in SHARD_AXES if axis in (one, EXPERT))
 
 
 def _add_axes(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], mesh: Mesh, first_dim: int = 0) -> P:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -24,13 +25,34 @@ from jaxfb.types import outer_params
 
 
 def held_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, float]:
-    """Returns (parameters of layers, of embedding and head) of which a device has a shard."""
+    """Returns (parameters of layers, of embedding and head) that a device computes with, most of them gathered."""
     mesh = config.mesh
     outer = sizes.vocab_size * sizes.hidden_size * (1 if sizes.tied_embeddings else 2)
-    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
-    experts = 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+    experts = _numbers_of_experts(sizes)
     layers = num_params(sizes) - outer - experts + experts / mesh.expert
     return layers * share_of_layers(config, sizes) / mesh.tensor, outer / (mesh.pipe * mesh.tensor)
+
+
+def held_experts(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many of the layers' parameters that `held_numbers` counts are experts'."""
+    mesh = config.mesh
+    return _numbers_of_experts(sizes) * share_of_layers(config, sizes) / (mesh.expert * mesh.tensor)
+
+
+def _numbers_of_experts(sizes: TransformerConfig) -> int:
+    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    return 3 * with_experts * sizes.num_experts * sizes.hidden_size * sizes.expert_mlp_size
+
+
+Counted = Callable[[Config, TransformerConfig], tuple[float, float]]
+
+
+def stored(numbers: Counted, config: Config, sizes: TransformerConfig) -> tuple[float, float]:
+    """Returns what `held_numbers` or `trained_numbers` counts as a device stores it: each has a share of everything, of
+    experts as of the rest.
+    """
+    layers, outer = numbers(replace(config, mesh=replace(config.mesh, expert=1)), sizes)
+    return layers / num_shards(config), outer / num_shards(config)
 
 
 def share_of_layers(config: Config, sizes: TransformerConfig) -> float:
@@ -67,8 +89,8 @@ def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, i
 
 
 def num_shards(config: Config) -> int:
-    """Returns how many devices share out the parameters that `held_numbers` counts."""
-    return config.mesh.fsdp * config.mesh.context
+    """Returns how many devices share out the parameters of a stage and of a shard of `tensor`."""
+    return config.mesh.fsdp * config.mesh.expert * config.mesh.context
 
 
 def gathers_layers(config: Config) -> bool:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.chips import Chip
-from jaxfb.planner.counts import held_numbers, num_shards, trained_numbers
+from jaxfb.planner.counts import held_numbers, stored, trained_numbers
 from jaxfb.planner.formula_memory import (
     HOLES,
     frozen_bytes,
@@ -79,16 +79,15 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
       sizes: of the model of `config`.
       topology: without a chip nothing takes time.
     """
-    held, trained = (sum(of(config, sizes)) for of in (held_numbers, trained_numbers))
-    shards = num_shards(config)
-    state = 8 * trained / shards / (config.mesh.data if config.optimizer.sharding == "data" else 1)
+    held, trained = (sum(stored(of, config, sizes)) for of in (held_numbers, trained_numbers))
+    state = 8 * trained / (config.mesh.data if config.optimizer.sharding == "data" else 1)
     on_host = state if config.optimizer.memory == "host" else 0.0
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     return Estimate(
-        parameters=(4 * trained + frozen_bytes(config) * (held - trained)) / shards,
+        parameters=4 * trained + frozen_bytes(config) * (held - trained),
         optimizer=state,
         batch=0,
         gradients=gradients,

@@ -14,11 +14,11 @@ from jaxfb.planner.counts import (
     hidden_width,
     layers_by_remat,
     layers_here,
-    num_shards,
     product_width,
     runs_flash,
     schedule_kind,
     share_gathered,
+    stored,
     tokens_of_microbatch,
     trained_numbers,
 )
@@ -38,8 +38,8 @@ def gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     layers, outer = trained_numbers(config, sizes)
     if not gathers_layers(config):
         return 4 * (layers + outer)
-    shards = num_shards(config)
-    return 4 * layers / shards + 4 * outer / (shards if config.mesh.pipe == 1 else 1)
+    of_layers, of_outer = stored(trained_numbers, config, sizes)
+    return 4 * of_layers + 4 * (of_outer if config.mesh.pipe == 1 else outer)
 
 
 def staying_bytes(config: Config, sizes: TransformerConfig) -> float:

@@ -16,6 +16,7 @@ from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     context_method,
     gathers_before_use,
+    held_experts,
     held_numbers,
     layers_here,
     mean_over_layers,
@@ -25,6 +26,7 @@ from jaxfb.planner.counts import (
     runs_flash,
     share_gathered,
     share_of_layers,
+    stored,
     tokens_of_microbatch,
     trained_numbers,
     turns_of_layers_and_head,
@@ -127,14 +129,15 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     of_layers, of_head = turns_of_layers_and_head(config)
     sums = 8 * hidden * of_layers * layers_here(config, sizes)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * _reduced_bytes(config) * trained
-    shards = num_shards(config)
-    seconds = gathered * _share(shards) / _rate(config, chip, "fsdp", "context")
-    seconds += 8 * trained / shards * _share(mesh.data) / _rate(config, chip, "data")
-    seconds += sums * _share(mesh.tensor) / _rate(config, chip, "tensor")
+    experts = held_experts(config, sizes) / held
+    seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
+    seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
+    seconds += 8 * sum(stored(trained_numbers, config, sizes)) * _turn(config, chip, "data")
+    seconds += sums * _turn(config, chip, "tensor")
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of about five hidden states
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
-        seconds += 10 * hidden * of_head * _share(mesh.pipe) / _rate(config, chip, "pipe")
+        seconds += 10 * hidden * of_head * _turn(config, chip, "pipe")
     return seconds
 
 
@@ -155,15 +158,7 @@ def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> fl
     runs = num_microbatches(config) * of_layers * with_experts * share_of_layers(config, sizes)
     ways = mean_over_layers(config, sizes, lambda remat: 4 if remat in ("none", "selective") else 5)
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    return (
-        2
-        * sizes.hidden_size
-        * rows
-        * ways
-        * runs
-        * _share(config.mesh.expert)
-        / _rate(config, chip, "expert")
-    )
+    return 2 * sizes.hidden_size * rows * ways * runs * _turn(config, chip, "expert")
 
 
 def exposed_share(config: Config, topology: Topology) -> float:
@@ -180,9 +175,10 @@ def exposed_share(config: Config, topology: Topology) -> float:
     return 1.0 if waits else _EXPOSED
 
 
-def _share(size: int) -> float:
-    """Returns the part of an array that a device sends around a ring of that size."""
-    return (size - 1) / size
+def _turn(config: Config, chip: Chip, *axes: str) -> float:
+    """Returns the seconds that a byte of an array takes around a ring of all devices of those axes."""
+    size = math.prod(getattr(config.mesh, axis) for axis in axes)
+    return (size - 1) / size / _rate(config, chip, *axes)
 
 
 def _rate(config: Config, chip: Chip, *axes: str, neighbours: bool = False) -> float:

@@ -174,8 +174,8 @@ class StatePlacement:
         return self.forward_backward.order_of_layers(number, self._plan)
 
     def state_shardings(self, state: TrainState) -> TrainState:
-        """Returns NamedShardings of a (possibly abstract) state: params over fsdp, context and tensor, moments as the
-        gradients.
+        """Returns NamedShardings of a (possibly abstract) state: params over fsdp, expert, context and tensor, moments
+        as the gradients.
         """
         fb, (stored, order) = self.forward_backward, opened(state)
         if order is not None:

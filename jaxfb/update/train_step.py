@@ -337,8 +337,8 @@ class TrainStep:
         return self._placement.place(state)
 
     def state_shardings(self, state: TrainState) -> TrainState:
-        """Returns NamedShardings of a (possibly abstract) state: params over fsdp, context and tensor, moments as the
-        gradients.
+        """Returns NamedShardings of a (possibly abstract) state: params over fsdp, expert, context and tensor, moments
+        as the gradients.
         """
         return self._placement.state_shardings(state)
 

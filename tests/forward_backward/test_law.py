@@ -180,6 +180,12 @@ PROGRAMS = [
     program({"data": 2, "fsdp": 2}, 4, optimizer_sharding="data", normalize="none"),
     program({"data": 2, "fsdp": 4}, 2, fsdp_gather="step", tied=False),
     program({"data": 2, "fsdp": 2}, 3, dropout=True, remat="full", tied=False),
+    program({"expert": 2, "fsdp": 2}, 4, dropout=True, remat="full", gather_ahead=True),
+    program({"expert": 4}, 3, plain=True, tied=False),
+    program({"expert": 2, "fsdp": 2, "tensor": 2}, 3, remat="layer", reduce_dtype="float64"),
+    program({"expert": 2, "data": 2}, 3, optimizer_sharding="data", fsdp_gather="step"),
+    program({"expert": 2, "data": 2, "fsdp": 2}, 2, optimizer_sharding="gradients", tied=False),
+    program({"expert": 2, "fsdp": 2}, 3, fsdp_gather=1, gather_ahead=True),
 ]
 few = settings(max_examples=3, derandomize=True, deadline=None, database=None)
 

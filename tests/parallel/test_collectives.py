@@ -18,7 +18,9 @@ def test_groups_form_a_grid():
     assert collectives.two_steps(2) is collectives.two_steps(7) is None
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 4}, {"fsdp": 8}, {"fsdp": 2, "context": 4}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 4}, {"fsdp": 8}, {"fsdp": 2, "context": 4}, {"fsdp": 1, "expert": 4}], ids=str
+)
 def test_two_steps_give_the_shards_of_one_in_order(sizes, monkeypatch):
     mesh, axes = make_mesh(**sizes), tuple(sizes)
     whole = np.random.default_rng(0).normal(size=(mesh.size, 3, 16))

@@ -8,7 +8,19 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb import make_mesh
 from jaxfb.mesh import with_context
-from jaxfb.parallel.sharding import adopt, dim_of, manual_part, optimizer_specs, param_specs, shardings
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params
+from jaxfb.parallel.sharding import (
+    adopt,
+    cuts_experts,
+    dim_of,
+    manual_part,
+    optimizer_specs,
+    param_specs,
+    shardings,
+    shards_of,
+)
+from jaxfb.parallel.tensor import transformer_param_specs
 
 
 def leaf(*shape):
@@ -70,6 +82,55 @@ def test_a_context_axis_is_more_fsdp():
     )
     one, other = (place.devices_indices_map((16, 8)) for place in places)
     assert one == other
+
+
+def test_an_expert_axis_is_more_fsdp_for_all_but_the_experts():
+    tree = {"experts": {"up": leaf(8, 16, 32)}, "a": leaf(16, 8), "b": leaf(6, 3), "own": leaf(16, 8)}
+    given = jax.tree.map(lambda _: P(), tree) | {"experts": {"up": P("expert")}, "own": P("expert")}
+
+    def specs(**sizes):
+        return param_specs(tree, make_mesh(**sizes), given)
+
+    both = specs(fsdp=2, expert=4)
+    assert both["a"] == P(("fsdp", "expert")) and both["b"] == P("fsdp")
+    assert both["experts"]["up"] == P("expert", None, "fsdp") and both["own"] == P("expert", "fsdp")
+    # `expert` alone would be a dim of experts: an axis of one device is named beside it
+    alone = specs(expert=4)
+    assert alone["a"] == P(("fsdp", "expert")) and alone["own"] == P("expert")
+    assert shards_of(alone["a"]) == (0, ("fsdp", "expert")) and shards_of(alone["own"]) is None
+    assert [cuts_experts(alone[name][0]) for name in ("a", "own")] == [False, True]
+    assert shardings(alone["a"], make_mesh(expert=4)).spec == P("expert")  # as jit writes it
+    assert specs(expert=2, context=2)["a"] == P(("expert", "context"))
+    assert specs(expert=2, context=2)["own"] == P("expert", "context")
+    assert specs(fsdp=2, expert=2, context=2)["a"] == P(("fsdp", "expert", "context"))
+    own_mesh = jax.make_mesh((4,), ("expert",), axis_types=(AxisType.Auto,))
+    assert param_specs(tree, own_mesh, given) == jax.tree.map(lambda _: P(), tree) | {
+        "experts": {"up": P("expert")},
+        "own": P("expert"),
+    }
+
+
+def test_each_device_stores_its_share_of_a_mixture():
+    """Matrices in all 8 parts, whichever axes cut them; norms are whole."""
+    config = TransformerConfig(
+        vocab_size=32,
+        num_layers=2,
+        hidden_size=16,
+        num_heads=2,
+        mlp_size=16,
+        num_experts=8,
+        shared_expert_size=16,
+    )
+    params = jax.eval_shape(lambda: init_params(config, jax.random.key(0)))
+    for sizes in ({"fsdp": 2, "expert": 4}, {"expert": 8}, {"expert": 4, "context": 2}):
+        mesh = make_mesh(**sizes)
+        specs = param_specs(params, mesh, transformer_param_specs(params), stacked=True)
+        places = shardings(specs, mesh)
+        for (path, one), place in zip(
+            jax.tree_util.tree_leaves_with_path(params), jax.tree.leaves(places), strict=True
+        ):
+            parts = one.size // np.prod(place.shard_shape(one.shape))
+            assert parts == (1 if path[-1].key == "scale" else 8), (sizes, path)
 
 
 def test_the_stacked_dim_of_layers_is_never_cut_over_fsdp():
