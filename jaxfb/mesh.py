@@ -63,7 +63,7 @@ def make_mesh(
 
 
 def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
-    """Axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`."""
+    """Returns axis sizes with -1 filled in, for devices that need not exist; ValueError as `make_mesh`."""
     if not isinstance(given, Mapping) or not set(given) <= set(AXES):
         refuse("given", given, f"a mapping to sizes from axes, which are {', '.join(AXES)}")
     integer("num_devices", num_devices)

@@ -26,6 +26,7 @@ class _Reduced:
 
     @property
     def value(self) -> jax.Array:
+        """Returns the number itself."""
         raise NotImplementedError
 
     def __float__(self) -> float:
@@ -65,6 +66,7 @@ class Sum(_Reduced):
 
     @property
     def value(self) -> jax.Array:
+        """Returns total / weight, 0 where the weight is 0; the total where there is no weight."""
         if self.weight is None:
             return jnp.asarray(self.total)
         weight = jnp.asarray(self.weight)

@@ -17,7 +17,7 @@ from jaxfb import parts
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.cli.commands import main
 from jaxfb.config import config_from_dict, config_to_dict, load_config
-from jaxfb.forward_backward.head_placement import check_placement
+from jaxfb.forward_backward.head_placement import RowsPlacement, VocabularyPlacement, check_placement
 from jaxfb.losses.estimators import Estimator, estimator_of
 from jaxfb.losses.policy import PolicyTokens
 from jaxfb.losses.preference import PreferenceLoss
@@ -101,6 +101,25 @@ def test_a_head_placement(own):
     jax.tree.map(np.testing.assert_array_equal, gradients("my_parts:Noted"), gradients("last"))
     with pytest.raises(ValueError, match="must name a subclass of"):
         check_placement("my_parts:Memory")
+
+
+class OwnRows(RowsPlacement):
+    """A placement that cuts rows, under a name that the engine does not know."""
+
+
+class OwnVocabulary(VocabularyPlacement):
+    """A placement that cuts the vocabulary, likewise."""
+
+
+def test_the_rules_of_a_head_placement_are_those_of_its_class_not_of_its_name(own):
+    rows, vocabulary = f"{__name__}:OwnRows", f"{__name__}:OwnVocabulary"
+    mesh = jaxfb.make_mesh(pipe=2, devices=jax.devices()[:2])
+    plan = jaxfb.BatchPlan(rows=3, rows_per_microbatch=3, data_parallel=1)
+    parts = (toy.model, toy.params(layers=2), toy.batch(rows=3), plan)
+    with pytest.raises(ValueError, match="OwnRows.* cuts a microbatch of 3 rows over pipe=2"):
+        jaxfb.get_forward_backward_func(mesh, head_placement=rows)(*parts)
+    with pytest.raises(ValueError, match="OwnVocabulary.* needs a model that offers Pipelined.vocabulary"):
+        jaxfb.get_forward_backward_func(mesh, head_placement=vocabulary)(*parts)
 
 
 def test_a_writer(own):

@@ -1,6 +1,7 @@
 """Docstrings make sense alone, and prose keeps to words that a stranger knows."""
 
 import ast
+import inspect
 import io
 import re
 import tokenize
@@ -17,6 +18,11 @@ FRAGMENTS = frozenset(
     "While Why Into Per Through Everything Nothing Whatever".split()
 )
 """Words with which a docstring continues the name above it in place of being a sentence."""
+NOUNS_IN_S = frozenset(
+    "Updates Rows Replicas Operations Titles Types Variables Layouts Rewards Documents Zeros Axis Loss Progress "
+    "Log-probs Cotangents Bytes Seconds Tokens Parameters".split()
+)
+"""Words with which a docstring begins as a noun phrase."""
 VERBS_IN_S = re.compile(r"[A-Z][a-z]+(-[a-z]+)?s[,;:]?")
 PRIVATE = re.compile(
     r"\b(stor(y|ies)|rooms?|witness(es)?|hears?|speaks?|brings|says|told|of one's own|beside the story)\b"
@@ -77,13 +83,43 @@ def test_no_docstring_begins_as_a_fragment():
 
 def test_docstrings_of_functions_begin_with_a_verb():
     every = definitions((ast.FunctionDef, ast.AsyncFunctionDef))
-    assert [(where, text[:60]) for where, text in every if not VERBS_IN_S.fullmatch(text.split()[0])] == []
+    first = [(where, text.split()[0], text[:60]) for where, text in every]
+    assert [found for found in first if not VERBS_IN_S.fullmatch(found[1])] == []
+    nouns = [found for found in first if found[1].rstrip(",;:") in NOUNS_IN_S]
+    assert nouns == []
 
 
 def test_the_first_sentence_of_a_public_docstring_ends():
     every = definitions((ast.ClassDef, ast.FunctionDef))
     public = [(where, text) for where, text in every if not re.search(r":_", where)]
     assert [(where, text[:60]) for where, text in public if not re.search(r"[.:;]( |$|\n)", text)] == []
+
+
+def public_objects() -> list[tuple[str, object]]:
+    """Returns (name, object) of what users import, with the methods and properties of classes."""
+    modules = {"jaxfb": jaxfb, "schedules": jaxfb.schedules, "batch_plan": jaxfb.batch_plan}
+    found = []
+    for where, module in modules.items():
+        for name in module.__all__:
+            if inspect.isclass(one := getattr(module, name)) or inspect.isfunction(one):
+                found.append((f"{where}.{name}", one))
+            for method, value in vars(one).items() if inspect.isclass(one) else ():
+                function = getattr(value, "fget", None) or getattr(value, "func", None) or value
+                function = getattr(function, "__func__", function)
+                if (
+                    not method.startswith("_")
+                    and inspect.isfunction(function)
+                    and function.__name__ == method
+                ):
+                    found.append((f"{where}.{name}.{method}", function))
+    return found
+
+
+def test_the_first_line_of_every_public_object_is_a_whole_sentence():
+    every = public_objects()
+    assert len(every) > 120
+    first = [(name, (inspect.getdoc(one) or "").split("\n")[0]) for name, one in every]
+    assert [(name, line) for name, line in first if not line.endswith((".", ":"))] == []
 
 
 def test_no_private_word_in_code_or_pages():

@@ -38,7 +38,7 @@ class Arrangement:
 
     @property
     def padding_fraction(self) -> float:
-        """Returns share of the computed tokens that no row has."""
+        """Returns the share of the computed tokens that belong to no row."""
         return 1 - sum(self.lengths) / (self.plan.padded_rows * self.width)
 
 

@@ -54,9 +54,7 @@ def group_by_context(plan: BatchPlan, lengths: Sequence[int]) -> tuple[RowGroup,
 
 
 def padding_over_context(plan: BatchPlan, lengths: Sequence[int]) -> float:
-    """Returns the share of the tokens computed for rows of these lengths that no row has; raises as
-    `group_by_context`.
-    """
+    """Returns the share of padding in the tokens computed for rows of these lengths; raises as `group_by_context`."""
     groups = group_by_context(plan, lengths)
     made = [arrange(group.plan, [lengths[row] for row in group.rows]) for group in groups]
     return 1 - sum(lengths) / sum(one.plan.padded_rows * one.width for one in made)

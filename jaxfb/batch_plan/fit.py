@@ -108,7 +108,7 @@ def _cut_alone(given: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _pairs(given: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Changes of the cut and of rows together."""
+    """Yields changes of the cut and of the rows together."""
     rows, per_replica, count = (given[name] for name in SIZES)
     replicas, multiple_of = given["data_parallel"], given["multiple_of"]
     if count is None:

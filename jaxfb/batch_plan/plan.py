@@ -123,24 +123,24 @@ class BatchPlan:
 
     @property
     def rows_per_global_microbatch(self) -> int:
-        """Returns rows of one microbatch over all replicas: dp * b."""
+        """Returns the rows of one microbatch over all replicas: dp * b."""
         if self.by_tokens:
             raise self._no_cut()
         return self.data_parallel * self.rows_per_microbatch
 
     @property
     def padded_rows(self) -> int:
-        """Returns rows that are computed: dp * b * M. Above `rows` when padded, below it when dropped."""
+        """Returns the rows that are computed, dp * b * M: more than `rows` when padded, fewer when dropped."""
         return self.rows_per_global_microbatch * self.num_microbatches
 
     @property
     def real_rows(self) -> int:
-        """Returns rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
+        """Returns the rows of data that one full update consumes: `rows`, or fewer with remainder="drop"."""
         return self.rows if self.by_tokens else min(self.rows, self.padded_rows)
 
     @property
     def padding_rows(self) -> int:
-        """Returns rows of weight 0 at the end of the last microbatch."""
+        """Returns the number of rows of weight 0 at the end of the last microbatch."""
         return self.padded_rows - self.real_rows
 
     def rows_of(self, microbatch: int, replica: int) -> range:
@@ -166,13 +166,15 @@ class BatchPlan:
         return dataclasses.replace(self, **{derived: None, **changes})
 
     def shapes(self) -> tuple[tuple[int, int, int], ...]:
-        """Returns every (width, rows_per_microbatch, num_microbatches) that a budget can lead to: programs compiled
-        at most. With max_context, once for each number of devices that rows of the width may be cut over.
+        """Returns every (width, rows_per_microbatch, num_microbatches) that a token budget can lead to.
+
+        So many programs are compiled at most; with max_context, each once for every number of devices that rows of
+        the width may be cut over.
         """
         return shapes(self) if self.by_tokens else ()
 
     def require(self, *purposes: Purpose, caller: str = "forward_backward") -> None:
-        """Refuses to be used for another purpose than its own."""
+        """Raises ValueError if the plan was not made for one of these purposes."""
         for purpose in purposes:
             one_of(caller, "purpose", purpose, PURPOSES)
         if self.purpose not in purposes:
@@ -200,7 +202,7 @@ class BatchPlan:
         return self.padded_rows - rows
 
     def check_keys(self, names: Iterable[Any]) -> None:
-        """Refuses batch keys that carry sizes: a size that travels with the data is one nobody checked."""
+        """Refuses batches with keys for sizes: the plan alone defines sizes, and checks them."""
         for name in filter(lambda name: isinstance(name, str), names):
             if _SIZE_KEY.search(name):
                 raise PlanError(
@@ -238,7 +240,7 @@ class BatchPlan:
 
 
 def data_parallel_size(devices: int, *, tensor: int = 1, pipe: int = 1, context: int = 1) -> int:
-    """Replicas that remain: devices / (tensor * pipe * context). Refuses a remainder."""
+    """Returns the number of replicas, devices / (tensor * pipe * context), and refuses a remainder."""
     sizes = {"devices": devices, "tensor": tensor, "pipe": pipe, "context": context}
     devices, tensor, pipe, context = (positive_int("mesh", name, value) for name, value in sizes.items())
     model = tensor * pipe * context
@@ -276,7 +278,7 @@ def fingerprint_of(values: Mapping[str, Any]) -> str:
 
 
 def _check_all_rows_come_back(given: Mapping[str, Any]) -> None:
-    """Log-probs and values are asked for each row, so their passes drop none."""
+    """Refuses to drop rows in passes whose log-probs or values are needed for every row."""
     if given["purpose"] not in _FOR_EACH_ROW or given["remainder"] != "drop":
         return
     padded = {**given, "remainder": "pad"}

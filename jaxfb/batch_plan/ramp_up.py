@@ -66,9 +66,7 @@ class RampUp:
 
     @classmethod
     def linear(cls, start: int, increment: int, samples: int, rows: int) -> RampUp:
-        """Makes a ramp-up from `start` rows by equal steps of `increment` to `rows`, reached at `samples` consumed
-        rows.
-        """
+        """Makes a ramp-up from `start` to `rows` in equal steps, the last after `samples` consumed rows."""
         values = {"start": start, "increment": increment, "rows": rows}
         start, increment, rows = (positive_int(_WHO, name, value) for name, value in values.items())
         samples = positive_int(_WHO, "samples", samples, MOST_ROWS)
@@ -108,7 +106,7 @@ class RampUp:
         return tuple(dict.fromkeys(rows for _, rows in self.steps))
 
     def rows_at(self, consumed_rows: int) -> int:
-        """Returns rows of the update that starts when `consumed_rows` have been consumed."""
+        """Returns the rows of the update that starts when `consumed_rows` have been consumed."""
         consumed_rows = not_negative(_WHO, "consumed_rows", consumed_rows)
         return self.steps[self._step_at(consumed_rows)][1]
 

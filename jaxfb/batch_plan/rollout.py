@@ -106,7 +106,7 @@ class RolloutPlan:
 
     @property
     def rows(self) -> int:
-        """Returns rows of one rollout: R = P n."""
+        """Returns the rows of one rollout: R = P n."""
         return self.prompts * self.samples_per_prompt
 
     @property

@@ -123,16 +123,16 @@ class RunPlan:
 
     @cached_property
     def total_updates(self) -> int:
-        """Updates of the whole run."""
+        """Returns the number of updates of the whole run."""
         return sum(stretch.count for stretch in self._stretches)
 
     @property
     def row_counts(self) -> tuple[int, ...]:
-        """Returns distinct planned row counts this run reaches, in order; each compiles the train step once."""
+        """Returns the distinct numbers of rows of updates, in order; the train step is compiled once for each."""
         return tuple(dict.fromkeys(stretch.plan.rows for stretch in self._stretches))
 
     def rows_at(self, consumed_rows: int) -> int:
-        """Returns planned rows of the update that starts at this position."""
+        """Returns the planned rows of the update that starts at this position."""
         consumed_rows = not_negative("run", "consumed_rows", consumed_rows)
         return self._ramp.rows_at(consumed_rows) if self._ramp else self.train.rows
 
@@ -193,7 +193,7 @@ class RunPlan:
 
 
 def horizon_warning(lr_horizon: int, total_updates: int, final_lr: float = 0.0) -> str | None:
-    """Returns what to warn of when a learning-rate schedule and a run differ in length; None when they agree."""
+    """Returns a warning if a learning-rate schedule and a run differ in length; None if they agree."""
     beyond = total_updates - lr_horizon
     if beyond > 0:
         outcome = f"lr is {final_lr:g} for the last {beyond}"

@@ -189,7 +189,7 @@ class _Field:
 
     @cached_property
     def adapter(self):
-        """What checks a value that is no section."""
+        """Returns the pydantic adapter that checks a value that is no section."""
         return _adapter(self.hint)
 
 

@@ -70,7 +70,7 @@ class Loader:
 
     @property
     def epoch(self) -> float:
-        """Passes over the data so far."""
+        """Returns the number of passes over the data so far."""
         return self._consumed_rows / len(self._rows)
 
     def __iter__(self) -> Loader:

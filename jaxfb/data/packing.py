@@ -195,7 +195,7 @@ def _cut_stream(slots: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ..
 
 
 def _cut_long_documents(slots: np.ndarray, sequence_length: int) -> tuple[np.ndarray, ...]:
-    """Documents whole, or in row-long pieces and a rest; each put into the fullest row that takes it."""
+    """Cuts documents longer than a row into row-long pieces and a rest, and puts each into the fullest fitting row."""
     counts = -(-slots // sequence_length)
     document = np.repeat(np.arange(len(slots)), counts)
     skip = _ranges(counts) * sequence_length

@@ -236,10 +236,12 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        raise Refused(
-            f"[data] {path} is not UTF-8: byte 0x{content[error.start]:02x} at offset {start + error.start}; convert "
-            "it, as by iconv -f latin1 -t utf-8, or leave it out"
-        ) from None
+        advice = "convert it, as by iconv -f latin1 -t utf-8, or leave it out"
+        for kind in ("parquet", "arrow"):
+            if f".{kind}" in Path(path).name:
+                advice = f"use source={kind!r}"
+        where = f"byte 0x{content[error.start]:02x} at offset {start + error.start}"
+        raise Refused(f"[data] {path} is not UTF-8: {where}; {advice}") from None
 
 
 def _cut_in_pieces(document: Document) -> Iterator[Document]:

@@ -34,6 +34,7 @@ from jaxfb.mesh import axis_size, check_mesh, make_mesh
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel import pipe
 from jaxfb.parallel.layer_order import LayerOrder
+from jaxfb.parts import HEADS
 from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.refusal import Refused, boolean, shown
 from jaxfb.trainable import pruned
@@ -196,7 +197,8 @@ class ForwardBackward:
         microbatches = split(batch, plan, self.mesh).leaves
         check_lengths(microbatches, 1 if resolved.schedule is None else resolved.schedule.num_pieces)
         if not forward_only:
-            parts = self.pipe if resolved.placement == "rows" else 1
+            cuts_rows = resolved.placement is not None and HEADS[resolved.placement].cuts_rows
+            parts = self.pipe if cuts_rows else 1
             check_parts(model, microbatches, plan.data_parallel * parts)
         return calls.placed(resolved, leaves, microbatches, rng)
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -35,6 +35,11 @@ class HeadPlacement(ABC):
       cut: tree of bool like the outer parameters, those of which a device holds its own share.
       embed_device, loss_device: who holds the first and the last stage.
     """
+
+    cuts_rows: ClassVar[bool] = False
+    """Whether each device computes the head for its share of a microbatch's rows, which pipe then has to divide."""
+    cuts_vocabulary: ClassVar[bool] = False
+    """Whether each device holds its share of the vocabulary, as `Pipelined.vocabulary` cuts it."""
 
     def __init__(self, model: Pipelined, cut: PyTree, embed_device: int, loss_device: int):
         self._model, self._cut = model, cut
@@ -145,6 +150,8 @@ class LastPlacement(_WholeModel):
 class RowsPlacement(_WholeModel):
     """Runs the head on each device's share of the rows, in their order along pipe."""
 
+    cuts_rows = True
+
     def _spread(self, hidden, inputs):
         mine = _masked(self._here(self._loss_device), hidden)
         scatter = lambda leaf: psum_scatter_of_one(leaf, "pipe", 0)  # noqa: E731
@@ -168,6 +175,8 @@ class RowsPlacement(_WholeModel):
 
 class VocabularyPlacement(HeadPlacement):
     """Embeds and scores each device's share of the vocabulary, for all rows."""
+
+    cuts_vocabulary = True
 
     @property
     def _vocabulary(self) -> VocabularyParallel:
@@ -231,23 +240,23 @@ def choose_placement(asked: str | None, model: Pipelined, outer: PyTree, pipe: i
     """
     if asked is not None:
         check_placement(asked)
-    if asked not in (None, "vocabulary"):
-        return asked
+        if not HEADS[asked].cuts_vocabulary:
+            return asked
     obstacle = _obstacle_to_vocabulary(model, outer, pipe, tensor)
     if asked and obstacle:
         raise Refused(
-            f'head_placement="vocabulary" {obstacle}; use "last" or "rows"',
+            f'head_placement="{asked}" {obstacle}; use "last" or "rows"',
             [{"head_placement": one} for one in ("last", "rows")],
         )
-    return "last" if obstacle else "vocabulary"
+    return asked or ("last" if obstacle else "vocabulary")
 
 
 def check_rows(placement: str, rows: int, pipe: int) -> None:
-    """Raises ValueError if "rows" cannot share out a microbatch of so many rows."""
-    if placement == "rows" and rows % pipe:
+    """Raises ValueError if a placement that cuts rows cannot share out a microbatch of so many."""
+    if HEADS[placement].cuts_rows and rows % pipe:
         legal = max(pipe, rows - rows % pipe)
         raise Refused(
-            f'head_placement="rows" cuts a microbatch of {rows} rows over pipe={pipe}, which does not divide; '
+            f'head_placement="{placement}" cuts a microbatch of {rows} rows over pipe={pipe}, which does not divide; '
             f'use rows_per_microbatch={legal} or head_placement="last"',
             [{"rows_per_microbatch": legal}, {"head_placement": "last"}],
         )

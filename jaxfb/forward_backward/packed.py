@@ -38,7 +38,7 @@ class Packed:
 
     @property
     def padding_fraction(self) -> float:
-        """Returns share of the computed tokens that are none of any row."""
+        """Returns the share of the computed tokens that belong to no row."""
         return self.arrangement.padding_fraction
 
     def restore(self, outputs: PyTree) -> PyTree:

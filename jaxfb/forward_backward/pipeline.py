@@ -321,7 +321,7 @@ class Tick:
         return self._program.num_cotangent_slots > 0
 
     def empty_buffers(self, accum_dtypes: Weights | None) -> Buffers:
-        """Zeros of every shape; the shapes come from an abstract run of one tick's parts."""
+        """Returns buffers of zeros, whose shapes come from an abstract run of the parts of one tick."""
         program, (inputs, layers, hidden, out) = self._program, self._shapes
         records = jax.eval_shape(self._head.loss, self._weights.outer, hidden, inputs)
         count = jax.tree.leaves(self._microbatches)[0].shape[0] * program.num_pieces

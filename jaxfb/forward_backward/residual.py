@@ -64,7 +64,7 @@ class Residual:
         return [id(var) if isinstance(var, Literal) else var for var in self._leaves]
 
     def _lasting(self) -> set:
-        """Variables that depend on hidden, or on work that is not cheap."""
+        """Returns the variables that depend on hidden, or on work that is not cheap."""
         jaxpr = self._program.jaxpr
         lasting = set(jaxpr.invars[self._num_at_hand :])
         for eqn in jaxpr.eqns:

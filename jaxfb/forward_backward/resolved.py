@@ -20,6 +20,7 @@ from jaxfb.forward_backward.sequential import num_layers
 from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
 from jaxfb.mesh import axis_size, shard_axes
 from jaxfb.parallel import annotations, pipe, sharding
+from jaxfb.parts import HEADS
 from jaxfb.recomputation import check_gathered_layers, check_remat_layers
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
@@ -218,7 +219,7 @@ def grad_dtypes(options: EngineOptions, params: PyTree) -> PyTree:
 def _pipe_dims(options: EngineOptions, model: Pipelined, params: PyTree, placement: str) -> PyTree:
     """Returns the dim of each leaf that the stages share out, -1 where each has all of it."""
     outer = outer_params(params)
-    if placement == "vocabulary" and model.vocabulary is not None:
+    if HEADS[placement].cuts_vocabulary and model.vocabulary is not None:
         dims = model.vocabulary.dims(outer)
     else:
         dims = jax.tree.map(lambda _: -1, outer)

@@ -147,7 +147,7 @@ def _smaller(operands: str) -> int:
 
 
 def _operands(instruction: Instruction, siblings: list[Instruction]) -> str:
-    """Types of the operands; they are written in place, or only where the operand is defined."""
+    """Returns the types of the operands, which are written in place, or only where the operand is defined."""
     inside = instruction.rest[: closing("(" + instruction.rest) - 2]
     if has_array(inside):
         return inside

@@ -120,7 +120,7 @@ def gpg(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray
 
 
 def remax(rewards: np.ndarray, baselines: np.ndarray, mask: np.ndarray) -> Estimate:
-    """Rewards from each token on, minus the reward of the greedy response to the same prompt (arXiv:2310.10505).
+    """Subtracts the reward of the greedy response to a prompt from the rewards from each token on (arXiv:2310.10505).
 
     Args:
       rewards: float[R, S] per token, or float[R] per row.

@@ -74,7 +74,7 @@ def policy_loss_fn(
 
 
 def log_prob_fn(model: Pipelined, *, temperature: float = 1.0, absent_ids: IdRanges = ()) -> Pipelined:
-    """Makes of `model` one for `forward_only` passes.
+    """Returns a model for `forward_only` passes that outputs the log-probs of its targets, and entropies.
 
     Its outputs are {"log_probs", "entropy"}, float[rows, seq] in row order.
 

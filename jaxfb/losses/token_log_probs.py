@@ -179,7 +179,7 @@ def _picked(logits, ids, axis):
 
 
 def _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring):
-    """Cotangents of log-probs [T, K] and entropy [T] to that of logits / temperature, [T, V].
+    """Turns cotangents of log-probs [T, K] and entropy [T] into that of logits / temperature, [T, V].
 
     d log p_i / dz_j = [i = j] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy).
     """

@@ -38,6 +38,7 @@ class StaticLossScale:
         _check_positive("StaticLossScale", scale=self.scale)
 
     def init(self) -> LossScaleState:
+        """Returns the state before the first update."""
         return _state(self.scale, 0)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:
@@ -73,6 +74,7 @@ class DynamicLossScale:
         check(0 < self.backoff < 1, f"{who}: backoff={self.backoff} must be between 0 and 1; use 0.5")
 
     def init(self) -> LossScaleState:
+        """Returns the state before the first update."""
         return _state(self.initial, self.hysteresis)
 
     def update(self, state: LossScaleState, finite: jax.Array) -> LossScaleState:

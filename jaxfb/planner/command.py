@@ -84,5 +84,5 @@ def _print_prices(best: Config, topology: Topology) -> None:
 
 
 def say(text: str) -> None:
-    """Progress, beside what is printed."""
+    """Prints a line of progress to stderr, apart from the result on stdout."""
     print(text, file=sys.stderr, flush=True)

@@ -54,7 +54,7 @@ def search(
     keep: Callable[[list[Found]], None] = lambda found: None,
     known: Known | None = None,
 ) -> list[Found]:
-    """Layouts of `config` on all devices of `topology`, best first: those that fit, the compiled before the others.
+    """Returns layouts of `config` on all devices of `topology` that fit, best first, compiled ones before others.
 
     The config's own layout is among them, where it can be on the topology, and is compiled first.
 

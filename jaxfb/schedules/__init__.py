@@ -1,4 +1,4 @@
-"""Pipeline schedules as data (forward_backward step): pure Python, no jax.
+"""Defines pipeline schedules as data, in pure Python without jax.
 
 `make(name, num_stages, num_microbatches, num_chunks)` gives a `Schedule`, which can be validated, simulated,
 printed and drawn without a device, and whose `.program` is what the pipeline executor scans over.

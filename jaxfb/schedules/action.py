@@ -15,7 +15,9 @@ KINDS = "FBW"
 
 
 class Action(NamedTuple):
-    """An action: one chunk's work on one microbatch; `str(Action("F", 3, 1)) == "F3.1"`.
+    """The work of one chunk on one microbatch: a forward, a backward or a weight gradient.
+
+    `str(Action("F", 3, 1)) == "F3.1"`.
 
     kind "F" is a forward; "B" a backward, which is the input gradient alone where the table has "W" actions
     and input plus weight gradient where it has none; "W" a weight gradient.

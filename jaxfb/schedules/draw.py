@@ -118,7 +118,7 @@ def timeline_figure(schedule, path: str | Path, costs: Mapping[str, float] | Non
 
 
 def chrome_trace(schedule, path: str | Path, costs: Mapping[str, float] | None = None) -> Path:
-    """Writes a trace that Perfetto and chrome://tracing open: a track a device, costs read as milliseconds.
+    """Writes a trace for Perfetto or chrome://tracing, with a track for each device and costs as milliseconds.
 
     Each device also has a counter of its live chunk activations.
     """

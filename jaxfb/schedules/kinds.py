@@ -71,9 +71,7 @@ def kind_of(name: str) -> Kind:
 
 
 def default_name(num_chunks: int, num_pieces: int = 1) -> str:
-    """Returns the schedule that runs where none is named: 1f1b, interleaved with several chunks, seq1f1b with pieces of
-    sequences.
-    """
+    """Returns the default schedule: 1f1b, interleaved for several chunks, seq1f1b for pieces of sequences."""
     if num_pieces > 1:
         return "seq1f1b"
     return "1f1b" if num_chunks == 1 else "interleaved"

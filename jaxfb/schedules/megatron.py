@@ -128,7 +128,7 @@ def most_in_flight(order: Sequence[Action]) -> int:
 
 
 def megatron_time(ranks: Sequence[MegatronRank], *, forward: float, backward: float) -> float:
-    """Returns time of one step, transport free; costs are of one microbatch on all chunks of a rank."""
+    """Returns the time of one step if transport costs nothing; costs are of one microbatch on all chunks of a rank."""
     if (
         not isinstance(ranks, list | tuple)
         or not all(isinstance(rank, MegatronRank) for rank in ranks)

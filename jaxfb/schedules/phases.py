@@ -21,6 +21,7 @@ class Phase(NamedTuple):
 
     @property
     def num_ticks(self) -> int:
+        """Returns stop - start."""
         return self.stop - self.start
 
 

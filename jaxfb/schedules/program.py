@@ -88,7 +88,10 @@ SLOT_ROWS = {
 
 @dataclass(frozen=True, eq=False)
 class Program:
-    """Rows to scan over and the sizes of the buffers they point into; this file's docstring is the format."""
+    """The rows that an executor scans over, and the sizes of the buffers that they point into.
+
+    The docstring of this file describes the format.
+    """
 
     num_ticks: int
     num_devices: int
@@ -111,7 +114,7 @@ class Program:
         return getattr(self, f"num_{buffer}_slots")
 
     def allocated(self, buffer: str) -> int:
-        """Returns slots to allocate, the spare one included."""
+        """Returns the number of slots to allocate, the spare one included."""
         return getattr(self, f"num_{buffer}_slots") + (buffer in WITH_SPARE)
 
     def phase_rows(self, phase: Phase) -> dict[str, list]:

@@ -41,7 +41,9 @@ class Interval(NamedTuple):
 
 @dataclass(frozen=True)
 class Slots:
-    """num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses.
+    """The buffer slots that each device needs, and the slot that each item uses.
+
+    num[buffer][device] slots are needed; number[buffer][microbatch, stage] is the one an item uses.
 
     idle[buffer][tick, device] is the one that a bubble may write to.
     """
@@ -51,7 +53,7 @@ class Slots:
     idle: dict[str, dict[tuple[int, int], int]]
 
     def most(self, buffer: str) -> int:
-        """Returns slots that a device needs at most, for buffers have one shape on all of them; bubbles included."""
+        """Returns the most slots that any device needs, bubbles included: buffers have one shape on all devices."""
         idle = self.idle.get(buffer, {}).values()
         return max([*self.num[buffer], *(1 + slot for slot in idle)])
 

@@ -126,6 +126,7 @@ class Schedule:
 
     @property
     def num_ticks(self) -> int:
+        """Returns the number of columns of the table."""
         return len(self.table)
 
     @cached_property
@@ -189,7 +190,7 @@ class Schedule:
         return simulate(self, Costs(forward, backward_input, backward_weight, head, attention))
 
     def render(self, *, width: int = 120) -> str:
-        """Returns the table as text, a line a device and kind, cut into blocks of at most `width` characters."""
+        """Returns the table as text: a line for each device and kind, in blocks of at most `width` characters."""
         return render(self, width=width)
 
     def summary(self, **costs: float) -> str:
@@ -202,7 +203,7 @@ class Schedule:
         )
 
     def forward_only(self) -> "Schedule":
-        """Returns the forwards alone, for evaluation and log-probs: no backward, nothing kept."""
+        """Returns the schedule of the forwards alone, for evaluation and log-probs, which keeps nothing."""
         table = [tuple(tuple(a for a in cell if a.kind == "F") for cell in row) for row in self.table]
         while not any(table[-1]):
             table.pop()

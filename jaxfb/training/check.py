@@ -24,6 +24,7 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.latent import Latent
 from jaxfb.models.pattern import LayerKind
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parts import HEADS
 from jaxfb.schedules import default_name
 from jaxfb.trainable import name_of
 from jaxfb.training.setup import built_in, engine_options
@@ -49,7 +50,8 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
         batch = synthetic_batch(ROWS)
         return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config, *_OPTIONS))
     mesh = make_mesh(**vars(config.mesh))
-    rows_per_microbatch = mesh.shape["pipe"] if config.parallel.head_placement == "rows" else 1
+    placement = config.parallel.head_placement
+    rows_per_microbatch = mesh.shape["pipe"] if placement is not None and HEADS[placement].cuts_rows else 1
     rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
     pieces = config.parallel.pieces
     schedule = (config.schedule or default_name(config.chunks, pieces), config.chunks)

@@ -121,7 +121,7 @@ class Run:
 
     @property
     def total(self) -> int:
-        """Updates of the whole run."""
+        """Returns the number of updates of the whole run."""
         return self.work.total
 
     @property

@@ -309,7 +309,7 @@ def as_stored(config: AnyConfig, params: PyTree) -> PyTree:
 
 
 def loss_scale(config: AnyConfig) -> DynamicLossScale | StaticLossScale | None:
-    """Loss scaling: by default dynamic for float16, none otherwise."""
+    """Returns the loss scaling: by default dynamic for float16, none otherwise."""
     asked = config.precision.loss_scale
     if isinstance(asked, float | int):
         return StaticLossScale(asked)

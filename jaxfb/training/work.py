@@ -70,7 +70,7 @@ class Work(Protocol):
 
     @property
     def flops_per_token(self) -> float | None:
-        """Operations of one token, forward and backward; None where they are not known."""
+        """Returns the operations of one token, forward and backward; None where they are not known."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
@@ -78,7 +78,7 @@ class Work(Protocol):
         ...
 
     def tables(self) -> Iterable[Table]:
-        """Titles and tables of what was decided, printed at the start."""
+        """Returns titles and tables of what was decided, printed at the start."""
         ...
 
     def to_dict(self) -> dict[str, Any]:

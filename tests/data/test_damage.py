@@ -139,6 +139,7 @@ LATIN = "caf\xe9 au lait".encode("latin1")
         ("a.txt", "text", b"0123456789" + LATIN, "a.txt is not UTF-8: byte 0xe9 at offset 13; convert it"),
         ("a.txt", "text", WORDS.encode("utf-16"), "not text: there is a zero byte at offset"),
         ("a.txt", "text", "\ufeff".encode("utf-16-le") + b"\xd8\xd8", "is not UTF-8: byte 0xff at offset 0"),
+        ("t.parquet", "jsonl", b"PAR1\xe4", "is not UTF-8: byte 0xe4 at offset 4; use source='parquet'"),
         ("a.txt", "text", gzip.compress(WORDS.encode(), mtime=0), "a.txt is compressed by gzip; unpack it"),
         ("a.txt", "text", b"x" * 5000 + b"\0", "a.txt is not text: there is a zero byte at offset 5000"),
         (
