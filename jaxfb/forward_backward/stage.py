@@ -236,16 +236,25 @@ class Stage:
         Returns (what it carries, target.sums with all gradients added). Those of shards that are gathered ahead are
         summed over fsdp, and added, a layer late; of a sum in several steps each is a layer later than the one before.
         """
+        return (self._add_at_once if self._ahead is None else self._add_late)(one, carry, layers, target)
 
-        def now(carried, xs):
+    def _add_at_once(
+        self, one: Callable, carry: PyTree, layers: Layers, target: Target
+    ) -> tuple[PyTree, PyTree]:
+        def turn(carried, xs):
             (carry, sums), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             carry, grads = one(carry, place, layer)
             return (carry, self._add(sums, target, place, layer.real, grads)), None
 
-        if (ahead := self._ahead) is None:
-            return self._backwards(now, (carry, target.sums), layers)
+        return self._backwards(turn, (carry, target.sums), layers)
 
-        def late(carried, xs):
+    def _add_late(
+        self, one: Callable, carry: PyTree, layers: Layers, target: Target
+    ) -> tuple[PyTree, PyTree]:
+        ahead = self._ahead
+        assert ahead is not None
+
+        def turn(carried, xs):
             (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
@@ -254,18 +263,22 @@ class Stage:
             # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
             return (carry, sums, ((place, layer.real, ahead.before_scatter(grads)), *waiting)), None
 
-        shapes = self._trained(jax.eval_shape(self._first, layers).params)
-        nothing = [_zeros(jax.eval_shape(ahead.before_scatter, shapes))]
-        for step in ahead.to_shards[:-1]:
-            nothing.append(_zeros(jax.eval_shape(step, nothing[-1])))
-        place = self._places(layers)[-1]
-        waiting = tuple((jnp.int32(place), layers.real[place], grads) for grads in nothing)
-        carry, sums, waiting = self._backwards(late, (carry, target.sums, waiting), layers)
+        carried = carry, target.sums, self._zeros_that_wait(ahead, layers)
+        carry, sums, waiting = self._backwards(turn, carried, layers)
         for number, (place, real, grads) in reversed([*enumerate(waiting)]):
             for step in ahead.to_shards[number:]:
                 grads = step(grads)
             sums = self._add(sums, target, place, real, grads)
         return carry, sums
+
+    def _zeros_that_wait(self, ahead: Ahead, layers: Layers) -> tuple:
+        """Returns what waits before the first turn: zero gradients of the last layer, for each step of the scatter."""
+        shapes = self._trained(jax.eval_shape(self._first, layers).params)
+        zeros = [_zeros(jax.eval_shape(ahead.before_scatter, shapes))]
+        for step in ahead.to_shards[:-1]:
+            zeros.append(_zeros(jax.eval_shape(step, zeros[-1])))
+        place = self._places(layers)[-1]
+        return tuple((jnp.int32(place), layers.real[place], grads) for grads in zeros)
 
     def _step_further(self, sums: PyTree, target: Target, waiting: tuple) -> tuple[PyTree, tuple]:
         """Runs the next step of the scatter of each layer's gradients that wait; adds to `sums` those it completes.
