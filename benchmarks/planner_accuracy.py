@@ -1,6 +1,6 @@
-"""The planner's formula compared with the TPU compiler, for every row of `real_sizes_tpu.json`; seconds, no compiler.
+"""The planner's formula compared with the compilers, for every row of `real_sizes_tpu.json` and `real_sizes_gpu.json`.
 
-python benchmarks/planner_accuracy.py       # after real_sizes_tpu.py, or a change of jaxfb/planner/formula.py
+python benchmarks/planner_accuracy.py       # after either benchmark, or a change of jaxfb/planner/formula.py; seconds
 """
 
 from __future__ import annotations
@@ -9,30 +9,36 @@ import json
 from pathlib import Path
 from typing import Any
 
+import real_sizes_gpu
 import real_sizes_tpu
-from real_sizes import gigabytes, jaxfb_config
+from real_sizes import Rows, gigabytes
 from report import RESULTS, machine
 
 from jaxfb.planner import parse_topology
 from jaxfb.planner.verdict import estimated
 
 PATH = RESULTS / f"{Path(__file__).stem}.json"
+BENCHMARKS = (real_sizes_tpu.ROWS, real_sizes_gpu.ROWS)
 
 
 def main() -> None:
-    compiled = json.loads(real_sizes_tpu.ROWS.results.read_text())
-    rows = {name: beside_formula(name, sides) for name, sides in compiled["rows"].items()}
-    settings = {"compiler": f"libtpu {compiled['machine']['libtpu']}"}
+    rows, compilers = {}, []
+    for benchmark in BENCHMARKS:
+        compiled = json.loads(benchmark.results.read_text())
+        rows |= {name: beside_formula(benchmark, name, sides) for name, sides in compiled["rows"].items()}
+        compilers += [f"{package} {compiled['machine'].get(package)}" for package in benchmark.packages]
+    settings = {"compilers": ", ".join(compilers)}
     whole = {"benchmark": PATH.stem, "settings": settings, "machine": machine(), "rows": rows}
     PATH.write_text(json.dumps(whole, indent=1) + "\n")
     for name, row in rows.items():
         print(name, row)
 
 
-def beside_formula(name: str, sides: dict[str, Any]) -> dict[str, float]:
+def beside_formula(benchmark: Rows, name: str, sides: dict[str, Any]) -> dict[str, float]:
     """What the compiler reports with the options that jaxfb chooses, and what the formula estimates."""
-    row, job = sides.get("jaxfb_best") or sides["jaxfb"], real_sizes_tpu.JOBS[name]
-    found = estimated(jaxfb_config(job), parse_topology(job.topology))
+    side = "jaxfb_best" if "jaxfb_best" in sides else "jaxfb"
+    row, job = sides[side], benchmark.jobs[name]
+    found = estimated(benchmark.config(job, side), parse_topology(job.topology))
     return {
         "hbm_gb": row["hbm_gb"],
         "formula_hbm_gb": gigabytes(found.needed),

@@ -49,7 +49,7 @@ def search(name: str, config: Config, topology: Topology, compiles: bool, layout
         found = search_for(config, topology, layouts=layouts, compiled=count, say=say, keep=keep, known=known)
     except KeyboardInterrupt:
         if latest:
-            print(table(latest))
+            print("\n".join(filter(None, (table(latest), compared(latest)))))
         say(
             f"[plan] stopped; the results so far are in {directory}, and the same command continues from them"
         )

@@ -145,11 +145,39 @@ def product_width(sizes: TransformerConfig) -> float:
     """Returns how many numbers a layer's products with weights give, a token, in the mean."""
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
     if sizes.latent:
-        expanded = 2 * sizes.head_size - sizes.latent.rotary_size + sizes.latent.value_size
-        short = sizes.latent.norm_params + sizes.latent.rotary_size
-        width = short + sizes.num_heads * expanded + sizes.hidden_size
+        width = _latent_width(sizes) + sizes.hidden_size
     of_mlps = sum(number * _mlp_width(one) for one, number in stack_of(sizes).counted())
     return width + 3 * of_mlps / sizes.num_layers
+
+
+def kept_width(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
+
+    Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
+    MLP's middle. An MLP's answer is not needed again, and products with experts are computed again.
+    """
+    width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
+    if sizes.latent:
+        width = _latent_width(sizes) + sizes.num_heads * sizes.latent.value_size
+    middle = sum(
+        number * (one.shared_expert_size if one.num_experts else one.mlp_size)
+        for one, number in stack_of(sizes).counted()
+    )
+    return (width + 2 * middle / sizes.num_layers) / config.mesh.tensor + hidden_width(config, sizes)
+
+
+def reduced_bytes(config: Config) -> int:
+    """Returns the bytes of a number of a gradient on its way over fsdp."""
+    given = config.precision.reduce_dtype if config.parallel.fsdp_gather != "step" else None
+    return 4 if given is None else jnp.dtype(given).itemsize
+
+
+def _latent_width(sizes: TransformerConfig) -> int:
+    """Returns the numbers of a token's short vectors, queries, keys and values in latent attention."""
+    latent = sizes.latent
+    assert latent is not None
+    expanded = 2 * sizes.head_size - latent.rotary_size + latent.value_size
+    return latent.norm_params + latent.rotary_size + sizes.num_heads * expanded
 
 
 def _mlp_width(sizes: TransformerConfig) -> int:

@@ -17,10 +17,16 @@ from jaxfb.planner.formula_memory import (
     frozen_bytes,
     gradient_bytes,
     kept_bytes,
-    staying_bytes,
+    whole_bytes,
     working_bytes,
 )
-from jaxfb.planner.formula_time import exchange_seconds, exposed_share, step_flops, wire_seconds, work_seconds
+from jaxfb.planner.formula_time import (
+    exchange_seconds,
+    exposed_seconds,
+    step_flops,
+    wire_seconds,
+    work_seconds,
+)
 from jaxfb.planner.topology import Topology
 
 
@@ -86,15 +92,16 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
     exchange = exchange_seconds(config, sizes, topology.chip) if topology.chip else 0.0
+    work = work_seconds(config, sizes, topology) if topology.chip else 0.0
     return Estimate(
         parameters=4 * trained + frozen_bytes(config) * (held - trained),
         optimizer=state,
         batch=0,
         gradients=gradients,
         activations=activations,
-        working=working + holes * (gradients + activations + working - staying_bytes(config, sizes)),
+        working=working + holes * (working - whole_bytes(config, sizes)),
         flops=step_flops(config, sizes, topology),
-        work_seconds=work_seconds(config, sizes, topology) if topology.chip else 0.0,
+        work_seconds=work,
         wire_seconds=wire + exchange,
-        exposed_seconds=exposed_share(config, topology) * wire + exchange,
+        exposed_seconds=exposed_seconds(config, topology, wire, work) + exchange,
     ).with_host(state - on_host, on_host, topology.chip)

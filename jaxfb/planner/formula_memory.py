@@ -12,9 +12,12 @@ from jaxfb.planner.counts import (
     gathers_layers,
     held_numbers,
     hidden_width,
+    kept_width,
     layers_by_remat,
     layers_here,
+    num_microbatches,
     product_width,
+    reduced_bytes,
     runs_flash,
     schedule_kind,
     share_gathered,
@@ -26,8 +29,9 @@ from jaxfb.planner.topology import Topology
 
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
-HOLES = {"tpu": 1.25}
-"""Memory of temporaries over what is counted of them: arrays of unlike sizes leave holes. 1.13 to 1.5 of ten rows."""
+HOLES = {"tpu": 1.1}
+"""Memory over what is counted of arrays that come and go in the loop over microbatches: those of unlike sizes leave
+holes. Sums, layer inputs and weights that stay gathered are placed once, before the loop."""
 
 
 def frozen_bytes(config: Config) -> int:
@@ -42,9 +46,14 @@ def gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 4 * of_layers + 4 * (of_outer if config.mesh.pipe == 1 else outer)
 
 
-def staying_bytes(config: Config, sizes: TransformerConfig) -> float:
-    """Counts whole weights that are gathered for all of an update."""
-    return 2 * held_numbers(config, sizes)[0] * share_gathered(config, sizes)
+def whole_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts weights that are whole for all of an update, in two bytes a number: those that stay gathered or are not
+    cut, and in a pipeline what lies beside the layers.
+    """
+    layers, outer = held_numbers(config, sizes)
+    if not gathers_layers(config):
+        return 2 * (layers + outer)
+    return 2 * layers * share_gathered(config, sizes) + (2 * outer if config.mesh.pipe > 1 else 0)
 
 
 def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
@@ -57,13 +66,15 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, ahead = gathers_layers(config), 2 if gathers_before_use(config, topology) else 1
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
-    stay = staying_bytes(config, sizes)
-    of_layer = 2 * gradient * ahead + _layer_work_bytes(config, sizes, topology)
+    whole = whole_bytes(config, sizes)
+    waiting = reduced_bytes(config) if gathers else 2
+    of_layer = waiting * gradient * ahead + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
-        return stay + max(2 * layer * ahead + of_layer, table + of_head)
-    return stay + of_layer + of_head + 2 * outer + 2 * (layer * ahead if gathers else layers)
+        return whole + max(2 * layer * ahead + of_layer, table + of_head)
+    beside = 2 * outer if gathers and config.mesh.pipe == 1 else 0
+    return whole + of_layer + of_head + beside + (2 * layer * ahead if gathers else 0)
 
 
 def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -92,8 +103,12 @@ def _kept_of(
     inputs = config.chunks if config.mesh.pipe > 1 and remat == "full" else layers
     if config.mesh.pipe > 1 and schedule_kind(config).splits_backward and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
-    products = product_width(sizes) / config.mesh.tensor
-    everything = 2 * products + 8 * hidden_width(config, sizes) + _scores(config, sizes, topology)
+    products = kept_width(config, sizes)
+    everything = (
+        2 * product_width(sizes) / config.mesh.tensor
+        + 8 * hidden_width(config, sizes)
+        + _scores(config, sizes, topology)
+    )
     if remat == "offload":  # they wait in the host's memory
         return 2 * tokens_of_microbatch(config) * 2 * hidden_width(config, sizes)
     kept = {"selective": products, "none": everything}.get(remat, 0.0)
@@ -104,13 +119,13 @@ def _kept_of(
 
 def _in_flight(config: Config) -> float:
     """Returns microbatches whose activations the first stage keeps: of pieces, those of 1f1b and the rest of the first
-    microbatch.
+    microbatch. No more than there are, and one slot for ticks in which nothing arrives.
     """
-    found, pieces = (
-        schedule_kind(config).in_flight(config.mesh.pipe, config.chunks),
-        config.parallel.pieces,
-    )
-    return found if pieces == 1 else (found + (pieces - 1) / config.chunks) / pieces
+    pieces, chunks = config.parallel.pieces, config.chunks
+    found = schedule_kind(config).in_flight(config.mesh.pipe, chunks)
+    if pieces > 1:
+        found += (pieces - 1) / chunks
+    return min(found, num_microbatches(config) * pieces + 1 / chunks) / pieces
 
 
 def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
@@ -126,7 +141,21 @@ def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topolo
     layers, tokens = layers_here(config, sizes), tokens_of_microbatch(config)
     again = layers * hidden_width(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * product_width(sizes) / config.mesh.tensor + again
-    return 2 * tokens * at_work + _gathered_keys_bytes(config, sizes, topology)
+    gathered = _gathered_keys_bytes(config, sizes, topology)
+    return 2 * tokens * at_work + gathered + _exchanged_rows_bytes(config, sizes)
+
+
+def _exchanged_rows_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts rows that go to experts of other devices and back, in a layer's backward and in two bytes a number.
+
+    Those that are sent and the gradient that comes back, and with space for `expert_buffer` times as many those that
+    arrive, their answers' gradient, and their own of two products.
+    """
+    if config.mesh.expert == 1 or not sizes.num_experts:
+        return 0.0
+    rows = tokens_of_microbatch(config) * sizes.experts_per_token
+    space = config.mesh.expert if sizes.expert_buffer is None else sizes.expert_buffer
+    return 2 * sizes.hidden_size * rows * (2 + 4 * min(space, config.mesh.expert))
 
 
 def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 
-import jax.numpy as jnp
-
 from jaxfb.config import Config
 from jaxfb.mesh import AXES
 from jaxfb.models import splash
@@ -23,6 +21,7 @@ from jaxfb.planner.counts import (
     num_microbatches,
     num_shards,
     product_width,
+    reduced_bytes,
     runs_flash,
     share_gathered,
     share_of_layers,
@@ -45,14 +44,15 @@ _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS = {"tpu": 0.28}
-"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products, of 8B
-and 70B on v5p, v6e and v5e: 0.2 to 0.55."""
+_BESIDE_PRODUCTS = {"tpu": 0.28, "gpu": 0.35}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products: on v5p,
+v6e and v5e 0.2 to 0.55 of 8B and 70B, on H100 0.30 to 0.39 of them and 0.71 of a pipeline."""
 _RING_BYTES = 85
 """Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
 _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
-"""Share of communication that nothing hides on TPUs: 0.05 to 0.16 of those whose compiler has options in
-`jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none."""
+"""Share of communication that nothing hides: on TPUs 0.05 to 0.16 of those whose compiler has options in
+`jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none; on H100 0.10 to 0.28 where
+layers are gathered ahead."""
 _ACCUMULATED = 12
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
 
@@ -128,7 +128,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
     sums = 8 * hidden * of_layers * layers_here(config, sizes)
-    gathered = 4 * times * held - (4 * times - 2) * of_kept + times * _reduced_bytes(config) * trained
+    gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
@@ -139,12 +139,6 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 * hidden * of_head * _turn(config, chip, "pipe")
     return seconds
-
-
-def _reduced_bytes(config: Config) -> int:
-    """Returns the bytes of a number of a gradient on its way over fsdp."""
-    given = config.precision.reduce_dtype if config.parallel.fsdp_gather != "step" else None
-    return 4 if given is None else jnp.dtype(given).itemsize
 
 
 def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
@@ -161,17 +155,21 @@ def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> fl
     return 2 * sizes.hidden_size * rows * ways * runs * _turn(config, chip, "expert")
 
 
+def exposed_seconds(config: Config, topology: Topology, wire: float, work: float) -> float:
+    """Returns the communication that nothing hides: a share of it, and at least what is longer than the work."""
+    return max(exposed_share(config, topology) * wire, wire - work)
+
+
 def exposed_share(config: Config, topology: Topology) -> float:
-    """Returns the share of communication that nothing hides."""
-    if topology.platform != "tpu" or topology.chip is None:
+    """Returns the share of communication that nothing hides where there is work enough beside it."""
+    if topology.chip is None or topology.platform == "cpu":
         return 1.0
+    ahead = gathers_before_use(config, topology)
+    if topology.platform == "gpu":
+        return _EXPOSED if ahead and config.mesh.pipe == 1 else 1.0
     if topology.chip.kind not in compiler.TABLE:
         return _EXPOSED_BY_DEFAULT
-    waits = (
-        num_shards(config) > 1
-        and config.parallel.fsdp_gather == "layer"
-        and not gathers_before_use(config, topology)
-    )
+    waits = num_shards(config) > 1 and config.parallel.fsdp_gather == "layer" and not ahead
     return 1.0 if waits else _EXPOSED
 
 

@@ -109,9 +109,9 @@ def draw(found: list[Found], directory: Path) -> list[Path]:
 
 
 def table(found: list[Found], most: int = 12) -> str:
-    """Returns the best candidates, a line each."""
+    """Returns the best candidates, a line each, and the given layout where it is not among them."""
     lines = [f"{'GB':>8} {'of':>7} {'s/step':>9} {'tokens/s':>10} {'MFU':>6} {'by':>9}  layout"]
-    for one in found[:most]:
+    for one in found[:most] + [one for one in found[most:] if one.given]:
         verdict = one.verdict
         by = "formula" if verdict.compiled is None else "compiler"
         size = "too large" if isinstance(verdict.compiled, TooLarge) else f"{verdict.needed / 1e9:.2f}"
@@ -124,18 +124,30 @@ def table(found: list[Found], most: int = 12) -> str:
 
 
 def compared(found: list[Found]) -> str:
-    """Returns a sentence on the best layout beside the given one; empty where that cannot be on the topology."""
-    given, best = next((one for one in found if one.given), None), found[0]
+    """Returns a sentence on the best layout beside the given one; empty where that cannot be on the topology.
+
+    Both times are the compiler's, or the formula's while none but the given layout is compiled.
+    """
+    given = next((one for one in found if one.given), None)
     if given is None:
         return ""
-    if given is best:
-        return "the given layout is the best of these"
     if not given.verdict.fits:
         return "the given layout does not fit"
-    if (given.verdict.compiled is None) != (best.verdict.compiled is None):
-        return "the given layout was not compiled"
-    ratio = best.verdict.step_seconds / given.verdict.step_seconds
-    return f"a step takes {ratio:.2f} times as long as with the given layout"
+    alone = given.verdict.compiled is not None and all(
+        one.given or one.verdict.compiled is None for one in found
+    )
+    plain = [replace(one, verdict=replace(one.verdict, compiled=None)) for one in found] if alone else found
+    by = ", by formula" if alone or given.verdict.compiled is None else ""
+    best, given = _ranked(plain)[0], next(one for one in plain if one.given)
+    if best is given:
+        return f"the given layout is the best of these{by}"
+    (seconds, before), (size, size_before) = (
+        [getattr(one.verdict, name) for one in (best, given)] for name in ("step_seconds", "needed")
+    )
+    return (
+        f"the best layout beside the given one{by}: a step takes {seconds / before:.2f} times as long, "
+        f"{seconds:.3g} s in place of {before:.3g} s, and {size / 1e9:.1f} GB in place of {size_before / 1e9:.1f} GB"
+    )
 
 
 def _by_kind(ranked: list[Found]) -> list[Found]:

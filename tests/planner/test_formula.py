@@ -10,7 +10,8 @@ from jaxfb.models.config import num_params
 from jaxfb.planner import parse_topology
 from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
-from jaxfb.planner.formula_time import exchange_seconds
+from jaxfb.planner.formula_memory import HOLES, kept_bytes
+from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
@@ -88,6 +89,65 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
     assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
     assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+
+
+@pytest.mark.parametrize(
+    "config, topology, gigabytes, seconds",
+    [
+        # sums, weights or layers' inputs of many gigabytes, which are placed before the loop over microbatches
+        ("8b parallel.remat=selective parallel.fsdp_gather=step", "v5p:4x4x4", 64.65, 7.91),
+        ("8b parallel.remat=selective", "v6e:8x8", 20.05, 5.02),
+        ("70b parallel.remat=selective parallel.fsdp_gather=step", "v5p:8x8x8", 63.05, 10.26),
+    ],
+)
+def test_memory_that_full_recomputation_leaves_is_counted_as_it_is_used(config, topology, gigabytes, seconds):
+    test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, topology, gigabytes, seconds)
+
+
+@pytest.mark.parametrize(
+    "config, topology, seconds",
+    [("8b-h100", "gpu:h100x8", 36.29), ("8b-h100", "gpu:h100x64", 4.53), ("70b-h100", "gpu:h100x512", 5.05),
+     ("moe-141b-h100", "gpu:h100x128", 32.80)],
+)  # fmt: skip
+def test_time_of_real_sizes_on_gpus_is_near_the_compilers(config, topology, seconds):
+    """Rows of benchmarks/results/real_sizes_gpu.json."""
+    found = estimated(load_config(f"configs/{config}.yaml"), parse_topology(topology))
+    assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+
+
+def test_selective_keeps_what_the_backward_reads():
+    """A layer's input, queries, keys, values, attention's answer before and after its last product, and both halves of
+    the MLP's middle, of 4096 tokens; not the MLP's answer.
+    """
+    config = load_config("configs/8b.yaml", ["parallel.remat=selective", "mesh.fsdp=64"])
+    a_token = 4096 + 4096 + 1024 + 1024 + 4096 + 4096 + 2 * 14336
+    assert kept_bytes(config, model_sizes(config), parse_topology("v5p:4x4x4")) == 2 * 4096 * 32 * a_token
+
+
+def test_gradients_wait_for_their_scatter_in_the_dtype_of_its_sum():
+    """Of two layers: the one being computed, and the one before it on its way."""
+    rounded, exact = (
+        estimated(
+            load_config("configs/8b.yaml", [f"precision.reduce_dtype={dtype}"]), parse_topology("v5p:4x4x4")
+        ).estimate
+        for dtype in ("bfloat16", "float32")
+    )
+    a_layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
+    assert exact.working - rounded.working == pytest.approx(HOLES["tpu"] * 2 * (4 - 2) * a_layer, rel=1e-3)
+
+
+@pytest.mark.parametrize("rows, slots", [(4, 5), (8, 9), (16, 15), (64, 15)])
+def test_no_more_microbatches_are_in_flight_than_there_are(rows, slots):
+    layout = f"mesh.pp=8 mesh.fsdp=1 batch.rows={rows} schedule=1f1b parallel.remat=full".split()
+    config = load_config("configs/8b.yaml", layout)
+    assert make("1f1b", 8, rows).program.num_residual_slots == slots
+    assert kept_bytes(config, model_sizes(config), parse_topology("v5p:2x2x2")) == 2 * 4096 * 4096 * slots
+
+
+def test_no_more_communication_is_hidden_than_there_is_work():
+    config, topology = load_config("configs/8b.yaml", ["mesh.fsdp=64"]), parse_topology("v5p:4x4x4")
+    assert exposed_seconds(config, topology, wire=5.0, work=9.0) == pytest.approx(0.12 * 5)
+    assert exposed_seconds(config, topology, wire=5.0, work=1.0) == 4
 
 
 def test_what_goes_between_hosts_takes_longer():

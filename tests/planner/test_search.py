@@ -15,7 +15,7 @@ from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import label
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.known import Known
-from jaxfb.planner.search import search
+from jaxfb.planner.search import search, table
 from jaxfb.planner.verdict import plan
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--layouts", "2"]
@@ -56,7 +56,10 @@ def answered(directory):
 def test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there(compiler, tmp_path, capsys):
     compiler.answers[:] = [ANSWER, KeyboardInterrupt()]
     assert run(tmp_path) == 130
-    assert "the same command continues from them" in capsys.readouterr().err
+    printed = capsys.readouterr()
+    assert "the same command continues from them" in printed.err
+    # one layout is compiled, so both are compared by formula
+    assert "(given)" in printed.out and "beside the given one, by formula: a step takes 0." in printed.out
     assert len(answered(tmp_path)) == 1 and load_config(tmp_path / "plan.yaml").batch.rows == 32
 
     assert run(tmp_path) == 0
@@ -71,7 +74,19 @@ def test_the_given_layout_is_compiled_first_and_compared_with_the_best(compiler,
     rows = json.loads((tmp_path / "search.json").read_text())
     assert [row["layout"] for row in rows if row["given"]] == [label(compiler.asked[0])]
     out = capsys.readouterr().out
-    assert "(given)" in out and "a step takes 0.50 times as long as with the given layout" in out
+    assert "(given)" in out
+    assert (
+        "given one: a step takes 0.50 times as long, 8 s in place of 16 s, and 0.0 GB in place of 0.0 GB"
+        in out
+    )
+
+
+def test_the_given_layout_is_in_the_table_however_slow_it_is():
+    config, topology = load_config(SMALL[0], [*SIZES, "parallel.remat=full"]), parse_topology(SMALL[2])
+    found = search(config, topology, layouts=24, compiled=0)
+    place = next(place for place, one in enumerate(found) if one.given)
+    assert place >= 2
+    assert [line.endswith("(given)") for line in table(found, most=2).splitlines()] == [False] * 3 + [True]
 
 
 def test_a_layout_that_cannot_be_there_is_no_reason_not_to_search(compiler, tmp_path, capsys):
