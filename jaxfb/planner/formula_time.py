@@ -110,13 +110,45 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     return (
         step_flops(config, sizes, topology) / chip.flops
-        + (tokens * read + _accumulated_bytes(config, sizes)) / chip.bandwidth
+        + (tokens * read + _accumulated_bytes(config, sizes) + _expert_bytes(config, sizes)) / chip.bandwidth
     )
 
 
 def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts what is read and written to add each microbatch's gradient to the sums."""
     return _ACCUMULATED / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
+
+
+def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts what layers with experts read and write beside products, which no product hides.
+
+    Rows of a token's choices, in two bytes a number: cut from tokens and added up to them (2 and 3 times forward, 2 and
+    3 backward, 2 in the forward's second run), a sum of two products' gradients (3), and for each way of the exchange
+    read, laid out for it and back, and written (4). Of the matrices' gradient, which a loop over tiles of rows adds up
+    in float32: zeros to begin with, and what is read and written to round it.
+    """
+    if not sizes.num_experts:
+        return 0.0
+    again = mean_over_layers(config, sizes, lambda remat: 0 if remat == "none" else 1)
+    ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
+    rows = tokens_of_microbatch(config) * sizes.experts_per_token
+    of_rows = 2 * sizes.hidden_size * rows * (13 + 2 * again + 4 * ways) * _expert_runs(config, sizes)
+    of_layers, _ = turns_of_layers_and_head(config)
+    return of_rows + 12 * held_experts(config, sizes) * num_microbatches(config) * of_layers
+
+
+def _expert_runs(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how often a device runs a layer with experts forward in an update, without a second run."""
+    of_layers, _ = turns_of_layers_and_head(config)
+    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
+    return num_microbatches(config) * of_layers * with_experts * share_of_layers(config, sizes)
+
+
+def _exchange_ways(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how often rows travel: there and back, forward and backward, and there once more where a layer is
+    computed again.
+    """
+    return mean_over_layers(config, sizes, lambda remat: 4 if remat in ("none", "selective") else 5)
 
 
 def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
@@ -142,17 +174,12 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
 
 
 def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
-    """Returns the time in which rows go to experts of other devices, which nothing hides: there and back, forward and
-    backward, and there once more where a layer is computed again.
-    """
+    """Returns the time in which rows go to experts of other devices, which nothing hides."""
     if config.mesh.expert == 1 or not sizes.num_experts:
         return 0.0
-    of_layers, _ = turns_of_layers_and_head(config)
-    with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
-    runs = num_microbatches(config) * of_layers * with_experts * share_of_layers(config, sizes)
-    ways = mean_over_layers(config, sizes, lambda remat: 4 if remat in ("none", "selective") else 5)
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    return 2 * sizes.hidden_size * rows * ways * runs * _turn(config, chip, "expert")
+    sent = 2 * sizes.hidden_size * rows * _exchange_ways(config, sizes) * _expert_runs(config, sizes)
+    return sent * _turn(config, chip, "expert")
 
 
 def exposed_seconds(config: Config, topology: Topology, wire: float, work: float) -> float:

@@ -7,11 +7,11 @@ import pytest
 from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import num_params
-from jaxfb.planner import parse_topology
+from jaxfb.planner import formula_time, parse_topology
 from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.formula_memory import HOLES, kept_bytes
-from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds
+from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
@@ -128,11 +128,11 @@ def test_gradients_wait_for_their_scatter_in_the_dtype_of_its_sum():
     """Of two layers: the one being computed, and the one before it on its way."""
     rounded, exact = (
         estimated(
-            load_config("configs/8b.yaml", [f"precision.reduce_dtype={dtype}"]), parse_topology("v5p:4x4x4")
+            load_config("configs/70b.yaml", [f"precision.reduce_dtype={dtype}"]), parse_topology("v5p:8x8x8")
         ).estimate
         for dtype in ("bfloat16", "float32")
     )
-    a_layer = 2 * 4096 * (4096 + 1024) + 3 * 4096 * 14336 + 2 * 4096
+    a_layer = (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672 + 2 * 8192) / 8
     assert exact.working - rounded.working == pytest.approx(HOLES["tpu"] * 2 * (4 - 2) * a_layer, rel=1e-3)
 
 
@@ -209,3 +209,21 @@ def test_rows_go_to_their_experts_and_back(remat, ways):
     assert exchange_seconds(config, model_sizes(config), chip) == pytest.approx(by_hand)
     alone = load_config("configs/moe-141b.yaml", ["mesh.expert=1", "mesh.fsdp=128"])
     assert exchange_seconds(alone, model_sizes(alone), chip) == 0
+
+
+@pytest.mark.parametrize("axis, passes", [("mesh.fsdp=16", 15 + 4 * 5), ("mesh.expert=1", 15)])
+def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, passes):
+    """A layer's second run cuts rows from tokens again; without an expert axis nothing is exchanged."""
+    config = load_config("configs/moe-141b.yaml", [axis, "mesh.fsdp=16", "optimizer.name=adamw"])
+    topology, sizes = parse_topology("v5p:4x4x8"), model_sizes(config)
+    mixed, one_row = (
+        formula_time._expert_bytes(config, one) for one in (sizes, replace(sizes, experts_per_token=1))
+    )
+    microbatches = 2048 / (16 * config.mesh.expert)
+    a_row = 4096 * 6144 * 2 * passes * 56 * microbatches
+    assert mixed - one_row == pytest.approx(a_row)
+    experts = 56 * 3 * 6144 * 16384 * 8 / config.mesh.expert
+    assert one_row - a_row == pytest.approx(12 * experts * microbatches)
+    dense = replace(sizes, num_experts=0, mlp_size=16384 * 2)
+    assert formula_time._expert_bytes(config, dense) == 0
+    assert work_seconds(config, sizes, topology) > mixed / topology.chip.bandwidth
