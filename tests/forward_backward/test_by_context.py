@@ -100,9 +100,12 @@ def slow(*case):
 
 CASES = [
     ({"context": 2}, {"widths": (4, 16), "packing": True}, {}),
-    slow({"fsdp": 2, "context": 4}, {}, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
     slow({"data": 2, "fsdp": 2, "context": 2}, {}, {"optimizer_sharding": "gradients"}),
-    slow({"data": 2, "context": 2, "tensor": 2}, {"packing": True}, {"normalize": "none"}),
+    slow(
+        {"fsdp": 2, "context": 2, "tensor": 2},
+        {"packing": True},
+        {"normalize": "none", "fsdp_gather": "step", "optimizer_sharding": "data"},
+    ),
     slow({"pipe": 2, "context": 4}, {"packing": True}, {}),
     slow({"pipe": 2, "data": 2}, {}, {"schedule": "zero_bubble"}),
 ]

@@ -139,9 +139,8 @@ def test_the_law_on_meshes(mesh, count, options):
 @pytest.mark.parametrize(
     ("mesh", "options"),
     [
-        slow({"expert": 2, "tensor": 2}, {}),
         slow({"expert": 2, "fsdp": 2}, {"remat": "layer", "optimizer_sharding": "data"}),
-        slow({"pipe": 2, "expert": 2}, {"schedule": "zero_bubble"}),
+        slow({"pipe": 2, "expert": 2, "tensor": 2}, {"schedule": "zero_bubble"}),
     ],
     ids=str,
 )

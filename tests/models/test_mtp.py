@@ -102,8 +102,7 @@ def _one_device(config):
 
 FAST = [(DENSE, dict(context=4, data=2), 2, {})]
 SLOW = [
-    (DENSE, dict(pipe=2, context=2), 1, dict(schedule="1f1b", poison_bubbles=True)),
-    (DENSE, dict(pipe=2, context=2, tensor=2), 2, dict(schedule="1f1b")),
+    (DENSE, dict(pipe=2, context=2, tensor=2), 1, dict(schedule="1f1b", poison_bubbles=True)),
     (DENSE, dict(fsdp=2, data=2, tensor=2), 1, dict(optimizer_sharding="data")),
     (DENSE, dict(pipe=2, data=2), 2, dict(schedule="zero_bubble", head_placement="rows")),
     (EXPERTS, dict(pipe=2, expert=2), 1, dict(schedule="1f1b", poison_bubbles=True)),

@@ -136,8 +136,7 @@ SPLITS = [
             ({"pipe": 2, "expert": 2, "tensor": 2}, 2, {"remat": "selective"}),
             ({"context": 2, "fsdp": 2, "tensor": 2}, 2, {"remat": "full"}),
             ({"pipe": 2, "context": 2, "data": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
-            ({"pipe": 2, "fsdp": 2}, 4, {}),
-            ({"pipe": 2}, 4, {"head_placement": "rows"}),
+            ({"pipe": 2, "fsdp": 2}, 2, {"head_placement": "rows"}),
         ]
     ),
 ]

@@ -52,7 +52,9 @@ def in_host_memory(state):
         ({"data": 1}, ADAMW, {}),
         ({"data": 2, "fsdp": 2}, MUON, {"optimizer_sharding": "data"}),
         ({"pipe": 2, "fsdp": 2}, ADAMW, {"schedule": "interleaved", "num_chunks": 2}),
-        ({"pipe": 2}, ADAMW, {"schedule": "1f1b", "layers_per_stage": (3, 1)}),
+        pytest.param(
+            *({"pipe": 2}, ADAMW, {"schedule": "1f1b", "layers_per_stage": (3, 1)}), marks=pytest.mark.slow
+        ),
         ({"data": 1}, ADAFACTOR, {}),
         ({"fsdp": 2}, CHAIN, {}),
         ({"fsdp": 2}, ADAMW, {"trainable": ["layers"], "loss_scale": jaxfb.optim.DynamicLossScale()}),
@@ -101,7 +103,9 @@ def test_a_moment_that_is_not_finite_is_found_in_its_layer():
     chex.assert_trees_all_equal(numbers(state), before)
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"pipe": 2}], ids=["fsdp", "pipe"])
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.slow)], ids=["fsdp", "pipe"]
+)
 def test_a_run_continues_with_the_state_in_either_memory(sizes, tmp_path):
     steps = {memory: step_of(memory, sizes) for memory in ("host", "device")}
     for saved, read in (("host", "device"), ("device", "host")):
