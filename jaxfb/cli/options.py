@@ -93,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="jaxfb",
-        description="Trains transformers with JAX on GPU and TPU meshes, with exact gradients on each.",
+        description="Trains transformers with JAX on any mesh of GPUs or TPUs, with the gradient of one device.",
         epilog="Try `jaxfb train quickstart --smoke` first. `jaxfb COMMAND --help` lists the options of a command.",
     )
     parser.add_argument("--version", action="version", version=f"jaxfb {__version__}")
@@ -315,7 +315,7 @@ def _add_schedule(verbs) -> None:
 
 
 def _add_plan(verbs) -> None:
-    text = "find whether a config fits a machine, and how fast it can run, without the machine"
+    text = "compute whether a config fits a machine and how fast it can run, without the machine"
     plan = _verb(verbs, "plan", text)
     _add_config(plan)
     plan.add_argument("--topology", required=True, metavar="NAME", help=TOPOLOGIES)

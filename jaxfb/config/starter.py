@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+import re
 from importlib.resources import files
 from pathlib import Path
 
 from jaxfb.config.schema import ConfigError
 
 _DIRECTORY = files("jaxfb") / "starter"
-# small data sets that a starter config names relative to the working directory
-_DATA = {
-    "sft": ("examples/data/conversations.jsonl",),
-    "dpo": ("examples/data/preferences.jsonl",),
-}
+_SAMPLES = re.compile(r"examples/data/\w+\.jsonl")
+"""Small data sets, installed too, that a starter config names relative to the working directory."""
 
 
 def starter_names() -> list[str]:
@@ -48,7 +46,11 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     target.write_text(text.replace(f"configs/{name}.yaml", target.name))
     return [
         target,
-        *(_copy(path, directory) for path in _DATA.get(name, ()) if not (directory / path).exists()),
+        *(
+            _copy(path, directory)
+            for path in sorted(set(_SAMPLES.findall(text)))
+            if not (directory / path).exists()
+        ),
     ]
 
 

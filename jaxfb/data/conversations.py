@@ -76,7 +76,12 @@ def cut_to(ids: list[np.ndarray], counts: list[np.ndarray], slots: int) -> tuple
 def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
     file = Path(path)
     if not file.is_file():
-        raise Refused(f"[data] there is no file {file}; give a .jsonl file")
+        hint = (
+            "`jaxfb init sft` (or dpo, fine_tune) copies the examples here"
+            if "examples/data" in str(file)
+            else ""
+        )
+        raise Refused(f"[data] there is no file {file}; {hint or 'give a .jsonl file'}")
     text = decoded(file.read_bytes(), file).removeprefix(BOM)
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:

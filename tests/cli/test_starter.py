@@ -6,12 +6,26 @@ from jaxfb.cli.commands import main
 from jaxfb.config import DPOConfig, RLConfig, SFTConfig, load_config, smoke_overrides, starter_names
 from jaxfb.config.load import kind_of_command
 from jaxfb.config.root import Config
+from jaxfb.data.conversations import read_conversations
+from jaxfb.refusal import Refused
 
 
 @pytest.mark.parametrize("name", starter_names())
 def test_a_starter_loads_by_name_from_an_empty_directory(name, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert load_config(name).run.dir
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "fine_tune"])
+def test_a_starter_and_its_sample_data_are_written_together(name, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Refused, match="there is no file examples/data.*`jaxfb init sft`"):
+        read_conversations("examples/data/conversations.jsonl")
+    assert main(["init", name, "--out", "new"]) == 0
+    assert f"cd new && jaxfb {'dpo' if name == 'dpo' else 'sft'} {name}.yaml" in capsys.readouterr().out
+    config = load_config(tmp_path / "new" / f"{name}.yaml")
+    section = config.preferences if name == "dpo" else config.conversations
+    assert (tmp_path / "new" / section.path).is_file()
 
 
 def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch, capsys):
