@@ -148,7 +148,8 @@ def _tried(code: int, options) -> int:
     """Returns the exit code; with --smoke, prints first whether the run worked."""
     if options.smoke:
         worked = "worked" if code == DONE else "did not end as it should"
-        print(f"\n--smoke: the run {worked}. Its directory is removed now; leave out --smoke to keep one.")
+        removed = "Its directory is removed now, with all files named above"
+        print(f"\n--smoke: the run {worked}. {removed}; leave out --smoke to keep one.")
     return code
 
 
