@@ -130,6 +130,7 @@ def measured(rows: Rows, name: str, side: str, keep: str | None) -> dict[str, An
             row["routed"] = asdict(work)
         row.update(numbers(text, rows.config(job, side), job.topology, work))
         if keep:
+            Path(keep).mkdir(parents=True, exist_ok=True)
             text_path(keep, name, side).write_text(text)
         return program
 

@@ -174,20 +174,18 @@ def _score(logits, targets, head) -> _Scores:
     """Scores logits [T, V] against targets [T]; correct: is the target the first of the likeliest tokens.
 
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split; meets the
-    other devices twice, once for the maxima and once for the sums.
+    other devices twice, once for the maxima and once for the sums. The maxima before and after the target are enough to
+    see whether it is likeliest, so the logits are read twice: for the maxima and for the softmax's sum.
     """
-    ids = token_ids(logits, targets.dtype, head.axis)
-    target = targets[:, None]
-    here = jnp.where(ids == target, logits, -jnp.inf)
-    top, target_logit = largest(jnp.stack([jnp.max(logits, axis=-1), jnp.max(here, axis=-1)]), head.axis)
-    behind = (logits < target_logit[:, None]) | ((logits == target_logit[:, None]) & (ids >= target))
-    weights = jnp.exp(logits - top[:, None])
-    summands = [weights, jnp.where(behind, 0, 1)] + ([logits] if head.regularizers else [])
-    total, ahead, *all_logits = summed(
-        jnp.stack([jnp.sum(x, axis=-1).astype(top.dtype) for x in summands]), head.axis
-    )
+    ids, target = token_ids(logits, targets.dtype, head.axis), targets[:, None]
+    parts = [jnp.where(part, logits, -jnp.inf) for part in (ids < target, ids == target, ids > target)]
+    before, target_logit, after = largest(jnp.stack([jnp.max(x, axis=-1) for x in parts]), head.axis)
+    top = jnp.maximum(jnp.maximum(before, target_logit), after)
+    summands = [jnp.exp(logits - top[:, None])] + ([logits] if head.regularizers else [])
+    total, *all_logits = summed(jnp.stack([jnp.sum(x, axis=-1) for x in summands]), head.axis)
     mean = all_logits[0] / vocab_size(logits, head.axis) if all_logits else None
-    return _Scores(top + jnp.log(total), target_logit, ahead == 0, mean)
+    likeliest = (target_logit > before) & (target_logit >= after)
+    return _Scores(top + jnp.log(total), target_logit, likeliest, mean)
 
 
 def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):
