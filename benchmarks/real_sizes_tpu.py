@@ -62,7 +62,6 @@ LONG_STAGES = (
     "parallel.remat=layer",
 )
 """Few microbatches of long sequences, four in a pipeline of eight stages."""
-ZERO_1 = {"ici_data_parallelism": 8, "ici_fsdp_parallelism": 8, "shard_optimizer_over_data": True}
 MIXTRAL = {
     "decoder_block": "mixtral",
     "num_experts": 8,
@@ -94,7 +93,9 @@ LIKE_DEEPSEEK = (
 )
 """Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
 ON_HOST = ("optimizer.memory=host",)
+INPUTS_ON_HOST = ("parallel.remat=offload",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
+INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 LESS_REMAT = {"remat_policy": "minimal"}
 """Use the memory that full recomputation leaves: of both libraries the products' results are kept."""
 JOBS = {
@@ -111,11 +112,17 @@ JOBS = {
         "8b", "v5p:2x2x2", (*LONG_STAGES, "parallel.pieces=16", "schedule=seq_abreast"), None
     ),
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
-        "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), ZERO_1
-    ),
+        "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
+    ),  # MaxText refuses ZeRO-1 beside fsdp
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
+    "8B, v5p:4x4x4, fsdp 64, layers' inputs on the host": Job(
+        "8b", "v5p:4x4x4", INPUTS_ON_HOST, INPUTS_OFFLOADED
+    ),
+    "8B, v6e:8x8, fsdp 64, layers' inputs on the host": Job(
+        "8b", "v6e:8x8", INPUTS_ON_HOST, INPUTS_OFFLOADED
+    ),
     "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP, LESS_REMAT),
     "8B, v6e:8x8, fsdp 64, memory used": Job("8b", "v6e:8x8", IN_STEP[:1], LESS_REMAT),
     "70B, v6e:4x8, fsdp 16 x tensor 2, state on the host": Job(

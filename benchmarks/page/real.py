@@ -222,8 +222,10 @@ SECTIONS = (
         - "State on the host" keeps the optimizer state in the host's memory, so that a model fits on chips for which
           the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
           hidden, is part of the step.
-        - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind.
-          `benchmarks/real_sizes_tpu.py` has MaxText's settings for the pipeline and for an optimizer cut over data.
+        - "Layers' inputs on the host" is `remat=offload`: what the backward reads of each layer waits in the host's
+          memory. It takes less HBM, and the transfers lengthen the step.
+        - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind: it refuses an optimizer cut
+          over data (ZeRO-1) beside fsdp. `benchmarks/real_sizes_tpu.py` has MaxText's settings for the pipeline.
         - "Compiler's peak" is the memory of the process that compiles.""",
         facts, table, claims,
     ),
