@@ -17,6 +17,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental.layout import Layout, with_layout_constraint
+from jax.sharding import get_abstract_mesh
+
+from jaxfb.mesh import platform_here
 
 PyTree = Any
 
@@ -125,7 +129,7 @@ def _as_stored(shards: PyTree) -> PyTree:
     What a loop reads in bfloat16 alone XLA converts in front of it, which takes a copy of all shards: 0.25 GB of 70B
     on 512 chips. Bits it cannot convert.
     """
-    leaves, structure = jax.tree.flatten(shards)
+    leaves, structure = jax.tree.flatten(jax.tree.map(_in_rows, shards))
     wide = [jnp.issubdtype(leaf.dtype, jnp.floating) and leaf.dtype.itemsize > 2 for leaf in leaves]
     bits = [
         lax.bitcast_convert_type(leaf, f"uint{8 * leaf.dtype.itemsize}") if one else leaf
@@ -136,3 +140,15 @@ def _as_stored(shards: PyTree) -> PyTree:
         for found, leaf, one in zip(lax.optimization_barrier(bits), leaves, wide, strict=True)
     ]
     return structure.unflatten(read)
+
+
+def _in_rows(leaf: jax.Array) -> jax.Array:
+    """Returns the same array, on TPUs in the order of its rows if it is the experts' matrices of a layer.
+
+    Products with transposed matrices ask for the other order. For the one layer that is gathered before the loop XLA
+    carried that wish through the gather to the shards of all layers, and copied them to it and, in every microbatch,
+    back: Mixtral 8x22B on v5p:4x4x8 took 33.1 GB and 53.4 s in place of 30.2 GB and 52.8 s (libtpu 0.0.48).
+    """
+    if leaf.ndim < 3 or platform_here() != "tpu" or get_abstract_mesh().shape.get("tensor", 1) > 1:
+        return leaf
+    return with_layout_constraint(leaf, Layout(tuple(range(leaf.ndim))))

@@ -230,3 +230,18 @@ def test_gradients_that_wait_for_their_scatter_are_cut_as_their_parameters():
     columns = [((width, size), [1]) for size in (heads, kv, kv, mlp, mlp)]
     assert all(found.count(one) >= columns.count(one) for one in columns)
     assert {((heads, width), (0,)), ((mlp, width), (0,))} <= {(shape, tuple(dims)) for shape, dims in found}
+
+
+def test_on_tpus_the_experts_matrices_are_gathered_in_the_order_of_their_rows():
+    """A wish for another order would be carried to the shards of all layers."""
+    config = load_config("configs/moe.yaml", ["mesh.dp=1", "mesh.fsdp=2", "mesh.ep=2", "parallel.remat=full"])
+
+    def pinned(topology):
+        job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology(topology))))
+        program = job.step.trace(job.state, job.batch).jaxpr
+        found = [eqn for eqn in equations(program) if eqn.primitive.name == "layout_constraint"]
+        assert all(eqn.params["layout"].major_to_minor == (0, 1, 2) for eqn in found)
+        return {eqn.invars[0].aval.shape for eqn in found}
+
+    assert pinned("v5p:2x2x1") == {(4, 48, 96)}
+    assert not pinned("gpu:h100x4")
