@@ -203,13 +203,15 @@ def _exchanged(
             here, rows = send_weighted(rows, windows[place + 1], room[place + 1].rows)
             arrived.append(here)
         if place > 0:
-            out = bring_back(answers[place - 1], windows[place - 1], out, room[place - 1].rows)
+            before = place - 1
+            out = bring_back(answers[before], windows[before], out, room[before].rows, arrived[before].values)
         if 0 <= place <= last:
             answer, state = run(arrived[place], windows[place].sizes, state)
             answers.append(answer)
         if last and 0 <= place <= last:
-            # started together, they are over together
-            arrived[-1], answers[-1], out = lax.optimization_barrier((arrived[-1], answers[-1], out))
+            # started together, they are over together, and what is sent next starts behind them
+            together = arrived[-1], answers[-1], out, rows
+            arrived[-1], answers[-1], out, rows = lax.optimization_barrier(together)
     if any(space.rows < space.most for space in room):
         first = jnp.array([space.rows for space in room], jnp.int32)
         rows, out, state = further_rounds(

@@ -103,21 +103,29 @@ def _send_backward(window, cotangents):
 
 
 @custom_vjp(3)
-def bring_back(answers: jax.Array, window: Window, into: jax.Array, size: int) -> jax.Array:
+def bring_back(
+    answers: jax.Array, window: Window, into: jax.Array, size: int, arrived: jax.Array
+) -> jax.Array:
     """Sends the answers to a window [size, D] back to where its rows came from, in `into` [S, D]; the inverse and
     transpose of `send`.
+
+    arrived: the rows that were answered. In the backward the answers' gradients are sent behind them, beside the
+      products that only they are needed for.
     """
     return route_back(answers, window, into)
 
 
-def _bring_back_forward(answers, window, into, size):
-    return bring_back(*_values((answers, window, into)), size), _values(window)
+def _bring_back_forward(answers, window, into, size, arrived):
+    kept = _values((window, arrived))
+    return bring_back(*_values((answers, window, into)), size, kept[1]), kept
 
 
-def _bring_back_backward(size, window, cotangent):
+def _bring_back_backward(size, kept, cotangent):
     if isinstance(cotangent, SymbolicZero):
-        return None, None, None
-    return route(cotangent, window, empty_like(cotangent, size)), None, cotangent
+        return None, None, None, None
+    (window, arrived), into = kept, cotangent
+    cotangent, _ = lax.optimization_barrier((cotangent, arrived))
+    return route(cotangent, window, empty_like(cotangent, size)), None, into, None
 
 
 send.defvjp(_send_forward, _send_backward, symbolic_zeros=True)
