@@ -17,6 +17,7 @@ SIDES = {
 
 
 ROUNDED = ", bfloat16 sums"
+MEMORY_NEAR, TIME_NEAR = 0.1, 0.15  # what the planner's formula is to be within
 
 
 def pairs(result: Result, *ours: str) -> dict[str, tuple[dict, dict]]:
@@ -168,8 +169,10 @@ def accuracy_facts(result: Result) -> dict:
         for end in (min, max)
     } | {
         "count": len(result["rows"]),
-        "near": sum(abs(one) <= 0.1 for one in errors(result, "hbm_gb")),
-        "near_in_time": sum(abs(one) <= 0.15 for one in errors(result, "step_s")),
+        "memory_near": MEMORY_NEAR,
+        "time_near": TIME_NEAR,
+        "near": sum(abs(one) <= MEMORY_NEAR for one in errors(result, "hbm_gb")),
+        "near_in_time": sum(abs(one) <= TIME_NEAR for one in errors(result, "step_s")),
     }
 
 
@@ -251,9 +254,9 @@ SECTIONS = (
         "planner_accuracy",
         "The planner's formula compared with the compilers",
         """What `jaxfb plan --no-compile` estimates for the rows above, and what the compilers report: that of TPUs with
-        the options that jaxfb chooses, that of GPUs with the configs made for them. Memory is within 10% in {near} of
-        {count} rows and off by {memory_min:+.0%} to {memory_max:+.0%} over all of them; the step's lower bound in time
-        is within 15% in {near_in_time} and off by {time_min:+.0%} to {time_max:+.0%}.""",
+        the options that jaxfb chooses, that of GPUs with the configs made for them. Memory is within {memory_near:.0%}
+        in {near} of {count} rows and off by {memory_min:+.0%} to {memory_max:+.0%} over all of them; the step's lower
+        bound in time is within {time_near:.0%} in {near_in_time} and off by {time_min:+.0%} to {time_max:+.0%}.""",
         accuracy_facts, accuracy_table,
     ),
 )  # fmt: skip
