@@ -24,7 +24,7 @@ REPLICA_AXES = ("data", "fsdp", EXPERT, ROWS)
 SHARD_AXES = ("fsdp", EXPERT, ROWS, "context")
 """The axes along which devices compute with the same weights, so that each stores a part of them (FSDP).
 
-Along `expert` experts differ: it cuts what is no expert alone.
+Experts differ along `expert`, so that this axis shares out only the parameters that are not experts'.
 """
 AUTOMATIC_AXES = ("tensor",)
 _MOST_SIMULATED = 1024

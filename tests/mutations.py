@@ -162,6 +162,13 @@ MUTATIONS = (
         "models/test_moe.py::test_a_split_changes_nothing",
     ),
     Mutation(
+        "a_token_as_likely_as_one_before_it_counts_as_likeliest",
+        "losses/cross_entropy.py",
+        "(target_logit > before)",
+        "(target_logit >= before)",
+        "losses/test_cross_entropy.py::test_scores_are_those_of_the_counted_tokens",
+    ),
+    Mutation(
         "a_dim_of_experts_taken_for_shards",
         "parallel/sharding.py",
         "axes not in ((), (EXPERT,))",

@@ -7,7 +7,7 @@ import difflib
 import types
 import typing
 from collections.abc import Iterator, Mapping
-from functools import cache, cached_property
+from functools import cache
 from keyword import iskeyword
 from typing import Any, Literal, Union, get_args, get_origin
 
@@ -60,17 +60,12 @@ SYNONYMS = {
     **dict.fromkeys(("n_layer", "n_layers", "depth"), "model.num_layers"),
     **dict.fromkeys(("n_head", "n_heads"), "model.num_heads"),
 }
-# Arguments of optimizers, by what they are called there and elsewhere.
+# What arguments of optimizers are called, here and in other libraries -> their key in optimizer.options.
 OPTIMIZER_OPTIONS = {
     **{name: name for name in ("b1", "b2", "eps", "momentum", "nesterov")},
-    **{
-        "beta1": "b1",
-        "beta2": "b2",
-        "adam_beta1": "b1",
-        "adam_beta2": "b2",
-        "adam_eps": "eps",
-        "epsilon": "eps",
-    },
+    **dict.fromkeys(("beta1", "adam_beta1"), "b1"),
+    **dict.fromkeys(("beta2", "adam_beta2"), "b2"),
+    **dict.fromkeys(("adam_eps", "epsilon"), "eps"),
 }
 # What verl calls the numbers of a rollout.
 POLICY_SYNONYMS = {
@@ -187,11 +182,6 @@ class _Field:
         usual = next(iter(self.sections), None)
         return next((section for section in self.sections[1:] if section.accepts(given)), usual)
 
-    @cached_property
-    def adapter(self):
-        """Returns the pydantic adapter that checks a value that is no section."""
-        return _adapter(self.hint)
-
 
 @cache
 def _fields(cls: type) -> dict[str, _Field]:
@@ -269,7 +259,7 @@ def _leaf(field: _Field, given: Any, key: str) -> Any:
 
     _check_registered(field, given, key)
     try:
-        value = field.adapter.validate_python(tuple(given) if isinstance(given, list) else given)
+        value = _adapter(field.hint).validate_python(tuple(given) if isinstance(given, list) else given)
     except (ValidationError, RecursionError):
         raise ConfigError(_wrong_type(field.hint, given, key)) from None
     for number in value if isinstance(value, tuple) else (value,):

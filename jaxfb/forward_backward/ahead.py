@@ -143,11 +143,12 @@ def _as_stored(shards: PyTree) -> PyTree:
 
 
 def _in_rows(leaf: jax.Array) -> jax.Array:
-    """Returns the same array, on TPUs in the order of its rows if it is the experts' matrices of a layer.
+    """Returns the same array, on TPUs in the order of its rows if it has three dims or more, as experts' matrices have.
 
-    Products with transposed matrices ask for the other order. For the one layer that is gathered before the loop XLA
-    carried that wish through the gather to the shards of all layers, and copied them to it and, in every microbatch,
-    back: Mixtral 8x22B on v5p:4x4x8 took 33.1 GB and 53.4 s in place of 30.2 GB and 52.8 s (libtpu 0.0.48).
+    Only without a tensor axis; with one it was not measured. Products with transposed matrices ask for the other order.
+    For the one layer that is gathered before the loop XLA carried that wish through the gather to the shards of all
+    layers, and copied them to it and, in every microbatch, back: Mixtral 8x22B on v5p:4x4x8 took 33.1 GB and 53.4 s in
+    place of 30.2 GB and 52.8 s (libtpu 0.0.48).
     """
     if leaf.ndim < 3 or platform_here() != "tpu" or get_abstract_mesh().shape.get("tensor", 1) > 1:
         return leaf

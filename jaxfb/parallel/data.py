@@ -1,7 +1,7 @@
 """The data and fsdp axes: how parameters come together before the forward, how gradients go apart after it.
 
-A context axis is more fsdp for the parameters, and an expert axis for those that are no expert's: shards are over all
-of them together (`sharding.param_specs`).
+Context and expert axes are further fsdp axes for the parameters, the latter for those that are not experts': shards are
+over all of these axes together (`sharding.param_specs`).
 
 FSDP gathers are written by hand so that their number, order and bytes are ours to choose and to test. All
 functions here run inside `jax.shard_map` and see one device's shard.

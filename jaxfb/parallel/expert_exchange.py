@@ -109,8 +109,8 @@ def bring_back(
     """Sends the answers to a window [size, D] back to where its rows came from, in `into` [S, D]; the inverse and
     transpose of `send`.
 
-    arrived: the rows that were answered. In the backward the answers' gradients are sent behind them, beside the
-      products that only they are needed for.
+    arrived: the rows that were answered. In the backward the answers' gradients are sent only after these rows are
+      here, so that they travel during the products of the rows.
     """
     return route_back(answers, window, into)
 

@@ -145,7 +145,7 @@ def cuts_experts(entry: Any) -> bool:
 
 
 def _are_of_shards(axes: tuple[str, ...]) -> bool:
-    """Returns whether a dim that these axes cut is in shards: `expert` alone cuts experts."""
+    """Returns whether a dim that these axes cut is in shards; one that `expert` alone cuts is a dim of experts."""
     return axes not in ((), (EXPERT,)) and set(axes) <= set(SHARD_AXES)
 
 
@@ -183,12 +183,9 @@ def _in_shards(shape: tuple[int, ...], spec: P, mesh: Mesh, first_dim: int) -> P
     experts = any(map(cuts_experts, spec))
     axes = tuple(axis for axis in shard_axes(mesh) if not (experts and axis == EXPERT))
     context = tuple(axis for axis in axes if axis not in ("fsdp", EXPERT))
-    for some in (axes, ("fsdp", *context), ("fsdp", EXPERT), ("fsdp",), (EXPERT, *context), context):
-        found = (
-            _add_axes(shape, spec, _with_another(some, mesh), mesh, first_dim)
-            if set(some) <= set(axes)
-            else P()
-        )
+    fewer = ("fsdp", *context), ("fsdp", EXPERT), ("fsdp",), (EXPERT, *context), context
+    for some in (axes, *(one for one in fewer if set(one) <= set(axes))):
+        found = _add_axes(shape, spec, _with_another(some, mesh), mesh, first_dim)
         if shards_of(found) is not None:
             return found
     return _shortest(list(spec))
@@ -200,7 +197,7 @@ def _as_of_jit(spec: P, mesh: Mesh) -> P:
 
 
 def _with_another(axes: tuple[str, ...], mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes, with one of a single device beside `expert`, which alone would cut experts."""
+    """Returns the axes; for `expert` alone, which in a spec means experts, also an axis that has one device."""
     if axes != (EXPERT,):
         return axes
     one = next((axis for axis in SHARD_AXES if mesh.shape.get(axis) == 1), None)

@@ -82,25 +82,14 @@ def test_what_does_not_fit_is_listed_and_alone_is_an_error():
 
 @pytest.mark.slow
 def test_by_default_every_kind_of_mesh_and_schedule(monkeypatch):
-    """Traced, which refuses what does not fit; examples/state_space.py compares the numbers of every schedule."""
-    real = equivalence.get_forward_backward_func
-
-    def traced(*mesh, **options):
-        fb = real(*mesh, **options)
-        return lambda model, params, batch, plan, rng: jax.eval_shape(
-            lambda params, batch: fb(model, params, batch, plan, rng), params, batch
-        )
-
-    def no_difference(names, plan, got, whole):
-        assert jax.tree.structure(got[1]) == jax.tree.structure(whole[1])
-        return equivalence.Difference(*names, num_microbatches=plan.num_microbatches)
-
-    monkeypatch.setattr(equivalence, "get_forward_backward_func", traced)
-    monkeypatch.setattr(equivalence, "_difference", no_difference)
+    """The meshes of one axis, each of which has tests of its own, are left out to save their compilation."""
+    several = [sizes for sizes in equivalence.MESHES if len(sizes) > 1]
+    monkeypatch.setattr(equivalence, "MESHES", several)
     found = jaxfb.check_equivalence(
         toy.model, toy.params(layers=8), toy.batch(rows=16), rng=KEY, rows_per_microbatch=2
     )
-    assert len(found.ran) == len(found.differences) == 4 + 9 + 9 + 5  # four schedules allow no tensor axis
+    found.raise_if_above(1e-12)
+    assert len(found.ran) == len(found.differences) == 1 + 9 + 5  # four schedules allow no tensor axis
     monkeypatch.undo()
     plain = jaxfb.check_equivalence(
         lambda p, mb, rng: jaxfb.Sum((p * mb).sum(), len(mb)), np.ones(2), np.ones((8, 2))

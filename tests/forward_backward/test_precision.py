@@ -34,9 +34,8 @@ def replicas_of(sizes):
 
 
 def weighted(params, microbatch, rng):
-    x = microbatch["x"][:, None]
-    totals = [(weights * x.astype(weights.dtype)).sum() for weights in params.values()]
-    return Sum(sum(totals[1:], totals[0]), float(len(x)))
+    weights = params["w"]
+    return Sum((weights * microbatch["x"].astype(weights.dtype)[:, None]).sum(), float(len(microbatch["x"])))
 
 
 def gradient(model, params, parts, sizes, rows_per_microbatch=1, **options):
@@ -48,6 +47,7 @@ def gradient(model, params, parts, sizes, rows_per_microbatch=1, **options):
     return fb(model, params, {"x": np.array(parts, np.float32)}, plan).grads
 
 
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(
     ("sizes", "options"),
     [
@@ -63,13 +63,11 @@ def gradient(model, params, parts, sizes, rows_per_microbatch=1, **options):
     ],
     ids=str,
 )
-def test_parts_of_replicas_and_microbatches_are_summed_in_float32(sizes, options):
-    """Of leaves of both dtypes; twice 40000 is more than float16 has."""
-    params = {dtype: jnp.zeros((4, 4), dtype) for dtype in SHORT}
-    for parts in ([2048, 1, 1, 1], [40000, 40000, -40000, -40000]):
-        grads = gradient(weighted, params, parts, sizes, **options)
-        wanted = sum(np.asarray(parts, np.float32))
-        assert all(leaf.dtype == np.float32 and np.all(leaf == wanted) for leaf in grads.values())
+def test_parts_of_replicas_and_microbatches_are_summed_in_float32(sizes, options, dtype):
+    large = 40000 if dtype == "float16" else 2.0**100
+    for parts in ([2048, 1, 1, 1], [large, large, -large, -large]):
+        grads = gradient(weighted, {"w": jnp.zeros((4, 4), dtype)}, parts, sizes, **options)["w"]
+        assert grads.dtype == np.float32 and np.all(grads == sum(parts))
 
 
 def test_an_accumulator_wider_than_the_parameters_is_that_of_the_scatter_too():
@@ -113,13 +111,14 @@ counting = Pipelined(
 )
 
 
+@pytest.mark.parametrize("dtype", SHORT)
 @pytest.mark.parametrize(
-    ("sizes", "options", "dtype"),
+    ("sizes", "options"),
     [
-        ({"pipe": 2}, {"head_placement": "last"}, "float16"),
-        ({"pipe": 2}, {"head_placement": "rows"}, "bfloat16"),
-        ({"pipe": 2, "fsdp": 2}, {"head_placement": "rows", "schedule": "zero_bubble"}, "float16"),
-        ({"pipe": 2, "data": 2}, {"layers_per_stage": (1, 2), "optimizer_sharding": "data"}, "bfloat16"),
+        ({"pipe": 2}, {"head_placement": "last"}),
+        ({"pipe": 2}, {"head_placement": "rows"}),
+        ({"pipe": 2, "fsdp": 2}, {"head_placement": "rows", "schedule": "zero_bubble"}),
+        ({"pipe": 2, "data": 2}, {"layers_per_stage": (1, 2), "optimizer_sharding": "data"}),
     ],
     ids=str,
 )
@@ -137,7 +136,8 @@ def test_parts_of_stages_are_summed_in_float32(sizes, options, dtype):
     assert all(np.all(leaf == sum(alone)) for leaf in jax.tree.leaves(grads))
 
 
-@pytest.mark.parametrize(("sizes", "dtype"), [({}, "bfloat16"), ({"fsdp": 2}, "float16")], ids=str)
+@pytest.mark.parametrize("dtype", SHORT)
+@pytest.mark.parametrize("sizes", [{}, {"fsdp": 2}], ids=str)
 def test_parts_of_embedding_and_head_of_tied_weights_are_summed_in_float32(sizes, dtype):
     """The head's part is the row's number, the embedding's 2048."""
     tied = Pipelined(
@@ -226,7 +226,7 @@ def test_the_same_in_32_and_64_bits(dtype, mesh, model, options):
     assert found.worst.size < (1e-12 if dtype == "float64" else 2e-5)
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", pytest.param("float16", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", SHORT)
 def test_a_16_bit_gradient_is_that_of_one_device_whatever_the_replicas(dtype):
     """Each microbatch gives the same numbers but for a rounding that XLA may leave out before a wider sum."""
     params = jax.tree.map(lambda leaf: leaf.astype(dtype), toy.params(layers=2))

@@ -94,10 +94,12 @@ SPLITS = [
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
             ({}, 4, "together", {}),
+            ({"pipe": 2, "expert": 2}, 2, "each", {"schedule": "zero_bubble", "poison_bubbles": True}),
             ({}, 1, "each", {"remat": "full"}),
+            ({"data": 4, "tensor": 2}, 2, "each", {}),
             ({"fsdp": 2, "expert": 2, "tensor": 2}, 2, "together", {"optimizer_sharding": "data"}),
             ({"pipe": 2, "context": 2, "tensor": 2}, 4, "each", {"remat": "full"}),
-            ({"pipe": 2, "expert": 2}, 4, "together", {"schedule": "zero_bubble", "poison_bubbles": True}),
+            ({"pipe": 2, "data": 2}, 4, "together", {"schedule": "1f1b", "fsdp_gather": "step"}),
         ]
     ),
 ]
