@@ -155,6 +155,27 @@ MUTATIONS = (
         "models/test_moe.py::test_devices_meet_in_a_loop_only_with_those_that_run_it_as_often",
     ),
     Mutation(
+        "gradients_of_answers_sent_before_the_rows",
+        "parallel/expert_exchange.py",
+        "cotangent, _ = lax.optimization_barrier((cotangent, arrived))",
+        "cotangent, _ = cotangent, arrived",
+        "parallel/test_expert.py::test_gradients_of_answers_are_sent_after_the_rows_are_here",
+    ),
+    Mutation(
+        "all_turns_sent_at_once",
+        "parallel/expert.py",
+        "out, rows = lax.optimization_barrier(together)",
+        "out, _ = lax.optimization_barrier(together)",
+        "parallel/test_expert.py::test_a_turn_is_sent_after_the_one_before_it_is_here",
+    ),
+    Mutation(
+        "turns_end_whenever_they_like",
+        "parallel/expert.py",
+        "out, rows = lax.optimization_barrier(together)",
+        "out, rows = together",
+        "parallel/test_expert.py::test_a_turn_is_sent_after_the_one_before_it_is_here",
+    ),
+    Mutation(
         "experts_own_gradients_summed",
         "parallel/data.py",
         'if axis in ("pipe", "expert")}',

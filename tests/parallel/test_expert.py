@@ -1,12 +1,14 @@
 """Experts cut over devices answer as if on one: for every routing, values and gradients, on either collective."""
 
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
+from jax.extend.core import Literal
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -61,17 +63,18 @@ def _with_grads(layer, plain=True):
     return run
 
 
-def _cut(layer, devices=DEVICES, plain=True):
-    """The layer with tokens and experts over `expert`, and gradients of the experts left where they are."""
+def _over_devices(run, inputs, outputs, devices=DEVICES):
     mesh = jax.make_mesh(
         (devices,), ("expert",), devices=jax.devices()[:devices], axis_types=(AxisType.Auto,)
     )
     spec = P("expert")
-    return jax.jit(
-        jax.shard_map(
-            _with_grads(layer, plain), mesh=mesh, in_specs=(spec,) * 5, out_specs=(spec,) * 5, check_vma=False
-        )
-    )
+    specs = {"in_specs": (spec,) * inputs, "out_specs": (spec,) * outputs if outputs > 1 else spec}
+    return jax.jit(jax.shard_map(run, mesh=mesh, **specs, check_vma=False))
+
+
+def _cut(layer, devices=DEVICES, plain=True):
+    """The layer with tokens and experts over `expert`, and gradients of the experts left where they are."""
+    return _over_devices(_with_grads(layer, plain), 5, 5, devices)
 
 
 @pytest.fixture(autouse=True)
@@ -150,6 +153,84 @@ def test_the_ragged_exchange_of_other_platforms_is_the_same(inputs, monkeypatch)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
     monkeypatch.setattr(expert, "TILE", 1)
     _check(_cut(lambda *args: _layer(None, *args, TURNS, 0.5)), inputs)
+
+
+class _Exchange(NamedTuple):
+    """An exchange of a program.
+
+    back: whether rows return from their experts.  width: of a row.
+    after: what must be there before it starts: other exchanges by their place in the program, and "cotangent".
+    """
+
+    back: bool
+    width: int
+    after: frozenset
+
+
+def _waits(jaxpr, given, found):
+    """Adds a program's exchanges to `found`; returns what its results depend on, if its arguments depend on `given`.
+
+    A call is followed into its program. All results of anything else depend on all its operands, which is what an
+    optimization barrier is for.
+    """
+    known = dict(zip(jaxpr.invars, given, strict=True))
+    of = lambda atom: frozenset() if isinstance(atom, Literal) else known.get(atom, frozenset())  # noqa: E731
+    for eqn in jaxpr.eqns:
+        operands = list(map(of, eqn.invars))
+        inner = next((eqn.params[key] for key in ("jaxpr", "call_jaxpr") if key in eqn.params), None)
+        if inner is not None and eqn.primitive.name not in ("while", "scan"):
+            results = _waits(getattr(inner, "jaxpr", inner), operands, found)
+        else:
+            after = frozenset().union(*operands)
+            if eqn.primitive.name == "ragged_all_to_all":
+                back = "expert_bring_back" in str(eqn.source_info.name_stack)
+                found.append(_Exchange(back, eqn.outvars[0].aval.shape[-1], after))
+                after |= {len(found) - 1}
+            results = [after] * len(eqn.outvars)
+        known.update(zip(eqn.outvars, results, strict=True))
+    return list(map(of, jaxpr.outvars))
+
+
+def _ragged_exchanges(run, args, monkeypatch):
+    """The exchanges of a program as they are where XLA has a ragged all-to-all; its last argument is a cotangent."""
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    found = []
+    given = [frozenset()] * (len(args) - 1) + [frozenset({"cotangent"})]
+    _waits(jax.make_jaxpr(run)(*args).jaxpr, given, found)
+    return found
+
+
+@pytest.mark.parametrize("remat", [False, True])
+def test_gradients_of_answers_are_sent_after_the_rows_are_here(inputs, monkeypatch, remat):
+    """Also after those that a backward sends again: the gradients then travel during the products of these rows."""
+    layer = lambda *args: _layer(None, *args)  # noqa: E731
+    run = _cut(jax.checkpoint(layer) if remat else layer, plain=False)
+    *inputs, cotangent = inputs
+    args = *inputs, _routings()["random"].astype(np.int32), cotangent
+    there = [(k, one) for k, one in enumerate(_ragged_exchanges(run, args, monkeypatch)) if not one.back]
+    rows = [k for k, one in there if one.width == WIDTH and "cotangent" not in one.after]
+    of_answers = [one for _, one in there if "cotangent" in one.after]
+    assert len(rows) == 1 + remat and [one.width for one in of_answers] == [WIDTH]
+    assert rows[-1] in of_answers[0].after
+
+
+def test_a_turn_is_sent_after_the_one_before_it_is_here(inputs, monkeypatch):
+    """The first two may travel together, as no expert has rows before the first is here."""
+    x, kernels, weights, _ = inputs
+    chosen = _routings()["random"].astype(np.int32)
+    args = np.tile(x, (4, 1)), kernels, np.tile(weights, (4, 1)), np.tile(chosen, (4, 1))
+    run = _over_devices(
+        lambda x, kernels, weights, chosen: _layer(None, x, kernels, weights, chosen, TURNS), 4, 1
+    )
+    found = _ragged_exchanges(run, args, monkeypatch)
+    back = [one.after for one in found if one.back]
+    there = [k for k, one in enumerate(found) if not one.back]
+    sent = [set(there[k : k + 2]) for k in range(0, len(there), 2)]  # rows and their weights
+    assert len(sent) == len(back) == len(TURNS)
+    for turn in range(2, len(TURNS)):
+        assert all(sent[turn - 1] <= found[k].after for k in sent[turn]), turn
+    for turn in range(len(TURNS) - 1):
+        assert sent[turn + 1] <= back[turn], turn
 
 
 @pytest.mark.parametrize(
