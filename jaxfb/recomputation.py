@@ -7,12 +7,14 @@ configs are read without JAX.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal, get_args
 
 from jaxfb.refusal import Refused, choice, integer, shown
 
-GATHERS = ("layer", "step")
-REMAT_POLICIES = ("none", "selective", "layer", "offload", "full")
+Gather = Literal["layer", "step"]
+GATHERS = get_args(Gather)
+Remat = Literal["none", "selective", "layer", "offload", "full"]
+REMAT_POLICIES = get_args(Remat)
 Part = tuple[str, int | None]
 """A word, and the number of layers; None for the rest."""
 

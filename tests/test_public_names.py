@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -16,7 +17,9 @@ import pytest
 
 import jaxfb
 from jaxfb.config import CustomConfig
-from jaxfb.forward_backward.options import EngineKeywords
+from jaxfb.config.sections import ParallelConfig, PrecisionConfig
+from jaxfb.forward_backward.options import EngineOptions, ScheduledKeywords
+from jaxfb.shared_options import LayoutOptions, PrecisionOptions
 from jaxfb.trainer import Sections
 
 ROOT = Path(jaxfb.__file__).parent
@@ -80,7 +83,7 @@ def test_the_list_of_the_stub_holds_what_it_imports():
 def test_keywords_that_are_passed_on_are_those_of_the_function_that_takes_them():
     engine = inspect.signature(jaxfb.get_forward_backward_func).parameters
     own = {"mesh", "layer_order"}  # of make_train_step
-    assert set(EngineKeywords.__annotations__) == set(engine) - own
+    assert set(ScheduledKeywords.__annotations__) == set(engine) - own
     parts = {
         "model",
         "params",
@@ -90,6 +93,19 @@ def test_keywords_that_are_passed_on_are_those_of_the_function_that_takes_them()
         "lr",
     }  # arguments of Trainer, or needless beside them
     assert set(Sections.__annotations__) == {field.name for field in fields(CustomConfig)} - parts
+
+
+def test_an_option_of_the_engine_is_defined_and_described_once():
+    """`help` lists all of them, and a config gives those that it shares under the same names."""
+    shown = jaxfb.get_forward_backward_func
+    names = {option.name for option in fields(EngineOptions)}
+    assert set(inspect.signature(shown).parameters) == names | {"mesh"}
+    described = shown.__doc__.partition("Options:")[2]
+    assert {line.split(":")[0] for line in re.findall(r"^  (\w+:)", described, re.MULTILINE)} == names
+    for section, shared in ((ParallelConfig, LayoutOptions), (PrecisionConfig, PrecisionOptions)):
+        assert issubclass(section, shared) and issubclass(EngineOptions, shared)
+    with pytest.raises(TypeError, match=r"get_forward_backward_func\(\) .*'remt'; did you mean 'remat'\?"):
+        shown(remt="full")
 
 
 def test_importing_jaxfb_imports_no_jax():

@@ -11,8 +11,8 @@ import jaxfb
 
 ROOT = Path(jaxfb.__file__).parent
 ORDER = (
-    "process refusal recomputation registry parts types trainable platforms output hlo mesh schedules "
-    "batch_plan data parallel losses models forward_backward gradients optim update checkpoint metrics "
+    "process refusal recomputation registry parts described shared_options types trainable platforms output hlo mesh "
+    "schedules batch_plan data parallel losses models forward_backward gradients optim update checkpoint metrics "
     "pretrained config callbacks display guard training inference checking trainer rl chaos planner cli "
     "__main__"
 ).split()

@@ -9,11 +9,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxfb.config.adapters import check_trained
 from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
-from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
-from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
 from jaxfb.config.policy import (
     AdvantageConfig,
     CriticConfig,
@@ -26,12 +24,7 @@ from jaxfb.config.policy import (
     numbers_of,
 )
 from jaxfb.config.sections import (
-    LearningRateConfig,
-    MeshConfig,
     OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
-    check_pipeline,
 )
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA
@@ -215,15 +208,10 @@ class PostEvalConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class PostTrainingConfig:
+class PostTrainingConfig(CommonConfig):
     """Settings of every kind of post-training; `model` sizes are those of `start.run` where one is given.
 
-    schedule: of the pipeline, where mesh.pipe > 1. chunks: parts of the model on each stage.
     lora:     low-rank adapters to train in place of the model's own parameters; null: none.
-    trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
-      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
-      `lora` the adapters alone, to which these are added.
-    plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
     model: ModelConfig | None = None
@@ -231,20 +219,8 @@ class PostTrainingConfig:
     plans: PlansConfig
     run: PostRunConfig
     optimizer: OptimizerConfig
-    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     eval: PostEvalConfig = field(default_factory=PostEvalConfig)
-    mesh: MeshConfig = field(default_factory=MeshConfig)
-    schedule: str | None = None
-    chunks: int = 1
     lora: LoRA | None = None
-    trainable: tuple[str, ...] | None = None
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    checkpoint: CheckpointConfig = field(default_factory=lambda: CheckpointConfig(keep_best=None))
-    log: LogConfig = field(default_factory=LogConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    hosts: HostsConfig = field(default_factory=HostsConfig)
-    plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
         if self.start.run is not None and self.model is not None and self.model.from_ is not None:
@@ -259,9 +235,7 @@ class PostTrainingConfig:
                 f"[model] give model, for random parameters, or start.run, for those of a run; got {given}",
                 [{"model": None}, {"start.run": None}] if self.model else (),
             )
-        check_pipeline(self.mesh, self.schedule, self.chunks)
-        check_trained(self)
-        check_rollback(self.guard, self.checkpoint.every)
+        super().__post_init__()
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -13,15 +12,18 @@ from jaxfb.config.root import Config
 from jaxfb.config.schema import (
     describe,
     fields_of,
+    fields_taken,
     key_of,
     listed_section,
     named_sections,
     section_of,
     sections_of,
 )
+from jaxfb.described import described_fields, introduction
 
-_ENTRY = re.compile(r"^(?P<names>[a-z_0-9]+(?:, [a-z_0-9]+)*): +(?P<text>\S.*)$")
-_INLINE = re.compile(r"(?<=\. )(?=[a-z_0-9]+: )")
+_IN_YAML = {"None": "null", "optimizer_sharding": "optimizer.sharding"}
+"""Words of Python in descriptions that a config shares with programs, and what they are in YAML."""
+_PYTHON = re.compile(rf"\b({'|'.join(_IN_YAML)})\b")
 
 
 def reference() -> str:
@@ -29,19 +31,15 @@ def reference() -> str:
     parts = [_HEAD]
     seen: set[type] = set()
     for root in (Config, *COMMANDS):
-        parts.append(f"## Keys of `jaxfb {COMMANDS.get(root, 'train')}`\n\n{_intro(root)}")
+        parts.append(f"## Keys of `jaxfb {COMMANDS.get(root, 'train')}`\n\n{introduction(root)}")
         parts.extend(_sections(root, "", seen))
     return "\n\n".join(parts).rstrip() + "\n"
 
 
 def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
     """Yields the table of the keys of `cls`, then those of its sections that no table has shown yet."""
-    leaves = [
-        field
-        for field in dataclasses.fields(cls)
-        if field.init and section_of(fields_of(cls)[key_of(field.name)]) is None
-    ]
-    texts = descriptions(cls)
+    leaves = [field for field in fields_taken(cls) if section_of(fields_of(cls)[key_of(field.name)]) is None]
+    texts = described_fields(cls)
     if leaves:
         yield "\n".join([_TABLE, *(_row(cls, field, prefix, texts) for field in leaves)])
     for name, hint in fields_of(cls).items():
@@ -55,7 +53,7 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
                 seen.add(section)
                 other = "" if section is found[0] else ", of another kind"
                 word = getattr(section, "WORD", None)
-                yield f"### `{key}`{f': {word}' if word else other}\n\n{_intro(section)}"
+                yield f"### `{key}`{f': {word}' if word else other}\n\n{introduction(section)}"
                 if word is None:
                     yield from _sections(section, f"{key}.", seen)
 
@@ -63,7 +61,8 @@ def _sections(cls: type, prefix: str, seen: set[type]) -> Iterator[str]:
 def _row(cls: type, field: dataclasses.Field, prefix: str, texts: dict[str, str]) -> str:
     key = key_of(field.name)
     legal = describe(fields_of(cls)[key])
-    cells = (f"`{prefix}{key}`", legal, _default(field), texts.get(key, ""))
+    text = _PYTHON.sub(lambda word: _IN_YAML[word[0]], texts.get(key, ""))
+    cells = (f"`{prefix}{key}`", legal, _default(field), text)
     return "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
 
 
@@ -82,44 +81,6 @@ def _yaml(value: Any) -> str:
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
     return '""' if value == "" else str(value)
-
-
-def descriptions(cls: type) -> dict[str, str]:
-    """Returns the text of each field out of the docstrings of a dataclass and of those it inherits from.
-
-    An entry is a line `name: text` or `name, name: text`; lines that are indented further continue it.
-    """
-    found: dict[str, str] = {}
-    for base in reversed(cls.__mro__):
-        for names, text in _entries(inspect.cleandoc(base.__dict__.get("__doc__") or "")):
-            found |= dict.fromkeys(names, text)
-    return found
-
-
-def _entries(doc: str) -> Iterator[tuple[list[str], str]]:
-    entry: tuple[list[str], str] | None = None
-    for line in (part for whole in doc.splitlines() for part in _INLINE.split(whole)):
-        if match := _ENTRY.match(line.strip() if not line.startswith(" ") else ""):
-            if entry:
-                yield entry
-            entry = match["names"].split(", "), match["text"].strip()
-        elif entry and line.startswith(" "):
-            entry = entry[0], f"{entry[1]} {line.strip()}"
-        elif entry:
-            yield entry
-            entry = None
-    if entry:
-        yield entry
-
-
-def _intro(cls: type) -> str:
-    """Returns the sentences of a docstring before its first entry."""
-    lines = []
-    for line in inspect.cleandoc(cls.__doc__ or "").splitlines():
-        if _ENTRY.match(line):
-            break
-        lines.append(line)
-    return " ".join(" ".join(lines).split())
 
 
 _TABLE = "| key | legal values | default | meaning |\n|---|---|---|---|"

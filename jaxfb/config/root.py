@@ -6,40 +6,28 @@ import os
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from jaxfb.config.adapters import check_trained
-from jaxfb.config.guard import GuardConfig, check_rollback
+from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
-from jaxfb.config.operation import CheckpointConfig, HostsConfig, LogConfig
+from jaxfb.config.operation import CheckpointConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.sections import (
     AutoMesh,
     BatchConfig,
     EvalConfig,
-    LearningRateConfig,
     MeshConfig,
     OptimizerConfig,
-    ParallelConfig,
-    PrecisionConfig,
     RunConfig,
-    check_pipeline,
 )
 from jaxfb.data.config import DataConfig
 from jaxfb.models.adapted import LoRA
 from jaxfb.refusal import Refused, shown
 
 
-@dataclass(frozen=True)
-class Config:
+@dataclass(frozen=True, kw_only=True)
+class Config(CommonConfig):
     """The settings of a training run.
 
-    schedule: of the pipeline, where mesh.pipe > 1: a name of `jaxfb schedule --compare`, or "package.module:function";
-      null is 1f1b, or interleaved with several chunks.
-    chunks:   parts of the model on each stage.
     lora:     low-rank adapters to train in place of the model's own parameters; null: none.
-    trainable: patterns of dotted names of the parameters that are trained, such as ["layers.attention.*", "*.bias"];
-      `*` stands for dots too, and a name for all below it. The others are frozen. null: all are trained, or with
-      `lora` the adapters alone, to which these are added.
-    plugins:  modules that are imported before the config is checked, for the parts of your own that they register.
     """
 
     model: ModelConfig | OwnModelConfig
@@ -47,28 +35,16 @@ class Config:
     batch: BatchConfig
     run: RunConfig
     optimizer: OptimizerConfig
-    lr: LearningRateConfig = field(default_factory=LearningRateConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     mesh: MeshConfig | AutoMesh = field(default_factory=MeshConfig)
-    schedule: str | None = None
-    chunks: int = 1
     lora: LoRA | None = None
-    trainable: tuple[str, ...] | None = None
-    precision: PrecisionConfig = field(default_factory=PrecisionConfig)
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    log: LogConfig = field(default_factory=LogConfig)
-    guard: GuardConfig = field(default_factory=GuardConfig)
-    hosts: HostsConfig = field(default_factory=HostsConfig)
-    plugins: tuple[str, ...] = ()
 
     def __post_init__(self):
         object.__setattr__(self, "data", _with_tokenizer(self.data, getattr(self.model, "from_", None)))
-        check_pipeline(self.mesh, self.schedule, self.chunks)
-        check_rollback(self.guard, self.checkpoint.every)
+        super().__post_init__()
         _check_learning_rate(self)
         _check_mixture(self)
-        check_trained(self)
 
 
 def _with_tokenizer(data: DataConfig, source: str | None) -> DataConfig:

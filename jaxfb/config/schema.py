@@ -134,11 +134,21 @@ def _attribute(key: str) -> str:
 def fields_of(cls: type) -> dict[str, Any]:
     """Returns key -> type of every field that `cls(...)` takes; None is a value of each whose default it is."""
     hints = typing.get_type_hints(cls, include_extras=True)
-    taken = [field for field in dataclasses.fields(cls) if field.init]
     return {
         key_of(field.name): hints[field.name] | None if field.default is None else hints[field.name]
-        for field in taken
+        for field in fields_taken(cls)
     }
+
+
+@cache
+def fields_taken(cls: type) -> list[dataclasses.Field]:
+    """Returns the fields that `cls(...)` takes, those that must be given first, as in a file."""
+    taken = [field for field in dataclasses.fields(cls) if field.init]
+    return sorted(taken, key=_has_default)
+
+
+def _has_default(field: dataclasses.Field) -> bool:
+    return not (field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING)
 
 
 def sections_of(hint: Any) -> list[type]:
@@ -344,12 +354,7 @@ def _check_registered(field: _Field, given: Any, key: str) -> None:
 
 
 def _required(cls: type) -> list[str]:
-    missing = dataclasses.MISSING
-    return [
-        key_of(field.name)
-        for field in dataclasses.fields(cls)
-        if field.init and field.default is missing and field.default_factory is missing
-    ]
+    return [key_of(field.name) for field in fields_taken(cls) if not _has_default(field)]
 
 
 def _not_a_section(cls: type, values: Any, prefix: str) -> str:

@@ -13,10 +13,10 @@ from typing import Annotated, Any, ClassVar, Literal
 from jaxfb.batch_plan.ramp_up import as_ramp_up
 from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
 from jaxfb.models.layout import stages_of
-from jaxfb.parts import HEADS, LEARNING_RATES, OPTIMIZERS
-from jaxfb.recomputation import checked_gather, checked_remat
+from jaxfb.parts import LEARNING_RATES, OPTIMIZERS
 from jaxfb.refusal import Refused, shown
 from jaxfb.schedules import check_name
+from jaxfb.shared_options import Float, LayoutOptions, Normalization, OptimizerSharding, PrecisionOptions
 
 Number = int | float | bool | str | None
 LENGTHS = ("updates", "samples", "tokens", "epochs")
@@ -36,7 +36,7 @@ class BatchConfig:
     rows_per_microbatch: int | None = None
     num_microbatches: int | None = None
     remainder: Literal["error", "pad", "drop"] = "error"
-    normalize: Literal["global", "microbatch", "none"] = "global"
+    normalize: Normalization = "global"
     ramp_up: str | None = None
 
     def __post_init__(self):
@@ -145,7 +145,7 @@ class OptimizerConfig:
     options: dict[str, Number] = field(default_factory=dict)
     max_grad_norm: float | None = 1.0
     clip: Literal["exact", "torch"] = "exact"
-    sharding: Literal["none", "data", "gradients"] = "none"
+    sharding: OptimizerSharding = "none"
     memory: Literal["device", "host"] = "device"
 
     def __post_init__(self):
@@ -235,20 +235,16 @@ class AutoMesh(MeshConfig):
 
 
 @dataclass(frozen=True)
-class PrecisionConfig:
-    """Master params are float32 (or float64 under x64). accum_dtype null: float32, or that of float64 params.
+class PrecisionConfig(PrecisionOptions):
+    """Master params are float32, or float64 with compute_dtype=float64.
 
-    reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context, before they
-                  are added in accum_dtype to those of other microbatches; null: accum_dtype. bfloat16 sends half the
-                  bytes of float32, and rounds. Under parallel.fsdp_gather=step they are summed once, in accum_dtype.
+    compute_dtype: params are cast to it once an update, before the microbatch loop.
     frozen_dtype: of parameters that are not trained, in memory and in checkpoints; null: as the others. They are never
                   updated, so that bfloat16 loses nothing where they came from 16 bits.
     loss_scale: "auto" is dynamic for float16 and none otherwise; a number is a scale that never changes.
     """
 
-    compute_dtype: Literal["float32", "bfloat16", "float16", "float64"] = "float32"
-    accum_dtype: Literal["float32", "bfloat16", "float64"] | None = None
-    reduce_dtype: Literal["float32", "bfloat16", "float16", "float64"] | None = None
+    compute_dtype: Float = "float32"
     frozen_dtype: Literal["float32", "bfloat16", "float16"] | None = None
     loss_scale: Literal["auto", "none", "dynamic"] | float = "auto"
 
@@ -258,39 +254,23 @@ class PrecisionConfig:
 
 
 @dataclass(frozen=True)
-class ParallelConfig:
+class ParallelConfig(LayoutOptions):
     """Settings of how the work is laid out, never of what is computed. The last three apply to a pipeline.
 
-    fsdp_gather: "layer" gathers a layer's weights in each microbatch, "step" all of them once a step; a number: once a
-                 step those of the first so many layers of each stage, which stay for the memory of their weights.
-    gather_ahead: whether "layer" gathers while the layer before computes, for the memory of one more layer; null: on
-                 GPUs and TPUs.
-    compiler_options: options of XLA by name, beside those chosen by the kind of device; null in place of a value
-                 leaves the compiler its default.
-    remat:       what the backward recomputes: "none", "selective" (all but the matmuls), "layer" (a layer
-                 from its input), "offload" (the same, and the inputs wait in the host's memory), "full" (as "layer"; in
-                 a pipeline a stage from its input: least memory without the host, most time). Of several in one
-                 stage: "selective*8+layer" is "selective" in its first eight layers (periods, of a pattern) and "layer"
-                 in the rest.
-    head_placement:   "vocabulary", "rows" or "last"; null takes the best that divides.
     layers_per_stage: of the mesh.pipe * chunks stages, where they do not divide evenly: a list of their layers
                  (periods, of a pattern), or a layout such as "Ett|tt|tttL" (docs/pipeline.md), which counts layers.
     pieces:      equal pieces of each sequence that go through the pipeline one after the other (schedule seq1f1b or
                  seq_abreast): with few microbatches of long sequences stages wait less, and keep less.
     """
 
-    fsdp_gather: Literal["layer", "step"] | int = "layer"
-    gather_ahead: bool | None = None
-    compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
-    remat: Literal["none", "selective", "layer", "offload", "full"] | str = "none"
-    head_placement: Annotated[str, HEADS] | None = None
+    SECTION: ClassVar[str] = "[parallel]"
+
     layers_per_stage: tuple[int, ...] | str | None = None
     pieces: int = 1
 
     def __post_init__(self):
+        super().__post_init__()
         positive("parallel", pieces=self.pieces)
-        checked_remat(self.remat, "[parallel]")
-        checked_gather(self.fsdp_gather, "[parallel]")
         if isinstance(self.layers_per_stage, str):
             stages_of(self.layers_per_stage)
 

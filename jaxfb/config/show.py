@@ -10,16 +10,12 @@ from typing import Any
 import yaml
 
 from jaxfb.config.post_training import COMMANDS
-from jaxfb.config.schema import key_of
+from jaxfb.config.schema import fields_taken, key_of
 
 
 def config_to_dict(config: Any) -> dict[str, Any]:
     """Returns plain nested values, JSON-able; `config_from_dict(config_to_dict(c)) == c`."""
-    return {
-        key_of(field.name): _plain(getattr(config, field.name))
-        for field in dataclasses.fields(config)
-        if field.init
-    }
+    return {key_of(field.name): _plain(getattr(config, field.name)) for field in fields_taken(type(config))}
 
 
 def save_yaml(config: Any, path: str | Path) -> None:
@@ -49,9 +45,7 @@ def changed_keys(config: Any) -> list[tuple[str, Any]]:
 
 
 def _changed(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
-    for field in dataclasses.fields(config):
-        if not field.init:
-            continue
+    for field in fields_taken(type(config)):
         value, name = getattr(config, field.name), f"{prefix}{key_of(field.name)}"
         if hasattr(value, "WORD"):
             yield name, value.WORD

@@ -5,9 +5,9 @@ The function that does it and its checks; `spmd_program.py` is the program it co
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 from jax.sharding import Mesh
@@ -25,7 +25,7 @@ from jaxfb.forward_backward.arguments import (
 )
 from jaxfb.forward_backward.microbatches import split
 from jaxfb.forward_backward.offered import check_offers_pieces, check_parts, counts_before
-from jaxfb.forward_backward.options import EngineOptions
+from jaxfb.forward_backward.options import EngineKeywords, EngineOptions, check_names, with_options
 from jaxfb.forward_backward.packed import Packed
 from jaxfb.forward_backward.pieces import check_lengths
 from jaxfb.forward_backward.resolved import Resolved, resolve
@@ -43,27 +43,13 @@ from jaxfb.types import LossFn, Pipelined, restrict_to
 PyTree = Any
 
 
+@with_options
 def get_forward_backward_func(
     mesh: Mesh | None = None,
     schedule: str | schedules.Schedule | None = None,
     *,
-    num_chunks: int = 1,
-    num_pieces: int = 1,
-    normalize: str = "global",
-    accum_dtype: Any = None,
-    reduce_dtype: Any = None,
-    compute_dtype: Any = None,
-    remat: str | None = None,
-    fsdp_gather: str | int = "layer",
-    gather_ahead: bool | None = None,
-    optimizer_sharding: str = "none",
-    param_specs: Callable[[PyTree], PyTree] | None = None,
-    head_placement: str | None = None,
-    layers_per_stage: Sequence[int] | None = None,
     layer_order: str = "model",
-    trainable: Sequence[str] | None = None,
-    compiler_options: Mapping[str, Any] | None = None,
-    poison_bubbles: bool = False,
+    **options: Unpack[EngineKeywords],
 ) -> ForwardBackward:
     """Picks accumulation or, with pipe > 1, the pipeline, and returns one function over whole global batches.
 
@@ -72,63 +58,18 @@ def get_forward_backward_func(
 
     Args:
       mesh: from `make_mesh`; None is one device. The rows are split over data, fsdp and expert.
-      schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half",
-        "v_min", "dualpipe_v", "seq1f1b", "seq_abreast", or your own `Schedule` for the plan's number of
-        microbatches. None: "1f1b", "interleaved" if num_chunks > 1, or "seq1f1b" if num_pieces > 1.
-      num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
-      num_pieces: pieces that each sequence is cut into, which go through the pipeline one after the other; more than 1
-        needs schedule="seq1f1b" (or None) or "seq_abreast", and a model with `layer_piece`.
-      normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
-        Megatron's mean over microbatches and replicas of total / weight; "none" sums.
-      accum_dtype: of the gradient sum; None is float32, or float64 for float64 params.
-      reduce_dtype: in which each microbatch's gradients are sent and summed over fsdp, expert and context under
-        fsdp_gather="layer", and over data under optimizer_sharding="gradients", before they are added to the sum over
-        microbatches; None is accum_dtype. "bfloat16" sends half the bytes of float32, and rounds each device's part
-        and their sum. Reductions after the last microbatch are in accum_dtype.
-      compute_dtype: params are cast to it once a call, before the microbatch loop; None leaves them.
-      remat: "none" (or None), "selective", "layer", "offload" or "full": what a layer of a `Pipelined` computes again
-        in its backward. "layer" keeps its input and computes it again, "offload" keeps the input in the host's
-        memory; "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward
-        twice more. "selective*8+layer" is "selective" in the first eight layers of each stage and "layer" in the
-        rest.
-      fsdp_gather: of parameters, which are stored in shards over fsdp, expert and context together. "layer" gathers
-        them where they are used, in every microbatch (ZeRO-3): a layer at a time for a `Pipelined`, all for a plain
-        loss function. "step" gathers all once a call, so the number of gathers does not depend on the number of
-        microbatches. A number: of the first so many layers of each stage, parameters are gathered once a call and stay;
-        the others, and all gradients, are as with "layer".
-      gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
-        scatters its gradients while the next one's are computed; takes the memory of one more layer and its
-        gradients. None: on GPUs and TPUs. Not with optimizer_sharding="gradients".
-      optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1).
-        "gradients" cuts the sum over microbatches too, by a reduce-scatter in each (ZeRO-2); not in a pipeline.
-      param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
-      head_placement: where a pipeline computes head and loss: "vocabulary" (each stage its share, for models
-        that offer it), "rows" (each stage its share of the microbatch's rows: for heads whose terms are sums
-        over rows, and rows that pipe divides) or "last" (every device spends the time of the whole head in a
-        tick, the last stage's answer counts). None: "vocabulary" where it is possible, else "last".
-      layers_per_stage: number of layers of each of the pipe * num_chunks stages, where they do not divide
-        evenly. Every device then spends the time of the longest stage, and holds all layers' parameters unless
-        `layer_order` is "pipeline".
-      layer_order: "model": parameters and gradients have their layers in the model's order; with several chunks, or a
-        V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
-        them in the order of `ForwardBackward.layer_order`, in which nothing moves, and in which stages of uneven length
-        are all stored as if they were as long as the longest. Metrics are in the model's order.
-      trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
-        name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
-        in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
-      compiler_options: name -> value of options of XLA that change those chosen by the kind of device
-        (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
-        inside the caller's own `jax.jit`, which takes such options itself.
-      poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
+      schedule, layer_order, options: the fields of `jaxfb.forward_backward.options.EngineOptions`, which describes
+        them; `help(jaxfb.get_forward_backward_func)` lists them all.
 
     Raises:
       ValueError: an argument is not among the legal choices, or they do not fit together.
     """
-    options = {name: value for name, value in locals().items() if name != "mesh"}
+    check_names("get_forward_backward_func", options)
     mesh = check_mesh(make_mesh(devices=jax.devices()[:1]) if mesh is None else mesh)
-    options = EngineOptions(**options)
-    options.check_mesh(mesh)
-    return ForwardBackward(mesh, options)
+    given: dict[str, Any] = {"schedule": schedule, "layer_order": layer_order, **options}
+    chosen = EngineOptions(**given)
+    chosen.check_mesh(mesh)
+    return ForwardBackward(mesh, chosen)
 
 
 @dataclass(frozen=True)

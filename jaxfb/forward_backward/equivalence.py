@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +24,7 @@ from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.microbatches import check_leaves, row_keys
 from jaxfb.forward_backward.offered import counted_of
+from jaxfb.forward_backward.options import OF_A_PIPELINE, EngineKeywords
 from jaxfb.forward_backward.sequential import sequential
 from jaxfb.mesh import AXES, axis_size, data_parallel, make_mesh
 from jaxfb.platforms.compat import config_value
@@ -44,7 +45,7 @@ TOLERANCES = {"float64": 1e-10, "float32": 1e-4, "bfloat16": 0.1, "float16": 0.0
 """How far loss and gradients that are computed in a dtype may be from those of one device in the widest dtype, relative
 to the largest number of the leaf: rounding of the layers, a few units of the dtype (2^-52, 2^-23, 2^-8, 2^-11), not of
 sums over rows, microbatches and devices, which are float32 at least."""
-_PIPELINE_OPTIONS = ("head_placement", "layers_per_stage", "num_pieces")
+_PIPELINE_OPTIONS = tuple(name for name in OF_A_PIPELINE if name not in ("schedule", "num_chunks"))
 _SMALL = 1e-3  # of the largest gradient: leaves below are judged by this scale, not by their own rounding
 
 
@@ -145,7 +146,7 @@ def check_equivalence(
     rows_per_microbatch: int = 1,
     dtype: str | None = None,
     report: Callable[[Difference], None] | None = None,
-    **options: Any,
+    **options: Unpack[EngineKeywords],
 ) -> Equivalence:
     """Runs your own model on each mesh under each schedule and compares loss and gradient with one device.
 
@@ -205,7 +206,7 @@ class _Comparison:
     batch: PyTree
     rng: Any
     rows_per_microbatch: int
-    options: dict
+    options: Mapping[str, Any]
 
     def __call__(self, mesh: Mapping | Mesh, schedule: ScheduleChoice | None, whole: tuple) -> Difference:
         sizes = {axis: size for axis, size in _sizes(mesh).items() if size > 1}

@@ -2,33 +2,41 @@
 
 from __future__ import annotations
 
+import difflib
+import inspect
+import textwrap
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import MISSING, dataclass, fields
 from functools import lru_cache
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 from jax.sharding import Mesh
 
 from jaxfb import schedules
+from jaxfb.described import described_fields
 from jaxfb.forward_backward.arguments import check_reduce_dtype, float_dtype, layer_counts
 from jaxfb.forward_backward.head_placement import check_placement
-from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.mesh import axis_size
 from jaxfb.platforms.compiler import checked_options
-from jaxfb.recomputation import checked_gather, checked_remat, remat_parts
+from jaxfb.recomputation import remat_parts
 from jaxfb.refusal import Refused, boolean, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
+from jaxfb.shared_options import NORMALIZATIONS, OPTIMIZER_SHARDINGS, LayoutOptions, PrecisionOptions
 from jaxfb.trainable import checked_patterns
 
 PyTree = Any
-OPTIMIZER_SHARDINGS = ("none", "data", "gradients")
+Function = TypeVar("Function", bound=Callable)
 LAYER_ORDERS = ("model", "pipeline")
+OF_A_PIPELINE = ("schedule", "num_chunks", "num_pieces", "head_placement", "layers_per_stage")
+"""The options that have a meaning in a pipeline alone."""
 
 
 class EngineKeywords(TypedDict, total=False):
-    """The keywords of `get_forward_backward_func`, for editors and type checkers where a function passes them on."""
+    """The options as keywords, for editors and type checkers; the function that takes them adds those that it names.
 
-    schedule: str | schedules.Schedule | None
+    A test holds it to the fields of `EngineOptions`.
+    """
+
     num_chunks: int
     num_pieces: int
     normalize: str
@@ -38,7 +46,7 @@ class EngineKeywords(TypedDict, total=False):
     remat: str | None
     fsdp_gather: str | int
     gather_ahead: bool | None
-    optimizer_sharding: str
+    optimizer_sharding: str | None
     param_specs: Callable[[PyTree], PyTree] | None
     head_placement: str | None
     layers_per_stage: Sequence[int] | None
@@ -47,9 +55,35 @@ class EngineKeywords(TypedDict, total=False):
     poison_bubbles: bool
 
 
+class ScheduledKeywords(EngineKeywords, total=False):
+    """The same with `schedule`, which `get_forward_backward_func` also takes by its position."""
+
+    schedule: str | schedules.Schedule | None
+
+
 @dataclass(frozen=True)
-class EngineOptions:
-    """Holds the keyword arguments of `get_forward_backward_func`, where each is described.
+class EngineOptions(LayoutOptions, PrecisionOptions):
+    """Holds the options of forward and backward and checks them; a config gives those of the two classes it inherits.
+
+    schedule: with pipe > 1, "gpipe", "1f1b", "interleaved", "zero_bubble", "v_shape", "zb_v", "v_half",
+      "v_min", "dualpipe_v", "seq1f1b", "seq_abreast", or your own `Schedule` for the plan's number of
+      microbatches. None: "1f1b", "interleaved" if num_chunks > 1, or "seq1f1b" if num_pieces > 1.
+    num_chunks: stages a device of the pipeline holds; the layers are cut into pipe * num_chunks stages.
+    num_pieces: pieces that each sequence is cut into, which go through the pipeline one after the other; more than 1
+      needs schedule="seq1f1b" (or None) or "seq_abreast", and a model with `layer_piece`.
+    normalize: "global" divides each term by its weight over the whole global batch; "microbatch" is
+      Megatron's mean over microbatches and replicas of total / weight; "none" sums.
+    optimizer_sharding: "data" returns gradients cut over data as well, by one reduce-scatter (ZeRO-1).
+      "gradients" cuts the sum over microbatches too, by a reduce-scatter in each (ZeRO-2); not in a pipeline.
+    param_specs: params -> tree of PartitionSpec naming "tensor" only; default: the `Pipelined`'s own.
+    layer_order: "model": parameters and gradients have their layers in the model's order; with several chunks, or a
+      V, a call then moves layers between devices before its loops and gradients after them. "pipeline": they have
+      them in the order of `ForwardBackward.layer_order`, in which nothing moves, and in which stages of uneven length
+      are all stored as if they were as long as the longest. Metrics are in the model's order.
+    trainable: patterns of dotted names such as "layers.attention.*" or "*.bias" (`*` stands for dots too, and a
+      name stands for all below it). Parameters that none of them matches are frozen: they have no gradient (None
+      in `grads`), and nothing is kept, summed or reduced for one. None trains every parameter.
+    poison_bubbles: fills what a pipeline computes in its bubbles with NaN; for tests, it changes nothing.
 
     Raises:
       ValueError: a value is not among the legal ones.
@@ -59,59 +93,53 @@ class EngineOptions:
     num_chunks: int = 1
     num_pieces: int = 1
     normalize: str = "global"
-    accum_dtype: Any = None
-    reduce_dtype: Any = None
-    compute_dtype: Any = None
-    remat: str | None = None
-    fsdp_gather: str | int = "layer"
-    gather_ahead: bool | None = None
-    optimizer_sharding: str | None = "none"
+    optimizer_sharding: str = "none"
     param_specs: Callable[[PyTree], PyTree] | None = None
-    head_placement: str | None = None
-    layers_per_stage: tuple[int, ...] | None = None
     layer_order: str = "model"
     trainable: tuple[str, ...] | None = None
-    compiler_options: Any = None
+    compiler_options: Any = None  # given as a mapping, kept as pairs, which can be hashed
     poison_bubbles: bool = False
 
     def __post_init__(self):
-        chunks = self.num_chunks
+        for name in ("remat", "optimizer_sharding"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, "none")
+        super().__post_init__()
+        self._check_pipeline()
+        if self.param_specs is not None:
+            function("param_specs", self.param_specs, "from params to PartitionSpecs")
+        for name, value in self._checked().items():
+            object.__setattr__(self, name, value)
+        if self.accum_dtype is not None:
+            check_reduce_dtype(self.reduce_dtype, self.accum_dtype)
+
+    def _check_pipeline(self) -> None:
+        chunks, pieces = self.num_chunks, self.num_pieces
         if isinstance(chunks, bool) or not isinstance(chunks, int) or chunks < 1:
             raise Refused(f"num_chunks must be a positive int, got {shown(chunks)}; 1 is one stage a device")
-        pieces = self.num_pieces
         if isinstance(pieces, bool) or not isinstance(pieces, int) or pieces < 1:
             raise Refused(f"num_pieces must be a positive int, got {shown(pieces)}; 1 leaves sequences whole")
         if isinstance(self.schedule, schedules.Schedule):
             self.schedule.validate()
         elif self.schedule is not None:
             schedules.check_name(self.schedule)
-        if self.param_specs is not None:
-            function("param_specs", self.param_specs, "from params to PartitionSpecs")
         if self.head_placement is not None:
             check_placement(self.head_placement)
-        checked = {
+
+    def _checked(self) -> dict[str, Any]:
+        """Returns the values as they are stored: dtypes by name, sequences as tuples, which can be hashed."""
+        dtypes = [option.name for option in fields(PrecisionOptions)]
+        return {
+            **{name: float_dtype(name, getattr(self, name)) for name in dtypes},
             "normalize": choice("normalize", self.normalize, NORMALIZATIONS),
-            "accum_dtype": float_dtype("accum_dtype", self.accum_dtype),
-            "reduce_dtype": float_dtype("reduce_dtype", self.reduce_dtype),
-            "compute_dtype": float_dtype("compute_dtype", self.compute_dtype),
-            "remat": checked_remat("none" if self.remat is None else self.remat),
-            "fsdp_gather": checked_gather(self.fsdp_gather),
             "gather_ahead": None if self.gather_ahead is None else boolean("gather_ahead", self.gather_ahead),
-            "optimizer_sharding": choice(
-                "optimizer_sharding",
-                "none" if self.optimizer_sharding is None else self.optimizer_sharding,
-                OPTIMIZER_SHARDINGS,
-            ),
+            "optimizer_sharding": choice("optimizer_sharding", self.optimizer_sharding, OPTIMIZER_SHARDINGS),
             "layers_per_stage": layer_counts(self.layers_per_stage),
             "layer_order": choice("layer_order", self.layer_order, LAYER_ORDERS),
             "trainable": checked_patterns(self.trainable),
             "compiler_options": checked_options(self.compiler_options),
             "poison_bubbles": boolean("poison_bubbles", self.poison_bubbles),
         }
-        for name, value in checked.items():
-            object.__setattr__(self, name, value)
-        if self.accum_dtype is not None:
-            check_reduce_dtype(self.reduce_dtype, self.accum_dtype)
 
     @property
     def even(self) -> bool:
@@ -171,21 +199,56 @@ class EngineOptions:
         return _make_schedule(name, pipe, num_microbatches, self.num_chunks, self.num_pieces)
 
     def _check_no_pipeline(self) -> None:
-        given = {
-            "schedule": self.schedule,
-            "num_chunks": self.num_chunks if self.num_chunks > 1 else None,
-            "num_pieces": self.num_pieces if self.num_pieces > 1 else None,
-            "head_placement": self.head_placement,
-            "layers_per_stage": self.layers_per_stage,
-        }
-        found = {name: value for name, value in given.items() if value is not None}
+        given = {name: getattr(self, name) for name in OF_A_PIPELINE}
+        found = {name: value for name, value in given.items() if value != _DEFAULTS[name]}
         if found:
             names = " and ".join(f"{name}={shown(value)}" for name, value in found.items())
             raise Refused(
                 f"{names} belong to a pipeline: they need a mesh with pipe > 1, this one has pipe=1; "
                 "make the mesh with pipe=2 or more, or leave them out",
-                [{name: 1 if name in ("num_chunks", "num_pieces") else None for name in found}],
+                [{name: _DEFAULTS[name] for name in found}],
             )
+
+
+_DEFAULTS = {
+    option.name: {} if option.default is MISSING else option.default for option in fields(EngineOptions)
+}
+
+
+def with_options(function: Function) -> Function:
+    """Adds the options to what `help` and `inspect` show of a function that takes them as keywords."""
+    own = list(inspect.signature(function).parameters.values())[:-1]
+    named = {parameter.name for parameter in own}
+    keywords = [
+        inspect.Parameter(
+            option.name,
+            inspect.Parameter.KEYWORD_ONLY,
+            default=_DEFAULTS[option.name],
+            annotation=option.type,
+        )
+        for option in fields(EngineOptions)
+        if option.name not in named
+    ]
+    setattr(function, "__signature__", inspect.Signature([*own, *keywords]))  # noqa: B010
+    function.__doc__ = f"{inspect.cleandoc(function.__doc__ or '')}\n\nOptions:\n{_described()}\n"
+    return function
+
+
+def check_names(function: str, options: Mapping[str, Any]) -> None:
+    """Raises TypeError, as Python does of a misspelt keyword, for what is no option."""
+    for name in options:
+        if name not in _DEFAULTS:
+            near = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0.0)[0]
+            raise TypeError(
+                f"{function}() got an unexpected keyword argument {name!r}; did you mean {near!r}?"
+            )
+
+
+def _described() -> str:
+    return "\n".join(
+        textwrap.fill(f"{name}: {text}", 116, initial_indent="  ", subsequent_indent="    ")
+        for name, text in described_fields(EngineOptions).items()
+    )
 
 
 @lru_cache(maxsize=64)

@@ -19,7 +19,6 @@ from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
 
 PyTree = Any
-NORMALIZATIONS = ("global", "microbatch", "none")
 
 
 def term_weights(

@@ -18,6 +18,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.model import ModelConfig
 from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.forward_backward.equivalence import Difference, Equivalence, check_equivalence
+from jaxfb.forward_backward.options import OF_A_PIPELINE
 from jaxfb.mesh import data_parallel, make_mesh
 from jaxfb.models.adapted import B, adapted, draws
 from jaxfb.models.config import TransformerConfig
@@ -26,12 +27,19 @@ from jaxfb.models.pattern import LayerKind
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parts import HEADS
 from jaxfb.schedules import default_name
+from jaxfb.shared_options import PrecisionOptions
 from jaxfb.trainable import name_of
 from jaxfb.training.setup import built_in, engine_options
 from jaxfb.types import PyTree
 
 LENGTH, ROWS, VOCAB, HEAD = 16, 16, 64, 8
-_OPTIONS = ("remat", "fsdp_gather", "gather_ahead", "optimizer_sharding", "trainable")
+_LEFT_OUT = (
+    "schedule",
+    "num_chunks",
+    "compiler_options",
+    *(one.name for one in dataclasses.fields(PrecisionOptions)),
+)
+"""Options that are given apart, or that change the rounding of what is compared."""
 
 
 def check_config(config: Config, report: Callable[[Difference], None] | None = None) -> Equivalence:
@@ -48,14 +56,16 @@ def check_config(config: Config, report: Callable[[Difference], None] | None = N
     rng = jax.random.key(1) if draws(sizes) else None
     if config.mesh in (MeshConfig(), AutoMesh()):
         batch = synthetic_batch(ROWS)
-        return check_equivalence(model, params, batch, rng=rng, report=report, **_options(config, *_OPTIONS))
+        return check_equivalence(
+            model, params, batch, rng=rng, report=report, **_options(config, *OF_A_PIPELINE)
+        )
     mesh = make_mesh(**vars(config.mesh))
     placement = config.parallel.head_placement
     rows_per_microbatch = mesh.shape["pipe"] if placement is not None and HEADS[placement].cuts_rows else 1
     rows = max(ROWS, 4 * data_parallel(mesh) * rows_per_microbatch)
     pieces = config.parallel.pieces
     schedule = (config.schedule or default_name(config.chunks, pieces), config.chunks)
-    options = _options(config, *_OPTIONS, "head_placement", "layers_per_stage", "num_pieces")
+    options = _options(config)
     batch = synthetic_batch(rows, pieces * -(-LENGTH // pieces))
     return check_equivalence(
         model, params, batch, [mesh], [schedule],
@@ -150,7 +160,7 @@ def synthetic_batch(rows: int, length: int = LENGTH) -> dict[str, np.ndarray]:
     }
 
 
-def _options(config: Config, *names: str) -> dict[str, Any]:
-    """Returns some of the options with which the config runs the engine."""
+def _options(config: Config, *without: str) -> dict[str, Any]:
+    """Returns the options with which the config runs the engine, but for some of them."""
     options = {**engine_options(config), "trainable": trained_patterns(config)}
-    return {name: options[name] for name in names}
+    return {name: value for name, value in options.items() if name not in (*_LEFT_OUT, *without)}

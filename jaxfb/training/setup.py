@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
 
@@ -46,6 +46,7 @@ from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
+from jaxfb.shared_options import LayoutOptions, PrecisionOptions
 from jaxfb.trainable import stored
 from jaxfb.training.machine import check_continuation, check_model, check_rows
 from jaxfb.types import LossFn, Pipelined
@@ -349,25 +350,23 @@ def compute_dtype(config: AnyConfig) -> str | None:
 
 
 def engine_options(config: AnyConfig) -> dict[str, Any]:
-    """Returns what `get_forward_backward_func` takes from the config."""
-    options = {
-        "accum_dtype": config.precision.accum_dtype,
-        "reduce_dtype": config.precision.reduce_dtype,
+    """Returns what `get_forward_backward_func` takes from the config: the options that it shares, and its own."""
+    shared = {
+        **_of(config.precision, PrecisionOptions),
+        **_of(config.parallel, LayoutOptions),
         "compute_dtype": compute_dtype(config),
-        "remat": config.parallel.remat,
-        "fsdp_gather": config.parallel.fsdp_gather,
-        "gather_ahead": config.parallel.gather_ahead,
-        "compiler_options": config.parallel.compiler_options,
-        "optimizer_sharding": config.optimizer.sharding if config.optimizer else "none",
+        "layers_per_stage": stage_lengths(config),
     }
-    pipeline = {
+    return shared | {
         "schedule": config.schedule,
         "num_chunks": config.chunks,
         "num_pieces": config.parallel.pieces,
-        "head_placement": config.parallel.head_placement,
-        "layers_per_stage": stage_lengths(config),
+        "optimizer_sharding": config.optimizer.sharding if config.optimizer else "none",
     }
-    return {**options, **pipeline}
+
+
+def _of(section: Any, shared: type) -> dict[str, Any]:
+    return {option.name: getattr(section, option.name) for option in fields(shared)}
 
 
 def stage_lengths(config: AnyConfig) -> tuple[int, ...] | None:

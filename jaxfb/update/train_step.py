@@ -22,7 +22,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import ForwardBackward, Packed, get_forward_backward_func
 from jaxfb.forward_backward.offered import counted_of
-from jaxfb.forward_backward.options import EngineKeywords
+from jaxfb.forward_backward.options import ScheduledKeywords
 from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
@@ -67,7 +67,7 @@ def make_train_step(
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None,
     layer_order: str | None = None,
     optimizer_memory: str = "device",
-    **forward_backward_options: Unpack[EngineKeywords],
+    **forward_backward_options: Unpack[ScheduledKeywords],
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
 

@@ -125,10 +125,10 @@ def refused_with(function, *args, **kwargs):
 
 def test_enumerated_names_are_those_of_the_code():
     from jaxfb.batch_plan.plan import REMAINDERS
-    from jaxfb.forward_backward.weights import NORMALIZATIONS
     from jaxfb.gradients import check_clipping
     from jaxfb.optim import lr_schedule, make_optimizer
     from jaxfb.recomputation import GATHERS, REMAT_POLICIES
+    from jaxfb.shared_options import NORMALIZATIONS
 
     assert names(OptimizerConfig, "name") == refused_with(make_optimizer, "", learning_rate=1)
     assert names(LearningRateConfig, "name") == refused_with(lr_schedule, "", peak=1)

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from jaxfb import BatchPlan, LossOutput, Sum, get_forward_backward_func
-from jaxfb.forward_backward.weights import NORMALIZATIONS
+from jaxfb.shared_options import NORMALIZATIONS
 
 ROWS = 8
 PLAN = BatchPlan(rows=ROWS, num_microbatches=4)

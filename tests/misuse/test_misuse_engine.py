@@ -20,9 +20,9 @@ from jaxfb import (
     make_mesh,
 )
 from jaxfb.forward_backward.head_placement import PLACEMENTS
-from jaxfb.forward_backward.weights import NORMALIZATIONS
 from jaxfb.recomputation import REMAT_POLICIES
 from jaxfb.schedules import NAMES
+from jaxfb.shared_options import NORMALIZATIONS
 
 ROWS, WIDTH = 4, 3
 PLAN = BatchPlan(rows=ROWS, num_microbatches=2)
