@@ -49,12 +49,15 @@ class CheckpointConfig:
 class LogConfig:
     """A record every `every` updates.
 
+    split_update: records have `forward_backward_seconds` and `optimizer_seconds`. An update is then two programs,
+      and the devices wait for the host after each: the same numbers, in somewhat more time.
     count_zeros: records have `num_zeros`, the elements of the gradient that are 0, at the price of a pass over it.
     writers: where records go beside metrics.jsonl, which is always written; docs/trainer.md shows one of your own.
     """
 
     every: int = 1
     count_zeros: bool = False
+    split_update: bool = False
     writers: tuple[Annotated[str, WRITERS], ...] = ()
 
     def __post_init__(self):

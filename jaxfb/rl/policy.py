@@ -105,14 +105,14 @@ class PolicyWork(PostTraining):
         which = self.plan.update(number)
         began = time.monotonic()
         batch, padding = cut(rows, self.plan.train)
-        self.train_state, metrics = self.step(self.train_state, batch, limits=self.limits)
+        metrics, parts = self.apply(self.step, batch)
         metrics = jax.device_get(metrics)
         self._check_weight(metrics, rows)
         more = self.critic.update(rows) if self.critic else {}
         seconds, tokens = time.monotonic() - began, int((rows["segments"] > 0).sum())
         speed = {"update_seconds": seconds, "tokens_per_second": tokens / seconds, "tokens": tokens}
         counted = {"rollout": which.rollout, "epoch": which.epoch, "padding_fraction": padding}
-        return metrics, {**self._record, **counted, **speed, **more}
+        return metrics, {**self._record, **counted, **speed, **parts, **more}
 
     def evaluate(self) -> dict[str, float]:
         return {"eval/accuracy": self.experience.accuracy(self.train_state.params, self.task.held_out)}

@@ -81,10 +81,11 @@ class SupervisedWork(PostTraining):
     def update(self, number: int, rows: Rows) -> tuple[StepMetrics, dict[str, Any]]:
         window = self._windows(number)
         batch, padding = cut(rows, window.plan)
-        self.train_state, metrics = self.step(self.train_state, batch, window.rows, self.limits)
+        metrics, seconds = self.apply(self.step, batch, window.rows)
         epoch = (window.start + window.rows) / count(self.stream.rows)
         tokens = int((rows["segments"] > 0).sum())
-        return metrics, {"tokens": tokens, "rows": window.rows, "epoch": epoch, "padding_fraction": padding}
+        counted = {"tokens": tokens, "rows": window.rows, "epoch": epoch, "padding_fraction": padding}
+        return metrics, {**counted, **seconds}
 
     def evaluate(self) -> dict[str, float]:
         if not count(self.held_out):

@@ -27,6 +27,7 @@ PyTree = Any
 class BaseWork:
     """The part of a `Work` that does not depend on the kind."""
 
+    config: Any
     starts_with_evaluation = False
     in_program = False
     limits: Limits | None = None
@@ -34,6 +35,16 @@ class BaseWork:
     def __init__(self):
         self.say: Say = print
         self.train_state: TrainState = None  # type: ignore[assignment]  # until `start` or `restore`
+
+    def apply(
+        self, step: TrainStep, batch: Any, rows: int | None = None
+    ) -> tuple[StepMetrics, dict[str, float]]:
+        """Applies one update to the state; returns its numbers and, with log.split_update, the seconds of its parts."""
+        if not self.config.log.split_update:
+            self.train_state, metrics = step(self.train_state, batch, rows, self.limits)
+            return metrics, {}
+        self.train_state, metrics, seconds = step.timed(self.train_state, batch, rows, self.limits)
+        return metrics, {f"{name}_seconds": value for name, value in seconds.items()}
 
     def write_start(self, directory: RunDirectory) -> None:
         """Writes nothing besides the files of every run."""
@@ -93,11 +104,11 @@ class WindowedWork(BaseWork):
         window = self.run_plan.window(number)
         placed, step = place(batch, window.plan, self.mesh), self.step_of(window.plan)
         began = time.monotonic()
-        self.train_state, metrics = step(self.train_state, placed, window.rows, self.limits)
+        metrics, seconds = self.apply(step, placed, window.rows)
         if window.plan not in self._compiled:
             self._compiled.add(window.plan)
             self.say(f"compiled the update of {window.plan.rows} rows in {time.monotonic() - began:.1f} s")
-        return metrics, {}
+        return metrics, seconds
 
     def parts_of_update(self, number: int, batch: Any) -> tuple:
         """Returns what update `number` (from 0) computes with, apart; see `batches.parts_of_update`."""

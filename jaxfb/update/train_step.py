@@ -7,6 +7,7 @@ Everything behind `forward_backward` sees whole arrays; XLA cuts them as paramet
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -149,6 +150,7 @@ class TrainStep:
         self._applied = per_options(self._apply_given, **donating)
         self._finished = per_options(self._apply, **donating)
         self._differentiated = per_options(self._give, static_argnums=(4, 5))
+        self._differentiated_as_stored = per_options(self._differentiate, static_argnums=(4, 5))
 
     @property
     def forward_backward(self) -> ForwardBackward:
@@ -167,19 +169,52 @@ class TrainStep:
         Raises:
           ValueError: the state was given to a step before, batch or rows do not fit the plan, or limits are no numbers.
         """
+        state, batch, plan, real_rows, bounds = self._checked(state, batch, rows, limits)
+        if plan.max_context:
+            out = self._differentiate(state, batch, None, None, self.model, plan)
+            return self._finish(state, out, real_rows, bounds)
+        return self._jitted(state, batch, real_rows, plan, bounds)
+
+    def timed(
+        self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
+    ) -> tuple[TrainState, StepMetrics, dict[str, float]]:
+        """Applies one update as a call does, in two programs, and returns the seconds of each too.
+
+        The numbers are those of a call, bit for bit; with optimizer_memory="host" to rounding. It waits for the devices
+        after each program, so that nothing of the host is done meanwhile.
+
+        Returns:
+          The new state, its numbers, and name -> seconds of "forward_backward" and of "optimizer": whatever follows
+          the gradients of the global batch.
+        Raises:
+          ValueError: as for a call.
+        """
+        state, batch, plan, real_rows, bounds = self._checked(state, batch, rows, limits)
+        began = time.monotonic()
+        run = self._differentiate if plan.max_context else self._differentiated_as_stored(self._options)
+        out = jax.block_until_ready(run(state, batch, None, None, self.model, plan))
+        between = time.monotonic()
+        new, metrics = jax.block_until_ready(self._finish(state, out, real_rows, bounds))
+        return new, metrics, {"forward_backward": between - began, "optimizer": time.monotonic() - between}
+
+    def _checked(self, state: TrainState, batch: PyTree, rows: int | None, limits: Limits | None) -> tuple:
+        """Returns state, batch, the batch's plan, rows and limits as the programs take them."""
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
         state = self._placement.taken(state)
         bounds = None if limits is None else self._everywhere(np.array(check_limits(limits), np.float32))
-        if plan.max_context:
-            out = self._differentiate(state, batch, None, None, self.model, plan)
-            finished = self._finished(self.forward_backward.compiler_options)
-            return finished(state, self._to_apply(out), self._rows(real_rows), bounds)
-        if plan.by_tokens:
-            packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
-            batch, plan = packed.batch, packed.plan
-        batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
-        return self._jitted(state, batch, self._rows(real_rows), plan, bounds)
+        if not plan.max_context:
+            if plan.by_tokens:
+                packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
+                batch, plan = packed.batch, packed.plan
+            batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
+        return state, batch, plan, self._rows(real_rows), bounds
+
+    def _finish(
+        self, state: TrainState, out: ForwardBackwardOutput, rows: jax.Array, bounds: jax.Array | None
+    ) -> tuple[TrainState, StepMetrics]:
+        """Applies gradients whose layers are in the order in which the state stores them."""
+        return self._finished(self._options)(state, self._to_apply(out), rows, bounds)
 
     def gradients(
         self,
@@ -217,7 +252,7 @@ class TrainStep:
             packed = Packed(batch, cut)
             batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
         everywhere = NamedSharding(self.forward_backward.mesh, P())
-        run = self._differentiated(self.forward_backward.compiler_options)
+        run = self._differentiated(self._options)
         out = run(state, adopt(batch, everywhere), keys, weights, model, cut)
         outputs = out.outputs if packed is None else packed.restore(out.outputs)
         return replace(out, outputs=outputs, origin=replace(out.origin, rows=rows, weights=weights))
@@ -266,8 +301,7 @@ class TrainStep:
         check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
         out = self._to_apply(gradients)
-        applied = self._applied(self.forward_backward.compiler_options)
-        return applied(state, out, self._rows(applied_rows))
+        return self._applied(self._options)(state, out, self._rows(applied_rows))
 
     def _to_apply(self, gradients: ForwardBackwardOutput) -> ForwardBackwardOutput:
         """Returns of an output what an update needs, on the mesh."""
@@ -281,7 +315,11 @@ class TrainStep:
 
     @property
     def _jitted(self):
-        return self._updated(self.forward_backward.compiler_options)
+        return self._updated(self._options)
+
+    @property
+    def _options(self):
+        return self.forward_backward.compiler_options
 
     def _rows(self, rows: int | jax.Array) -> jax.Array:
         """Returns a number of rows on the mesh, moved there once, so that no later call moves anything."""

@@ -133,6 +133,29 @@ def test_packing_and_replicas_change_no_update(tmp_path, kind, make, mesh, train
         np.testing.assert_allclose(one.grad_norm, two.grad_norm, rtol=1e-10)
 
 
+@pytest.mark.parametrize(
+    "mesh, train",
+    [
+        ({"data": 2}, PACKED),
+        pytest.param({"data": 2, "context": 2}, BY_WIDTH, marks=pytest.mark.slow),
+    ],
+    ids=["packed", "by width"],
+)
+def test_an_update_in_two_programs_is_the_same(tmp_path, mesh, train):
+    plans = {**BASE["plans"], "train": train}
+    one, two = (
+        make_supervised_work(
+            load_config(
+                write(tmp_path / str(split), SFT, plans=plans, mesh=mesh, log={"split_update": split})
+            )
+        )
+        for split in (False, True)
+    )
+    np.testing.assert_array_equal(*([metrics.loss for metrics in updates(work)] for work in (one, two)))
+    _, record = one_update(two, 2)
+    assert record["forward_backward_seconds"] > 0 and record["optimizer_seconds"] > 0
+
+
 def test_the_first_preference_loss_is_log_2(tmp_path):
     work = make_preference_work(load_config(write(tmp_path, DPO)))
     (metrics,) = updates(work, 1)

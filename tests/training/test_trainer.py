@@ -109,6 +109,21 @@ def test_eval_and_generate_read_the_run(done, capsys):
     )
 
 
+def test_seconds_of_forward_backward_and_optimizer_are_apart_where_they_are_asked_for(done, tmp_path):
+    """The same bits, in two programs."""
+    config, whole, _ = done
+    apart = load_config(
+        write_tiny(tmp_path, data={"cache_dir": config.data.cache_dir}), ["log.split_update=true"]
+    )
+    result = trainer.train(apart)
+    assert losses(result) == losses(whole)
+    assert_same_bits(saved(apart)[0], saved(config)[0])
+    for record in read_jsonl(result.directory / "metrics.jsonl"):
+        if "loss" in record:
+            parts = record["forward_backward_seconds"], record["optimizer_seconds"]
+            assert min(parts) > 0 and sum(parts) <= record["update_seconds"]
+
+
 def test_a_finished_run_stays_as_it_is(done, capsys):
     config, result, _ = done
     before = (result.directory / "metrics.jsonl").read_bytes()
