@@ -16,7 +16,8 @@ from jaxfb.config.custom import CustomConfig
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
-from jaxfb.config.starter import starter_names, starter_text
+from jaxfb.config.sections import AutoMesh
+from jaxfb.config.starter import runnable_starter, starter_names
 from jaxfb.refusal import choice, instance, refuse, shown
 from jaxfb.registry import load_plugins
 
@@ -76,6 +77,11 @@ def _built(root: type, values: Mapping[str, Any]) -> Any:
     """Imports the plugins first, for the names that they register are legal values."""
     if isinstance(plugins := values.get("plugins"), list | tuple):
         load_plugins(plugins)
+    if root is not Config and values.get("mesh") == AutoMesh.WORD:
+        raise ConfigError(
+            "[config] mesh=auto is for `jaxfb train` and `jaxfb plan` of a built-in model; give sizes, such as "
+            "mesh.data=-1"
+        )
     return build(root, values)
 
 
@@ -129,7 +135,7 @@ def _can_be_a_name(path: str) -> bool:
 
 def _read(path: Path) -> dict:
     path = path / "config.yaml" if path.is_dir() else path
-    if not path.exists() and (text := starter_text(str(path))) is not None:
+    if not path.exists() and (text := runnable_starter(str(path))) is not None:
         return _parse(text, f"the starter config {path}")
     if not path.is_file():
         raise ConfigError(_not_found(path))

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import re
 from importlib.resources import files
 from pathlib import Path
 
 from jaxfb.config.schema import ConfigError
+from jaxfb.data.samples import sample_file
 
 _DIRECTORY = files("jaxfb") / "starter"
-_SAMPLES = re.compile(r"examples/data/\w+\.jsonl")
+_SAMPLES = re.compile(r"examples/data/(\w+\.jsonl)")
 """Small data sets, installed too, that a starter config names relative to the working directory."""
+_OTHERS = re.compile(r"configs/([\w-]+)\.yaml")
 
 
 def starter_names() -> list[str]:
@@ -23,6 +26,16 @@ def starter_names() -> list[str]:
 def starter_text(name: str) -> str | None:
     """Returns the YAML text of a starter config, or None if there is none of that name."""
     return (_DIRECTORY / f"{name}.yaml").read_text() if name in starter_names() else None
+
+
+def runnable_starter(name: str) -> str | None:
+    """Returns `starter_text` with the installed sample data in place of that which the working directory lacks."""
+
+    def found(match: re.Match[str]) -> str:
+        return match[0] if Path(match[0]).exists() else json.dumps(str(sample_file(match[1])))
+
+    text = starter_text(name)
+    return None if text is None else _SAMPLES.sub(found, text)
 
 
 def write_starter(name: str, directory: Path) -> list[Path]:
@@ -43,15 +56,11 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     if target.exists():
         raise ConfigError(f"[init] {target} exists already; remove it, or use --out with another directory")
     target.parent.mkdir(parents=True, exist_ok=True)
-    target.write_text(text.replace(f"configs/{name}.yaml", target.name))
-    return [
-        target,
-        *(
-            _copy(path, directory)
-            for path in sorted(set(_SAMPLES.findall(text)))
-            if not (directory / path).exists()
-        ),
-    ]
+    # another starter is known by its name, from any directory
+    text = _OTHERS.sub(r"\1", text.replace(f"configs/{name}.yaml", target.name))
+    target.write_text(text)
+    samples = sorted({match[0] for match in _SAMPLES.finditer(text)})
+    return [target, *(_copy(path, directory) for path in samples if not (directory / path).exists())]
 
 
 def _copy(path: str, directory: Path) -> Path:

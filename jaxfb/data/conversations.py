@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxfb.data.chat import Chat
+from jaxfb.data.samples import sample_file
 from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, name_hash, split_documents
 from jaxfb.refusal import Refused
 
@@ -76,12 +77,9 @@ def cut_to(ids: list[np.ndarray], counts: list[np.ndarray], slots: int) -> tuple
 def _records(path: str | Path) -> Iterator[tuple[str, dict]]:
     file = Path(path)
     if not file.is_file():
-        hint = (
-            "`jaxfb init sft` (or dpo, fine_tune) copies the examples here"
-            if "examples/data" in str(file)
-            else ""
-        )
-        raise Refused(f"[data] there is no file {file}; {hint or 'give a .jsonl file'}")
+        sample = sample_file(file.name)
+        hint = f"use {sample}, which is installed" if sample else "give a .jsonl file"
+        raise Refused(f"[data] there is no file {file}; {hint}")
     text = decoded(file.read_bytes(), file).removeprefix(BOM)
     lines = [(n, line) for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     if not lines:

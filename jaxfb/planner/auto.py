@@ -75,7 +75,7 @@ def choose(config: Config, topology: Topology, available: float | None = None) -
     _check_stages(config)
     fixed, topology, refusals = fixed_by(config), _with_memory(topology, available), []
     for context in _contexts(config, topology):
-        opened = replace(config, mesh=MeshConfig(data=1, context=context))
+        opened = _opened(config, context)
         try:
             return _chosen(opened, topology, fixed, available)
         except Refused as error:
@@ -94,6 +94,11 @@ def fixed_by(config: Config) -> Fixed:
         schedule=config.schedule,
         chunks=None if config.chunks == 1 else config.chunks,
     )
+
+
+def _opened(config: Config, context: int) -> Config:
+    """Returns the config on one stage, where no schedule is legal."""
+    return replace(config, mesh=MeshConfig(data=1, context=context), schedule=None, chunks=1)
 
 
 def _check_stages(config: Config) -> None:
@@ -128,7 +133,8 @@ def _chosen(opened: Config, topology: Topology, fixed: Fixed, available: float |
     if topology.chip is None:
         memory, why = available or math.inf, "no speed is known of simulated devices, so what sends least"
         ranked = sorted(counted, key=lambda pair: _sending(*pair, memory))
-        layouts = [one for _, one in ranked]
+        fitting = [one for total, one in ranked if total.total <= memory]
+        layouts = fitting or [min(counted, key=lambda pair: pair[0].total)[1]]
     else:
         memory, why = topology.chip.memory, f"the fastest that fits of {len(counted)} layouts, by formula"
         ranked = sorted(counted, key=seconds)
@@ -222,9 +228,13 @@ def _number(gigabytes: float) -> str:
 def _too_large(
     smallest: Config, sizes: TransformerConfig, topology: Topology, fixed: Fixed, memory: float
 ) -> Refused:
-    """Returns the refusal of a job that does not fit, with a number of devices on which it does."""
+    """Returns the refusal of a job that does not fit, with a number of devices on which it does.
+
+    Simulated devices share the memory of one machine, so more of them have no more.
+    """
     needed, devices = estimate(smallest, sizes, topology).total, topology.num_devices
-    more = next((devices * times for times in _MORE if _fits(smallest, sizes, topology, fixed, times)), None)
+    asked = _MORE if topology.chip else ()
+    more = next((devices * times for times in asked if _fits(smallest, sizes, topology, fixed, times)), None)
     instead = f"use {more} devices" if more else "use a smaller model or shorter rows"
     return Refused(
         f"[mesh] auto finds no layout on {topology.text} that fits: the smallest, {label(smallest)}, needs "
@@ -234,7 +244,7 @@ def _too_large(
 
 def _fits(smallest: Config, sizes: TransformerConfig, topology: Topology, fixed: Fixed, times: int) -> bool:
     larger = replace(topology, shape=(topology.num_devices * times,))
-    opened = replace(smallest, mesh=MeshConfig(data=1, context=smallest.mesh.context))
+    opened = _opened(smallest, smallest.mesh.context)
     memory = topology.chip.memory if topology.chip else math.inf
     try:
         return any(counted.total <= memory for counted, _ in by_formula(opened, sizes, larger, fixed))

@@ -77,11 +77,13 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     """
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
-    length = config.data.sequence_length
+    length, context = config.data.sequence_length, config.mesh.context
     value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
     seen = seen_share(sizes, length) * length * sizes.num_layers / 2
     attention = 6 * sizes.num_heads * (sizes.head_size + value_size) * seen
-    blocks = 1 + splash.block_size(length // (2 * config.mesh.context)) / length
+    # the context axis cuts a row into twice its size
+    together = length if context == 1 else length // (2 * context)
+    blocks = 1 + splash.block_size(together) / length
     return attention * ((1.5 + again) * blocks - 1 - again)
 
 

@@ -238,6 +238,12 @@ def by_formula(
     counted = [(estimate(one, sizes, topology), one) for one in found if _on_hosts(one, topology)]
     if not counted:
         devices = topology.num_devices
+        asked = {"schedule": fixed.schedule, "chunks": fixed.chunks}
+        if given := " and ".join(f"{key}={value}" for key, value in asked.items() if value is not None):
+            raise Refused(
+                f"[plan] no pipeline on {devices} device{'s'[: devices - 1]} runs {sizes.num_layers} layers and "
+                f"{config.batch.rows} rows by {given}; leave out {given}"
+            )
         raise Refused(
             f"[plan] no mesh of {devices} devices divides {config.batch.rows} rows and {sizes.num_layers} layers; "
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"

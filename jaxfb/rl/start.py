@@ -191,6 +191,7 @@ def make_base(config: Kind) -> Base[Kind]:
     """
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
+    _check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
@@ -198,6 +199,15 @@ def make_base(config: Kind) -> Base[Kind]:
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)
+
+
+def _check_run(config: PostTrainingConfig) -> None:
+    """Refuses a run to start from that is not there."""
+    run = config.start.run
+    if run is not None and not Path(run).is_dir():
+        raise Refused(
+            f"[start] there is no run {run} to start from; train it first, or give another start.run"
+        )
 
 
 def _length_key(config: PostTrainingConfig) -> str:

@@ -94,10 +94,12 @@ def check_model(sizes: TransformerConfig, mesh: Mesh, itemsize: int) -> None:
     """
     memory, count = device_memory(mesh), num_params(sizes)
     if memory is not None and count * itemsize > memory * mesh.size:
+        # devices of a CPU share its memory, so more of them have no more
+        more = "" if mesh.local_devices[0].platform == "cpu" else " or more devices"
         raise Refused(
             f"[model] {count:,} parameters (num_layers={sizes.num_layers}, hidden_size={sizes.hidden_size}, "
             f"vocab_size={sizes.vocab_size}, num_experts={sizes.num_experts}) take {_gb(count * itemsize)}, but "
-            f"the memory of all {mesh.size} devices is {_gb(memory * mesh.size)}; use a smaller model or more devices"
+            f"the memory of all {mesh.size} devices is {_gb(memory * mesh.size)}; use a smaller model{more}"
         )
 
 

@@ -1,5 +1,8 @@
 """Starter configs: installed with the package, found by name from any directory, copied by `jaxfb init`."""
 
+import re
+from pathlib import Path
+
 import pytest
 
 from jaxfb.cli.commands import main
@@ -19,13 +22,25 @@ def test_a_starter_loads_by_name_from_an_empty_directory(name, tmp_path, monkeyp
 @pytest.mark.parametrize("name", ["sft", "dpo", "fine_tune"])
 def test_a_starter_and_its_sample_data_are_written_together(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(Refused, match="there is no file examples/data.*`jaxfb init sft`"):
-        read_conversations("examples/data/conversations.jsonl")
     assert main(["init", name, "--out", "new"]) == 0
-    assert f"cd new && jaxfb {'dpo' if name == 'dpo' else 'sft'} {name}.yaml" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert f"cd new && jaxfb {'dpo' if name == 'dpo' else 'sft'} {name}.yaml" in out and "configs/" not in out
     config = load_config(tmp_path / "new" / f"{name}.yaml")
     section = config.preferences if name == "dpo" else config.conversations
     assert (tmp_path / "new" / section.path).is_file()
+
+
+@pytest.mark.parametrize("name", ["sft", "dpo", "fine_tune"])
+def test_a_starter_by_name_reads_the_installed_data_where_there_is_no_other(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    section = "preferences" if name == "dpo" else "conversations"
+    installed = Path(getattr(load_config(name), section).path)
+    assert installed.is_absolute() and installed.is_file()
+    here = Path("examples", "data", installed.name)
+    with pytest.raises(Refused, match=f"there is no file {here}; use {re.escape(str(installed))}"):
+        read_conversations(here)
+    assert main(["init", name]) == 0
+    assert getattr(load_config(name), section).path == str(here)
 
 
 def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch, capsys):

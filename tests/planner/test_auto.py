@@ -1,6 +1,7 @@
 """`mesh: auto`: the planner's layout, printed and saved with the run, kept when the run goes on."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -9,8 +10,9 @@ from tiny import write_tiny
 
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
+from jaxfb.config.sections import MeshConfig
 from jaxfb.planner import parse_topology
-from jaxfb.planner.auto import choose, choose_here
+from jaxfb.planner.auto import choose, choose_here, fixed_by
 from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
@@ -49,6 +51,38 @@ def test_less_memory_is_another_layout_and_too_little_is_told_with_enough_device
     assert estimate(less.config, model_sizes(given), v5e).total < 0.9 * needed
     with pytest.raises(ValueError, match=r"auto finds no layout .* needs .* GB .* use \d+ devices"):
         choose(given, v5e, available=1.2e9)
+
+
+def test_simulated_devices_have_no_more_memory_where_there_are_more():
+    given, simulated = config(), parse_topology("cpu:8")
+    sizes, opened = model_sizes(given), replace(given, mesh=MeshConfig(data=1))
+    counted = [estimate(one, sizes, simulated) for one in candidates(opened, sizes, 8, fixed_by(given))]
+    smallest = min(one.total for one in counted) / 1e9
+    with pytest.raises(
+        ValueError, match=f"needs {smallest:.1f} GB of .* use a smaller model or shorter rows"
+    ):
+        choose(given, simulated, available=1e8)
+
+
+@pytest.mark.parametrize("more, found", [(["schedule=1f1b"], ("1f1b", 1)), (["chunks=2"], (None, 2))])
+def test_a_given_schedule_stays(more, found):
+    for topology in ("v5e:2x2", "cpu:8"):
+        one = choose(config(*more), parse_topology(topology), available=16e9).config
+        assert one.mesh.pipe > 1 and one.chunks == found[1] and found[0] in (None, one.schedule)
+    with pytest.raises(ValueError, match=f"no pipeline on 1 device .*leave out {more[0]}"):
+        choose(config(*more), parse_topology("v5e:1x1"))
+
+
+@pytest.mark.parametrize("length", [32, 128, 384])
+def test_a_row_of_any_length_is_counted(length):
+    """Also one that a TPU's attention kernel takes in one block, or not at all."""
+    given = config(f"data.sequence_length={length}")
+    assert choose(given, parse_topology("v5e:2x2")).config.data.sequence_length == length
+
+
+def test_post_training_has_no_open_mesh():
+    with pytest.raises(ValueError, match="mesh=auto is for `jaxfb train` .* such as mesh.data=-1"):
+        load_config("sft", ["mesh=auto"])
 
 
 def test_with_fewer_rows_than_devices_the_sequence_is_cut():

@@ -54,6 +54,20 @@ BAD_PLANS = [
 ]  # fmt: skip
 
 
+@pytest.mark.parametrize(
+    "start, message",
+    [
+        ({"run": "runs/none"}, "there is no run runs/none to start from; .* another start.run"),
+        ({"run": "runs/none", "tokenizer": "bytes"}, "there is no run runs/none"),
+        ({"run": "."}, "there is no tokenizer tokenizer.json; give start.tokenizer, or a run that has one"),
+    ],
+)
+def test_what_a_run_begins_with_is_named_where_it_is_missing(start, message, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ValueError, match=message):
+        make_base(config_from_dict({**TINY, "model": None, "start": start}))
+
+
 @pytest.mark.parametrize("changes, message", BAD_PLANS, ids=range(len(BAD_PLANS)))
 def test_advice_names_keys_of_the_config_and_is_itself_accepted(changes, message):
     config = with_(*[{name: change} for name, change in changes.items()])
