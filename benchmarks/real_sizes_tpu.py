@@ -129,6 +129,9 @@ JOBS = {
         "70b", "v6e:4x8", ("mesh.fsdp=16", "mesh.tp=2", *ON_HOST), None
     ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8": Job("70b", "v5p:8x8x8", maxtext=TENSOR),
+    "70B, v5p:8x8x8, fsdp 64 x tensor 8, layers' inputs on the host": Job(
+        "70b", "v5p:8x8x8", INPUTS_ON_HOST, TENSOR | INPUTS_OFFLOADED
+    ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8, memory used": Job("70b", "v5p:8x8x8", IN_STEP, TENSOR | LESS_REMAT),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b",
