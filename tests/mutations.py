@@ -276,6 +276,20 @@ MUTATIONS = (
         "update/test_train_step.py::test_weights_that_cancel_are_not_weights_that_are_zero",
     ),
     Mutation(
+        "a_timed_update_has_no_limits",
+        "update/train_step.py",
+        "block_until_ready(self._finish(state, out, real_rows, bounds))",
+        "block_until_ready(self._finish(state, out, real_rows, None))",
+        "update/test_split_step.py::test_a_timed_update_is_that_of_the_step",
+    ),
+    Mutation(
+        "a_config_without_the_dtype_of_reductions",
+        "training/setup.py",
+        "        **_of(config.precision, PrecisionOptions),\n",
+        '        "accum_dtype": config.precision.accum_dtype,\n',
+        "config/test_config.py::test_every_shared_option_reaches_the_engine",
+    ),
+    Mutation(
         "dropout_key_by_step",
         "update/train_step.py",
         "jax.random.fold_in(state.rng, state.attempts)",

@@ -1,7 +1,9 @@
 """A config is read whole or refused in one sentence that names the key and the nearest legal choice."""
 
+import json
 import subprocess
 import sys
+from dataclasses import fields
 from pathlib import Path
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
@@ -13,6 +15,7 @@ from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, POLICY_SYNONYMS, SYNONYMS, all_keys
 from jaxfb.config.sections import BatchConfig, LearningRateConfig, OptimizerConfig, ParallelConfig
+from jaxfb.shared_options import LayoutOptions, PrecisionOptions
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 QUICKSTART = CONFIGS / "quickstart.yaml"
@@ -143,6 +146,35 @@ def test_enumerated_names_are_those_of_the_code():
     assert names(ParallelConfig, "fsdp_gather") == set(GATHERS)
     for convention in names(OptimizerConfig, "clip"):
         check_clipping(1.0, convention)
+
+
+def test_every_shared_option_reaches_the_engine():
+    """Each with a value that is not its default, from YAML to `EngineOptions`."""
+    from jaxfb.forward_backward.options import EngineOptions
+    from jaxfb.training.setup import engine_options
+
+    given = {
+        "precision.compute_dtype": ("bfloat16", "compute_dtype"),
+        "precision.accum_dtype": ("float64", "accum_dtype"),
+        "precision.reduce_dtype": ("bfloat16", "reduce_dtype"),
+        "parallel.remat": ("full", "remat"),
+        "parallel.fsdp_gather": ("step", "fsdp_gather"),
+        "parallel.gather_ahead": (True, "gather_ahead"),
+        "parallel.compiler_options": ({"xla_a": None}, "compiler_options"),
+        "parallel.head_placement": ("rows", "head_placement"),
+        "parallel.layers_per_stage": ((4, 2, 1, 1), "layers_per_stage"),
+        "parallel.pieces": (2, "num_pieces"),
+        "optimizer.sharding": ("data", "optimizer_sharding"),
+        "schedule": ("seq1f1b", "schedule"),
+        "chunks": (2, "num_chunks"),
+    }
+    shared = {option.name for part in (LayoutOptions, PrecisionOptions) for option in fields(part)}
+    assert shared <= {name for _, name in given.values()}
+    overrides = [f"{key}={json.dumps(value)}" for key, (value, _) in given.items()]
+    options = EngineOptions(**engine_options(load_config(QUICKSTART, ["mesh.pipe=2", *overrides])))
+    for value, name in given.values():
+        wanted = (("xla_a", None),) if name == "compiler_options" else value
+        assert getattr(options, name) == wanted != getattr(EngineOptions(), name), name
 
 
 def test_nothing_heavy_is_imported():
