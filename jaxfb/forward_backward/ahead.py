@@ -20,6 +20,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import get_abstract_mesh
 
+from jaxfb.forward_backward.slot import read_one
 from jaxfb.mesh import platform_here
 
 PyTree = Any
@@ -71,7 +72,7 @@ class Ahead:
         def at(tree: PyTree, turn: jax.Array, first: int = 0) -> PyTree:
             place = number - 1 - turn if reverse else turn
             place = place + first if first else place
-            return jax.tree.map(lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False), tree)
+            return jax.tree.map(lambda leaf: read_one(leaf, place), tree)
 
         def step(carried, turn):
             carry, whole = carried
@@ -116,7 +117,7 @@ class Gathered(Ahead):
 
         def turn(carry: PyTree, xs: tuple) -> tuple[PyTree, PyTree]:
             place, other = xs
-            at = lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False)  # noqa: E731
+            at = lambda leaf: read_one(leaf, place)  # noqa: E731
             return one(carry, jax.tree.map(at, shards), other)
 
         places = jnp.arange(first, first + number, dtype=jnp.int32)

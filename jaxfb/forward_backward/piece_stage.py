@@ -11,11 +11,10 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.sequential import sum_of_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots
+from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, write
 from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Piece
@@ -60,7 +59,7 @@ class Cache(NamedTuple):
 
         def part(leaf, own):
             at, sizes = self._at(leaf, place, number, own), (1, 1, *own.shape)
-            return lax.dynamic_slice(leaf, at, sizes).reshape(own.shape)
+            return read(leaf, at, sizes).reshape(own.shape)
 
         return jax.tree.map(part, self.slot.buffers, like)
 
@@ -70,7 +69,7 @@ class Cache(NamedTuple):
 
         def put(leaf, old, own):
             new = jnp.where(self.valid, own.astype(leaf.dtype), old)
-            return lax.dynamic_update_slice(leaf, new[None, None], self._at(leaf, place, number, own))
+            return write(leaf, new[None, None], self._at(leaf, place, number, own))
 
         buffers = jax.tree.map(put, self.slot.buffers, before, values)
         return self._replace(slot=self.slot._replace(buffers=buffers))
@@ -85,9 +84,8 @@ class Cache(NamedTuple):
         return self._replace(slot=self.slot.put(jax.tree.map(add, self.of_layer(place), values), place))
 
     def _at(self, leaf: jax.Array, place: jax.Array, number: jax.Array, own: jax.Array) -> tuple:
-        zero = jnp.int32(0)
         first = number.astype(jnp.int32) * own.shape[1]
-        return self.slot.index, place, zero, first, *(zero,) * (leaf.ndim - 4)
+        return self.slot.index, place, *FROM_START, first, *FROM_START * (leaf.ndim - 4)
 
 
 class PieceSlot(NamedTuple):

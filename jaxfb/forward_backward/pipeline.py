@@ -22,7 +22,7 @@ from jaxfb.forward_backward.head_placement import HeadPlacement
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots
+from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
 from jaxfb.forward_backward.stage import Stage, Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
@@ -103,15 +103,20 @@ class Executor:
         return buffers.grads, self._answer(buffers)
 
     def _phase(self, phase: Phase, tick: Tick, buffers: Buffers) -> Buffers:
-        me = lax.axis_index("pipe")
         rows = {name: np.asarray(row, np.int32) for name, row in self.program.phase_rows(phase).items()}
-        mine = {name: jnp.asarray(row)[:, me] if row.ndim == 2 else row for name, row in rows.items()}
+        own = {name: row for name, row in rows.items() if row.ndim == 2}
+        shared = {name: row for name, row in rows.items() if row.ndim == 1}
+        # one array for all rows of a device: an array each takes several operations each, out of the loop and in it
+        mine = read_one(np.stack([*own.values()], 1), lax.axis_index("pipe"), 2)
         arrivals = self.program.arrivals(phase)
         events = {name: _when(rows[f"{name}_valid"]) for name in ("embed", "loss", "embed_gradient")}
         with jax.named_scope(f"phase_{phase.kinds}"):
-            return lax.scan(
-                lambda b, row: (tick(b, row, phase.kinds, arrivals, events), None), buffers, mine
-            )[0]
+
+            def run(b, row):
+                row = row[0] | {name: row[1][place] for place, name in enumerate(own)}
+                return tick(b, row, phase.kinds, arrivals, events), None
+
+            return lax.scan(run, buffers, (shared, mine))[0]
 
     def _answer(self, buffers: Buffers) -> LossOutput:
         """Returns the records as one LossOutput with [num_microbatches, ...] leaves, equal on all devices of the
@@ -132,7 +137,7 @@ class Tick:
         self._weights, self._microbatches, self._keys, self._seeds = weights, microbatches, keys, seeds
         me = lax.axis_index("pipe")
         self._index, self._real = (
-            jnp.asarray(table)[me] for table in (self._layout.index, self._layout.real)
+            read_one(np.asarray(table), me) for table in (self._layout.index, self._layout.real)
         )
         self._poison, self._shapes = executor.poison, self._traced()
 

@@ -8,13 +8,22 @@ backward.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 PyTree = Any
+
+# Indices of slots, chunks and layers are never negative. JAX would count negative ones from the end, with three
+# operations for every index of every leaf: more than half of those in a small model's pipeline.
+read = partial(lax.dynamic_slice, allow_negative_indices=False)
+write = partial(lax.dynamic_update_slice, allow_negative_indices=False)
+read_one = partial(lax.dynamic_index_in_dim, keepdims=False, allow_negative_indices=False)
+FROM_START = (np.int32(0),)
 
 
 class Slot(NamedTuple):
@@ -31,9 +40,9 @@ class Slot(NamedTuple):
         """Writes values to buffers[index], or to buffers[index, place]."""
 
         def put(leaf, value):
-            at = (self.index, *place, *(jnp.int32(0),) * value.ndim)
+            at = (self.index, *place, *FROM_START * value.ndim)
             value = value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape)
-            return lax.dynamic_update_slice(leaf, _moved(value, jax.typeof(leaf).memory_space), at)
+            return write(leaf, _moved(value, jax.typeof(leaf).memory_space), at)
 
         return Slot(jax.tree.map(put, self.buffers, values), self.index)
 
@@ -42,8 +51,8 @@ class Slot(NamedTuple):
 
         def get(leaf):
             where = 1 + len(place)
-            at = (self.index, *place, *(jnp.int32(0),) * (leaf.ndim - where))
-            value = lax.dynamic_slice(leaf, at, (1,) * where + leaf.shape[where:])
+            at = (self.index, *place, *FROM_START * (leaf.ndim - where))
+            value = read(leaf, at, (1,) * where + leaf.shape[where:])
             return _moved(value, jax.memory.Space.Device).reshape(leaf.shape[where:])
 
         return jax.tree.map(get, self.buffers)

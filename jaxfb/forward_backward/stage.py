@@ -16,7 +16,7 @@ from jax import lax
 from jaxfb.forward_backward.ahead import Ahead, Gathered
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.sequential import sum_of_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots
+from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, read_one, write
 from jaxfb.types import LossOutput
 
 PyTree = Any
@@ -225,8 +225,8 @@ class Stage:
             return lax.scan(one, carry, (numbers, tuple(layers)), reverse=reverse)
 
         def turn(carry, place):
-            of_place = lambda leaf: lax.dynamic_index_in_dim(leaf, place, keepdims=False)  # noqa: E731
-            return one(carry, (place, tuple(jax.tree.map(of_place, layers))))
+            of_place = jax.tree.map(lambda leaf: read_one(leaf, place), tuple(layers))
+            return one(carry, (place, of_place))
 
         return lax.scan(turn, carry, numbers, reverse=reverse)
 
@@ -321,10 +321,10 @@ class Stage:
         counts = target.valid & real if self._padded else target.valid
 
         def add(leaf, grad):
-            at = (target.chunk, place, *(jnp.int32(0),) * grad.ndim)
-            so_far = lax.dynamic_slice(leaf, at, (1, 1, *grad.shape))
+            at = (target.chunk, place, *FROM_START * grad.ndim)
+            so_far = read(leaf, at, (1, 1, *grad.shape))
             grad = jnp.where(counts, grad.astype(leaf.dtype), 0)
-            return lax.dynamic_update_slice(leaf, so_far + grad[None, None], at)
+            return write(leaf, so_far + grad[None, None], at)
 
         with jax.named_scope("accumulate"):
             return jax.tree.map(add, sums, grads)

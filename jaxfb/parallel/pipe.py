@@ -218,7 +218,9 @@ def _joined(leaf: jax.Array) -> jax.Array:
 
 
 def _mine(table: Sequence) -> jax.Array:
-    return jnp.asarray(table)[lax.axis_index("pipe")]
+    return lax.dynamic_index_in_dim(
+        np.asarray(table), lax.axis_index("pipe"), keepdims=False, allow_negative_indices=False
+    )
 
 
 def _matching(moves: list, num_devices: int) -> list:
