@@ -164,7 +164,8 @@ def _parse(text: str, where: str) -> Any:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         line = f" line {mark.line + 1}" if mark else ""
-        raise ConfigError(f"[config] {where}{line}: {error.problem}") from None
+        star = "; put quotes around a text that begins with *" if "alphabetic" in str(error.problem) else ""
+        raise ConfigError(f"[config] {where}{line}: {error.problem}{star}") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"[config] {where}: {str(error).splitlines()[0]}") from None
     except RecursionError:
@@ -237,6 +238,8 @@ def _apply(values: dict, override: str, root: type) -> None:
 
 def _override_value(hint: Any, text: str, key: str) -> Any:
     """Returns the text itself where a text is wanted (2024-01-01, `1 + 1 =`), otherwise what YAML reads in it."""
+    if text.startswith("*"):  # a pattern of files; in YAML an alias, which is never legal here
+        return text
     wants_text = hint is str or hint == (str | None) or getattr(hint, "__origin__", None) is str
     if wants_text and text not in ("null", "~", "") and text[0] not in "\"'":
         return text

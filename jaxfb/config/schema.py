@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import re
 import types
 import typing
 from collections.abc import Iterator, Mapping
@@ -56,6 +57,7 @@ SYNONYMS = {
     **dict.fromkeys(
         ("seq_len", "seq_length", "block_size", "context_length", "max_length"), "data.sequence_length"
     ),
+    **dict.fromkeys(("column", "text_column", "text_key", "content_key"), "data.text_field"),
     **dict.fromkeys(("d_model", "n_embd", "hidden_dim", "dim"), "model.hidden_size"),
     **dict.fromkeys(("n_layer", "n_layers", "depth"), "model.num_layers"),
     **dict.fromkeys(("n_head", "n_heads"), "model.num_heads"),
@@ -210,7 +212,13 @@ def _named_section(cls: type, given: Any, key: str) -> Any:
         if name not in fields_of(cls):
             near = difflib.get_close_matches(str(name), fields_of(cls), n=1, cutoff=0.0)[0]
             raise ConfigError(f"[config] unknown key {key}.{name}; did you mean {key}.{near}?")
-    return build(cls, given, f"{key}.")
+    try:
+        return build(cls, given, f"{key}.")
+    except ConfigError:
+        raise
+    except Refused as error:  # its own checks do not know its name
+        error.args = (re.sub(r"^\[\w+\]", f"[{key}]", str(error)),)
+        raise
 
 
 def all_keys(cls: type, prefix: str = "") -> Iterator[str]:

@@ -155,7 +155,7 @@ def _check_paths(config: DataConfig) -> None:
         raise Refused(
             f"[data] source='python-stdlib' reads the interpreter's own source and takes no path, "
             f"got path={shown(config.path)} held_out_path={shown(config.held_out_path)}; "
-            + ("use source='text'" if config.path else "leave it out"),
+            + ("use source='text', or path=[]" if config.path else "leave it out"),
             [{"source": "text"}] if config.path else [{"held_out_path": None}],
         )
 

@@ -167,10 +167,18 @@ def _found_at(path: str, source: str) -> list[SourceFile]:
     if not paths:
         raise Refused(
             f"[data] path={shown(path)} matches no file of {source=} "
-            f"(a file, a directory or a glob pattern); correct it"
+            f"(a file, a directory or a glob pattern); {_source_of(found, source)}"
         )
     base = root if root.is_dir() else Path(os.path.commonpath([p.parent for p in paths]))
     return [_described(p, base) for p in paths]
+
+
+def _source_of(found: list[Path], asked: str) -> str:
+    """Returns the advice to read files as another source; to give another path where they are of none."""
+    others = ((path.name, kind) for kind in SUFFIXES for path in found if _belongs(path, kind))
+    return next(
+        (f"use source={kind!r} for {name}" for name, kind in others if kind != asked), "correct data.path"
+    )
 
 
 def _described(path: Path, root: Path) -> SourceFile:
@@ -215,7 +223,8 @@ def _read_text(file: SourceFile) -> Document:
     if content.startswith(GZIP):
         raise Refused(f"[data] {file.path} is compressed by gzip; unpack it (gunzip), or use source=jsonl")
     if (zero := content.find(b"\0")) >= 0:
-        raise Refused(f"[data] {file.path} is not text: there is a zero byte at offset {zero}; leave it out")
+        advice = _other_kind(file.path) or "leave it out"
+        raise Refused(f"[data] {file.path} is not text: there is a zero byte at offset {zero}; {advice}")
     text = decoded(content, file.path).removeprefix(BOM)
     return Document(file.name, text.replace("\r\n", "\n").replace("\r", "\n"))
 
@@ -236,12 +245,15 @@ def decoded(content: bytes, path: str | Path, start: int = 0) -> str:
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
-        advice = "convert it, as by iconv -f latin1 -t utf-8, or leave it out"
-        for kind in ("parquet", "arrow"):
-            if f".{kind}" in Path(path).name:
-                advice = f"use source={kind!r}"
+        advice = _other_kind(path) or "convert it, as by iconv -f latin1 -t utf-8, or leave it out"
         where = f"byte 0x{content[error.start]:02x} at offset {start + error.start}"
         raise Refused(f"[data] {path} is not UTF-8: {where}; {advice}") from None
+
+
+def _other_kind(path: str | Path) -> str | None:
+    """Returns the advice to read a table as what it is, by the name of its file."""
+    kinds = (kind for kind in TABLES if any(suffix in Path(path).name for suffix in SUFFIXES[kind]))
+    return next((f"use source={kind!r}" for kind in kinds), None)
 
 
 def _cut_in_pieces(document: Document) -> Iterator[Document]:
@@ -294,8 +306,18 @@ def _text_of(line: str, text_field: str, where: str) -> str:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
         raise Refused(f"[data] {where} is not a JSON record: {error}") from None
-    text = record.get(text_field) if isinstance(record, dict) else None
+    if not isinstance(record, dict):
+        raise Refused(f"[data] {where} must be a JSON object with {text_field=}, got {type(record).__name__}")
+    text = record.get(text_field)
     if not isinstance(text, str):
-        fields = ", ".join(record) if isinstance(record, dict) else type(record).__name__
-        raise Refused(f"[data] {where} has no text under {text_field=}; the record has: {fields}")
+        raise Refused(_no_text(record, text_field, where))
     return text.encode("utf-8", "replace").decode()  # JSON may hold lone surrogates, which no tokenizer takes
+
+
+def _no_text(record: dict, text_field: str, where: str) -> str:
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    use = f"use data.text_field={texts[0]}" if texts else "leave it out"
+    if text_field in record:
+        value = json.dumps(record[text_field])[:40]
+        return f"[data] {where} has {value} under {text_field=}, not a text; {use}"
+    return f"[data] {where} has no text under {text_field=}; the record has: {', '.join(record)}; {use}"

@@ -57,13 +57,23 @@ def test_refusals_name_the_key_and_the_nearest(override, sentence):
 
 def test_overrides():
     overrides = ["mesh.pp=4", "schedule=1f1b", "optimizer.options.b2=0.99", "run.dir=2024-01-01", "mesh.tp=2"]
-    overrides += ["optimizer.learning_rate=5e-3", "eval.prompt=class A ", "model.vocab_size=null"]
+    overrides += [
+        "data.source=text",
+        "data.path=*.txt",
+        "optimizer.learning_rate=5e-3",
+        "eval.prompt=class A ",
+        "model.vocab_size=null",
+    ]
     config = load_config(QUICKSTART, [*overrides, "log.writers=[tensorboard]", "precision.loss_scale=1024"])
     assert (config.mesh.pipe, config.mesh.tensor, config.schedule) == (4, 2, "1f1b")
     assert config.optimizer.options == {"b2": 0.99} and config.optimizer.learning_rate == 0.005
     assert (config.run.dir, config.eval.prompt) == ("2024-01-01", "class A ")
     assert config.log.writers == ("tensorboard",) and config.precision.loss_scale == 1024.0
-    assert config.model.vocab_size is None and config.model.sized(300).vocab_size == 300
+    assert (
+        config.data.path == ("*.txt",)
+        and config.model.vocab_size is None
+        and config.model.sized(300).vocab_size == 300
+    )
 
 
 @pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.stem)
@@ -89,6 +99,7 @@ def _option_keys(config):
     [
         ("model: {num_layers: 1}\nmodel: {}", r"bad\.yaml line 1: model is given twice"),
         ("a: &x 1\nb: *x", r"bad\.yaml line 2: aliases"),
+        ("a: *.txt", r"bad\.yaml line 1: expected .*; put quotes around a text that begins with \*$"),
         ("model:\n  - [", r"bad\.yaml line 2"),
         ("model: {num_layers: 1}", r"model\.hidden_size, model\.num_heads must be given"),
         ("log: {every: 1}", r"model, data, batch, run, optimizer must be given"),

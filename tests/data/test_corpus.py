@@ -215,7 +215,19 @@ def test_impossible_settings_are_refused(settings, words):
         ("empty.txt", b"", {"source": "text"}, "leaves no document to train on \\(of 0 read"),
         ("one.txt", b"one", {"source": "text"}, "of 1 document\\(s\\) holds out nothing"),
         ("x.jsonl", b"{]", {"source": "jsonl"}, "x.jsonl:1 is not a JSON record"),
-        ("x.jsonl", b'{"body": "a"}', {"source": "jsonl"}, "text_field='text'; the record has: body"),
+        (
+            "x.jsonl",
+            b'{"body": "a"}',
+            {"source": "jsonl"},
+            "text_field='text'; the record has: body; use data.text_field=body",
+        ),
+        (
+            "x.jsonl",
+            b'{"text": null}',
+            {"source": "jsonl"},
+            "x.jsonl:1 has null under text_field='text', not a text",
+        ),
+        ("x.jsonl", b'["text"]', {"source": "jsonl"}, "x.jsonl:1 must be a JSON object .*, got list"),
         ("alone.bin", b"\0\0\0\0", {"source": "tokens"}, "needs alone.json or meta.json beside it"),
         (
             "t.bin",

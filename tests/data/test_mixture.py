@@ -52,6 +52,22 @@ SECTIONS = {
 }
 
 
+@pytest.mark.parametrize(
+    "source, message",
+    [
+        ({"weight": 1}, r"^\[data.mixture.web\] source='text' needs path"),
+        (
+            {"weight": -1, "path": "a"},
+            r"^\[data.mixture.web\] weight=-1.0 of a source must not be negative; use 1.0",
+        ),
+        ({"weight": 1, "path": "a", "column": "b"}, "unknown key data.mixture.web.column"),
+    ],
+)
+def test_a_wrong_source_is_refused_by_its_name(source, message):
+    with pytest.raises(ValueError, match=message):
+        config_from_dict({**SECTIONS, "data": {"mixture": {"web": source}}})
+
+
 def sources(order, positions):
     return Counter(order.place(p)[0] for p in positions)
 
