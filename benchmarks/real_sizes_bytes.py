@@ -145,12 +145,14 @@ def _shared(one: Layout) -> float:
 
 def pipe(one: Layout) -> float:
     """A stage's result to the next one and its gradient back, in every tick; around a head whose vocabulary is cut over
-    the axis, hidden states to all of its devices and the sum of their gradients.
+    the axis, hidden states to all of its devices and the sum of their gradients. MaxText cuts the head's rows instead:
+    each goes from the last stage to one device, and its gradient back.
     """
     turns, head = turns_of_layers_and_head(one.config)
     cut = one.size("tensor") if one.sizes.sequence_parallel else 1
     handed_on = 2 * turns * one.config.chunks * one.hidden / cut
-    return num_microbatches(one.config) * (handed_on + 4 * head * one.share("pipe") * one.hidden)
+    around = (4 * head if one.ours else 2 / cut) * one.share("pipe") * one.hidden
+    return num_microbatches(one.config) * (handed_on + around)
 
 
 BY_HAND = {"fsdp": fsdp, "data": data, "tensor": tensor, "context": context, "expert": expert, "pipe": pipe}

@@ -143,6 +143,19 @@ JOBS = {
             "batch.rows=512",
             "schedule=1f1b",
         ),
+        None,
+    ),  # MaxText keeps each layer's input, as the next row does
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs kept": Job(
+        "70b",
+        "v5p:8x8x8",
+        (
+            "mesh.pp=8",
+            "mesh.fsdp=8",
+            "mesh.tp=8",
+            "batch.rows=512",
+            "schedule=1f1b",
+            "parallel.remat=layer",
+        ),
         PIPELINE,
     ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches": Job(

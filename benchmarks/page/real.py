@@ -228,7 +228,9 @@ SECTIONS = (
         - "Layers' inputs on the host" is `remat=offload`: what the backward reads of each layer waits in the host's
           memory. It takes less HBM, and the transfers lengthen the step.
         - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind: it refuses an optimizer cut
-          over data beside fsdp. `benchmarks/real_sizes_tpu.py` has MaxText's settings for the pipeline.
+          over data beside fsdp.
+        - In a pipeline, jaxfb's `remat=full` keeps the input of a stage, whose forward then runs three times; MaxText
+          keeps the input of each layer, and so does jaxfb in the row "layers' inputs kept" (`remat=layer`).
         - "Compiler's peak" is the memory of the process that compiles.""",
         facts, table, claims,
     ),
