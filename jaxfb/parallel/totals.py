@@ -182,9 +182,9 @@ def _program(
             first = jnp.bool_(True)  # of the replicas the first counts
             for axis in mesh.axis_names:
                 first &= (jax.lax.axis_index(axis) == 0) | (axis in used)
-            some = partial(measured, blocks, numbers)
-            nothing = jax.eval_shape(some)
-            found = jax.lax.cond(first, some, lambda n=nothing: jnp.zeros(n.shape, n.dtype))
+            some = jax.jit(partial(measured, numbers=numbers))  # traced once, not for its shape too
+            nothing = jax.eval_shape(some, blocks)
+            found = jax.lax.cond(first, some, lambda _, n=nothing: jnp.zeros(n.shape, n.dtype), blocks)
             rows.update(zip(numbers, found, strict=True))
         return jnp.stack([rows[number] for number in range(len(blocks))])[None]
 
@@ -244,6 +244,7 @@ def _sums(blocks: Sequence[jax.Array], places: Places) -> list[jax.Array]:
     return [_summed(block.reshape(len(rows[0]), -1), rows, factors) for block in words]
 
 
+@jax.jit
 def _summed(words: jax.Array, rows: Sequence[jax.Array], factors: Sequence[jax.Array]) -> jax.Array:
     """Returns u32[2] of words [r, c] from numbers [r, 1] of rows, and [c] of low and high halves, for each of SEEDS."""
     low, high = words & np.uint32(0xFFFF), words >> np.uint32(16)
