@@ -7,6 +7,11 @@ os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parent.parent / ".cache" / "jax"))
 # most programs of a test are small ones, of single operations: kept as well, they come back in every file and run
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
+# XLA carries the lines of Python that made an operation through all its passes, which no test reads: without them a
+# pipeline of the toy is compiled in a tenth less of a processor
+os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
+# processes that tests start read each other's bytecode, in containers too, many of which ask for none to be written
+os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 import gc  # noqa: E402
 import json  # noqa: E402
