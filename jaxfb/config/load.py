@@ -22,6 +22,7 @@ from jaxfb.refusal import choice, instance, refuse, shown
 from jaxfb.registry import load_plugins
 
 MAX_BYTES = 1 << 20
+_OF_A_RUN = ("plan.json", "checkpoints")
 
 
 def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | None = None) -> Any:
@@ -103,7 +104,7 @@ def kind_of_command(command: str) -> type:
 
 
 def _holds_a_run(directory: Path) -> bool:
-    return any((directory / name).exists() for name in ("plan.json", "checkpoints"))
+    return any((directory / name).exists() for name in _OF_A_RUN)
 
 
 class _Loader(yaml.SafeLoader):
@@ -204,15 +205,24 @@ def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
 
 
 def _not_found(path: Path) -> str:
-    """Returns the refusal of a missing file: the nearest file beside it, or the nearest starter config."""
-    names = sorted(p.name for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+    """Returns the refusal of a missing file or run: the nearest one beside it, or the nearest starter config."""
+    missing = f"no file {path}" if path.suffix else f"no file or run's directory {path}"
+    names = sorted(p.name for p in _beside(path))
     if close := difflib.get_close_matches(path.name, names, n=1, cutoff=0.5):
-        return f"[config] no file {path}; did you mean {path.parent / close[0]}?"
+        return f"[config] {missing}; did you mean {path.parent / close[0]}?"
     starters = starter_names()
     if close := difflib.get_close_matches(path.stem, starters, n=1, cutoff=0.6):
-        return f"[config] no file {path}; did you mean the starter config {close[0]}?"
-    beside = f"files here: {', '.join(names)}; " if names else ""
-    return f"[config] no file {path}; {beside}starter configs: {', '.join(starters)}"
+        return f"[config] {missing}; did you mean the starter config {close[0]}?"
+    beside = f"in {path.parent}: {', '.join(names)}; " if names else ""
+    return f"[config] {missing}; {beside}starter configs: {', '.join(starters)}"
+
+
+def _beside(path: Path) -> list[Path]:
+    """Returns the configs and runs in the directory where a path was looked for."""
+    if not path.parent.is_dir():
+        return []
+    runs = {found.parent for name in _OF_A_RUN for found in path.parent.glob(f"*/{name}")}
+    return [*path.parent.glob("*.yaml"), *runs]
 
 
 def _apply(values: dict, override: str, root: type) -> None:

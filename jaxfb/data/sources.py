@@ -177,7 +177,7 @@ def _source_of(found: list[Path], asked: str) -> str:
     """Returns the advice to read files as another source; to give another path where they are of none."""
     others = ((path.name, kind) for kind in SUFFIXES for path in found if _belongs(path, kind))
     return next(
-        (f"use source={kind!r} for {name}" for name, kind in others if kind != asked), "correct data.path"
+        (f"use source={kind!r} for {name}" for name, kind in others if kind != asked), "give another path"
     )
 
 

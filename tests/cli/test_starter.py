@@ -61,6 +61,16 @@ def test_an_unknown_starter_is_refused_with_the_nearest(tmp_path, monkeypatch, c
     assert not list(tmp_path.iterdir())
 
 
+def test_a_missing_run_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "quick" / "checkpoints").mkdir(parents=True)
+    (tmp_path / "runs" / "notes").mkdir()
+    assert main(["eval", "runs/quik"]) == 2
+    assert "no file or run's directory runs/quik; did you mean runs/quick?" in capsys.readouterr().err
+    assert main(["generate", "runs/x", "--prompt", "a"]) == 2
+    assert "directory runs/x; in runs: quick; starter configs: 125m" in capsys.readouterr().err
+
+
 def test_a_file_in_the_working_directory_comes_before_a_starter_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "quickstart").mkdir()
