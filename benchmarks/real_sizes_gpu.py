@@ -30,6 +30,7 @@ JOBS = {
     "8B, 64 H100": Job("8b-h100", "gpu:h100x64"),
     "70B, 512 H100": Job("70b-h100", "gpu:h100x512"),
     "Mixtral 8x22B, 128 H100": Job("moe-141b-h100", "gpu:h100x128"),
+    "Mixtral 8x22B, 128 H100, overlap": Job("moe-141b-h100", "gpu:h100x128", ("model.expert_overlap=true",)),
 }
 
 

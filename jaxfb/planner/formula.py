@@ -19,6 +19,7 @@ from jaxfb.planner.formula_memory import (
     kept_bytes,
     whole_bytes,
     working_bytes,
+    written_bytes,
 )
 from jaxfb.planner.formula_time import (
     exchange_seconds,
@@ -35,7 +36,8 @@ class Estimate:
     """Bytes, operations and seconds of one device, in one step.
 
     gradients: the sums that the loop over microbatches carries. activations: what forward keeps for backward at the
-    peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these.
+    peak. working: whole weights, one layer's backward, logits, and on a TPU the holes between all of these; or on a
+    GPU what an update writes, if that is more.
     wire_seconds: communication; exposed_seconds: what of it nothing hides.
     host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
     them twice; they are written while others are read.
@@ -88,6 +90,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     held, trained = (sum(stored(of, config, sizes)) for of in (held_numbers, trained_numbers))
     state = 8 * trained / (config.mesh.data if config.optimizer.sharding == "data" else 1)
     on_host = state if config.optimizer.memory == "host" else 0.0
+    written = written_bytes(4 * trained, state, config, topology)
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
@@ -99,7 +102,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         batch=0,
         gradients=gradients,
         activations=activations,
-        working=working + holes * (working - whole_bytes(config, sizes)),
+        working=max(working + holes * (working - whole_bytes(config, sizes)), written - activations),
         flops=step_flops(config, sizes, topology),
         work_seconds=work,
         wire_seconds=wire + exchange,

@@ -61,8 +61,8 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     """Counts what is there while a layer or the head runs: whole weights in two bytes a number, gradients of whole
     weights, what a layer's backward and a block of logits take.
 
-    Gathered a layer ahead, a second layer's weights and gradient. On TPUs, where layers are gathered without a
-    pipeline, that of a layer or that of the head, the larger; the compiler for GPUs keeps some of both.
+    Gathered a layer ahead, a second layer's weights and gradient. Where layers are gathered without a pipeline, that
+    of a layer or that of the head, the larger.
     """
     (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, ahead = gathers_layers(config), 2 if gathers_before_use(config, topology) else 1
@@ -71,7 +71,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     waiting = reduced_bytes(config) if gathers else 2
     of_layer = waiting * gradient * ahead + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
-    if gathers and config.mesh.pipe == 1 and topology.platform == "tpu":
+    if gathers and config.mesh.pipe == 1:
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
         return whole + max(2 * layer * ahead + of_layer, table + of_head)
     beside = 2 * outer if gathers and config.mesh.pipe == 1 else 0
@@ -170,6 +170,14 @@ def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Top
 def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts a block of the head's logits and their softmax."""
     return 8 * min(tokens_of_microbatch(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+
+
+def written_bytes(params: float, state: float, config: Config, topology: Topology) -> float:
+    """Counts what an update writes on GPUs, where XLA gives a conditional's results space apart from what they replace;
+    on TPUs, and of an optimizer's state in the host's memory, nothing.
+    """
+    in_place = topology.platform != "gpu" or config.optimizer.memory == "host"
+    return 0.0 if in_place else params + state
 
 
 def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
