@@ -78,7 +78,8 @@ def _built(root: type, values: Mapping[str, Any]) -> Any:
     """Imports the plugins first, for the names that they register are legal values."""
     if isinstance(plugins := values.get("plugins"), list | tuple):
         load_plugins(plugins)
-    if root is not Config and values.get("mesh") == AutoMesh.WORD:
+    mesh = values.get("mesh")
+    if root is not Config and isinstance(mesh, str) and mesh == AutoMesh.WORD:
         raise ConfigError(
             "[config] mesh=auto is for `jaxfb train` and `jaxfb plan` of a built-in model; give sizes, such as "
             "mesh.data=-1"
