@@ -30,6 +30,7 @@ SIDES = ("jaxfb", "jaxfb_best", "jaxfb_rounded", "maxtext", "maxtext_best")
 bfloat16, as MaxText's are; the others with options that the compiler has by itself."""
 ROUNDED = "precision.reduce_dtype=bfloat16"
 
+STAGES = ("mesh.pp=8", "mesh.fsdp=8", "mesh.tp=8", "schedule=1f1b")
 PIPELINE = {
     "ici_pipeline_parallelism": 8,
     "ici_fsdp_parallelism": 8,
@@ -134,34 +135,15 @@ JOBS = {
     ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8, memory used": Job("70b", "v5p:8x8x8", IN_STEP, TENSOR | LESS_REMAT),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
-        "70b",
-        "v5p:8x8x8",
-        (
-            "mesh.pp=8",
-            "mesh.fsdp=8",
-            "mesh.tp=8",
-            "batch.rows=512",
-            "schedule=1f1b",
-        ),
-        None,
+        "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512"), None
     ),  # MaxText keeps each layer's input, as the next row does
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs kept": Job(
-        "70b",
-        "v5p:8x8x8",
-        (
-            "mesh.pp=8",
-            "mesh.fsdp=8",
-            "mesh.tp=8",
-            "batch.rows=512",
-            "schedule=1f1b",
-            "parallel.remat=layer",
-        ),
-        PIPELINE,
+        "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", "parallel.remat=layer"), PIPELINE
     ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches": Job(
         "70b",
         "v5p:8x8x8",
-        ("mesh.pp=8", "mesh.fsdp=8", "mesh.tp=8", "batch.rows=128", "schedule=1f1b"),
+        (*STAGES, "batch.rows=128"),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4},
     ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(

@@ -47,14 +47,14 @@ OF_THE_DISK = frozenset(
 
 # After so many new objects Python looks for cycles among them. Its own number, 700, takes 0.8 s of the 10 s of
 # processor time that a tiny run needs: nearly all that imports and tracing make stays.
-OBJECTS = 10_000
+COLLECT_AFTER = 10_000
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit code."""
     options = parse(arguments)
     first, *others = gc.get_threshold()
-    gc.set_threshold(max(first, OBJECTS), *others)
+    gc.set_threshold(max(first, COLLECT_AFTER), *others)
     try:
         code = _run(options)
     except Exception:

@@ -180,8 +180,8 @@ class TrainStep:
     ) -> tuple[TrainState, StepMetrics, dict[str, float]]:
         """Applies one update as a call does, in two programs, and returns the seconds of each too.
 
-        The numbers are those of a call, bit for bit; with optimizer_memory="host" to rounding. It waits for the devices
-        after each program, so that nothing of the host is done meanwhile.
+        The numbers are those of a call, bit for bit; with optimizer_memory="host" to rounding. The host waits for the
+        devices after each program and does nothing else meanwhile; the first call's seconds include compilation.
 
         Returns:
           The new state, its numbers, and name -> seconds of "forward_backward" and of "optimizer": whatever follows
@@ -203,11 +203,12 @@ class TrainStep:
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
         state = self._placement.taken(state)
         bounds = None if limits is None else self._everywhere(np.array(check_limits(limits), np.float32))
-        if not plan.max_context:
-            if plan.by_tokens:
-                packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
-                batch, plan = packed.batch, packed.plan
-            batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
+        if plan.max_context:  # each part of the batch has a program of its own, and a place on its devices
+            return state, batch, plan, self._rows(real_rows), bounds
+        if plan.by_tokens:
+            packed = batch if isinstance(batch, Packed) else Packed(batch, plan)
+            batch, plan = packed.batch, packed.plan
+        batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
         return state, batch, plan, self._rows(real_rows), bounds
 
     def _finish(
