@@ -176,6 +176,27 @@ MUTATIONS = (
         "parallel/test_expert.py::test_a_turn_is_sent_after_the_one_before_it_is_here",
     ),
     Mutation(
+        "the_second_turn_sent_beside_the_first",
+        "parallel/expert.py",
+        "here, rows, beside = all_computed((here, rows, beside))",
+        "here, beside = all_computed((here, beside))",
+        "parallel/test_expert.py::test_a_turn_is_sent_after_the_one_before_it_is_here",
+    ),
+    Mutation(
+        "experts_begin_before_what_is_computed_beside_their_rows",
+        "parallel/expert.py",
+        "here, rows, beside = all_computed((here, rows, beside))",
+        "here, rows = all_computed((here, rows))",
+        "parallel/test_expert.py::test_rows_travel_while_something_else_is_computed",
+    ),
+    Mutation(
+        "rows_of_a_short_dtype_exchanged_as_they_are",
+        "parallel/expert_exchange.py",
+        "if number == 1 or",
+        "if True or",
+        "parallel/test_expert.py::test_rows_of_a_short_dtype_are_exchanged_as_words",
+    ),
+    Mutation(
         "experts_own_gradients_summed",
         "parallel/data.py",
         'if axis in ("pipe", "expert")}',
@@ -333,9 +354,9 @@ MUTATIONS = (
     ),
     Mutation(
         "moments_of_a_skipped_update_kept",
-        "update/apply.py",
-        "lambda: (before, state.opt_state),",
-        "lambda: (before, kept()[1]),",
+        "update/conditional.py",
+        "lambda same: same, arrays)",
+        "lambda same: (same[0], change(same)[1]), arrays)",
         "update/test_skipped_updates.py::test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been",
     ),
     Mutation(

@@ -30,6 +30,7 @@ from jaxfb.update.attempt import (
     of_dtype,
     rows_count,
 )
+from jaxfb.update.conditional import changed_if
 from jaxfb.update.train_state import StepMetrics, TrainState
 
 PyTree = Any
@@ -102,15 +103,16 @@ class Update:
     ) -> tuple[PyTree, PyTree]:
         """Returns the trained parameters and the optimizer's state after the update, or as before if it is skipped."""
 
-        def kept():
-            attempt = self._attempt(state, out, self.change(state, out), trial.grad_norm)
-            return self._kept(state, attempt, places)
+        def change(before):
+            trained, opt_state = before
+            old = replace(state, params=joined(trained, state.params), opt_state=opt_state)
+            return self._kept(old, self._attempt(old, out, self.change(old, out), trial.grad_norm), places)
 
-        before = self.trained(state.params)
-        return jax.lax.cond(
+        return changed_if(
             trial.applied,
-            kept,
-            lambda: (before, state.opt_state),
+            change,
+            (self.trained(state.params), state.opt_state),
+            jax.tree.leaves(places)[0].mesh,
         )
 
     def _numbers(self, state: TrainState, attempt: Attempt) -> Tried:
