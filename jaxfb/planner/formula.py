@@ -17,9 +17,9 @@ from jaxfb.planner.formula_memory import (
     frozen_bytes,
     gradient_bytes,
     kept_bytes,
+    relaid_bytes,
     whole_bytes,
     working_bytes,
-    written_bytes,
 )
 from jaxfb.planner.formula_time import (
     exchange_seconds,
@@ -90,7 +90,6 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
     held, trained = (sum(stored(of, config, sizes)) for of in (held_numbers, trained_numbers))
     state = 8 * trained / (config.mesh.data if config.optimizer.sharding == "data" else 1)
     on_host = state if config.optimizer.memory == "host" else 0.0
-    written = written_bytes(4 * trained, state, config, topology)
     gradients, activations = gradient_bytes(config, sizes), kept_bytes(config, sizes, topology)
     working, holes = working_bytes(config, sizes, topology), HOLES.get(topology.platform, 1.0) - 1
     wire = wire_seconds(config, sizes, topology.chip) if topology.chip else 0.0
@@ -102,7 +101,9 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         batch=0,
         gradients=gradients,
         activations=activations,
-        working=max(working + holes * (working - whole_bytes(config, sizes)), written - activations),
+        working=working
+        + holes * (working - whole_bytes(config, sizes))
+        + relaid_bytes(config, sizes, topology),
         flops=step_flops(config, sizes, topology),
         work_seconds=work,
         wire_seconds=wire + exchange,

@@ -29,6 +29,8 @@ from jaxfb.planner.topology import Topology
 
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
+_INTO = 2 / 3
+"""Of a layer's numbers, those of matrices into it: of the gate, of the up, and about as many of attention's."""
 HOLES = {"tpu": 1.12}
 """Memory over what is counted of arrays that come and go in the loop over microbatches: those of unlike sizes leave
 holes. The median of twelve rows of real size, of 0.97 to 1.67. Sums, layer inputs and weights that stay gathered are
@@ -172,12 +174,16 @@ def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 8 * min(tokens_of_microbatch(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
 
 
-def written_bytes(params: float, state: float, config: Config, topology: Topology) -> float:
-    """Counts what an update writes on GPUs, where XLA gives a conditional's results space apart from what they replace;
-    on TPUs, and of an optimizer's state in the host's memory, nothing.
+def relaid_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Counts copies in another layout that XLA for GPUs keeps of matrices that FSDP cuts along their last dimension,
+    since it gathers along the first: of the weights, and of the sums of their gradients.
+
+    Matrices into a layer are cut along the last where no tensor axis is, those out of it where one is.
     """
-    in_place = topology.platform != "gpu" or config.optimizer.memory == "host"
-    return 0.0 if in_place else params + state
+    if topology.platform != "gpu" or config.mesh.fsdp == 1 or not gathers_layers(config):
+        return 0.0
+    layers, _ = stored(trained_numbers, config, sizes)
+    return 2 * 4 * layers * (_INTO if config.mesh.tensor == 1 else 1 - _INTO)
 
 
 def forward_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
