@@ -77,9 +77,16 @@ class SwiGLU(nnx.Module):
         self.activation, self.sequence_parallel = config.variant.activation, config.sequence_parallel
 
     def __call__(self, x_RTD: jax.Array) -> jax.Array:
+        return self.outer(self.inner(x_RTD))
+
+    def inner(self, x_RTD: jax.Array) -> jax.Array:
+        """Returns what `down` multiplies, float[R, T, F]."""
         inner_RTF = gated(self.activation, self.gate(x_RTD), self.up(x_RTD))
-        out_RTD = self.down(constrain(inner_RTF, None, None, "tensor"))
-        return residual_stream(out_RTD, self.sequence_parallel)
+        return constrain(inner_RTF, None, None, "tensor")
+
+    def outer(self, inner_RTF: jax.Array) -> jax.Array:
+        """Returns the answer, float[R, T, D], of what `inner` returned."""
+        return residual_stream(self.down(inner_RTF), self.sequence_parallel)
 
 
 class Embed(nnx.Module):

@@ -159,19 +159,20 @@ class MoE(nnx.Module):
         """
         x_RTD = where_counted(counted_RT, x_RTD)
         routing = self.router(x_RTD)
-        out_RTD = self._routed(x_RTD, routing, counted_RT)
-        if self.config.shared_expert_size:
-            out_RTD += self.shared(x_RTD)
+        shared = self.shared.inner(x_RTD) if self.config.shared_expert_size else None
+        out_RTD, shared = self._routed(x_RTD, routing, counted_RT, shared)
+        if shared is not None:
+            out_RTD += self.shared.outer(shared)
         terms = router_losses(routing, counted_RT, self.config, load_E)
         capacity = _capacity(self.config, math.prod(x_RTD.shape[:2]))
         return out_RTD, LossOutput(terms, router_metrics(routing, counted_RT, capacity))
 
-    def _routed(self, x_RTD, routing: Routing, counted_RT) -> jax.Array:
+    def _routed(self, x_RTD, routing: Routing, counted_RT, shared) -> tuple[jax.Array, Any]:
         config, (rows, length, width) = self.config, x_RTD.shape
         chosen = routing.experts
         if counted_RT is not None:
             chosen = jnp.where(counted_RT[..., None], chosen, config.num_experts)
-        out = expert.dispatch(
+        out, shared = expert.dispatch(
             self.experts,
             self.experts.kernels(),
             x_RTD.reshape(-1, width),
@@ -180,8 +181,9 @@ class MoE(nnx.Module):
             config.num_experts,
             self.experts.gate[...].shape[0],
             **how_dispatched(config, rows * length),
+            beside=shared,
         )
-        return constrain(out.reshape(x_RTD.shape), None, None, None)
+        return constrain(out.reshape(x_RTD.shape), None, None, None), shared
 
 
 def _expert_of_row(sizes_L: jax.Array, num_rows: int) -> jax.Array:
@@ -196,7 +198,7 @@ def _of_rows(bias_LF: nnx.Param, expert_S: jax.Array) -> jax.Array:
 
 def how_dispatched(config: TransformerConfig, tokens: int) -> dict[str, Any]:
     """Returns capacity, shares and buffer as `expert.dispatch` takes them, for so many tokens of a device."""
-    shares = expert.SHARES if config.expert_overlap else (1,)
+    shares = expert.shares_for(config.expert_mlp_size) if config.expert_overlap else (1,)
     return {"capacity": _capacity(config, tokens), "shares": shares, "buffer": config.expert_buffer}
 
 

@@ -29,11 +29,14 @@ from jaxfb.parallel.expert_exchange import (
     AXIS,
     Weighted,
     Window,
+    all_computed,
     bring_back,
     empty_like,
+    packed,
     send_weighted,
     starts,
     take,
+    unpacked,
 )
 from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
 from jaxfb.parallel.expert_turns import where_not_differentiated
@@ -42,10 +45,19 @@ from jaxfb.refusal import Refused
 
 PyTree = Any
 
-SHARES = (3, 13, 13, 3)
+SHARES, SHARES_OF_NARROW = (3, 13, 13, 3), (7, 18, 7)
 """How the tokens of a microbatch are cut where they are exchanged in turns: only the first part's way to the experts
-and the last one's way back have nothing to hide beside, so these are small."""
+and the last one's way back have no product of an expert to hide beside, so these are small. The products of the part
+before it hide the way of the next one, of which narrow experts have fewer: there the first and the last are larger."""
+NARROW = 4096
+"""The largest width of a narrow expert: the products of a row last three times as long as its way on v5p if its expert
+is 2048 wide, and 22 times if 16384."""
 TILE = 128  # rows; space is a multiple of it
+
+
+def shares_for(width: int) -> tuple[int, ...]:
+    """Returns how tokens are cut into turns for experts of this width."""
+    return SHARES_OF_NARROW if width <= NARROW else SHARES
 
 
 def manual_size(axis: str = AXIS) -> int:
@@ -87,7 +99,8 @@ def dispatch(
     capacity: int | None = None,
     shares: Sequence[int] = (1,),
     buffer: float | None = None,
-) -> jax.Array:
+    beside: PyTree = (),
+) -> tuple[jax.Array, PyTree]:
     """Runs each token through its chosen experts: out[t] = sum over k of weights[t, k] * expert chosen[t, k] of x[t].
 
     Without a capacity no choice is dropped, whatever the routing. With one, an expert takes the first `capacity`
@@ -106,8 +119,10 @@ def dispatch(
         while the experts run another; where nothing is sent, or differentiated, there is one turn.
       buffer: rows for which a device has space at a time, over those that it meets where all experts are equally
         popular; the others follow in further rounds. None: space for the worst case, all rows at one device.
+      beside: arrays that do not depend on the experts, to be computed while the first rows are sent; with several
+        shares alone.
     Returns:
-      float[T, D]; a dropped choice adds nothing.
+      (float[T, D], to which a dropped choice adds nothing; the arrays of `beside`).
     Raises:
       ValueError: num_local is not this device's share.
     """
@@ -115,11 +130,13 @@ def dispatch(
     once = partial(_dispatch, run, **of_experts, capacity=capacity, buffer=buffer)
     given = state, x, chosen, weights
     if of_experts["num_devices"] == 1 or len(shares) == 1:
-        return once(*given)
-    return where_not_differentiated(partial(once, shares=shares), once, *given)
+        return once(*given, ())[0], beside
+    return where_not_differentiated(partial(once, shares=shares), once, *given, beside)
 
 
-def _dispatch(run, state, x, chosen, weights, num_experts, num_devices, capacity, buffer, shares=(1,)):
+def _dispatch(
+    run, state, x, chosen, weights, beside, num_experts, num_devices, capacity, buffer, shares=(1,)
+):
     tokens, copies = chosen.shape
     ends = cut_points(tokens, shares)
     limit = tokens if capacity is None else min(capacity, tokens)
@@ -137,8 +154,8 @@ def _dispatch(run, state, x, chosen, weights, num_experts, num_devices, capacity
     else:
         room = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
         counts = counts.reshape(len(ends), num_devices, -1)
-        out = _exchanged(run, state, rows, _gathered(counts), room)
-    return collect(out, slots, copies)
+        out, beside = _exchanged(run, state, rows, _gathered(counts), room, beside)
+    return collect(out, slots, copies), beside
 
 
 def _gathered(counts: jax.Array) -> jax.Array:
@@ -186,14 +203,21 @@ def _space(tokens, copies, num_experts, num_devices, capacity, buffer) -> Space:
 
 
 def _exchanged(
-    run: RunExperts[State], state: State, rows: Weighted, counts: jax.Array, room: Sequence[Space]
-) -> jax.Array:
-    """Returns the experts' answers to `rows` of S. In a turn the experts run one window, while the next one is sent
-    and the answers to the one before come back; the next turn begins when all three are over.
+    run: RunExperts[State],
+    state: State,
+    rows: Weighted,
+    counts: jax.Array,
+    room: Sequence[Space],
+    beside: PyTree = (),
+) -> tuple[jax.Array, PyTree]:
+    """Returns (the experts' answers to `rows` of S, `beside`). In a turn the experts run one window, while the next one
+    is sent and the answers to the one before come back; the next turn begins when all three are over. The first one
+    begins when its rows are here and `beside` is computed.
 
     What does not fit into the first windows follows them. So FSDP's gathers and scatters have the products of a layer's
     backward beside them, which XLA does not let stand beside a loop that exchanges something.
     """
+    run, rows = run_packed(run), Weighted(packed(rows.values), rows.weights)
     out, last = empty_like(rows.values), len(room) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
     windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
@@ -201,6 +225,8 @@ def _exchanged(
     for place in range(-1, last + 2):
         if place < last:
             here, rows = send_weighted(rows, windows[place + 1], room[place + 1].rows)
+            if place < 0 and (last or jax.tree.leaves(beside)):
+                here, rows, beside = all_computed((here, rows, beside))
             arrived.append(here)
         if place > 0:
             before = place - 1
@@ -217,7 +243,17 @@ def _exchanged(
         rows, out, state = further_rounds(
             run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
         )
-    return out
+    return unpacked(out), beside
+
+
+def run_packed(run: RunExperts[State]) -> RunExperts[State]:
+    """Returns the same for rows that are `packed`."""
+
+    def of_packed(rows: Weighted, sizes: jax.Array, state: State) -> tuple[jax.Array, State]:
+        answers, state = run(Weighted(unpacked(rows.values), rows.weights), sizes, state)
+        return packed(answers), state
+
+    return of_packed
 
 
 def cut_points(tokens: int, shares: Sequence[int]) -> tuple[int, ...]:

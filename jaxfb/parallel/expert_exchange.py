@@ -8,7 +8,7 @@ Shapes: S = rows of this device, C = rows of a window, D = width, L = experts of
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,10 @@ from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.platforms.compat import custom_vjp
 
+PyTree = Any
+
 AXIS = "expert"
+LANES = 128  # numbers of four bytes that a TPU moves at once
 
 
 class Window(NamedTuple):
@@ -66,6 +69,23 @@ class Weighted(NamedTuple):
     weights: jax.Array
 
 
+def packed(rows: jax.Array) -> jax.Array:
+    """Returns rows [S, D] as they are exchanged, [S, n, D / n]: n numbers of a short dtype are a word.
+
+    So a TPU keeps a row in one piece of its memory, which it needs to send it. XLA gives rows this shape itself, for
+    each exchange, and gives each result the other one: the whole array of rows or answers in every turn.
+    """
+    number = max(1, 4 // rows.dtype.itemsize)
+    if number == 1 or rows.shape[1] % (number * LANES):
+        return rows
+    return rows.reshape(rows.shape[0], number, -1)
+
+
+def unpacked(rows: jax.Array) -> jax.Array:
+    """Returns what was `packed` as [S, D]."""
+    return rows.reshape(rows.shape[0], -1)
+
+
 def starts(counts: jax.Array, axis: int = 0) -> jax.Array:
     """Returns where each of some runs starts that lie behind one another."""
     return jnp.cumsum(counts, axis, dtype=counts.dtype) - counts
@@ -79,6 +99,17 @@ def send(rows: jax.Array, window: Window, into: jax.Array) -> tuple[jax.Array, j
     `into` stays; it has no gradient. The gradient of the rows is put together window by window, in one array.
     """
     return route(rows, window, into), rows
+
+
+@jax.custom_vjp
+def all_computed(arrays: PyTree) -> PyTree:
+    """Returns the same arrays, none of which is there before all are; their gradients do not wait for one another."""
+    return lax.optimization_barrier(arrays)
+
+
+all_computed.defvjp(
+    lambda arrays: (lax.optimization_barrier(arrays), None), lambda _, cotangents: (cotangents,)
+)
 
 
 def send_weighted(rows: Weighted, window: Window, size: int) -> tuple[Weighted, Weighted]:
@@ -146,16 +177,16 @@ def route(rows: jax.Array, window: Window, into: jax.Array) -> jax.Array:
         begin, number = _runs(window.start, window.sent)
         place = jnp.arange(most, dtype=jnp.int32)
         index = jnp.where(place < number[:, None], begin[:, None] + place, rows.shape[0])
-        came = lax.all_to_all(take(rows, index.reshape(-1)), AXIS, 0, 0, tiled=True)
+        came = lax.all_to_all(take(unpacked(rows), index.reshape(-1)), AXIS, 0, 0, tiled=True)
         row = jnp.arange(space, dtype=jnp.int32)
         ends = (window.place_here + window.received).T
         run = jnp.searchsorted(ends.reshape(-1), row, side="right")
         expert, source = run // ends.shape[1], run % ends.shape[1]
         within = starts(window.received, 1).at[source, expert].get(mode="clip")
         begins = window.place_here.at[source, expert].get(mode="clip")
-        return jnp.where(
-            (row < ends[-1, -1])[:, None], take(came, source * most + within + row - begins), into
-        )
+        there = (row < ends[-1, -1])[:, None]
+        here = jnp.where(there, take(came, source * most + within + row - begins), unpacked(into))
+        return here.reshape(into.shape)
 
     with jax.named_scope("expert_send"):
         return lax.platform_dependent(rows, into, cpu=padded, default=ragged)
@@ -175,13 +206,14 @@ def route_back(answers: jax.Array, window: Window, into: jax.Array) -> jax.Array
         expert = (place[None, :, None] >= ends[:, None, :]).sum(-1, dtype=jnp.int32)
         begins = jnp.take_along_axis(window.place_here - ends + window.received, expert, 1, mode="clip")
         index = jnp.where(place < ends[:, -1:], begins + place, space)
-        came = lax.all_to_all(take(answers, index.reshape(-1)), AXIS, 0, 0, tiled=True)
+        came = lax.all_to_all(take(unpacked(answers), index.reshape(-1)), AXIS, 0, 0, tiled=True)
         begin, number = _runs(window.start, window.sent)
         row = jnp.arange(into.shape[0], dtype=jnp.int32)
         owner = jnp.maximum(jnp.searchsorted(begin, row, side="right") - 1, 0)
         within = row - begin[owner]
         there = (within >= 0) & (within < number[owner])
-        return jnp.where(there[:, None], take(came, owner * most + within), into)
+        back = jnp.where(there[:, None], take(came, owner * most + within), unpacked(into))
+        return back.reshape(into.shape)
 
     with jax.named_scope("expert_bring_back"):
         return lax.platform_dependent(answers, into, cpu=padded, default=ragged)

@@ -100,8 +100,8 @@ def _swiglu(x, gate, up, down):
 @pytest.mark.parametrize(
     "config, capacity",
     [
-        pytest.param(SOFTMAX, None, id="softmax-dropless"),
-        pytest.param(SIGMOID, 0.75, id="sigmoid-capacity"),
+        pytest.param(SOFTMAX, None, id="softmax-dropless", marks=pytest.mark.slow),
+        pytest.param(SIGMOID, 0.75, id="sigmoid-capacity", marks=pytest.mark.slow),
         pytest.param(SOFTMAX, 0.75, id="softmax-capacity", marks=pytest.mark.slow),
         pytest.param(SIGMOID, None, id="sigmoid-dropless", marks=pytest.mark.slow),
     ],

@@ -14,9 +14,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.hlo import collectives
 from jaxfb.models.grouped_matmul import grouped_matmul
-from jaxfb.parallel import expert
+from jaxfb.parallel import expert, expert_exchange
 
-ONE, TURNS = (1,), expert.SHARES
+ONE, TURNS, OF_NARROW = (1,), expert.SHARES, expert.SHARES_OF_NARROW
 TOKENS, CHOICES, WIDTH, EXPERTS, DEVICES = 12, 2, 3, 8, 4
 
 
@@ -40,9 +40,10 @@ def _layer(capacity, x, kernels, weights, chosen, shares=(1,), buffer=None):
         first, second = (grouped_matmul(rows.values, each, sizes) for each in (kernels, state))
         return rows.weights * jnp.sin(0.25 * first + 0.75 * second), state
 
-    return expert.dispatch(
+    out, _ = expert.dispatch(
         run, kernels, x, chosen, weights, EXPERTS, kernels.shape[0], capacity, shares, buffer
     )
+    return out
 
 
 def _plain(x, kernels, weights, chosen):
@@ -100,7 +101,14 @@ def _check(run, inputs):
 
 @pytest.mark.parametrize(
     "devices, shares, buffer",
-    [(1, TURNS, 0.5), (2, ONE, None), (4, TURNS, None), (4, ONE, 0.5), (4, TURNS, 0.3)],
+    [
+        (1, TURNS, 0.5),
+        (2, ONE, None),
+        pytest.param(4, TURNS, None, marks=pytest.mark.slow),
+        pytest.param(4, ONE, 0.5, marks=pytest.mark.slow),
+        pytest.param(4, TURNS, 0.3, marks=pytest.mark.slow),
+        pytest.param(4, OF_NARROW, 0.3, marks=pytest.mark.slow),
+    ],
 )
 def test_no_token_is_lost_for_any_routing(inputs, devices, shares, buffer, monkeypatch):
     """Nor where a device has space for a part of its rows only, and they come in many rounds."""
@@ -120,12 +128,14 @@ def _exchanges(layer, inputs):
     return {size // min(sizes): sizes.count(size) for size in sizes}
 
 
+@pytest.mark.slow
 def test_one_exchange_there_and_one_back(inputs, monkeypatch):
     """Forward and backward each, of rows; their weights go there and their gradients come back."""
     monkeypatch.setattr(expert, "TILE", 1)
     assert _exchanges(lambda *args: _layer(None, *args, ONE, 1.5), inputs) == {WIDTH: 4, 1: 2}
 
 
+@pytest.mark.slow
 def test_no_answer_comes_back_where_a_layer_is_computed_again(inputs, monkeypatch):
     monkeypatch.setattr(expert, "TILE", 1)
     again = jax.checkpoint(lambda *args: _layer(None, *args, ONE, 1.5))
@@ -144,15 +154,45 @@ def _ragged_all_to_all(operand, output, input_offsets, send_sizes, output_offset
     for source, run in np.ndindex(starts.shape):
         place, size = places[source, run], sizes[source, run]
         moved = operands[source][jnp.clip(row - place + starts[source, run], 0, operand.shape[0] - 1)]
-        output = jnp.where(((row >= place) & (row < place + size))[:, None], moved, output)
+        here = ((row >= place) & (row < place + size)).reshape(-1, *[1] * (output.ndim - 1))
+        output = jnp.where(here, moved, output)
     return jnp.where((sizes == recv_sizes.reshape(sizes.shape)).all(), output, jnp.nan)
 
 
+@pytest.mark.slow
 def test_the_ragged_exchange_of_other_platforms_is_the_same(inputs, monkeypatch):
     monkeypatch.setattr(lax, "ragged_all_to_all", _ragged_all_to_all)
     monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
     monkeypatch.setattr(expert, "TILE", 1)
     _check(_cut(lambda *args: _layer(None, *args, TURNS, 0.5)), inputs)
+
+
+@pytest.mark.parametrize("shares", [ONE, TURNS])
+@pytest.mark.parametrize("is_ragged", [False, True])
+def test_rows_of_a_short_dtype_are_exchanged_as_words(shares, is_ragged, monkeypatch):
+    """Small whole numbers, which no sum and no product rounds."""
+    if is_ragged:
+        monkeypatch.setattr(lax, "ragged_all_to_all", _ragged_all_to_all)
+        monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    monkeypatch.setattr(expert, "TILE", 1)
+    draw, width = np.random.default_rng(3), 2 * expert_exchange.LANES
+    x, scales = (draw.integers(-3, 4, (size, width)).astype("bfloat16") for size in (TOKENS, EXPERTS))
+    weights, chosen = draw.integers(1, 4, (TOKENS, CHOICES)).astype("float32"), _routings()["random"]
+
+    def run(rows, sizes, scales):
+        scale = jnp.repeat(scales, sizes, axis=0, total_repeat_length=len(rows.values))
+        return (rows.values * scale * rows.weights).astype(rows.values.dtype), scales
+
+    def layer(x, scales, weights, chosen):
+        return expert.dispatch(
+            run, scales, x, chosen, weights, EXPERTS, len(scales), None, shares, buffer=0.5
+        )[0]
+
+    seen, rows = [], expert_exchange.route
+    monkeypatch.setattr(expert_exchange, "route", lambda *args: seen.append(args[0].shape) or rows(*args))
+    args = x, scales, weights, chosen.astype(np.int32)
+    np.testing.assert_array_equal(_over_devices(layer, 4, 1)(*args), layer(*args))
+    assert {shape[1:] for shape in seen} == {(2, expert_exchange.LANES), (1,)}
 
 
 class _Exchange(NamedTuple):
@@ -214,23 +254,82 @@ def test_gradients_of_answers_are_sent_after_the_rows_are_here(inputs, monkeypat
     assert rows[-1] in of_answers[0].after
 
 
-def test_a_turn_is_sent_after_the_one_before_it_is_here(inputs, monkeypatch):
-    """The first two may travel together, as no expert has rows before the first is here."""
+@pytest.mark.parametrize("shares", [TURNS, OF_NARROW])
+def test_a_turn_is_sent_after_the_one_before_it_is_here(inputs, monkeypatch, shares):
     x, kernels, weights, _ = inputs
     chosen = _routings()["random"].astype(np.int32)
     args = np.tile(x, (4, 1)), kernels, np.tile(weights, (4, 1)), np.tile(chosen, (4, 1))
     run = _over_devices(
-        lambda x, kernels, weights, chosen: _layer(None, x, kernels, weights, chosen, TURNS), 4, 1
+        lambda x, kernels, weights, chosen: _layer(None, x, kernels, weights, chosen, shares), 4, 1
     )
     found = _ragged_exchanges(run, args, monkeypatch)
     back = [one.after for one in found if one.back]
     there = [k for k, one in enumerate(found) if not one.back]
     sent = [set(there[k : k + 2]) for k in range(0, len(there), 2)]  # rows and their weights
-    assert len(sent) == len(back) == len(TURNS)
-    for turn in range(2, len(TURNS)):
+    assert len(sent) == len(back) == len(shares)
+    for turn in range(1, len(shares)):
         assert all(sent[turn - 1] <= found[k].after for k in sent[turn]), turn
-    for turn in range(len(TURNS) - 1):
+    for turn in range(len(shares) - 1):
         assert sent[turn + 1] <= back[turn], turn
+
+
+def test_narrow_experts_have_larger_first_and_last_turns():
+    """Whose products are shorter beside the way of the next rows."""
+    assert expert.shares_for(16384) == TURNS and expert.shares_for(2048) == OF_NARROW
+    assert OF_NARROW[0] / sum(OF_NARROW) > TURNS[0] / sum(TURNS)
+
+
+def _with_another(x, kernels, weights, chosen, other):
+    """The sum of the layer and of something else that may be computed while the first rows are sent."""
+
+    def run(rows, sizes, state):
+        return rows.weights * jnp.sin(grouped_matmul(rows.values, state, sizes)), state
+
+    other = jnp.cos(other)
+    out, beside = expert.dispatch(
+        run, kernels, x, chosen, weights, EXPERTS, kernels.shape[0], shares=TURNS, beside=other
+    )
+    return out + beside
+
+
+@pytest.mark.parametrize("is_differentiated", [False, True])
+def test_rows_travel_while_something_else_is_computed(inputs, monkeypatch, is_differentiated):
+    """Also those that a backward sends again, whose answers' gradients come after both."""
+    x, kernels, weights, cotangent = inputs
+    chosen, exchanges = _routings()["random"].astype(np.int32), []
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+
+    def run(x, kernels, weights, chosen, other, cotangent):
+        layer = lambda x, other: _with_another(x, kernels, weights, chosen, other)  # noqa: E731
+        if not is_differentiated:
+            return layer(x, other)
+        return jax.vjp(jax.checkpoint(layer), x, other)[1](cotangent)[0]
+
+    args = x, kernels, weights, chosen, np.ones_like(x), cotangent
+    given = [frozenset()] * 4 + [frozenset({"other"}), frozenset({"cotangent"})]
+    _waits(jax.make_jaxpr(_over_devices(run, 6, 1))(*args).jaxpr, given, exchanges)
+    there = [one.after for one in exchanges if not one.back and one.width == WIDTH]
+    first = [after for after in there if "cotangent" not in after][: 2 if is_differentiated else 1]
+    assert not any("other" in after for after in first)
+    assert len(there) > len(first) and all("other" in after for after in there[len(first) :])
+
+
+def test_what_is_computed_beside_the_rows_has_its_own_gradient(inputs):
+    """Which a token's choices do not change."""
+    x, kernels, weights, cotangent = inputs
+    chosen = _routings()["random"].astype(np.int32)
+
+    def of(layer):
+        def run(x, kernels, weights, chosen, cotangent):
+            out, vjp = jax.vjp(lambda x, weights: layer(x, kernels, weights, chosen, x), x, weights)
+            return out, *vjp(cotangent)
+
+        return run
+
+    wanted = of(lambda *args: _plain(*args[:4]) + jnp.cos(args[4]))(x, kernels, weights, chosen, cotangent)
+    got = _over_devices(of(_with_another), 5, 3)(x, kernels, weights, chosen, cotangent)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_allclose(a, b, rtol=0, atol=1e-13)
 
 
 @pytest.mark.parametrize(
@@ -240,7 +339,7 @@ def test_every_piece_has_tokens(tokens, ends):
     assert expert.cut_points(tokens, (1, 3, 3, 1)) == ends and expert.cut_points(tokens, ONE) == (tokens,)
 
 
-@pytest.mark.parametrize("shares", [ONE, TURNS])
+@pytest.mark.parametrize("shares", [ONE, pytest.param(TURNS, marks=pytest.mark.slow)])
 def test_with_a_capacity_each_device_keeps_the_first_choices(inputs, shares):
     *inputs, cotangent = inputs
     got, *_ = _cut(lambda *args: _layer(1, *args, shares))(
