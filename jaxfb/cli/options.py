@@ -1,4 +1,4 @@
-"""The commands and options of `jaxfb`, as argparse reads them; what each command does is in `commands.py`."""
+"""The commands and options of `jaxfb`, as argparse reads them; `commands.py` names what each command does."""
 
 from __future__ import annotations
 
@@ -69,7 +69,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     options, rest = parser.parse_known_args(given)
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
-            parser.error(f"cannot read {text!r}")
+            command = f"jaxfb {options.verb}"
+            parser.error(f"`{command}` does not take {text!r}; `{command} --help` lists what it takes")
         options.overrides.append(text)
     return options
 

@@ -38,3 +38,15 @@ def at_least_zero(section: str, **values: Any) -> None:
             raise Refused(
                 f"[{section}] {name}={value} must not be negative or infinite; use 0 or more", [{name: 0}]
             )
+
+
+def not_empty(section: str, **texts: str | None) -> None:
+    """Refuses an empty text for a path, which would be the working directory or nothing; None is not given and
+    passes.
+    """
+    for name, text in texts.items():
+        if text is not None and not text.strip():
+            raise Refused(
+                f"[{section}] {name}={text!r} must not be empty; use {section}.{name}=null, or a path",
+                [{name: None}],
+            )

@@ -16,7 +16,6 @@ from jaxfb.config.custom import CustomConfig
 from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
-from jaxfb.config.sections import AutoMesh
 from jaxfb.config.starter import runnable_starter, starter_names
 from jaxfb.refusal import choice, instance, refuse, shown
 from jaxfb.registry import load_plugins
@@ -78,12 +77,6 @@ def _built(root: type, values: Mapping[str, Any]) -> Any:
     """Imports the plugins first, for the names that they register are legal values."""
     if isinstance(plugins := values.get("plugins"), list | tuple):
         load_plugins(plugins)
-    mesh = values.get("mesh")
-    if root is not Config and isinstance(mesh, str) and mesh == AutoMesh.WORD:
-        raise ConfigError(
-            "[config] mesh=auto is for `jaxfb train` and `jaxfb plan` of a built-in model; give sizes, such as "
-            "mesh.data=-1"
-        )
     return build(root, values)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
-from jaxfb.config.checks import at_least_zero, directory_is_named, positive, seed_in_range
+from jaxfb.config.checks import at_least_zero, directory_is_named, not_empty, positive, seed_in_range
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
 from jaxfb.config.policy import (
@@ -52,6 +52,11 @@ class CutConfig:
 
     def __post_init__(self):
         positive("plans", **numbers_of(self))
+        if self.widths is not None and not self.widths:
+            raise Refused(
+                "[plans] widths=[] has no row length to compile for; use widths=null for quarters of the longest",
+                [{"widths": None}],
+            )
         if self.context_by_width and self.max_tokens_per_microbatch is None:
             raise Refused(
                 "[plans] context_by_width=true chooses devices for rows by a token budget; give "
@@ -93,6 +98,7 @@ class StartConfig:
     stop_tokens: tuple[str | int, ...] | None = None
 
     def __post_init__(self):
+        not_empty("start", run=self.run, tokenizer=self.tokenizer)
         if self.stop_tokens is not None and not self.stop_tokens:
             raise Refused(
                 "[start] stop_tokens=[] would never end an answer; use start.stop_tokens=null for those of the "
@@ -123,6 +129,7 @@ class ConversationsConfig:
     def __post_init__(self):
         positive("conversations", sequence_length=self.sequence_length)
         share(self, "conversations")
+        file_is_named(self, "conversations")
         known_template("conversations", self.template)
 
 
@@ -150,6 +157,7 @@ class PreferencesConfig:
     def __post_init__(self):
         positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
         share(self, "preferences")
+        file_is_named(self, "preferences")
         known_template("preferences", self.template)
         if not 0 <= self.label_smoothing < 0.5:
             raise Refused(
@@ -295,6 +303,13 @@ def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
             f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05",
             [{"held_out_fraction": 0.05}],
         )
+
+
+def file_is_named(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
+    """Refuses an empty name of a file."""
+    if not section.path.strip():
+        raise Refused(f"[{name}] path={section.path!r} must not be empty; use the path of a .jsonl file")
+    not_empty(name, held_out_path=section.held_out_path)
 
 
 KINDS = {"conversations": SFTConfig, "preferences": DPOConfig, "task": RLConfig}

@@ -208,6 +208,16 @@ class MeshConfig:
                 [dict.fromkeys(filled[:-1], 1)],
             )
 
+    @classmethod
+    def of_word(cls, word: str) -> MeshConfig:
+        """Refuses a word in place of the sizes, in the jobs that do not declare `AutoMesh` beside this class."""
+        if word == AutoMesh.WORD:
+            raise Refused(
+                f"[mesh] mesh={word} is for `jaxfb train` and `jaxfb plan` of a built-in model; give sizes, such as "
+                "mesh.data=-1"
+            )
+        raise Refused(f"[mesh] mesh={shown(word)} must be sizes, such as mesh.data=-1")
+
 
 @dataclass(frozen=True)
 class AutoMesh(MeshConfig):
@@ -271,6 +281,11 @@ class ParallelConfig(LayoutOptions):
     def __post_init__(self):
         super().__post_init__()
         positive("parallel", pieces=self.pieces)
+        if self.layers_per_stage == ():
+            raise Refused(
+                "[parallel] layers_per_stage=[] has no stage; use layers_per_stage=null for stages of equal length",
+                [{"layers_per_stage": None}],
+            )
         if isinstance(self.layers_per_stage, str):
             stages_of(self.layers_per_stage)
 

@@ -34,6 +34,12 @@ def cache_directory(configured: str | None = None) -> Path:
     return Path(".cache") / "jaxfb-data"
 
 
+def is_chosen_or_there() -> bool:
+    """Returns whether the environment names a cache, or the working directory has one."""
+    chosen = any(os.environ.get(name) for name in ("JAXFB_CACHE", "XDG_CACHE_HOME"))
+    return chosen or cache_directory().exists()
+
+
 def digest(value: object) -> str:
     """Returns 16 hexadecimal digits of a JSON-able value."""
     return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=8).hexdigest()

@@ -5,8 +5,9 @@ Part of the data (its settings). `prepare(DataConfig(...))` turns them into rows
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Literal, get_args, get_type_hints
+from typing import Any, Literal, get_args, get_type_hints
 
 from jaxfb.refusal import INT32, INT64, Refused, instance, integer, number, only_legal, refuse, shown
 
@@ -93,6 +94,20 @@ class DataConfig:
         _check_sizes(self)
         _check_mixture(self)
 
+    @classmethod
+    def completed(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Returns the keys of a config's section; refuses a mixture of nothing where no other source is named.
+
+        Beside a source it is what the saved config of every run without a mixture has.
+        """
+        if given.get("mixture") == {} and "source" not in given:
+            raise Refused(
+                "[data] mixture={} has no source, and no other is named; give sources, such as "
+                "data.mixture.notes={weight: 1.0, source: text, path: notes.txt}, or data.source=python-stdlib for "
+                "the interpreter's own"
+            )
+        return dict(given)
+
     def of(self, name: str, tokenizer: str) -> DataConfig:
         """Returns the settings of one source of the mixture, with the tokenizer that all share."""
         own = {key: getattr(self.mixture[name], key) for key in OF_A_SOURCE}
@@ -149,6 +164,19 @@ def _check_choice(config: DataConfig, name: str) -> None:
 
 
 def _check_paths(config: DataConfig) -> None:
+    for name in ("path", "held_out_path"):
+        if any(not path.strip() for path in getattr(config, name)):
+            is_read = name == "path" and config.source != "python-stdlib"
+            use = f"{name}='.' for the working directory" if is_read else f"{name}=[] for none"
+            raise Refused(
+                f"[data] {name}={shown(getattr(config, name))} has an empty path; use {use}",
+                [{name: "." if is_read else ()}],
+            )
+    if config.cache_dir is not None and not config.cache_dir.strip():
+        raise Refused(
+            f"[data] cache_dir={config.cache_dir!r} must not be empty; use data.cache_dir=null for .cache/jaxfb-data",
+            [{"cache_dir": None}],
+        )
     if config.source != "python-stdlib" and not config.path:
         raise Refused(f"[data] source={config.source!r} needs path: a file, a directory or a glob")
     if config.source == "python-stdlib" and (config.path or config.held_out_path):

@@ -91,7 +91,7 @@ class TransformerConfig:
                      are equally popular; the others follow in further rounds, so nothing is dropped. None: space for
                      the worst case, all rows at one device. Where `expert` cuts the experts.
     expert_overlap:  in a forward that nothing is kept of (remat "full"), a device exchanges its tokens with the
-                     experts' devices in four turns, one while the experts run another; on a TPU with the compiler
+                     experts' devices in turns, one while the experts run another; on a TPU with the compiler
                      option xla_tpu_enable_async_ragged_all_to_all.
 
     Raises ValueError naming the field and the nearest legal choice.

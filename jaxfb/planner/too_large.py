@@ -43,7 +43,7 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     if isinstance(config, Config) and isinstance(config.mesh, AutoMesh):
         config = choose(config, topology, available).config
     now = estimated(config, topology)
-    found = [(change, verdict.needed) for change, verdict in _changes(config, topology)]
+    found = [(change, verdict.needed) for change, verdict in changes(config, topology)]
     least = (1 - SPARE) * available if available else now.needed
     fit = [(change, needed) for change, needed in found if needed < least] or []
     lines = [*memory_table(now)]
@@ -58,7 +58,7 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     return "\n".join(lines)
 
 
-def _changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:
+def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Verdict]]:
     """Yields changes of a config, the cheapest in time first, with their verdicts."""
     devices, now = topology.num_devices, estimated(config, topology)
     rows = now.rows_per_microbatch

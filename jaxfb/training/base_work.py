@@ -10,9 +10,9 @@ from typing import Any
 from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
-from jaxfb.display import duration
 from jaxfb.refusal import Refused
 from jaxfb.training.batches import parts_of_update, place
+from jaxfb.training.ending import where_it_lies
 from jaxfb.training.log import named_numbers
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
@@ -71,8 +71,7 @@ class BaseWork:
         return prepared
 
     def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
-        yield f"{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {directory.path}:"
-        yield "  " + "  ".join(directory.contents())
+        yield from where_it_lies(directory, summary)
 
     def close(self) -> None:
         """Does nothing, since nothing reads ahead."""

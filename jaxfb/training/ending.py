@@ -1,6 +1,12 @@
-"""Words what is saved when a run ends early: the same sentences for pre-training and post-training."""
+"""Words what a run leaves when it ends: the same sentences for pre-training and post-training."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from jaxfb.display import duration
+from jaxfb.training.run_dir import RunDirectory
 
 
 def what_is_saved(done: int, total: int, newest: int | None) -> str:
@@ -29,3 +35,13 @@ def after_fault(newest: int | None, again: str) -> str:
 
 def _newest(update: int | None) -> str:
     return "nothing is" if update is None else f"update {update} is"
+
+
+def where_it_lies(where: RunDirectory, summary: Mapping[str, Any]) -> Iterator[str]:
+    """Yields how long the run was and, unless its directory is removed at once, where everything lies."""
+    length = f"{summary['updates']} updates in {duration(summary['seconds'])}"
+    if not where.is_kept:
+        yield length
+        return
+    yield f"{length}; everything is in {where.path}:"
+    yield "  " + "  ".join(where.contents())

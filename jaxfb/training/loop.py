@@ -21,6 +21,7 @@ from jaxfb.metrics import Pending
 from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused, boolean
+from jaxfb.registry import attribute_of
 from jaxfb.training.agreement import what_runs
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.disk import bytes_of, lack_of_space
@@ -40,6 +41,8 @@ from jaxfb.update.train_step import StepMetrics
 
 MakeWork = Callable[[Any, Hosts], Work]
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others
+_CHECK_HOST = "jaxfb.planner.host_fit", "check_host"
+"""By name, since the planner is made of what the trainer runs."""
 SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
 
@@ -104,6 +107,7 @@ def _run(
             return _already_finished(hosts, directory, summary["updates"], summary)
         hosts.first(lambda: claim(directory, lock, config, start.resume, start.fresh))
         use_compile_cache()
+        attribute_of(*_CHECK_HOST)(config, hosts.say)
         work = make_work(config, hosts)
         _change_gradients(work, callbacks)
         hosts.agree("text, plan or devices", work.facts)
@@ -183,7 +187,8 @@ class _Loop:
             run_.wait_saved()
             dump = self._guard.dump(error, self._pending.flush())
             advice = after_fault if isinstance(error, DeviceFault) else after_failures
-            replay = f"; the update can be computed again with: jaxfb replay {dump}" if dump else ""
+            there = dump and run_.directory.is_kept
+            replay = f"; the update can be computed again with: jaxfb replay {dump}" if there else ""
             raise type(error)(f"{error}; {advice(run_.newest_saved, _again(run_))}{replay}") from None
         run_.wait_saved()
 
@@ -313,7 +318,7 @@ class _Loop:
             )
         if not run_.finished:
             why = self._interrupt.signal or run_.stopped
-            hosts.say(f"{why}: {_saved(run_)}; continue with: {_again(run_)}")
+            hosts.say(f"{why}: {_left(run_)}")
             status = "interrupted" if self._interrupt.signal else "stopped"
             return Result(status, path, run_.done, run_.metrics)
         prepared = self._work.prepare_end()
@@ -370,6 +375,8 @@ def _check_shared(hosts: Hosts, directory: RunDirectory) -> None:
 
 
 def _after_a_loss(directory: RunDirectory, newest: int | None) -> str:
+    if not directory.is_kept:
+        return "start the run again"
     if directory.has_identity:
         saved = "" if newest is None else f"update {newest} is saved in {directory.path}, and "
         return f"{saved}later ones may be on the hosts' own disks: start the run again with --resume"
@@ -400,7 +407,16 @@ def _saved(run_: Run) -> str:
     return what_is_saved(run_.done, run_.total, run_.newest_saved)
 
 
+def _left(run_: Run) -> str:
+    """Returns what there is to continue from, and how."""
+    if not run_.directory.is_kept:
+        return f"ended after update {run_.done} of {run_.total}"
+    return f"{_saved(run_)}; continue with: {_again(run_)}"
+
+
 def _again(run_: Run) -> str:
     if run_.work.in_program:
         return "trainer.train(resume=True)"
+    if not run_.directory.is_kept:
+        return f"{command()} {run_.work.command} CONFIG --smoke"
     return f"{command()} {run_.work.command} {run_.directory.path} --resume"

@@ -20,6 +20,7 @@ from jaxfb.models.generate import cache_of
 from jaxfb.refusal import Refused
 
 CGROUP = Path("/sys/fs/cgroup/memory.max")
+MEMINFO = Path("/proc/meminfo")
 FEW_SLOTS = 8  # of which the keys and values are counted, to know those of one
 SLOT_BYTES = 16  # of a row on the host: tokens, targets, segments and the mask of the loss, 4 bytes each
 
@@ -32,6 +33,16 @@ def host_memory() -> int | None:
     with suppress(ValueError, OSError):
         found.append(int(CGROUP.read_text()))
     return min(found, default=None)
+
+
+def free_memory() -> int | None:
+    """Returns the bytes of this machine that nobody uses, what can be given up at once counted; None where that is
+    unknown.
+    """
+    with suppress(OSError, ValueError, StopIteration):
+        lines = MEMINFO.read_text().splitlines()
+        return 1024 * int(next(line for line in lines if line.startswith("MemAvailable:")).split()[1])
+    return None
 
 
 def device_memory(mesh: Mesh) -> int | None:

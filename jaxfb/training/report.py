@@ -17,9 +17,9 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.data import SplitStats
 from jaxfb.data.mixture import MixedRows
-from jaxfb.display import duration
 from jaxfb.metrics import plot_losses
 from jaxfb.trainable import pruned
+from jaxfb.training.ending import where_it_lies
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.sample import continue_text
 from jaxfb.training.session import Run
@@ -77,9 +77,10 @@ def last_lines(config: Any, where: RunDirectory, summary: Mapping[str, Any]) -> 
     yield from loss_lines(summary)
     if summary["sample"]:
         yield f"\na sample at temperature {config.eval.temperature}:\n{indented(summary['sample'])}"
-    yield f"\n{summary['updates']} updates in {duration(summary['seconds'])}; everything is in {where.path}:"
-    yield "  " + "  ".join(where.contents())
-    yield f'try it: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
+    yield ""
+    yield from where_it_lies(where, summary)
+    if where.is_kept:
+        yield f'try it: {command()} generate {where.path} --prompt "{config.eval.prompt or "..."}"'
 
 
 def loss_lines(summary: Mapping[str, Any]) -> Iterator[str]:

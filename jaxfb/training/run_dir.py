@@ -20,6 +20,7 @@ from typing import Any
 
 from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
+from jaxfb.config.smoke import is_kept
 
 # Every file that a run writes or removes by name; none of them is taken from a directory that is not a run's.
 FILES = (
@@ -44,6 +45,11 @@ class RunDirectory:
     @classmethod
     def of(cls, config: Config) -> RunDirectory:
         return cls(Path(config.run.dir))
+
+    @property
+    def is_kept(self) -> bool:
+        """Returns whether it stays after the run, so that what lies in it is worth naming."""
+        return is_kept(self.path)
 
     @property
     def checkpoints(self) -> Path:

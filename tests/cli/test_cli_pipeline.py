@@ -80,6 +80,13 @@ def test_refusals_are_one_sentence_and_code_2(arguments, words, capsys):
     assert words in error and error.startswith("jaxfb: ") and error.count("\n") == 1
 
 
+@pytest.mark.parametrize("wrong", ["1f1b", "--stages"])
+def test_an_argument_that_the_command_does_not_take_is_named_with_the_command(wrong, capsys):
+    with pytest.raises(SystemExit):
+        main(["schedule", wrong])
+    assert f"`jaxfb schedule` does not take '{wrong}'; `jaxfb schedule --help`" in capsys.readouterr().err
+
+
 @pytest.mark.processes
 def test_schedule_imports_no_jax():
     code = "import sys; from jaxfb.cli.commands import main\nmain(sys.argv[1:])\nprint(*sys.modules)"

@@ -1,6 +1,8 @@
 """Starter configs: installed with the package, found by name from any directory, copied by `jaxfb init`."""
 
+import os
 import re
+from math import prod
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,8 @@ from jaxfb.config import DPOConfig, RLConfig, SFTConfig, load_config, smoke_over
 from jaxfb.config.load import kind_of_command
 from jaxfb.config.root import Config
 from jaxfb.data.conversations import read_conversations
+from jaxfb.planner.topology import parse_topology
+from jaxfb.planner.verdict import estimated
 from jaxfb.refusal import Refused
 
 
@@ -90,10 +94,25 @@ def test_smoke_overrides_make_any_starter_short(name):
     assert updates == 4 and config.lr.warmup == 0 and config.checkpoint.every is None
 
 
+PRETRAINING = [name for name in starter_names() if isinstance(load_config(name), Config)]
+
+
+@pytest.mark.parametrize("name", PRETRAINING)
+def test_a_smoke_run_of_any_starter_has_a_legal_step(name):
+    """Also the learning rate, whose course may have a tail that is longer than the few updates."""
+    config = load_config(name, smoke_overrides(Config))
+    assert estimated(config, parse_topology(f"cpu:{devices_of(config)}")).rows == config.batch.rows
+
+
+def devices_of(config):
+    """As few devices as the mesh may have."""
+    return prod(size for size in vars(config.mesh).values() if size > 0)
+
+
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
-    monkeypatch.setattr("jaxfb.cli.commands._train_on", lambda config, options: 76)
+    monkeypatch.setattr("jaxfb.cli.training._train_on", lambda config, options: 76)
     assert main(["train", "quickstart", "--smoke"]) == 76
     assert "--smoke: the run did not end as it should" in capsys.readouterr().out
 
@@ -112,3 +131,32 @@ def test_a_smoke_run_keeps_no_files(tmp_path, monkeypatch, capsys):
     out = capsys.readouterr().out
     assert "4/4  loss" in out and "--smoke: the run worked. Its directory is removed now" in out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["cache", "tiny.yaml"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("there", [False, True])
+def test_a_smoke_run_leaves_no_cache_and_names_nothing_that_is_gone(there, tmp_path, monkeypatch, capsys):
+    """A cache that is there already is used, since it spares the next run reading the text again."""
+    import yaml
+    from tiny import TINY
+
+    monkeypatch.chdir(tmp_path)
+    for name in ("JAXFB_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    data = {name: value for name, value in TINY["data"].items() if name != "cache_dir"}
+    values = {**TINY, "data": data, "run": {"updates": 1000, "dir": "kept"}}
+    (tmp_path / "tiny.yaml").write_text(yaml.safe_dump(values))
+    if there:
+        (tmp_path / ".cache" / "jaxfb-data").mkdir(parents=True)
+    assert main(["train", "tiny.yaml", "--smoke"]) == 0
+    out = capsys.readouterr().out
+    assert "4 updates in" in out
+    assert not any(words in out for words in ("try it", "everything is in", "metrics.jsonl", "--resume"))
+    left = {path.name for path in tmp_path.iterdir()}
+    assert left == {"tiny.yaml", *([".cache"] if there else [])}
+    assert bool(there) == any((tmp_path / ".cache").glob("jaxfb-data/*"))
+    assert "JAXFB_CACHE" not in os.environ
+    assert main(["train", "tiny.yaml", "--smoke", "run.stop_at=2"]) == 75
+    out = capsys.readouterr().out
+    assert "ended after update 2 of 4" in out and "the run was stopped" in out
+    assert "continue with" not in out and "--resume" not in out

@@ -45,6 +45,10 @@ REFUSED = [
     ("data.seq_len=128", r"did you mean data\.sequence_length\?"),
     ("batch.size=128", r"did you mean batch\.rows\?"),
     ("noequals", r"write key\.path=value"),
+    ("mesh=atuo", r"must be sizes, such as mesh\.fsdp=8, or the word auto"),
+    ("data.path=", r"\[data\] path=.* has an empty path; use path=\[\] for none"),
+    ("data.cache_dir=", r"\[data\] cache_dir='' must not be empty; use data\.cache_dir=null"),
+    ("parallel.layers_per_stage=[]", r"layers_per_stage=\[\] has no stage; use layers_per_stage=null"),
 ]
 
 
@@ -53,6 +57,38 @@ def test_refusals_name_the_key_and_the_nearest(override, sentence):
     with pytest.raises(ValueError, match=sentence) as refusal:
         load_config(QUICKSTART, [override])
     assert "\n" not in str(refusal.value)
+
+
+OF_POST_TRAINING = [
+    ("mesh=auto", r"mesh=auto is for `jaxfb train` and `jaxfb plan` of a built-in model; .* mesh\.data=-1"),
+    ("mesh=atuo", r"mesh='atuo' must be sizes, such as mesh\.data=-1"),
+    ("conversations.path=", r"\[conversations\] path='' must not be empty; use the path of a \.jsonl file"),
+    (
+        "conversations.held_out_path=",
+        r"held_out_path='' must not be empty; use conversations\.held_out_path=null",
+    ),
+    ("start.tokenizer=", r"\[start\] tokenizer='' must not be empty; use start\.tokenizer=null"),
+    ("plans.train.widths=[]", r"widths=\[\] has no row length .* widths=null"),
+]
+
+
+@pytest.mark.parametrize("override, sentence", OF_POST_TRAINING, ids=[one for one, _ in OF_POST_TRAINING])
+def test_refusals_of_post_training_name_the_key_and_the_nearest(override, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load_config("sft", [override])
+
+
+def test_a_mixture_of_nothing_does_not_train_on_another_text():
+    """Beside a named source it stays legal: the saved config of every run without a mixture has one."""
+    values = config_to_dict(load_config(QUICKSTART))
+    assert values["data"]["mixture"] == {} and config_from_dict(values) == load_config(QUICKSTART)
+    with pytest.raises(
+        ValueError, match=r"mixture=\{\} has no source.* data\.mixture\.notes=.* data\.source="
+    ):
+        config_from_dict({**values, "data": {"mixture": {}}})
+    config_from_dict(
+        {**values, "data": {"mixture": {"notes": {"weight": 1.0, "source": "text", "path": "a"}}}}
+    )
 
 
 def test_overrides():

@@ -15,6 +15,7 @@ ADVICE = re.compile("[;?] ?(?:or )?(?:use|try|set|choose|did you mean) ")
 
 NOT_DATA = {
     "another file, text or tokenizer": """
+        config/post_training.py::file_is_named
         data/chat.py::Chat._pieces data/chat.py::_id_of data/corpus.py::_common_tokenizer
         data/mixture.py::MixedOrder.continued data/sidecar.py::_check data/sources.py::_stdlib_files
         data/tables.py::_check_column data/token_files.py::_check_ids
@@ -31,7 +32,7 @@ NOT_DATA = {
         training/run_dir.py::RunDirectory.refuse_unless_run training/session.py::Run._check_newest
     """,
     "a flag of the command line": """
-        cli/bench.py::directory cli/bench.py::run cli/commands.py::_launch planner/compiled.py::_mesh
+        cli/bench.py::directory cli/bench.py::run cli/training.py::launch planner/compiled.py::_mesh
         planner/search.py::by_formula planner/search.py::search planner/topology.py::parse_topology
         planner/tpu.py::devices schedules/command.py::_check_costs schedules/command.py::_required
     """,

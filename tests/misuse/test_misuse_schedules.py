@@ -109,7 +109,11 @@ CALLS = [
 ]
 
 
-@pytest.mark.parametrize("call", CALLS, ids=lambda call: call.name)
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(c, marks=[pytest.mark.slow] * (c.name == "schedules.comparison")) for c in CALLS],
+    ids=lambda call: call.name,
+)
 def test_one_wrong_argument_is_refused_by_name(call):
     call()
     assert not call.failures([*pool(seed=2), circular])

@@ -79,6 +79,7 @@ def test_changes_of_post_training_are_keys_of_its_own_and_need_what_they_promise
 BY_NUMBER = ["batch.rows_per_microbatch=null", "batch.num_microbatches=1"]
 
 
+@pytest.mark.slow
 def test_the_number_of_microbatches_is_changed_where_it_cuts_the_rows(tmp_path):
     config = load_config(write_tiny(tmp_path, mesh={"data": -1}), [*BIG, *BY_NUMBER])
     for change, _ in re.findall(r"^  ((?:[\w.]+=\w+ ?)+): ([\d.]+) GB$", advice(config, H100, None), re.M):
@@ -95,6 +96,7 @@ def test_what_cannot_be_planned_gets_a_sentence_all_the_same(monkeypatch):
         assert "use fewer rows or tokens" in remedy(load_config("quickstart"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("verb", ["sft", "generate"])
 def test_other_commands_end_without_a_traceback_too(verb, monkeypatch, capsys, tmp_path):
     def runs_out(*arguments, **more):

@@ -36,6 +36,7 @@ def test_an_update_moves_nothing_that_it_was_not_told_to(guarded):
     assert guarded[1] == [1, 2, 3, 4, 5]
 
 
+@pytest.mark.slow
 def test_the_wait_for_rows_is_a_metric(guarded):
     waits = [
         r["data_wait_seconds"] for r in read_jsonl(guarded[0].directory / "metrics.jsonl") if "loss" in r
@@ -43,6 +44,7 @@ def test_the_wait_for_rows_is_a_metric(guarded):
     assert len(waits) == 6 and all(wait >= 0 for wait in waits) and sum(waits) > 0
 
 
+@pytest.mark.slow
 def test_a_profile_is_a_trace_in_the_runs_directory(guarded):
     assert list((guarded[0].directory / "trace").rglob("*.xplane.pb"))
     assert list(

@@ -238,6 +238,7 @@ def of_two(store, index):
     return hosts
 
 
+@pytest.mark.slow
 def test_a_process_without_a_sign_of_life_is_named():
     store = Store()
     watches = [watch(store, index, lost_after=1.0) for index in range(3)]
@@ -321,6 +322,7 @@ def test_signs_are_not_more_frequent_than_a_large_job_can_bear():
     assert interval(2, 0.001) < 0.3 and interval(4096, 0.001) == 5.0
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_answers_nothing_counts_as_lost():
     """A stopped process keeps its connections: calls to it neither succeed nor fail."""
     store = Store()
@@ -348,6 +350,7 @@ def test_processes_that_differ_stop_with_one_sentence_before_they_compute(tmp_pa
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_a_process_that_never_comes_is_said_in_time(tmp_path):
     write_tiny(tmp_path)
@@ -358,6 +361,7 @@ def test_a_process_that_never_comes_is_said_in_time(tmp_path):
     assert "Traceback" not in said
 
 
+@pytest.mark.slow
 def test_a_coordinator_that_cannot_be_reached_is_said_in_time(tmp_path):
     write_tiny(tmp_path)
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", 2, "--process-id", 1]

@@ -62,7 +62,12 @@ SAMPLED = [*POLICY, "rollout.log_probs=sampler", "policy.kl_coef=0"]
         ("grpo_arithmetic", [*SAMPLED, "rollout.max_new_tokens=10000000"], r"use at most rows of \d+"),
         ("grpo_arithmetic", [*POLICY, "warm_start.rows=1000000000"], r"\[warm_start\] 1000000000 rows"),
         ("sft", ["conversations.sequence_length=1000000000"], r"use at most rows of \d+ tokens"),
-        ("grpo_arithmetic", [*SAMPLED, "rollout.prompts=500000"], r"4000000 responses of .*at most \d+ rows"),
+        pytest.param(
+            "grpo_arithmetic",
+            [*SAMPLED, "rollout.prompts=500000"],
+            r"4000000 responses of .*at most \d+ rows",
+            marks=pytest.mark.slow,
+        ),
         ("grpo_arithmetic", [*POLICY, "eval.tokens=1000000000"], r"\[eval\] tokens=1000000000 need"),
         ("sft", ["eval.tokens=1000000000"], r"\[eval\] tokens=1000000000 need .*use at most \d+"),
         ("sft", ["batch.rows=1000000000"], r"\[plans.train\] rows=1000000000 .* rows or fewer"),
@@ -79,6 +84,7 @@ def test_post_training_beyond_the_machine_is_refused_before_rows_are_made(
         MAKERS[name](load_config(name, overrides))
 
 
+@pytest.mark.slow
 def test_problems_of_more_digits_than_64_bits_have_are_refused():
     with pytest.raises(ValueError, match="digits=10 must be at most 9"):
         load_config("grpo_arithmetic", ["task.digits=10"])

@@ -86,6 +86,7 @@ def test_it_trains_as_a_loop_by_hand_would(tmp_path):
     assert {"grad_norm", "rows", *(f"{phase}_seconds" for phase in phases)} <= record.keys()
 
 
+@pytest.mark.slow
 def test_updates_that_are_left_out_consume_their_rows_and_limits_end_a_run_to_be_resumed(tmp_path):
     whole, parts, left_out = tmp_path / "whole", tmp_path / "parts", [2, 5]
     trainer(whole, run={"skip_updates": left_out}, log={"count_zeros": True}).train()
@@ -166,6 +167,7 @@ def mixed(weights=(3, 1)):
     return jaxfb.data.Mixture({"a": data, "b": second}, dict(zip("ab", weights, strict=True)))
 
 
+@pytest.mark.slow
 def test_the_weights_of_own_rows_may_change_at_a_resume(tmp_path):
     trainer(tmp_path, data=mixed(), run={"stop_at": 3}).train()
     trainer(tmp_path, data=mixed((1, 0))).train(resume=True)
@@ -178,7 +180,14 @@ def test_the_weights_of_own_rows_may_change_at_a_resume(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "data", [rows, Stream, from_grain, mixed], ids=["arrays", "iterable", "grain", "mixture"]
+    "data",
+    [
+        pytest.param(rows, marks=pytest.mark.slow),
+        Stream,
+        pytest.param(from_grain, marks=pytest.mark.slow),
+        pytest.param(mixed, marks=pytest.mark.slow),
+    ],
+    ids=["arrays", "iterable", "grain", "mixture"],
 )
 def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -190,6 +199,7 @@ def test_a_stopped_run_goes_on_to_the_same_bits(tmp_path, data):
     chex.assert_trees_all_equal(saved(parts), saved(whole))
 
 
+@pytest.mark.slow
 def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
     def predict(params, microbatch, rng):
         return jnp.tanh(microbatch["x"] @ params["w"])
@@ -216,6 +226,7 @@ def test_a_model_and_a_loss_apart_and_an_evaluation(tmp_path):
     assert not any("eval/w" in record for record in read_jsonl(tmp_path / "a" / "run" / "metrics.jsonl"))
 
 
+@pytest.mark.slow
 def test_callbacks_change_the_gradients_before_the_clip(tmp_path):
     """Halved twice, then clipped: a run with a quarter of the loss; the norm in the record is that of the changed."""
 

@@ -88,6 +88,7 @@ def test_a_refused_resume_changes_no_file(stopped, capsys, monkeypatch, override
     assert files(stopped) == before
 
 
+@pytest.mark.slow
 def test_a_flag_that_would_not_help_is_not_offered(stopped, capsys):
     assert "--allow-changes" in refused(capsys, stopped, "--resume", "model.rope_theta=2.0")
     assert "--allow-changes" not in refused(capsys, stopped, "--resume", "model.hidden_size=32")
@@ -95,6 +96,7 @@ def test_a_flag_that_would_not_help_is_not_offered(stopped, capsys):
     assert "does not fit this run" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_evaluation_reads_parameters_and_tokens_as_the_run_did(stopped, tmp_path, capsys):
     def refuses(*overrides):
         assert main(["eval", str(stopped), *overrides]) == 2
@@ -160,6 +162,7 @@ def test_what_may_change_is_printed_and_the_old_config_is_kept(stopped, capsys):
     ]
 
 
+@pytest.mark.slow
 def test_other_meaning_is_accepted_where_it_is_asked_for(stopped, capsys):
     assert (
         main(["train", str(stopped), "--resume", "--allow-changes", "model.rope_theta=2.0", "data.seed=7"])
@@ -169,6 +172,7 @@ def test_other_meaning_is_accepted_where_it_is_asked_for(stopped, capsys):
     assert "model.rope_theta: 10000.0 -> 2.0" in said and "data.seed: 0 -> 7" in said
 
 
+@pytest.mark.slow
 def test_a_moved_run_goes_on_where_it_lies(template, stopped, capsys):
     before = files(template.parent / "run")
     assert main(["train", str(stopped), "--resume"]) == 0
@@ -242,6 +246,7 @@ def test_a_lock_that_cannot_be_signed_leaves_nothing(tmp_path, monkeypatch):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.slow
 def test_fresh_moves_runs_and_nothing_else(stopped, tmp_path, capsys):
     photos = tmp_path / "photos"
     photos.mkdir()
@@ -288,6 +293,7 @@ def test_impossible_directories_are_refused_in_a_sentence(stopped, tmp_path, cap
     assert sorted(path.name for path in tmp_path.iterdir()) == ["dangling", "file", "loop", "run"]
 
 
+@pytest.mark.slow
 def test_strange_things_among_the_checkpoints(stopped, capsys):
     checkpoints = stopped / "checkpoints"
     for name in ("notes.txt", "tmp"):

@@ -6,6 +6,7 @@ import threading
 import time
 
 import pytest
+from marks import some_slow
 from tiny import write_tiny
 
 from jaxfb.checkpoint import store as checkpoint
@@ -56,7 +57,7 @@ PHASES = {  # what is called in the phase, which call of it, and the update that
 }
 
 
-@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("phase", some_slow(PHASES, fast=("saving",)))
 def test_a_signal_saves_after_the_update_in_progress_and_a_second_one_ends_at_once(
     phase, path, monkeypatch, capsys
 ):
@@ -88,6 +89,7 @@ def terminate():
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_signal_while_the_first_update_is_compiled_ends_the_run_there(path, monkeypatch, capsys):
     before(monkeypatch, Pretraining, "update", terminate)
     assert main(["train", str(path)]) == 75

@@ -19,9 +19,9 @@ from jaxfb.training.interrupt import Interrupt, Stopped
 
 FIRST_LINE = """
 import os, signal, sys
-from jaxfb.cli import commands as cli
-cli._train_on = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
-sys.exit(cli.main(["train", sys.argv[1]]))
+from jaxfb.cli import commands, training
+training._train_on = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
+sys.exit(commands.main(["train", sys.argv[1]]))
 """
 
 
@@ -29,7 +29,7 @@ def send(number):
     os.kill(os.getpid(), number)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("number", [pytest.param(signal.SIGTERM, marks=pytest.mark.slow), signal.SIGINT])
 def test_a_signal_before_there_is_anything_to_save_ends_the_run_there(tmp_path, number, capsys):
     config = load_config(write_tiny(tmp_path))
     before = [signal.getsignal(each) for each in Interrupt.SIGNALS]
@@ -61,6 +61,7 @@ def test_a_signal_stops_a_start_up_in_python():
         send(signal.SIGTERM)
 
 
+@pytest.mark.slow
 def test_a_second_signal_ends_a_process_that_computes_for_ever_outside_of_python():
     """The main thread never runs Python's own handler then."""
     script = """

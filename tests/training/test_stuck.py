@@ -3,6 +3,7 @@
 import subprocess
 import sys
 
+import pytest
 from processes import ROOT
 
 SCRIPT = """
@@ -43,6 +44,7 @@ def test_one_process_that_hangs_ends_with_its_stack_and_a_sentence():
     )
 
 
+@pytest.mark.slow
 def test_one_process_whose_python_does_not_run_at_all_ends_too():
     done = run(1, "lambda: ctypes.PyDLL(None).sleep(100)")  # keeps Python's lock
     assert done.returncode == 1 and "Timeout" in done.stderr and "in hangs" in done.stderr, done.stderr

@@ -109,6 +109,7 @@ def test_eval_and_generate_read_the_run(done, capsys):
     )
 
 
+@pytest.mark.slow
 def test_seconds_of_forward_backward_and_optimizer_are_apart_where_they_are_asked_for(done, tmp_path):
     """The same bits, in two programs."""
     config, whole, _ = done
@@ -214,6 +215,7 @@ def test_windows_of_epochs_read_every_row_once_an_epoch(tmp_path):
     np.testing.assert_array_equal(np.concatenate(kept), np.concatenate([*read[:2], *read[3:5]]))
 
 
+@pytest.mark.slow
 def test_horizon_is_the_run_and_a_mismatch_warns_with_both_numbers(tmp_path):
     path = write_tiny(tmp_path)
     with warnings.catch_warnings():

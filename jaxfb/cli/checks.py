@@ -1,0 +1,82 @@
+"""The commands that put a build to the test: `jaxfb check`, `chaos`, `replay`, `bench`."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from jaxfb.cli.given import hosts_given
+from jaxfb.cli.options import RANDOM
+from jaxfb.process.exit_codes import DONE, FAILED
+from jaxfb.refusal import Refused, integer
+from jaxfb.training.simulated import simulate_devices
+
+
+def check(options) -> int:
+    """Compares a model on a mesh with one device; returns the exit code."""
+    if options.random is not None:
+        return _check_random(options)
+    if options.config is None:
+        raise Refused("check needs a config, such as configs/quickstart.yaml, or --random 20")
+    from jaxfb.config import load_config, refuse_own_model
+
+    config = load_config(options.config, options.overrides, "train")
+    refuse_own_model(
+        config, "check", "call jaxfb.check_equivalence on it, or use --random 20 --model module:function"
+    )
+    simulate_devices(vars(config.mesh))
+    from jaxfb.training.check import check_config
+
+    print(f"checking the model of {options.config}, made narrow, on simulated devices", file=sys.stderr)
+    found = check_config(
+        config, lambda one: print(f"  {one.where}: {one.refused or f'{one.size:.1e}'}", file=sys.stderr)
+    )
+    print(found)
+    try:
+        found.raise_if_above(options.tolerance)
+    except AssertionError as error:
+        print(f"jaxfb: {str(error).partition(chr(10))[0]}", file=sys.stderr)
+        return FAILED
+    return 0
+
+
+def _check_random(options) -> int:
+    from jaxfb.checking.command import random_check
+
+    if options.config is not None or options.tolerance is not None:
+        raise Refused("--random draws everything itself; leave out the config and --tolerance")
+    how: dict[str, Any] = {name: getattr(options, name) for name in RANDOM}
+    how["axes"] = None if options.axes is None else options.axes.split(",")
+    return FAILED if random_check(options.random, **how).findings else 0
+
+
+def chaos(options) -> int:
+    """Breaks runs on purpose; returns the exit code."""
+    for name in ("kills", "flips", "skip"):
+        integer(f"--{name}", getattr(options, name), least=0)
+    from jaxfb.chaos import command
+
+    faults, overrides = not options.no_faults, tuple(options.overrides)
+    return command.main(options.kills, options.flips, faults, overrides, options.skip)
+
+
+def replay(options) -> int:
+    """Computes a dumped update again; returns the exit code."""
+    from jaxfb.training.dump import read_dump
+
+    dump = read_dump(options.dump)
+    from jaxfb import rl, trainer
+    from jaxfb.training import replay
+
+    is_post_training = any(section in dump.config for section in ("conversations", "preferences", "task"))
+    make_work = rl.make_work if is_post_training else trainer.make_work
+    found = replay.replay(options.dump, make_work, hosts_given(options))
+    print("\n".join(replay.report(found)))
+    return FAILED if found.is_same is False else DONE
+
+
+def bench(options) -> int:
+    """Runs a benchmark; returns the exit code."""
+    from jaxfb.cli import bench as benchmark
+
+    return benchmark.run(options.name, options.arguments)

@@ -1,0 +1,40 @@
+"""Reads what several commands have in their options: a run, a model, the place of a process in its job."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxfb.cli.options import HOSTS
+
+
+def run_dir_of(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:
+    """Returns the directory of a run, given itself or by the config that made it."""
+    from jaxfb.config import load_config
+
+    config = load_config(path, overrides, command)
+    return Path(path) if Path(path).is_dir() else Path(config.run.dir)
+
+
+def model_of(path: str) -> Path:
+    """Returns a run's directory, or the path itself: of Hugging Face files, or of a config that begins with them."""
+    if Path(path).is_dir() and not (Path(path) / "config.yaml").exists():
+        return Path(path)
+    from jaxfb.config import load_config
+
+    config = load_config(path)
+    directory = run_dir_of(path)
+    begins = getattr(getattr(config, "model", None), "from_", None) is not None
+    return Path(path) if begins and not directory.exists() else directory
+
+
+def changes_given(options) -> dict[str, Any]:
+    """Returns allow_changes=True if the command has --allow-changes."""
+    return {"allow_changes": True} if options.allow_changes else {}
+
+
+def hosts_given(options) -> list[str]:
+    """Returns the flags that place this process in its job, as overrides."""
+    given = {name: getattr(options, name) for name in HOSTS}
+    return [f"hosts.{name}={value}" for name, value in given.items() if value is not None]

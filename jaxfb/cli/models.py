@@ -1,0 +1,67 @@
+"""The commands that use a trained model: `jaxfb eval`, `generate`, `chat`, `import-hf`, `export-hf`."""
+
+from __future__ import annotations
+
+import sys
+
+from jaxfb.cli.given import hosts_given, model_of, run_dir_of
+from jaxfb.cli.options import FILTERS
+from jaxfb.process.exit_codes import DONE, LOST
+
+
+def evaluate(options) -> int:
+    """Computes the held-out loss of a run, or scores texts and tasks."""
+    if options.text is not None or options.task:
+        from jaxfb.inference import command
+
+        command.evaluate(options)
+        return DONE
+    overrides = [*options.overrides, *hosts_given(options)]
+    run_dir = run_dir_of(options.run_dir, overrides, "train")
+    from jaxfb import trainer
+
+    try:
+        trainer.evaluate(run_dir, overrides)
+    except trainer.LostProcess as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return LOST
+    return 0
+
+
+def generate(options) -> None:
+    """Continues a prompt, or every prompt of a file."""
+    is_one = options.samples == 1 and options.out is None and not hosts_given(options)
+    if options.prompt is None or not is_one or options.overrides or options.dtype is not None:
+        from jaxfb.inference import command
+
+        command.generate(options)
+        return
+    path = model_of(options.run_dir)
+    given = {name: getattr(options, name) for name in ("tokens", "temperature", *FILTERS, "seed")}
+    given = {name: value for name, value in given.items() if value is not None}
+    from jaxfb import trainer
+
+    raw = {"raw": True} if options.raw else {}
+    print(trainer.generate(path, options.prompt, **given, **raw))
+
+
+def chat(options) -> None:
+    """Talks with a model in the terminal."""
+    from jaxfb.inference import command
+
+    command.chat(options)
+
+
+def import_hf(options) -> None:
+    """Makes a run of a directory of Hugging Face files."""
+    from jaxfb.training.hugging_face import import_run
+
+    target = import_run(options.directory, options.out)
+    print(f'wrote {target}; try: jaxfb generate {target} --prompt "..."')
+
+
+def export_hf(options) -> None:
+    """Writes a run as Hugging Face files."""
+    from jaxfb.training.hugging_face import export_run, lines
+
+    print(lines(export_run(options.run_dir, options.directory, options.dtype, options.adapter)))

@@ -1,0 +1,149 @@
+"""The commands that train: `jaxfb train`, `sft`, `dpo`, `rl`, with --smoke or without, and `jaxfb launch`."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from tempfile import TemporaryDirectory
+from typing import Any
+
+from jaxfb.cli.given import changes_given, hosts_given
+from jaxfb.cli.memory import lacks_memory
+from jaxfb.cli.options import LAUNCHED
+from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE
+from jaxfb.refusal import Refused
+
+
+def train(options) -> int:
+    """Trains by a config; returns the exit code."""
+    with _starting(), _configured(options, "train") as config:
+        return _tried(_train_on(config, options), options)
+
+
+def _train_on(config, options) -> int:
+    from jaxfb import trainer
+
+    more = changes_given(options)
+    if options.profile:
+        from jaxfb.training.profile import Profile
+
+        more["callbacks"] = [Profile()]
+    return _ended(lambda: trainer.train(config, resume=options.resume, fresh=options.fresh, **more), config)
+
+
+def post_train(options) -> int:
+    """Runs a config of post-training; returns the exit code."""
+    with _starting(), _configured(options, options.verb) as config:
+        return _tried(_post_train_on(config, options), options)
+
+
+def _post_train_on(config, options) -> int:
+    from jaxfb import rl
+
+    return _ended(
+        lambda: rl.post_train(config, resume=options.resume, fresh=options.fresh, **changes_given(options)),
+        config,
+    )
+
+
+def launch(options) -> int:
+    """Starts the processes of a job and restarts them; returns the exit code."""
+    from jaxfb.cli.supervisor import Supervisor, job_command
+
+    for name, least in (("processes", 1), ("restarts", 0)):
+        if getattr(options, name) < least:
+            raise Refused(f"[launch] --{name} {getattr(options, name)} must be at least {least}; use {least}")
+    command = [word for word in options.command if word != "--"]
+    if not command or command[0] not in LAUNCHED:
+        given = command[0] if command else "nothing"
+        raise Refused(
+            f"[launch] runs one of {', '.join(LAUNCHED)}, got {given}; use: jaxfb launch train CONFIG"
+        )
+    return Supervisor(job_command(command), options.processes, options.restarts).run()
+
+
+@contextmanager
+def _configured(options, command: str) -> Iterator[Any]:
+    """Yields the config of a training command; with --smoke, that of a few updates in a temporary directory."""
+    from jaxfb.config import kind_of_command, load_config, smoke_overrides
+    from jaxfb.config.smoke import DIRECTORY
+
+    hosts = hosts_given(options) if hasattr(options, "coordinator") else []
+    if not options.smoke:
+        yield load_config(options.config, [*options.overrides, *hosts], command)
+        return
+    with TemporaryDirectory(prefix=DIRECTORY) as directory, _cache_in(directory):
+        first = smoke_overrides(kind_of_command(command))
+        yield load_config(
+            options.config, [*first, *options.overrides, *hosts, f"run.dir={directory}/run"], command
+        )
+
+
+@contextmanager
+def _cache_in(directory: str) -> Iterator[None]:
+    """Keeps prepared text and compiled programs in a directory, unless there is a place for them already."""
+    from jaxfb.data.cache import is_chosen_or_there
+
+    if is_chosen_or_there():
+        yield
+        return
+    os.environ["JAXFB_CACHE"] = f"{directory}/cache"
+    try:
+        yield
+    finally:
+        del os.environ["JAXFB_CACHE"]
+
+
+@contextmanager
+def _starting() -> Iterator[None]:
+    """Ends the process at SIGTERM or Ctrl-C until the run itself catches them; makes files private."""
+
+    def end(number: int, frame: object) -> None:
+        name = signal.Signals(number).name
+        print(
+            f"jaxfb: {name} in start-up: nothing was trained, so nothing is lost", file=sys.stderr, flush=True
+        )
+        os._exit(RESUMABLE)
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    umask = os.umask(0o077)  # what a run writes is for this user alone
+    before = {number: signal.signal(number, end) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        os.umask(umask)
+
+
+def _tried(code: int, options) -> int:
+    """Returns the exit code; with --smoke, prints first whether the run worked."""
+    if options.smoke:
+        worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")
+        print(f"\n--smoke: the run {worked}. Its directory is removed now; leave out --smoke to keep one.")
+    return code
+
+
+def _ended(train: Callable[[], Any], config: Any) -> int:
+    """Returns the exit code of a training command."""
+    from jaxfb import trainer
+
+    try:
+        result = train()
+    except trainer.GuardAbort as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return error.exit_code
+    except trainer.LostProcess as error:
+        print(f"jaxfb: {error}", file=sys.stderr)
+        return LOST
+    except Exception as error:
+        if not lacks_memory(error, config):
+            raise
+        return REFUSED
+    return RESUMABLE if result.status == "interrupted" else DONE
