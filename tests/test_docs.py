@@ -74,7 +74,15 @@ SMOKE = [
     "rollout.prompts=4", "rollout.samples_per_prompt=2", "rollout.rows_per_update=8", "rollout.max_new_tokens=4",
     *(f"plans.{name}.rows_per_microbatch=8" for name in ("train", "logprob_old", "logprob_ref")),
 ]  # fmt: skip
-SLOW = {"policy_losses.md", "post_training.md", "checking.md", "pipeline.md", "moe.md", "trainer.md"}
+SLOW = {
+    "policy_losses.md",
+    "post_training.md",
+    "checking.md",
+    "pipeline.md",
+    "moe.md",
+    "trainer.md",
+    "split_step.md",
+}
 """Pages whose blocks compile more than a second's worth."""
 
 

@@ -125,6 +125,7 @@ def test_the_program_in_the_readme_runs_and_is_the_one_in_examples():
     assert float(re.search(r"gradient differs by (\S+)", done.stdout)[1]) < 1e-12
 
 
+@pytest.mark.slow
 @pytest.mark.processes
 def test_the_example_with_a_flax_model_learns():
     command = [sys.executable, str(ROOT / "examples" / "own_flax_model.py")]

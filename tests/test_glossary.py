@@ -16,7 +16,7 @@ def texts(svg: Path) -> list[str]:
     return re.findall(r"<text[^>]*>([^<]*)</text>", svg.read_text())
 
 
-@pytest.mark.parametrize("pictures", ["glossary", "schedules"])
+@pytest.mark.parametrize("pictures", ["glossary", pytest.param("schedules", marks=pytest.mark.slow)])
 def test_the_command_of_a_page_draws_its_pictures(tmp_path, pictures):
     """By their words and by the number of their shapes: another matplotlib writes other bytes."""
     pytest.importorskip("matplotlib")

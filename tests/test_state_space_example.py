@@ -30,6 +30,7 @@ def example():
     return module
 
 
+@pytest.mark.slow
 def test_chunks_equal_the_recurrence(example):
     draw, (rows, length, heads, size, state) = np.random.default_rng(0), (2, 12, 3, 4, 5)
     x = draw.normal(size=(rows, length, heads, size))

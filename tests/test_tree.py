@@ -18,9 +18,9 @@ ORDER = (
 ).split()
 WITHIN = {
     "platforms": "compat cpu compiler",
-    "update": "arguments train_state pipeline_state attempt apply streamed placement train_step",
+    "update": "arguments train_state pipeline_state attempt conditional apply streamed placement train_step",
     "checkpoint": "manifest stored_parts record step_directories store",
-    "cli": "bench supervisor options commands __main__",
+    "cli": "bench supervisor options given memory training models checks layouts commands __main__",
 }
 """The order within packages whose files build on each other."""
 

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import users
+from marks import some_slow
 
 import jaxfb
 from jaxfb.checking.case import Case
@@ -45,7 +46,20 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+SLOW = {
+    "a mean of means",
+    "two updates",
+    "a skipped update",
+    "a key a row",
+    "16 bits",
+    "attention over cut sequences",
+}
+
+
+@pytest.mark.parametrize(
+    "case",
+    [pytest.param(case, id=name, marks=[pytest.mark.slow] * (name in SLOW)) for name, case in CASES.items()],
+)
 def test_equals_one_device(case):
     outcome = try_case(case)
     assert outcome.status == SAME, outcome
@@ -82,7 +96,7 @@ FAULTS = {
 }
 
 
-@pytest.mark.parametrize("quantity", FAULTS)
+@pytest.mark.parametrize("quantity", some_slow(FAULTS, fast=("loss", "grads")))
 def test_a_fault_is_found(quantity, monkeypatch):
     changed(monkeypatch, FAULTS[quantity])
     outcome = try_case(SMALL)
@@ -101,6 +115,7 @@ def test_a_lost_bit_of_a_16_bit_sum_is_found(monkeypatch):
     assert try_case(CASES["sums"].but(param_dtype="bfloat16")).kind == "grads"
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_the_optimizers_is_found(monkeypatch):
     from jaxfb.update.apply import Update
 
@@ -143,6 +158,7 @@ def test_a_refusal_is_no_finding_and_any_other_error_is(monkeypatch):
         assert (failed.status, failed.kind) == (FAILED, kind) and failed.is_finding
 
 
+@pytest.mark.slow
 def test_a_model_at_hand():
     found = jaxfb.check_random(*users.small(), cases=2, axes=["pipe", "data"])
     found.raise_if_found()
@@ -158,6 +174,7 @@ def test_a_mean_inside_the_loss_is_found_and_made_small():
         found.raise_if_found()
 
 
+@pytest.mark.slow
 def test_the_program_of_a_finding_runs(capsys):
     exec(program(UPDATED, try_case(UPDATED), "--xla_force_host_platform_device_count=8"), {})
     out = capsys.readouterr().out

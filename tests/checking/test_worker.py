@@ -26,6 +26,7 @@ def worker(request):
     made.close()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [{"model": "users:dies"}], indirect=True)
 def test_an_abort_is_found_with_its_signal(worker):
     case, outcome = worker(0)
@@ -38,6 +39,7 @@ def test_a_hang_is_waited_for_no_longer_than_the_limit(worker):
     assert worker(0)[1].status == HUNG
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("worker", [{}], indirect=True)
 def test_a_case_alone_is_the_same_as_in_company(worker):
     case = Case(model="sums", mesh={"data": 2}, length=1, param_dtype="float16", num_microbatches=2)
@@ -48,9 +50,11 @@ def test_a_case_alone_is_the_same_as_in_company(worker):
     "name, words",
     [
         ("users", "must be module:function"),
-        ("nowhere:small", "no module named 'nowhere'"),
-        ("users:small_one", "module users has no function 'small_one'"),
-        ("users:nothing", r"must give \(model, params, batch\), got NoneType"),
+        pytest.param("nowhere:small", "no module named 'nowhere'", marks=pytest.mark.slow),
+        pytest.param("users:small_one", "module users has no function 'small_one'", marks=pytest.mark.slow),
+        pytest.param(
+            "users:nothing", r"must give \(model, params, batch\), got NoneType", marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_model_that_cannot_be_used_is_refused_in_a_sentence(name, words):

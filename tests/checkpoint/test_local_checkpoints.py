@@ -179,7 +179,15 @@ def losses(directory):
 
 
 @pytest.mark.parametrize(
-    ("killed", "goes_on"), [(5, 3), (8, 6), (9, 8), (15, 12), (18, 16)], ids=lambda at: str(at)
+    ("killed", "goes_on"),
+    [
+        (5, 3),
+        pytest.param(8, 6, marks=pytest.mark.slow),
+        pytest.param(9, 8, marks=pytest.mark.slow),
+        pytest.param(15, 12, marks=pytest.mark.slow),
+        pytest.param(18, 16, marks=pytest.mark.slow),
+    ],
+    ids=lambda at: str(at),
 )
 def test_a_killed_run_goes_on_from_the_newest_of_both_tiers(tmp_path, killed, goes_on, capsys):
     train(tmp_path / "whole", tmp_path / "disk")

@@ -69,7 +69,8 @@ def into_moments(state):
     state.opt_state.inner.nu["norm"]["scale"] *= np.nan
 
 
-@pytest.mark.parametrize("put", [pytest.param(into_parameters, marks=pytest.mark.slow), into_moments])
+@pytest.mark.slow
+@pytest.mark.parametrize("put", [into_parameters, into_moments])
 def test_poison_is_never_saved_and_what_was_good_stays(config, capsys, put):
     """After update 5, with a checkpoint due at 6, 8, ...: update 4 is the last that is saved."""
     with pytest.raises(NonFiniteAbort) as given_up:
@@ -107,6 +108,7 @@ def fails(metrics):
     return replace(metrics, loss=jnp.float32(np.inf), skipped=jnp.bool_(True), nonfinite=flags)
 
 
+@pytest.mark.slow
 def test_a_signal_while_updates_fail_tells_that_nothing_was_saved(config, capsys):
     stop = callback(
         on_step_end=lambda step, record: os.kill(os.getpid(), signal.SIGINT) if step == 6 else None
@@ -117,6 +119,7 @@ def test_a_signal_while_updates_fail_tells_that_nothing_was_saved(config, capsys
     assert "is not saved, since the latest updates failed; update 4 is saved; continue with:" in said
 
 
+@pytest.mark.slow
 def test_a_run_whose_last_updates_failed_is_not_finished(config):
     with pytest.raises(
         NonFiniteAbort,
@@ -136,6 +139,7 @@ class Late(Poison):
         super().before_update(step, record)
 
 
+@pytest.mark.slow
 def test_a_state_that_turns_bad_behind_the_last_update_is_found_when_it_is_saved(config):
     with pytest.raises(
         NonFiniteAbort, match=r"the state after update 6 is not finite in .*\['norm'\]\['scale'\]"
@@ -191,6 +195,7 @@ def test_a_full_disk_under_the_metrics_saves_first(config, capsys, monkeypatch):
     assert [record["step"] for record in read_jsonl(run.metrics) if "loss" in record][-1] == 8
 
 
+@pytest.mark.slow
 def test_a_full_disk_under_the_checkpoints_is_one_sentence(config, capsys, monkeypatch):
     from orbax.checkpoint import v1 as ocp
 

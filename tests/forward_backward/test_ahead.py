@@ -49,7 +49,7 @@ def slow(*case):
     [
         ({"fsdp": 4}, {"remat": "layer", "reduce_dtype": "float64"}),
         ({"fsdp": 2}, {"remat": "none", "num_microbatches": 1}),
-        ({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
+        slow({"pipe": 2, "fsdp": 2}, {"remat": "full", "layers": 10, "schedule": "1f1b"}),
         slow({"pipe": 2, "fsdp": 2}, {"remat": "none", "layers": 10, "schedule": "zero_bubble"}),
         slow({"fsdp": 2}, {"remat": "selective", "layers": 4}),
         slow({"fsdp": 4}, {"remat": "full", "layers": 1}),
@@ -91,7 +91,7 @@ def test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device(mesh,
     close(out.grads, grads)
 
 
-@pytest.mark.parametrize("topology", ["v6e:2x4", "v5e:2x4", "v5p:2x2x2"])
+@pytest.mark.parametrize("topology", ["v6e:2x4", slow("v5e:2x4"), slow("v5p:2x2x2")])
 def test_on_a_whole_slice_of_v6e_a_layer_waits_between_the_steps_of_its_scatter(topology):
     over = (
         "mesh.fsdp=8",
@@ -111,6 +111,7 @@ def test_on_a_whole_slice_of_v6e_a_layer_waits_between_the_steps_of_its_scatter(
     assert bool(at_once) == (topology != "v6e:2x4")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "options",
     [
@@ -232,6 +233,7 @@ def test_gradients_that_wait_for_their_scatter_are_cut_as_their_parameters():
     assert {((heads, width), (0,)), ((mlp, width), (0,))} <= {(shape, tuple(dims)) for shape, dims in found}
 
 
+@pytest.mark.slow
 def test_on_tpus_the_experts_matrices_are_gathered_in_the_order_of_their_rows():
     """A wish for another order would be carried to the shards of all layers."""
     config = load_config("configs/moe.yaml", ["mesh.dp=1", "mesh.fsdp=2", "mesh.ep=2", "parallel.remat=full"])

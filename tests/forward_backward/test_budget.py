@@ -48,9 +48,13 @@ def close(got, wanted):
 
 BUDGETS = [
     ({}, dict(max_tokens_per_microbatch=36)),
-    ({"data": 2}, dict(max_tokens_per_microbatch=24, packing=True)),
-    ({"data": 4}, dict(max_tokens_per_microbatch=12, packing=True, widths=(12,))),
-    ({"pipe": 2}, dict(max_tokens_per_microbatch=40, packing=True, widths=(20,))),
+    pytest.param({"data": 2}, dict(max_tokens_per_microbatch=24, packing=True), marks=pytest.mark.slow),
+    pytest.param(
+        {"data": 4}, dict(max_tokens_per_microbatch=12, packing=True, widths=(12,)), marks=pytest.mark.slow
+    ),
+    pytest.param(
+        {"pipe": 2}, dict(max_tokens_per_microbatch=40, packing=True, widths=(20,)), marks=pytest.mark.slow
+    ),
 ]
 
 

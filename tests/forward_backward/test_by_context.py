@@ -111,6 +111,7 @@ CASES = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, budget, options", CASES, ids=str)
 def test_context_sizes_change_nothing(mesh, budget, options, params, batch, whole):
     (value, out), grads = whole
@@ -122,8 +123,11 @@ def test_context_sizes_change_nothing(mesh, budget, options, params, batch, whol
     assert float(got.terms["cross_entropy"].weight) == batch["loss_mask"].sum()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
-    "loss_fn, rng", [(small, KEY), (alone, None)], ids=["attention and dropout", "no attention"]
+    "loss_fn, rng",
+    [(small, KEY), (alone, None)],
+    ids=["attention and dropout", "no attention"],
 )
 def test_any_loss_function_keeps_its_numbers(loss_fn, rng, batch):
     one = jaxfb.get_forward_backward_func(jaxfb.make_mesh(devices=jax.devices()[:1]))
@@ -180,6 +184,7 @@ def test_one_reduction_whatever_the_number_of_widths(batch, monkeypatch):
     assert "run" not in texts
 
 
+@pytest.mark.slow
 def test_an_update_is_that_of_one_device(batch):
     options = {"max_grad_norm": 0.5, "dropout": True}
     one = jaxfb.make_train_step(

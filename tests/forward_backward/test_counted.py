@@ -109,8 +109,15 @@ def own_mesh():
     "mesh, num_microbatches, options",
     [
         (lambda: jaxfb.make_mesh(data=2), 2, {}),
-        (own_mesh, 2, {"schedule": "zero_bubble", "poison_bubbles": True}),
-        (lambda: jaxfb.make_mesh(pipe=2, fsdp=2), 2, {"schedule": "gpipe", "remat": "full"}),
+        pytest.param(
+            own_mesh, 2, {"schedule": "zero_bubble", "poison_bubbles": True}, marks=pytest.mark.slow
+        ),
+        pytest.param(
+            lambda: jaxfb.make_mesh(pipe=2, fsdp=2),
+            2,
+            {"schedule": "gpipe", "remat": "full"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["data", "own mesh", "pipe-fsdp"],
 )

@@ -14,6 +14,7 @@ from jaxfb.forward_backward import equivalence
 KEY = jax.random.key(1)
 
 
+@pytest.mark.slow
 def test_no_difference_in_a_model_that_keeps_its_contract():
     found = jaxfb.check_equivalence(
         toy.model,

@@ -72,7 +72,7 @@ NAMES = ["-".join([*(f"{a}{n}" for a, n in mesh.items()), *names, *map(written, 
          for mesh, _, names, options in CASES]  # fmt: skip
 
 
-SLOW = {"pipe2-fsdp2", "interleaved", "gpipe", "v_shape", "zb_v"}
+SLOW = {"pipe2-fsdp2", "zero_bubble", "interleaved", "gpipe", "v_shape", "zb_v", "1f1b", "gradients"}
 PARAMETERS = [
     pytest.param(*case, id=name, marks=[pytest.mark.slow] if any(word in name for word in SLOW) else [])
     for case, name in zip(CASES, NAMES, strict=True)
@@ -133,7 +133,9 @@ def memory(mesh, names, remat, **options):
     return found.temp_size_in_bytes, found.output_size_in_bytes
 
 
-@pytest.mark.parametrize("mesh", [(), (("pipe", 2),), (("fsdp", 2),)], ids=str)
+@pytest.mark.parametrize(
+    "mesh", [(), pytest.param((("pipe", 2),), marks=pytest.mark.slow), (("fsdp", 2),)], ids=str
+)
 def test_a_frozen_weight_has_no_gradient_no_accumulator_and_no_residual(mesh):
     names = ("embed", "head", *BIASES)
     (temp, out), (without_temp, without_out) = (memory(mesh, each, "none") for each in (None, names))
@@ -177,6 +179,7 @@ def test_gradients_as_a_value_are_applied_bit_for_bit_as_the_step_does():
     assert metrics.learning_rate == 0.1
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_named_among_all_parameters():
     spoiled = params() | {"layers": params()["layers"] | {"b": np.full_like(params()["layers"]["b"], np.nan)}}
     step = jaxfb.make_train_step(
@@ -188,6 +191,7 @@ def test_what_is_not_finite_is_named_among_all_parameters():
     assert causes["parameters"] == causes["gradients"] == ["['layers']['b']"]
 
 
+@pytest.mark.slow
 def test_the_comparison_with_one_device_is_of_the_trained_alone():
     found = jaxfb.check_equivalence(
         toy.model, params(), toy.batch(), [{"data": 2}], dtype="float64", trainable=["head"]

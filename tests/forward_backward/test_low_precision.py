@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import toy
 from jax.sharding import PartitionSpec as P
+from marks import some_slow
 
 import jaxfb
 from jaxfb.models.config import TransformerConfig
@@ -44,10 +45,12 @@ def specs(tree):
 
 CASES = [
     ({"data": 2, "fsdp": 2}, {}),
-    ({"fsdp": 2, "tensor": 2}, {"param_specs": specs}),
-    ({"pipe": 2, "fsdp": 2}, {"head_placement": "last"}),
-    ({"pipe": 2, "data": 2}, {"head_placement": "rows"}),
-    ({"pipe": 2, "tensor": 2}, {"param_specs": specs, "schedule": "zero_bubble"}),
+    pytest.param({"fsdp": 2, "tensor": 2}, {"param_specs": specs}, marks=pytest.mark.slow),
+    pytest.param({"pipe": 2, "fsdp": 2}, {"head_placement": "last"}, marks=pytest.mark.slow),
+    pytest.param({"pipe": 2, "data": 2}, {"head_placement": "rows"}, marks=pytest.mark.slow),
+    pytest.param(
+        {"pipe": 2, "tensor": 2}, {"param_specs": specs, "schedule": "zero_bubble"}, marks=pytest.mark.slow
+    ),
 ]
 
 
@@ -58,7 +61,7 @@ def compared(got, wanted, tolerance):
         assert worst <= tolerance * scale, (jax.tree_util.keystr(path), worst, scale)
 
 
-@pytest.mark.parametrize("dtype", list(TOLERANCES))
+@pytest.mark.parametrize("dtype", some_slow(list(TOLERANCES), fast=("bfloat16",)))
 @pytest.mark.parametrize("mesh, options", CASES, ids=lambda case: "-".join(map(str, case)))
 def test_any_mesh_computes_in_16_bits_what_one_device_does(mesh, options, dtype):
     batch = jax.tree.map(jnp.asarray, toy.batch())

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some_slow
 
 import jaxfb
 from jaxfb import Last, LossOutput, Max, Min, Pipelined, Sum
@@ -90,7 +91,7 @@ def reported(rows=slice(None)):
     return {name: jnp.asarray(metric.value) for name, metric in out.metrics.items()}
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_slow(CASES, fast=("fsdp", "1f1b")))
 def test_metrics_are_those_of_the_whole_batch(case):
     got, wanted = {name: metric.value for name, metric in run(case).metrics.items()}, reported()
     chex.assert_trees_all_close(got, wanted, rtol=0, atol=1e-13)
@@ -98,7 +99,7 @@ def test_metrics_are_those_of_the_whole_batch(case):
         assert got[name].dtype == wanted[name].dtype, name
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", some_slow(CASES, fast=("fsdp", "1f1b")))
 def test_metrics_of_each_microbatch_are_those_of_its_rows(case):
     """In the order of the rows, of all replicas; terms are reported beside them."""
     per_microbatch = run(case).per_microbatch
@@ -146,6 +147,7 @@ def test_forward_only_reports_the_same():
     chex.assert_trees_all_close(both.metrics, forward.metrics, rtol=0, atol=1e-13)
 
 
+@pytest.mark.slow
 def test_metrics_of_layers_may_have_any_weight():
     def counting(weights, hidden, microbatch, rng):
         after = layer(weights, hidden, microbatch, rng)

@@ -87,8 +87,10 @@ def in_pieces(model, params, batch, mesh=None, plan=PLAN, forward_only=False, **
     "options",
     [
         {"num_pieces": 4},
-        {"num_pieces": 2, "num_chunks": 2, "remat": "full"},
-        {"num_pieces": 4, "schedule": "seq_abreast", "mesh": {"pipe": 4}},
+        pytest.param({"num_pieces": 2, "num_chunks": 2, "remat": "full"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"num_pieces": 4, "schedule": "seq_abreast", "mesh": {"pipe": 4}}, marks=pytest.mark.slow
+        ),
     ],
     ids=str,
 )

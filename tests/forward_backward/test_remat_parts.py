@@ -42,6 +42,7 @@ def test_gradients_are_those_of_one_device(mesh, remat, options):
     close(out.grads, grads)
 
 
+@pytest.mark.slow
 def test_only_the_first_layers_keep_their_residuals():
     """The array of a tanh, say, is there for each layer that keeps it: temporaries grow with their number."""
 

@@ -96,6 +96,7 @@ def test_zero1_step_scatters_gradients_and_gathers_parameters_once():
         assert sum(one.bytes for one in found if one.kind == "all-gather") == bytes_of(cut)
 
 
+@pytest.mark.slow
 def test_fsdp_gathers_once_a_step_or_once_a_microbatch_as_asked():
     mesh = jaxfb.make_mesh(data=2, fsdp=2)
 

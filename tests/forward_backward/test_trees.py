@@ -12,6 +12,7 @@ import pytest
 from flax import nnx
 from flax.core import freeze
 from jax import lax
+from marks import some_slow
 
 import jaxfb
 from jaxfb import LossOutput, Pipelined, Sum
@@ -94,7 +95,9 @@ CONTAINERS = {
 }
 
 
-@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"pipe": 2, "fsdp": 2}], ids=str)
+@pytest.mark.parametrize(
+    "sizes", [{"fsdp": 2}, pytest.param({"pipe": 2, "fsdp": 2}, marks=pytest.mark.slow)], ids=str
+)
 @pytest.mark.parametrize("kind", CONTAINERS)
 def test_gradients_come_in_the_containers_of_the_parameters(kind, sizes):
     model, params = CONTAINERS[kind]
@@ -155,7 +158,7 @@ PATHS = {
 }
 
 
-@pytest.mark.parametrize("path", PATHS)
+@pytest.mark.parametrize("path", some_slow(PATHS, fast=("accumulation", "fsdp", "1f1b", "zero_bubble")))
 def test_leaves_that_no_gradient_reaches_have_a_zero_one(path):
     sizes, options = PATHS[path]
     grads = run(Pipelined(embed, odd_layer, head), ODD, sizes, **options).grads

@@ -93,6 +93,7 @@ def test_rolling_back_undoes_the_spike_and_continues_behind_its_rows(tmp_path):
     assert max(after) < 50
 
 
+@pytest.mark.slow
 def test_a_run_killed_after_a_rollback_ends_in_the_same_bits(tmp_path):
     class Kill(jaxfb.Callback):
         def on_step_start(self, step):
@@ -107,6 +108,7 @@ def test_a_run_killed_after_a_rollback_ends_in_the_same_bits(tmp_path):
     np.testing.assert_array_equal(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_a_skipped_spike_changes_no_bit(tmp_path, capsys):
     _, records = train(tmp_path / "a", callbacks=[BeforeUpdate(SPIKE, bad_row)], spikes="skip")
     assert [record["step"] for record in records if record.get("spike")] == [SPIKE]
@@ -118,7 +120,10 @@ def test_a_skipped_spike_changes_no_bit(tmp_path, capsys):
     np.testing.assert_array_equal(weights(tmp_path / "a"), weights(tmp_path / "b"))
 
 
-@pytest.mark.parametrize("at", [SPIKE, SPIKE + 1, SPIKE + 2])
+@pytest.mark.parametrize(
+    "at",
+    [SPIKE, pytest.param(SPIKE + 1, marks=pytest.mark.slow), pytest.param(SPIKE + 2, marks=pytest.mark.slow)],
+)
 def test_a_run_killed_around_a_skipped_spike_ends_in_the_same_bits(tmp_path, at):
     class Stop(jaxfb.Callback):
         def on_train_start(self, run):
@@ -136,6 +141,7 @@ def test_a_run_killed_around_a_skipped_spike_ends_in_the_same_bits(tmp_path, at)
     np.testing.assert_array_equal(weights(tmp_path / "whole"), weights(tmp_path / "killed"))
 
 
+@pytest.mark.slow
 def test_spikes_are_skipped_by_a_run_that_only_warned_before(tmp_path):
     bad = [BeforeUpdate(SPIKE, bad_row)]
     trainer_of(tmp_path, callbacks=bad, sections={"run": {"stop_at": SPIKE - 2}}).train()
@@ -143,6 +149,7 @@ def test_spikes_are_skipped_by_a_run_that_only_warned_before(tmp_path):
     assert [record["step"] for record in records if record.get("spike")] == [SPIKE]
 
 
+@pytest.mark.slow
 def test_the_dump_of_a_run_that_skipped_a_spike_replays_without_it(tmp_path):
     data = rows()
     data["y"][20::50] += 1e3
@@ -322,6 +329,7 @@ def unsafe(batch):
     batch["safe"][5] = 0  # of the rows of both replicas, cut into two microbatches
 
 
+@pytest.mark.slow
 def test_the_dump_of_a_run_that_was_given_up_replays_to_the_same_bits(tmp_path):
     bad = [BeforeUpdate(update, unsafe) for update in (5, 6)]
     with pytest.raises(jaxfb.trainer.NonFiniteAbort, match="jaxfb replay .*update-000006") as error:
@@ -335,6 +343,7 @@ def test_the_dump_of_a_run_that_was_given_up_replays_to_the_same_bits(tmp_path):
     assert (place.part, place.layer, place.backward) == ("layer", 0, False)
 
 
+@pytest.mark.slow
 def test_the_dump_of_spikes_replays_from_the_checkpoint(tmp_path):
     bad = [BeforeUpdate(update, bad_row) for update in range(SPIKE, 31)]
     with pytest.raises(SpikeAbort, match="jaxfb replay"):

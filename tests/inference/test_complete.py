@@ -55,6 +55,7 @@ def test_prompts_of_a_file_are_continued_in_batches(directory, tmp_path, capsys)
     assert capsys.readouterr().out.splitlines()[-1] in ("Who?\n" + found[0]["answers"][0]).splitlines()
 
 
+@pytest.mark.slow
 def test_a_model_on_several_devices_continues_as_on_one(directory, model):
     parts = open_model(directory, ["mesh.fsdp=2", "mesh.tensor=2"])
     kernel = parts.params["layers"]["mlp"]["up"]["kernel"]
@@ -149,6 +150,7 @@ def test_a_conversation_keeps_what_was_written_until_it_is_reset(model):
     assert 0 < first < second and text.endswith("\n")
 
 
+@pytest.mark.slow
 def test_pieces_of_an_answer_are_the_answer(model):
     messages, how = [{"role": "user", "content": "Who?"}], Sampling(tokens=6)
     assert "".join(answers(model, messages, how)) == complete(model, [messages], how, batch=1)[0][0].rstrip(

@@ -79,6 +79,7 @@ def write_lines(path, *records):
     return str(path)
 
 
+@pytest.mark.slow
 def test_texts_and_tasks_from_the_command_line(directory, tmp_path, capsys, scorer):
     choices = ["yes", "no, certainly not"]
     prompt = "Is it?"
@@ -114,6 +115,7 @@ def test_files_that_are_no_task_are_refused(tmp_path, lines, message):
         read_task(write_lines(tmp_path / "task.jsonl", *lines))
 
 
+@pytest.mark.slow
 def test_the_harness_gets_what_transformers_would_give(golden):
     """Numbers of transformers' own model on the very same files."""
     case = golden("hf_harness.json")

@@ -74,6 +74,7 @@ def test_a_loss_that_couples_rows_is_refused(loss, what):
     _check(loss, 1)
 
 
+@pytest.mark.slow
 def test_losses_over_sequences_pass():
     _check(by_sequence, 2)
     _check(PolicyLoss(aggregation="seq-mean-token-mean", kl_coef=0.1, entropy_coef=0.1), 2)

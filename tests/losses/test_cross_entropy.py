@@ -81,6 +81,7 @@ def test_half_precision_sums_in_float32(dtype, close):
         )
 
 
+@pytest.mark.slow
 def test_float16_keeps_the_tail_of_the_softmax():
     """Probabilities near float16's smallest number must survive before any loss scale could lift them."""
     kernel = jnp.concatenate([jnp.full((1, 1), 15.0), jnp.zeros((1, 31))], axis=1)
@@ -127,6 +128,7 @@ def test_memory_is_far_below_all_the_logits():
     print(f"{chunked=:,} {all_logits=:,}")
 
 
+@pytest.mark.slow
 def test_a_few_tokens_have_the_gradient_of_many_and_their_logits_gradient_is_kept_in_the_compute_dtype():
     """Kept, where it takes no more than the float32 sum of the kernel's gradients, it makes that sum unnecessary."""
     wide = jnp.concatenate([_inputs()[0]] * 4, axis=-1)

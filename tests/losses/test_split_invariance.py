@@ -249,6 +249,7 @@ def test_a_pipeline_with_its_vocabulary_cut_and_its_sequences_too():
     _check("policy", {"pipe": 2, "context": 2}, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind", ["critic", *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("top", "full"))]
 )

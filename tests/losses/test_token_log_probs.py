@@ -100,6 +100,7 @@ def test_absent_ids_have_no_probability_and_no_gradient(devices):
     assert (np.asarray(ours[1][1])[:, gone] == 0).all()
 
 
+@pytest.mark.slow
 def test_one_target_a_position_and_logits_that_exist_already(golden):
     hidden, kernel, targets, mask, *_ = _inputs()
     one = token_log_probs(hidden, kernel, targets[..., 0], mask)
@@ -116,6 +117,7 @@ def test_one_target_a_position_and_logits_that_exist_already(golden):
     _close([*log_probs_of_logits(logits, labels), *grads], [jnp.array(x) for x in expected], 1e-9)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype, close", [(jnp.bfloat16, 3e-2), (jnp.float16, 4e-3)])
 def test_half_precision_sums_in_float32_whatever_the_size_of_the_cotangents(dtype, close):
     hidden, kernel, targets, mask, seeds, _ = _inputs(dtype)

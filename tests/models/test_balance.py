@@ -90,21 +90,17 @@ def plain(layers):
 
 SPLITS = [
     ({"data": 2, "expert": 2, "context": 2}, 2, "each", {}),
-    *(
-        pytest.param(*split, marks=pytest.mark.slow)
-        for split in [
-            ({}, 4, "together", {}),
-            ({"pipe": 2, "expert": 2}, 2, "each", {"schedule": "zero_bubble", "poison_bubbles": True}),
-            ({}, 1, "each", {"remat": "full"}),
-            ({"data": 4, "tensor": 2}, 2, "each", {}),
-            ({"fsdp": 2, "expert": 2, "tensor": 2}, 2, "together", {"optimizer_sharding": "data"}),
-            ({"pipe": 2, "context": 2, "tensor": 2}, 4, "each", {"remat": "full"}),
-            ({"pipe": 2, "data": 2}, 4, "together", {"schedule": "1f1b", "fsdp_gather": "step"}),
-        ]
-    ),
+    ({}, 4, "together", {}),
+    ({"pipe": 2, "expert": 2}, 2, "each", {"schedule": "zero_bubble", "poison_bubbles": True}),
+    ({}, 1, "each", {"remat": "full"}),
+    ({"data": 4, "tensor": 2}, 2, "each", {}),
+    ({"fsdp": 2, "expert": 2, "tensor": 2}, 2, "together", {"optimizer_sharding": "data"}),
+    ({"pipe": 2, "context": 2, "tensor": 2}, 4, "each", {"remat": "full"}),
+    ({"pipe": 2, "data": 2}, 4, "together", {"schedule": "1f1b", "fsdp_gather": "step"}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes, num_microbatches, layers, options", SPLITS, ids=str)
 def test_the_balance_of_a_batch_is_that_of_its_plain_formula(sizes, num_microbatches, layers, options):
     """Loss, gradient, choices of each expert and entropies, at any split."""
@@ -148,6 +144,7 @@ def test_what_a_capacity_drops_is_counted():
     np.testing.assert_allclose(said["router_entropy"].value, np.log(4))
 
 
+@pytest.mark.slow
 def test_apply_takes_its_microbatch_for_the_whole_batch():
     keys = jax.vmap(jax.random.fold_in, (None, 0))(KEY, jnp.arange(ROWS))
     terms = jax.jit(lambda p: apply(transformer(CONFIG), p, batch(), keys).terms)(params())

@@ -26,7 +26,7 @@ def params():
     return jax.tree.map(lambda x: 10 * x, make(jax.random.key(0)))
 
 
-@pytest.mark.parametrize("window", [None, 4])
+@pytest.mark.parametrize("window", [None, pytest.param(4, marks=pytest.mark.slow)])
 def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(params, window):
     config = dataclasses.replace(CONFIG, window=window)
     prompts, lengths = np.array([[3, 1, 4, 1, 5], [9, 2, 0, 0, 0], [6, 5, 3, 0, 0]]), [5, 2, 3]
@@ -38,6 +38,7 @@ def test_greedy_equals_the_training_forward_at_every_step_for_ragged_prompts(par
         np.testing.assert_allclose(out.log_probs[row], log_probs.max(-1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_sampling_is_keyed_by_row_and_top_k_cuts_the_tail(params):
     prompts = jnp.array([[3, 1], [9, 2], [3, 1]])
     sample = lambda rows, **how: generate(  # noqa: E731
@@ -53,6 +54,7 @@ def test_sampling_is_keyed_by_row_and_top_k_cuts_the_tail(params):
     np.testing.assert_allclose(out.log_probs[0], expected[jnp.arange(8), out.tokens[0]], atol=1e-12)
 
 
+@pytest.mark.slow
 def test_log_probs_are_of_the_temperature_that_was_sampled_at(params):
     prompts, how = jnp.array([[3, 1]]), {"temperature": 2.0, "key": jax.random.key(5)}
     out = generate(CONFIG, params, prompts, 4, log_prob_temperature=2.0, **how)
@@ -71,6 +73,7 @@ def test_a_row_ends_at_its_stop_token(params):
     assert (out.tokens[0, first:] == stop).all() and (out.log_probs[0, first + 1 :] == 0).all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("attention", ["cudnn", "splash"])
 def test_a_kernel_that_training_names_does_not_refuse_a_prompt(params, attention):
     prompts = jnp.array([[3, 1], [9, 2]])
@@ -106,7 +109,14 @@ def test_of_several_stop_tokens_any_ends_its_row(params):
         assert (out.tokens[row, end:] == free[row, end]).all() and (out.log_probs[row, end + 1 :] == 0).all()
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 3.0}, {"temperature": 3.0, "top_k": 22}])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        pytest.param({"temperature": 3.0}, marks=pytest.mark.slow),
+        pytest.param({"temperature": 3.0, "top_k": 22}, marks=pytest.mark.slow),
+    ],
+)
 def test_absent_ids_are_never_drawn_and_the_others_probabilities_add_up(params, how):
     prompts, absent = jnp.tile(jnp.array([[3, 1]]), (16, 1)), ((0, 7), (11, 12), (20, 23))
     if how:
@@ -131,6 +141,7 @@ def test_filters_keep_what_their_words_mean():
     np.testing.assert_array_equal(kept(top_k=3, top_p=0.8, min_p=0.5), [[1, 1, 0, 0, 0], [0, 0, 0, 1, 1]])
 
 
+@pytest.mark.slow
 def test_what_comes_piece_by_piece_is_what_comes_at_once(params):
     prompts, lengths = jnp.array([[3, 1, 4], [9, 2, 0]]), jnp.array([3, 2])
     how = {
@@ -146,6 +157,7 @@ def test_what_comes_piece_by_piece_is_what_comes_at_once(params):
     np.testing.assert_array_equal(np.concatenate(pieces, axis=1), whole)
 
 
+@pytest.mark.slow
 def test_generation_ends_when_every_row_has_stopped(params):
     prompts = jnp.array([[3, 1], [9, 2]])
     free = np.asarray(generate(CONFIG, params, prompts, 8).tokens)

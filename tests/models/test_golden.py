@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some_slow
 from whole import apply, logits
 
 sys.path.insert(0, str(Path(__file__).parent))
@@ -42,7 +43,7 @@ def _microbatch(inputs):
     }
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=some_slow(MODELS, fast=("hf_llama_tiny",)))
 def model(request):
     config, params = load_hf(GOLDEN / request.param)
     params = jax.tree.map(lambda x: jnp.asarray(x, jnp.float64), params)

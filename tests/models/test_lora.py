@@ -86,6 +86,7 @@ def test_gradients_are_the_projected_gradients_of_the_merged_model():
         assert node["kernel"] is None
 
 
+@pytest.mark.slow
 def test_gradients_of_experts_adapters_are_the_projected_ones_of_each_experts_matrix():
     """Of gpt-oss' kind too, whose experts have biases; the attention is DeepSeek's."""
     lora, tree = EXPERTS.lora, params(EXPERTS)
@@ -117,9 +118,9 @@ def slow(*case):
 
 MESHES = [
     ({}, 2, {}),
-    ({"data": 2, "tensor": 2}, 2, {}),
+    slow({"data": 2, "tensor": 2}, 2, {}),
     slow({"fsdp": 2, "context": 2}, 2, {}),
-    ({"data": 2}, 2, {"optimizer_sharding": "gradients"}),
+    slow({"data": 2}, 2, {"optimizer_sharding": "gradients"}),
     slow({"pipe": 2, "fsdp": 2}, 2, {"schedule": "1f1b", "remat": "selective"}),
     slow({"pipe": 2, "tensor": 2}, 4, {"schedule": "zero_bubble"}),
 ]
@@ -153,11 +154,8 @@ def test_the_law_of_experts_on_meshes(mesh, options):
     close(fb(transformer(EXPERTS), params(EXPERTS), batch(), plan).grads, wanted(config=EXPERTS))
 
 
-@pytest.mark.parametrize(
-    "mesh",
-    [{"data": 2, "tensor": 2}, pytest.param({"pipe": 2, "context": 2}, marks=pytest.mark.slow)],
-    ids=str,
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("mesh", [{"data": 2, "tensor": 2}, {"pipe": 2, "context": 2}], ids=str)
 def test_dropout_of_adapters_depends_on_the_row_alone(mesh):
     config = adapted(BASE, replace(ADAPTED.lora, dropout=0.4, targets=("query", "down")))
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=mesh.get("data", 1), num_microbatches=2)

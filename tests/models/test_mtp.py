@@ -77,6 +77,7 @@ def _document(config, params, tokens, targets, places):
     return losses
 
 
+@pytest.mark.slow
 def test_the_loss_equals_a_loop_over_documents():
     run = jax.jit(lambda params, batch: apply(transformer(DENSE), params, batch).terms)
     for row in (0, 4):
@@ -100,8 +101,8 @@ def _one_device(config):
     return _run(config, {}, ROWS)
 
 
-FAST = [(DENSE, dict(context=4, data=2), 2, {})]
-SLOW = [
+CASES = [
+    (DENSE, dict(context=4, data=2), 2, {}),
     (DENSE, dict(pipe=2, context=2, tensor=2), 1, dict(schedule="1f1b", poison_bubbles=True)),
     (DENSE, dict(fsdp=2, data=2, tensor=2), 1, dict(optimizer_sharding="data")),
     (DENSE, dict(pipe=2, data=2), 2, dict(schedule="zero_bubble", head_placement="rows")),
@@ -110,9 +111,10 @@ SLOW = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "config, sizes, rows_per_microbatch, options",
-    FAST + [pytest.param(*case, marks=pytest.mark.slow) for case in SLOW],
+    CASES,
     ids=lambda value: "experts" if value is EXPERTS else "dense" if value is DENSE else str(value),
 )
 def test_a_split_changes_nothing(config, sizes, rows_per_microbatch, options):

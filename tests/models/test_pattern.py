@@ -64,6 +64,7 @@ def stacked(layers):
     return jax.tree.map(lambda *leaves: jnp.stack(leaves), *layers)
 
 
+@pytest.mark.slow
 def test_kinds_that_are_alike_are_a_plain_stack():
     """A window longer than the row and a theta that is the model's hide nothing; a remainder of 1 leads."""
     config = replace(PLAIN, pattern=(LayerKind(window=99), LayerKind(rope_theta=PLAIN.rope_theta)))
@@ -130,18 +131,14 @@ def whole():
 
 SPLITS = [
     ({"data": 2, "expert": 2}, 2, {"fsdp_gather": "step", "optimizer_sharding": "data"}),
-    *(
-        pytest.param(*split, marks=pytest.mark.slow)
-        for split in [
-            ({"pipe": 2, "expert": 2, "tensor": 2}, 2, {"remat": "selective"}),
-            ({"context": 2, "fsdp": 2, "tensor": 2}, 2, {"remat": "full"}),
-            ({"pipe": 2, "context": 2, "data": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
-            ({"pipe": 2, "fsdp": 2}, 2, {"head_placement": "rows"}),
-        ]
-    ),
+    ({"pipe": 2, "expert": 2, "tensor": 2}, 2, {"remat": "selective"}),
+    ({"context": 2, "fsdp": 2, "tensor": 2}, 2, {"remat": "full"}),
+    ({"pipe": 2, "context": 2, "data": 2}, 4, {"schedule": "zero_bubble", "poison_bubbles": True}),
+    ({"pipe": 2, "fsdp": 2}, 2, {"head_placement": "rows"}),
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mesh, num_microbatches, options", SPLITS, ids=str)
 def test_a_split_changes_nothing(mesh, num_microbatches, options):
     """A period of two kinds, one with experts, behind a layer beside the embedding, which the stages share by rows."""
@@ -155,6 +152,7 @@ def test_a_split_changes_nothing(mesh, num_microbatches, options):
     assert np.abs(grads["leading"]["layer_0"]["mlp"]["up"]["kernel"]).max() > 1e-6
 
 
+@pytest.mark.slow
 def test_the_bias_of_each_layers_router_moves_with_its_own_load():
     """The same experts in one kind of a period as in a plain stack of those layers."""
     load = np.random.default_rng(0).integers(0, 9, (2, 3, 4))
@@ -171,6 +169,7 @@ def test_the_bias_of_each_layers_router_moves_with_its_own_load():
     assert "expert_load" not in told["layer_1"]
 
 
+@pytest.mark.slow
 def test_generation_keeps_what_each_kind_sees():
     config = replace(PLAIN, pattern=(LOCAL, NO_ROPE))
     params = made(config)
@@ -184,6 +183,7 @@ def test_generation_keeps_what_each_kind_sees():
         np.testing.assert_allclose(out.log_probs[row], log_probs.max(-1), rtol=0, atol=1e-12)
 
 
+@pytest.mark.slow
 def test_every_layer_has_its_adapters():
     lora = LoRA(rank=2, targets=("query", "mlp.*"))
     config = adapted(replace(PLAIN, num_layers=7, pattern=(LOCAL, LOCAL, FULL)), lora)

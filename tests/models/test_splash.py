@@ -70,7 +70,11 @@ def small_blocks(monkeypatch):
 @pytest.mark.usefixtures("small_blocks")
 @pytest.mark.parametrize(
     "kv_heads, packed, window, softcap",
-    [(HEADS, False, None, None), (KV_HEADS, True, None, None), (KV_HEADS, True, 70, 2.0)],
+    [
+        pytest.param(HEADS, False, None, None, marks=pytest.mark.slow),
+        pytest.param(KV_HEADS, True, None, None, marks=pytest.mark.slow),
+        (KV_HEADS, True, 70, 2.0),
+    ],
 )
 def test_the_kernel_is_attention_and_its_gradient_is_too(kv_heads, packed, window, softcap):
     """In float32, to 5e-6 of the largest number: both sum 256 products, in another order."""
@@ -214,17 +218,17 @@ RING = dict(context_attention="ring")
     "sizes, remat, options, forward",
     [
         (dict(data=2, tensor=2), "none", {}, 1),
-        (dict(data=2, tensor=2), "selective", {}, 1),
+        pytest.param(dict(data=2, tensor=2), "selective", {}, 1, marks=pytest.mark.slow),
         (dict(data=2, tensor=2), "full", {}, 2),
-        (dict(data=2, context=3, tensor=2), "full", {}, 2),
-        (dict(data=2, context=3, tensor=2), "full", RING, 2),
-        (dict(data=2, context=3, tensor=2), "selective", RING, 1),
-        (PIPE, "none", dict(schedule="1f1b"), 1),
-        (PIPE, "selective", dict(schedule="1f1b"), 1),
-        (PIPE, "layer", dict(schedule="1f1b"), 2),
-        (PIPE, "selective", dict(schedule="zero_bubble"), 1),
-        (PIPE, "selective", dict(num_pieces=2), 1),
-        (PIPE, "layer", dict(num_pieces=2), 2),
+        pytest.param(dict(data=2, context=3, tensor=2), "full", {}, 2, marks=pytest.mark.slow),
+        pytest.param(dict(data=2, context=3, tensor=2), "full", RING, 2, marks=pytest.mark.slow),
+        pytest.param(dict(data=2, context=3, tensor=2), "selective", RING, 1, marks=pytest.mark.slow),
+        pytest.param(PIPE, "none", dict(schedule="1f1b"), 1, marks=pytest.mark.slow),
+        pytest.param(PIPE, "selective", dict(schedule="1f1b"), 1, marks=pytest.mark.slow),
+        pytest.param(PIPE, "layer", dict(schedule="1f1b"), 2, marks=pytest.mark.slow),
+        pytest.param(PIPE, "selective", dict(schedule="zero_bubble"), 1, marks=pytest.mark.slow),
+        pytest.param(PIPE, "selective", dict(num_pieces=2), 1, marks=pytest.mark.slow),
+        pytest.param(PIPE, "layer", dict(num_pieces=2), 2, marks=pytest.mark.slow),
     ],
 )
 def test_a_layer_runs_the_forward_kernel_once_unless_it_is_recomputed_whole(sizes, remat, options, forward):

@@ -28,19 +28,16 @@ def integers_of_32_bits():
 RING, GATHERED = splash_ring, splash_gathered
 
 
-def slow(*case):
-    return pytest.param(*case, marks=pytest.mark.slow)
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kernels, size, packed, softcap, window",
     [
         (RING, 2, False, None, None),
-        slow(RING, 3, True, 2.0, None),
+        (RING, 3, True, 2.0, None),
         (GATHERED, 2, False, None, None),
-        slow(GATHERED, 3, True, 2.0, None),
-        slow(GATHERED, 4, True, None, 200),  # ends within a block
-        slow(GATHERED, 2, False, None, 129),
+        (GATHERED, 3, True, 2.0, None),
+        (GATHERED, 4, True, None, 200),  # ends within a block
+        (GATHERED, 2, False, None, 129),
     ],
 )
 def test_kernels_have_the_numbers_of_the_ring_that_makes_scores(kernels, size, packed, softcap, window):

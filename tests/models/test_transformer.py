@@ -59,6 +59,7 @@ def test_dropout_follows_the_row_wherever_it_goes(params):
     assert np.abs(same_row_twice[0] - same_row_twice[1]).max() > 0.01
 
 
+@pytest.mark.slow
 def test_the_two_branches_of_a_layer_drop_different_entries(params):
     model, keys = transformer(CONFIG), jax.random.split(jax.random.key(2), 3)
     ones = jax.tree.map(lambda x: jnp.ones_like(x[0]), params["layers"])
@@ -73,6 +74,7 @@ def test_the_two_branches_of_a_layer_drop_different_entries(params):
     assert (kept("mlp", keys) != kept("attention", keys)).any()
 
 
+@pytest.mark.slow
 def test_loss_of_float32_params_is_that_of_float64(params):
     microbatch = {
         "tokens": jnp.arange(10).reshape(2, 5),

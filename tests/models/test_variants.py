@@ -111,15 +111,8 @@ def test_no_mesh_changes_a_gradient(name):
     ).raise_if_above(1e-12)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "gemma",
-        "longrope",
-        pytest.param("gpt_oss", marks=pytest.mark.slow),
-        pytest.param("deepseek", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gemma", "longrope", "gpt_oss", "deepseek"])
 def test_a_cache_of_keys_changes_no_probability(name):
     config, params = replace(VARIANTS[name], dropout=0.0), drawn(VARIANTS[name])
     prompt, lengths = batch(rows=2)["tokens"], np.array([8, 3])

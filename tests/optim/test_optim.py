@@ -143,6 +143,7 @@ def test_three_jitted_steps_lower_a_loss_and_keep_every_dtype(name):
     assert state.count == 3 and state.count.dtype == jnp.int32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["muon", "adafactor"])
 def test_a_stacked_leaf_is_updated_layer_by_layer(name):
     params = mixed_params()["layers"]

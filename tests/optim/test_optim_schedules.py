@@ -94,6 +94,7 @@ def from_megatron(inputs, group):
     return rate, decay
 
 
+@pytest.mark.slow
 def test_rates_and_decay_are_those_of_megatron(golden):
     for case in golden("megatron_lr_wd.json")["cases"]:
         inputs, expected = case["inputs"], case["expected"]

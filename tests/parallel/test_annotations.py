@@ -13,6 +13,7 @@ import pytest
 from flax import nnx
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from marks import some_slow
 
 import jaxfb
 from jaxfb import BatchPlan, Sum, make_mesh, make_train_step
@@ -114,7 +115,7 @@ def kernels(tree):
     return {leaf.shape: leaf for leaf in jax.tree.leaves(tree) if leaf.ndim == 2}
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, fast=("nnx module", "placed arrays")))
 def test_parameters_and_moments_are_cut_as_annotated_and_the_numbers_are_those_of_one_device(name):
     make, loss = CASES[name]
     mesh = make_mesh(data=2, tensor=2)

@@ -29,7 +29,14 @@ def written_out(query, key, value, scores):
     return jnp.einsum("rhts,rshk->rthk", jax.nn.softmax(products)[..., :LENGTH], value)
 
 
-@pytest.mark.parametrize("softcap, has_sinks", [(0.7, True), (0.7, False), (None, True)])
+@pytest.mark.parametrize(
+    "softcap, has_sinks",
+    [
+        (0.7, True),
+        pytest.param(0.7, False, marks=pytest.mark.slow),
+        pytest.param(None, True, marks=pytest.mark.slow),
+    ],
+)
 def test_every_attention_equals_the_softmax_written_out(softcap, has_sinks):
     rng = np.random.default_rng(0)
     query, key, value, seen = (

@@ -32,7 +32,7 @@ def test_zigzag_gives_every_device_an_early_and_a_late_piece():
 @pytest.mark.parametrize(
     "size, window",
     [
-        (4, None),
+        pytest.param(4, None, marks=pytest.mark.slow),
         (4, 3),
         pytest.param(4, 9, marks=pytest.mark.slow),
         pytest.param(2, None, marks=pytest.mark.slow),
@@ -103,7 +103,11 @@ def run(cut, mesh, rows_per_microbatch=2, normalize="global", **options):
         (dict(context=2, data=2), dict(normalize="microbatch", rows_per_microbatch=2)),
         pytest.param(dict(context=4), dict(gather_ahead=True), marks=pytest.mark.slow),
         pytest.param(dict(context=2, pipe=2, tensor=2), dict(schedule="1f1b"), marks=pytest.mark.slow),
-        (dict(context=2, fsdp=2), dict(remat="full", gather_ahead=True, fsdp_gather=1)),
+        pytest.param(
+            dict(context=2, fsdp=2),
+            dict(remat="full", gather_ahead=True, fsdp_gather=1),
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             dict(context=2, fsdp=2, data=2),
             dict(remat="full", optimizer_sharding="data"),
@@ -162,6 +166,7 @@ def test_sequences_that_do_not_divide_are_refused():
         fb(loss_fn, jnp.float64(1), {"x": np.ones((2, 16)), "y": np.ones((2, 8))}, plan)
 
 
+@pytest.mark.slow
 def test_a_context_axis_cuts_the_state_and_reduces_into_shards():
     """The bytes of arguments fall by its size, and no gradient of a whole leaf is all-reduced over it."""
     cut, params = model()

@@ -166,6 +166,7 @@ def gathers_and_scatters(mesh, gather):
     return [one for one in collectives(compiled.as_text()) if one.kind in ("all-gather", "reduce-scatter")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("gather", ["layer", pytest.param("step", marks=pytest.mark.slow)])
 def test_fsdp_brings_together_what_tensor_leaves_a_device(gather):
     """Half the bytes over fsdp at tensor=2, and no weight is ever whole over tensor."""

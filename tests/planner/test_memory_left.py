@@ -59,6 +59,7 @@ def test_what_is_left_is_only_offered_where_it_can_run():
     assert all(config_from_dict(config_to_dict(one)) == one for one in found)
 
 
+@pytest.mark.slow
 def test_the_search_fills_what_is_left():
     found = search(config_of(), TOPOLOGY, layouts=12, compiled=0)
     parts = [

@@ -5,6 +5,7 @@ import json
 import jax
 import jax.numpy as jnp
 import pytest
+from marks import some_slow
 
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
@@ -30,7 +31,7 @@ def size(tree):
     )
 
 
-@pytest.mark.parametrize("name", SMALL)
+@pytest.mark.parametrize("name", some_slow(SMALL, fast=("sft", "grpo_arithmetic")))
 @pytest.mark.parametrize("lora", [[], LORA], ids=["whole", "lora"])
 def test_the_state_is_counted_to_the_byte(name, lora):
     config = load_config(name, [*SMALL[name], *lora])

@@ -81,6 +81,7 @@ def test_the_given_layout_is_compiled_first_and_compared_with_the_best(compiler,
     )
 
 
+@pytest.mark.slow
 def test_the_given_layout_is_in_the_table_however_slow_it_is():
     config, topology = load_config(SMALL[0], [*SIZES, "parallel.remat=full"]), parse_topology(SMALL[2])
     found = search(config, topology, layouts=24, compiled=0)
@@ -131,6 +132,7 @@ def test_the_compilers_process_ends_with_the_one_that_started_it():
     assert process.wait(timeout=PATIENCE) == 1
 
 
+@pytest.mark.slow
 def test_the_state_goes_to_the_host_where_no_layout_fits_otherwise():
     config, said = load_config("configs/8b.yaml", ["batch.rows=64"]), []
     roomy, tight = (parse_topology(name) for name in ("v5p:2x2x2", "v5e:2x4"))

@@ -169,6 +169,7 @@ def test_an_import_copies_files_and_reads_no_weights(tmp_path, directory, monkey
     np.testing.assert_array_equal(work.train_state.params["embed"]["embedding"], stored.astype(np.float32))
 
 
+@pytest.mark.slow
 def test_a_checkpoint_is_exported_layer_by_layer(tmp_path, directory, monkeypatch, capsys):
     from jaxfb.checkpoint.store import CheckpointStore
     from jaxfb.checkpoint.stored_parts import StoredArrays
@@ -189,6 +190,7 @@ def test_a_checkpoint_is_exported_layer_by_layer(tmp_path, directory, monkeypatc
     assert stored["lm_head.weight"].dtype == jnp.bfloat16
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("through", [pytest.param("model.from", marks=pytest.mark.slow), "start.run"])
 def test_adapters_begin_beside_the_weights_of_a_directory(tmp_path, directory, through):
     lora = {

@@ -19,7 +19,10 @@ from jaxfb.pretrained.repository import Repository
 GOLDEN = Path(__file__).parent.parent / "golden"
 FILES = ("hf_layer_kinds.json", "hf_changed_keys.json")
 CASES = [case for name in FILES for case in json.loads((GOLDEN / name).read_text())["cases"]]
-BY_NAME = pytest.mark.parametrize("case", CASES, ids=[case["name"] for case in CASES])
+SLOW = {"qwen2_window", "mixtral_window", "mistral_window", "qwen3_moe_window", "gelu_tanh"}
+BY_NAME = pytest.mark.parametrize(
+    "case", [pytest.param(c, id=c["name"], marks=[pytest.mark.slow] * (c["name"] in SLOW)) for c in CASES]
+)
 all_logits = jax.jit(logits, static_argnums=0)
 
 

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from marks import some_slow
 from safetensors.numpy import load_file, save_file
 from whole import logits
 
@@ -40,7 +41,7 @@ def loaded(directory, mesh=None, dtype=jnp.float32):
     return repository, sizes, load_params(repository, sizes, shapes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_slow(MODELS, fast=("hf_llama_tiny", "hf_mixtral_tiny")))
 def test_logits_are_those_of_transformers(name, golden):
     _, sizes, params = loaded(GOLDEN / name, dtype=jnp.float64)
     cases = [case for case in golden("llama_tiny.json")["cases"] if case["inputs"]["model_dir"] == name]
@@ -58,6 +59,7 @@ def test_logits_are_those_of_transformers(name, golden):
                     np.testing.assert_allclose(ours[row, position], theirs, rtol=0, atol=5e-5)
 
 
+@pytest.mark.slow
 def test_architectures_and_rope_scalings_give_the_logits_of_transformers(golden):
     """Sequences of 48 tokens, three times the original length of the scaled models."""
     cases = golden("hf_architectures.json")["cases"]
@@ -78,7 +80,7 @@ def test_architectures_and_rope_scalings_give_the_logits_of_transformers(golden)
         )
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", some_slow(MODELS, fast=("hf_qwen2_tiny",)))
 def test_a_mesh_gets_the_same_bits(name):
     mesh = make_mesh(fsdp=2, pipe=2, expert=2) if "mixtral" in name else make_mesh(fsdp=4, pipe=2)
     _, _, whole = loaded(GOLDEN / name)
@@ -87,6 +89,7 @@ def test_a_mesh_gets_the_same_bits(name):
     chex.assert_trees_all_equal(jax.device_get(whole), jax.device_get(cut))
 
 
+@pytest.mark.slow
 def test_a_tensor_axis_gets_the_same_bits(copied):
     change_config(copied, vocab_size=64)
     sizes = sizes_of(open_repository(copied).config)
@@ -98,7 +101,7 @@ def test_a_tensor_axis_gets_the_same_bits(copied):
 
 
 @pytest.mark.parametrize("name", [*MODELS, *MORE])
-@pytest.mark.parametrize("file_bytes", [10**9, 20_000])
+@pytest.mark.parametrize("file_bytes", [pytest.param(10**9, marks=pytest.mark.slow), 20_000])
 def test_a_round_trip_is_bitwise(name, file_bytes, tmp_path):
     repository, _, params = loaded(GOLDEN / name)
     export_model(tmp_path / "out", params, repository.config, GOLDEN / name, file_bytes)

@@ -57,7 +57,7 @@ def test_losses_and_gradient_norms_are_those_of_transformers(tmp_path):
         np.testing.assert_allclose(ours, theirs, rtol=5e-5, atol=1e-6, err_msg=tensor)
 
 
-@pytest.mark.parametrize("depth", [0, 1])
+@pytest.mark.parametrize("depth", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_round_trip_is_bitwise(depth, tmp_path):
     repository, sizes, params = loaded(depth)
     export_model(tmp_path / "out", params, repository.config)

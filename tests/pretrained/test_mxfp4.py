@@ -61,6 +61,7 @@ def packed(tmp_path):
     return tmp_path / "packed"
 
 
+@pytest.mark.slow
 def test_a_directory_is_read_in_parts_and_exported_in_16_bits(packed, tmp_path):
     repository = open_repository(packed)
     name = "model.layers.1.mlp.experts.gate_up_proj"

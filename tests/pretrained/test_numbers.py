@@ -16,6 +16,21 @@ from jaxfb.pretrained.architectures import ARCHITECTURES, describe
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MODELS = sorted(path.parent.name for path in GOLDEN.glob("hf_*_tiny/expected.json"))
+SLOW = {
+    f"hf_{name}_tiny"
+    for name in (
+        "deepseek_v3_dense",
+        "deepseek_v3",
+        "deepseek_v3_yarn",
+        "gemma2",
+        "gemma3",
+        "gpt_oss",
+        "gemma",
+        "smollm3",
+        "qwen3_moe_sparse",
+    )
+}
+"""Models whose gradients take seconds to compile."""
 
 
 def loaded(directory, dtype=jnp.float64):
@@ -25,7 +40,7 @@ def loaded(directory, dtype=jnp.float64):
     return repository, sizes, load_params(repository, sizes, shapes)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MODELS])
 def test_logits_loss_and_gradient_norms_are_those_of_transformers(name, tmp_path):
     repository, sizes, params = loaded(GOLDEN / name)
     expected = json.loads((GOLDEN / name / "expected.json").read_text())
@@ -52,7 +67,7 @@ def test_logits_loss_and_gradient_norms_are_those_of_transformers(name, tmp_path
         np.testing.assert_allclose(norms[tensor], theirs, rtol=5e-5, atol=1e-6, err_msg=tensor)
 
 
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", [pytest.param(m, marks=[pytest.mark.slow] * (m in SLOW)) for m in MODELS])
 def test_a_round_trip_is_bitwise(name, tmp_path):
     repository, _, params = loaded(GOLDEN / name, jnp.float32)
     export_model(tmp_path / "out", params, repository.config)

@@ -8,6 +8,7 @@ import chex
 import jax
 import numpy as np
 import pytest
+from marks import some_slow
 from safetensors.numpy import load_file
 
 from jaxfb.cli.commands import main
@@ -61,7 +62,7 @@ KINDS = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", some_slow(KINDS, fast=("qwen2", "mixtral")))
 def test_a_model_of_ours_is_described_so_that_it_comes_back(kind, tmp_path):
     sizes = TransformerConfig(**SMALL, **KINDS[kind])
     params = init_params(sizes, jax.random.key(1))

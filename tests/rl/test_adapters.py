@@ -60,7 +60,7 @@ def adapters_of(params):
     return {trainable.name_of(path) for path, _ in leaves}
 
 
-@pytest.mark.parametrize("start", ["random", "run"])
+@pytest.mark.parametrize("start", ["random", pytest.param("run", marks=pytest.mark.slow)])
 def test_supervised_training_changes_the_adapters_alone(tmp_path, start):
     more = {}
     if start == "run":
@@ -205,6 +205,7 @@ def test_refusals(tmp_path, capsys, changes, words):
     assert not (tmp_path / "run" / "checkpoints").exists()
 
 
+@pytest.mark.slow
 def test_an_adapter_of_another_shape_is_refused_with_the_list(tmp_path):
     from jaxfb.models.adapted import adapted
     from jaxfb.models.config import TransformerConfig

@@ -49,13 +49,14 @@ def policy(path, callbacks):
     post_train(config(path, **sections), task=Evens(1, "+", 10), callbacks=callbacks)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "loop",
     [
         pre_training,
         fine_tuning,
-        pytest.param(preferences, marks=pytest.mark.slow),
-        pytest.param(policy, marks=pytest.mark.slow),
+        preferences,
+        policy,
     ],
     ids=["train", "sft", "dpo", "rl"],
 )
@@ -89,6 +90,7 @@ def test_every_loop_calls_every_hook_and_gives_the_documented_run(loop, tmp_path
     assert arguments["on_step_end"][1]["grad_norm"] >= 0
 
 
+@pytest.mark.slow
 def test_the_first_record_is_kept_by_a_run_that_resumes_before_its_first_update(tmp_path):
     from jaxfb.metrics import read_jsonl
 

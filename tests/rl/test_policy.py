@@ -91,6 +91,7 @@ def test_on_step_0_the_sampler_is_the_training_forward_and_the_ratio_is_1(tmp_pa
     assert metrics.metrics["clip_fraction"] == 0 and metrics.metrics["ref_kl"] < 1e-12
 
 
+@pytest.mark.slow
 def test_the_record_says_what_happened(tmp_path):
     _, record = one_update(started(config(tmp_path)), 0)
     named = {
@@ -198,7 +199,17 @@ def test_a_purpose_without_a_plan_is_refused_before_anything_runs(tmp_path):
         make_policy_work(config_from_dict(values))
 
 
-@pytest.mark.parametrize("name", ["dr_grpo", "rloo", "remax", "reinforce_plus_plus", "opo", "gpg"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dr_grpo",
+        "rloo",
+        pytest.param("remax", marks=pytest.mark.slow),
+        pytest.param("reinforce_plus_plus", marks=pytest.mark.slow),
+        pytest.param("opo", marks=pytest.mark.slow),
+        pytest.param("gpg", marks=pytest.mark.slow),
+    ],
+)
 def test_every_estimator_makes_advantages_that_differ_by_row(tmp_path, name):
     work = started(config(tmp_path, advantage={"name": name}, rollout={"epochs": 1, "rollouts": 1}))
     work._roll_out(0)
@@ -206,6 +217,7 @@ def test_every_estimator_makes_advantages_that_differ_by_row(tmp_path, name):
     assert (work._rows["advantages"][work._rows["loss_mask"] == 0] == 0).all()
 
 
+@pytest.mark.slow
 def test_a_mask_that_went_astray_is_found(tmp_path):
     work = started(config(tmp_path, policy={"aggregation": "token-mean"}))
     work._roll_out(0)
@@ -226,6 +238,7 @@ def test_a_pipeline_with_too_few_microbatches_is_warned_of(tmp_path):
         make_policy_work(config(tmp_path, {"mesh": {"pipe": 2}}))
 
 
+@pytest.mark.slow
 def test_in_float16_policy_and_critic_scale_their_losses_and_are_saved_with_the_scale(tmp_path):
     work = started(config(tmp_path, PPO, precision={"compute_dtype": "float16"}))
     for state, abstract in (

@@ -68,6 +68,7 @@ def test_resumed_at_checkpoint_0_it_keeps_the_record_of_the_start(stopped):
     assert [record["step"] for record in records if "loss" in record] == [1, 2]
 
 
+@pytest.mark.slow
 def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tmp_path, capsys):
     before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
     conversations(tmp_path / "other.jsonl", range(20, 40))
@@ -92,6 +93,7 @@ def test_another_meaning_is_refused_and_no_file_is_changed(template, stopped, tm
     assert (stopped / "config.until-0.yaml").is_file()
 
 
+@pytest.mark.slow
 def test_poison_is_not_saved_and_the_checkpoint_of_before_stays(template, tmp_path, capsys):
     def spoil(step, batch):
         if step == 3:
@@ -113,6 +115,7 @@ def test_poison_is_not_saved_and_the_checkpoint_of_before_stays(template, tmp_pa
     assert CheckpointStore(tmp_path / "run" / "checkpoints").steps() == [0, 1, 2]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_does_not_know_the_conversations_is_reported(template, tmp_path):
     small = Tokenizer(models.WordLevel({"<unk>": 0, "</s>": 1, "1": 2, "2": 3}, unk_token="<unk>"))
     small.pre_tokenizer = pre_tokenizers.Split("", "isolated")

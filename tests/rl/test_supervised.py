@@ -113,14 +113,13 @@ def updates(work, number=2):
     return [one_update(work, k)[0] for k in range(number)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, make, mesh, train",
     [
         (SFT, make_supervised_work, {"data": 2}, PACKED),
-        pytest.param(SFT, make_supervised_work, {"data": 2, "context": 2}, BY_WIDTH, marks=pytest.mark.slow),
-        pytest.param(
-            DPO, make_preference_work, {"data": 2}, {"rows_per_microbatch": 2}, marks=pytest.mark.slow
-        ),
+        (SFT, make_supervised_work, {"data": 2, "context": 2}, BY_WIDTH),
+        (DPO, make_preference_work, {"data": 2}, {"rows_per_microbatch": 2}),
     ],
     ids=["sft", "sft by width", "dpo"],
 )
@@ -133,11 +132,12 @@ def test_packing_and_replicas_change_no_update(tmp_path, kind, make, mesh, train
         np.testing.assert_allclose(one.grad_norm, two.grad_norm, rtol=1e-10)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "mesh, train",
     [
         ({"data": 2}, PACKED),
-        pytest.param({"data": 2, "context": 2}, BY_WIDTH, marks=pytest.mark.slow),
+        ({"data": 2, "context": 2}, BY_WIDTH),
     ],
     ids=["packed", "by width"],
 )
@@ -156,6 +156,7 @@ def test_an_update_in_two_programs_is_the_same(tmp_path, mesh, train):
     assert record["forward_backward_seconds"] > 0 and record["optimizer_seconds"] > 0
 
 
+@pytest.mark.slow
 def test_the_first_preference_loss_is_log_2(tmp_path):
     work = make_preference_work(load_config(write(tmp_path, DPO)))
     (metrics,) = updates(work, 1)

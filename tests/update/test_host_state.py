@@ -50,14 +50,24 @@ def in_host_memory(state):
     "sizes, optimizer, options",
     [
         ({"data": 1}, ADAMW, {}),
-        ({"data": 2, "fsdp": 2}, MUON, {"optimizer_sharding": "data"}),
-        ({"pipe": 2, "fsdp": 2}, ADAMW, {"schedule": "interleaved", "num_chunks": 2}),
+        pytest.param({"data": 2, "fsdp": 2}, MUON, {"optimizer_sharding": "data"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"pipe": 2, "fsdp": 2},
+            ADAMW,
+            {"schedule": "interleaved", "num_chunks": 2},
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             *({"pipe": 2}, ADAMW, {"schedule": "1f1b", "layers_per_stage": (3, 1)}), marks=pytest.mark.slow
         ),
-        ({"data": 1}, ADAFACTOR, {}),
-        ({"fsdp": 2}, CHAIN, {}),
-        ({"fsdp": 2}, ADAMW, {"trainable": ["layers"], "loss_scale": jaxfb.optim.DynamicLossScale()}),
+        pytest.param({"data": 1}, ADAFACTOR, {}, marks=pytest.mark.slow),
+        pytest.param({"fsdp": 2}, CHAIN, {}, marks=pytest.mark.slow),
+        pytest.param(
+            {"fsdp": 2},
+            ADAMW,
+            {"trainable": ["layers"], "loss_scale": jaxfb.optim.DynamicLossScale()},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["adamw", "muon-zero1", "pipeline", "uneven", "adafactor", "chain", "frozen"],
 )
@@ -75,6 +85,7 @@ def test_updates_are_those_on_the_devices(sizes, optimizer, options):
         chex.assert_trees_all_close(of_a, of_b, rtol=1e-12)
 
 
+@pytest.mark.slow
 def test_a_skipped_update_leaves_all_bits():
     step = step_of("host", {"data": 2})
     state, _ = step(step.init(toy.params()), toy.batch(0, rows=8))
@@ -88,6 +99,7 @@ def test_a_skipped_update_leaves_all_bits():
     assert not metrics.skipped and int(state.step) == 2
 
 
+@pytest.mark.slow
 def test_a_moment_that_is_not_finite_is_found_in_its_layer():
     """The updates of all leaves are judged before the first is applied, the last layer's too."""
     step = step_of("host")
@@ -103,9 +115,8 @@ def test_a_moment_that_is_not_finite_is_found_in_its_layer():
     chex.assert_trees_all_equal(numbers(state), before)
 
 
-@pytest.mark.parametrize(
-    "sizes", [{"fsdp": 2}, pytest.param({"pipe": 2}, marks=pytest.mark.slow)], ids=["fsdp", "pipe"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("sizes", [{"fsdp": 2}, {"pipe": 2}], ids=["fsdp", "pipe"])
 def test_a_run_continues_with_the_state_in_either_memory(sizes, tmp_path):
     steps = {memory: step_of(memory, sizes) for memory in ("host", "device")}
     for saved, read in (("host", "device"), ("device", "host")):
@@ -124,6 +135,7 @@ def test_a_run_continues_with_the_state_in_either_memory(sizes, tmp_path):
         assert int(after.step) == 2
 
 
+@pytest.mark.slow
 def test_split_gradients_are_applied_to_it():
     whole, batch = step_of("host", {"fsdp": 2}), toy.batch(0, rows=8)
     a, _ = whole(whole.init(toy.params()), batch)

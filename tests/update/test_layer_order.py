@@ -66,13 +66,14 @@ def is_in_the_order_of(schedule, state):
     return order != [0, 1, 2, 3] and np.array_equal(stored, np.asarray(read)[np.array(order)])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "schedule, sizes, options",
     [
         ("v_shape", {"pipe": 2, "data": 2}, {"optimizer_sharding": "data"}),
-        pytest.param("zb_v", {"pipe": 2, "fsdp": 2}, {"fsdp_gather": "step"}, marks=pytest.mark.slow),
-        pytest.param("interleaved", {"pipe": 2, "fsdp": 2, "data": 2}, {}, marks=pytest.mark.slow),
-        pytest.param("interleaved", {"pipe": 2}, {"trainable": ["layers"]}, marks=pytest.mark.slow),
+        ("zb_v", {"pipe": 2, "fsdp": 2}, {"fsdp_gather": "step"}),
+        ("interleaved", {"pipe": 2, "fsdp": 2, "data": 2}, {}),
+        ("interleaved", {"pipe": 2}, {"trainable": ["layers"]}),
     ],
 )
 def test_updates_are_those_of_one_device(schedule, sizes, options, wanted):
@@ -86,21 +87,20 @@ def test_updates_are_those_of_one_device(schedule, sizes, options, wanted):
     close(trained(state), trained(wanted[2]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "chunks, sizes, options",
     [
         (1, {"pipe": 2}, {"layers_per_stage": (3, 1)}),
-        pytest.param(
+        (
             2,
             {"pipe": 2, "data": 2},
             {"layers_per_stage": (2, 1, 0, 1), "optimizer_sharding": "data", "schedule": "zb_v"},
-            marks=pytest.mark.slow,
         ),
-        pytest.param(
+        (
             1,
             {"pipe": 2, "fsdp": 2},
             {"layers_per_stage": (1, 3), "remat": "layer", "schedule": "zero_bubble"},
-            marks=pytest.mark.slow,
         ),
     ],
 )
@@ -176,6 +176,7 @@ def test_a_state_goes_from_one_schedule_to_another_and_to_one_device(interleaved
     close(trained(updated(on_one, state, 1, 1)), trained(wanted[2]))
 
 
+@pytest.mark.slow
 def test_gradients_are_in_the_order_of_the_model(interleaved, wanted):
     state, batch = interleaved.init(toy.params()), toy.batch(0, rows=8)
     one = step_of(None, None)
@@ -194,6 +195,7 @@ def moved_once(step):
     return [one.bytes for one in found if one.kind != "all-reduce" and one.times == 1]
 
 
+@pytest.mark.slow
 def test_an_update_moves_no_layer_between_devices(interleaved):
     hidden, matrix = 2 * toy.SEQ * toy.WIDTH * 8, toy.WIDTH**2 * 8
     assert set(moved_once(interleaved)) <= {hidden}

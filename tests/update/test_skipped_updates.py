@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from comparisons import on_the_host
+from marks import some_slow
 from trees import CASES, ROWS, TREES, arrays, batch_of, dict_loss, params_of
 
 import jaxfb
@@ -25,7 +26,7 @@ def bits(tree):
 # Whatever the optimizer, the dtype and the tree
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, fast=("adamw", "sgd")))
 def test_a_skipped_update_leaves_every_bit_and_the_next_is_what_it_would_have_been(name):
     optimizer, dtype, tree = CASES[name]
     make, loss = TREES[tree]
@@ -144,7 +145,15 @@ def test_a_finite_update_that_would_make_a_parameter_overflow_is_skipped():
     assert_skipped(before, after, metrics)
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+@pytest.mark.parametrize(
+    "dtype",
+    [
+        "float16",
+        pytest.param("bfloat16", marks=pytest.mark.slow),
+        pytest.param("float32", marks=pytest.mark.slow),
+        "float64",
+    ],
+)
 def test_a_learning_rate_that_is_not_finite_skips_the_update(dtype):
     step = make_train_step(dict_loss, optax.adam(lambda count: jnp.nan), None, PLAN, dropout=False)
     before, after, metrics = attempt(step, params_of(dtype), batch_of())
@@ -179,6 +188,7 @@ def masked_loss(params, microbatch, rng):
     return Sum(per_row.sum(), microbatch["weight"].sum())
 
 
+@pytest.mark.slow
 def test_zeros_of_the_gradient_are_counted_where_that_is_asked_for():
     def loss(params, microbatch, rng):
         kept = jnp.array([1.0, 0.0, 1.0, 1.0]) * params["vector"]

@@ -121,8 +121,18 @@ def check_law(step, params, batch, bounds, **options):
     ("sizes", "options", "dtype"),
     [
         ({}, {"max_grad_norm": 0.1}, "float32"),
-        ({"data": 2, "fsdp": 2}, {"optimizer_sharding": "data", "normalize": "microbatch"}, "bfloat16"),
-        ({}, {"loss_scale": jaxfb.DynamicLossScale(initial=256.0), "compute_dtype": "float16"}, "float64"),
+        pytest.param(
+            {"data": 2, "fsdp": 2},
+            {"optimizer_sharding": "data", "normalize": "microbatch"},
+            "bfloat16",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {},
+            {"loss_scale": jaxfb.DynamicLossScale(initial=256.0), "compute_dtype": "float16"},
+            "float64",
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["float32", "bfloat16", "float16"],
 )
@@ -139,14 +149,17 @@ def test_one_call_and_apply_are_the_step_bit_for_bit(sizes, options, dtype):
     assert int(one.step) == 2
 
 
-@pytest.mark.parametrize(
-    ("sizes", "options"),
-    [
-        ({}, {"max_grad_norm": 0.1}),
-        ({"data": 2, "fsdp": 2}, {"optimizer_sharding": "data", "normalize": "microbatch"}),
-    ],
-    ids=["one device", "sharded"],
-)
+TIMED = [
+    ({}, {"max_grad_norm": 0.1}),
+    pytest.param(
+        {"data": 2, "fsdp": 2},
+        {"optimizer_sharding": "data", "normalize": "microbatch"},
+        marks=pytest.mark.slow,
+    ),
+]
+
+
+@pytest.mark.parametrize(("sizes", "options"), TIMED, ids=["one device", "sharded"])
 def test_a_timed_update_is_that_of_the_step(sizes, options):
     check_timed(sizes, both, PARAMS, BATCH, 0, **options)
 
@@ -205,9 +218,13 @@ def test_a_pipelines_call_and_apply_are_the_step_bit_for_bit():
     ("sizes", "options"),
     [
         ({}, {}),
-        ({}, {"normalize": "microbatch"}),
-        ({"data": 2}, {"normalize": "none"}),
-        ({"data": 2, "fsdp": 2}, {"optimizer_sharding": "data", "max_grad_norm": 0.1}),
+        pytest.param({}, {"normalize": "microbatch"}, marks=pytest.mark.slow),
+        pytest.param({"data": 2}, {"normalize": "none"}, marks=pytest.mark.slow),
+        pytest.param(
+            {"data": 2, "fsdp": 2},
+            {"optimizer_sharding": "data", "max_grad_norm": 0.1},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=str,
 )
@@ -236,6 +253,7 @@ def test_calls_over_parts_add_up_on_every_kind_of_mesh(sizes, options):
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loss", [tokens, undivided])
 def test_one_weight_or_none_needs_no_weights_beforehand(loss):
     check_law(
@@ -248,6 +266,7 @@ def test_one_weight_or_none_needs_no_weights_beforehand(loss):
     )
 
 
+@pytest.mark.slow
 def test_terms_whose_weights_have_one_ratio_need_none_either():
     def twice(params, mb, keys):
         out = tokens(params, mb, keys)
@@ -258,6 +277,7 @@ def test_terms_whose_weights_have_one_ratio_need_none_either():
     check_law(step_of({}, twice), PARAMS, BATCH, (0, 4, 8), weighted=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TREES)
 def test_trees_of_every_kind(name):
     make, loss = TREES[name]
@@ -265,6 +285,7 @@ def test_trees_of_every_kind(name):
     check_law(step_of({}, loss, rows=4), params, batch, (0, 2, 4), weighted=False)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("dtype", "tolerance"), [("float32", 2e-6), ("bfloat16", 0.02)])
 def test_the_law_in_fewer_bits(dtype, tolerance):
     step = step_of({}, tokens)
@@ -274,6 +295,7 @@ def test_the_law_in_fewer_bits(dtype, tolerance):
     chex.assert_trees_all_close(parts.grads, whole.grads, rtol=tolerance, atol=tolerance)
 
 
+@pytest.mark.slow
 def test_calls_of_different_losses_add_up_to_the_sum_of_both():
     step = step_of({})
     state = step.init(PARAMS, 7)
@@ -288,6 +310,7 @@ def test_calls_of_different_losses_add_up_to_the_sum_of_both():
     assert_same((parts + step.gradients(state, BATCH, model=score)).grads, whole.grads)
 
 
+@pytest.mark.slow
 def test_gradients_of_other_loss_scales_are_brought_to_one():
     step = step_of({}, tokens)
     state, plan = step.init(PARAMS), BatchPlan(rows=4, rows_per_microbatch=1)
@@ -300,6 +323,7 @@ def test_gradients_of_other_loss_scales_are_brought_to_one():
     assert_same(step.apply(state, scaled)[0].params, step.apply(step.init(PARAMS), wanted)[0].params)
 
 
+@pytest.mark.slow
 def test_a_call_that_is_not_finite_skips_the_update_and_one_that_counts_nothing_adds_nothing():
     step = step_of({}, tokens)
     state, half = step.init(PARAMS), {"plan": BatchPlan(rows=4, rows_per_microbatch=1)}
@@ -315,6 +339,7 @@ def test_a_call_that_is_not_finite_skips_the_update_and_one_that_counts_nothing_
     assert (int(after.nonfinite_updates), int(after.zero_weight_updates), int(after.samples)) == (1, 1, 0)
 
 
+@pytest.mark.slow
 def test_outputs_are_added_under_jit_where_that_is_decided_without_values():
     fb, plan = get_forward_backward_func(), BatchPlan(rows=ROWS, rows_per_microbatch=1)
     out = {loss: fb(loss, PARAMS, BATCH, plan) for loss in (tokens, both)}
@@ -327,6 +352,7 @@ def test_outputs_are_added_under_jit_where_that_is_decided_without_values():
 # refusals
 
 
+@pytest.mark.slow
 def test_what_cannot_be_added_exactly_is_refused():
     step = step_of({})
     state, half = step.init(PARAMS), {"plan": BatchPlan(rows=4, rows_per_microbatch=1)}
@@ -349,6 +375,7 @@ def test_what_cannot_be_added_exactly_is_refused():
         a + 1
 
 
+@pytest.mark.slow
 def test_weights_of_another_update_are_refused():
     step = step_of({})
     state, half = step.init(PARAMS), {"plan": BatchPlan(rows=4, rows_per_microbatch=1)}
@@ -390,6 +417,7 @@ def test_what_cannot_be_applied_is_refused():
 # the function between gradients and clip
 
 
+@pytest.mark.slow
 def test_gradients_are_changed_before_they_are_measured_and_clipped():
     def frozen(grads, state):
         return grads | {"v": jnp.where(state.step < 1, 0, 1) * grads["v"], "w": 3 * grads["w"]}
@@ -424,6 +452,7 @@ def test_changed_gradients_of_another_form_are_refused(change, match):
         step_of({}, tokens, change_gradients=change)(step_of({}, tokens).init(PARAMS), BATCH)
 
 
+@pytest.mark.slow
 def test_the_page_runs():
     text = (Path(__file__).parents[2] / "docs" / "split_step.md").read_text()
     exec("\n".join(re.findall(r"```python\n(.*?)```", text, flags=re.S)), {})

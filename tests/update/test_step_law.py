@@ -9,6 +9,7 @@ import optax
 import pytest
 from comparisons import on_the_host
 from jax.sharding import PartitionSpec as P
+from marks import some_slow
 from trees import CASES, ROWS, TREES, WIDTH, arrays, batch_of, dict_loss, params_of
 
 from jaxfb import BatchPlan, make_mesh, make_train_step
@@ -32,7 +33,7 @@ def plain_optax(optimizer, loss, params, batches):
     return params, opt_state
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", some_slow(CASES, fast=("adamw", "sgd")))
 def test_updates_on_replicas_are_those_of_plain_optax(name):
     optimizer, dtype, tree = CASES[name]
     make, loss = TREES[tree]
@@ -86,6 +87,7 @@ def test_an_optimizer_that_asks_for_the_loss_is_given_it(name):
         np.testing.assert_allclose(got, wanted, rtol=2e-5)
 
 
+@pytest.mark.slow
 def test_a_state_whose_dtype_an_optimizer_would_change_keeps_it():
     """Else the second update would be another program, and a skipped one would leave another dtype than an applied."""
 

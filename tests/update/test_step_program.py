@@ -97,6 +97,7 @@ def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(pro
     assert widths == sorted([hidden, hidden, kv, kv, hidden, mlp, mlp])
 
 
+@pytest.mark.slow
 def test_the_state_is_updated_where_it_is():
     step, state, batch = traced()
     compiled = step.lower(state, batch).compile()

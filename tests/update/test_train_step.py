@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 import toy
+from marks import some_slow
 
 import jaxfb
 from jaxfb import BatchPlan, LossOutput, Sum, make_mesh, make_train_step
@@ -73,7 +74,10 @@ def golden_step(inputs, mesh, **plan):
     )
 
 
-@pytest.mark.parametrize("name", CASES)
+GOLDEN_FAST = ("clip_torch", "mean_of_micro_means")
+
+
+@pytest.mark.parametrize("name", some_slow(CASES, fast=GOLDEN_FAST))
 def test_golden_steps_of_torch_adamw_are_reproduced(golden, name):
     case = next(case for case in golden("adamw_clip_steps.json")["cases"] if case["name"] == name)
     inputs, expected = case["inputs"], case["expected"]
@@ -105,7 +109,7 @@ def is_adam(part):
     return isinstance(part, optax.ScaleByAdamState)
 
 
-@pytest.mark.parametrize("num_microbatches", [1, 6])
+@pytest.mark.parametrize("num_microbatches", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_the_golden_run_is_the_same_on_replicas(golden, num_microbatches):
     case = golden("adamw_clip_steps.json")["cases"][0]
     step = golden_step(case["inputs"], make_mesh(data=2), data_parallel=2, num_microbatches=num_microbatches)
@@ -165,7 +169,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("name", some_slow(OPTIMIZERS, fast=("adamw", "masked")))
 def test_any_optax_transformation_updates_once_a_call_as_on_the_full_batch(name):
     optimizer = OPTIMIZERS[name]
     step = make_train_step(loss, optimizer, make_mesh(data=2), plan_of(2, 2))
@@ -206,7 +210,7 @@ def test_dropout_keys_depend_on_the_update_and_not_on_the_split():
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@pytest.mark.parametrize("dtype", [np.float64, np.float32])
+@pytest.mark.parametrize("dtype", [np.float64, pytest.param(np.float32, marks=pytest.mark.slow)])
 def test_a_gradient_that_is_not_finite_leaves_everything_as_it_was(bad, dtype):
     optimizer = jaxfb.make_optimizer("adamw", learning_rate=optax.linear_schedule(0.1, 0.0, 10))
     step = make_train_step(loss, optimizer, make_mesh(data=2), plan_of(2, 2), max_grad_norm=1.0)
