@@ -1,4 +1,5 @@
-"""Refuses, before anything is allocated, a run on CPU devices that the memory of this machine cannot hold.
+"""Refuses a run on CPU devices that the memory of this machine cannot hold: by the formula before anything is
+allocated, and by the compiler's count before the first update runs.
 
 A lack of memory on a GPU or TPU is an error, which `too_large.py` answers. On a CPU the system swaps or ends the
 process without a word.
@@ -19,7 +20,7 @@ from jaxfb.planner.too_large import SPARE, Planned, changes
 from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import Verdict, estimated
 from jaxfb.refusal import Refused
-from jaxfb.training.machine import free_memory, host_memory
+from jaxfb.training.machine import free_memory, free_swap, host_memory
 
 TEMPORARIES = 1.2
 """Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there
@@ -49,26 +50,69 @@ def check_host(config: Any, say: Callable[[str], None] = print) -> None:
         say(f"[memory] {least}, and {free / 1e9:,.1f} of this machine's {memory / 1e9:,.1f} GB are free")
 
 
-def _needed(config: Planned, topology: Topology) -> float | None:
+def check_of_programs(config: Any) -> Callable[[jax.stages.Compiled], None] | None:
+    """Returns what refuses a compiled update whose temporary buffers are larger than what is free; None where the
+    devices are no CPUs.
+
+    The state is there by then, so that nothing is estimated but what other processes do meanwhile.
+    """
+    if jax.devices()[0].platform != "cpu":
+        return None
+    return lambda program: _check_program(config, program.memory_analysis())
+
+
+def _check_program(config: Any, counted: Any) -> None:
+    """Raises Refused where the update needs more than is free; counted: the compiler's, of one device."""
+    free, count = free_memory(), jax.local_device_count()
+    if counted is None or free is None:
+        return
+    each = counted.temp_size_in_bytes + counted.output_size_in_bytes - counted.alias_size_in_bytes
+    if count * each <= free + free_swap():
+        return
+    fitting = _fitting_beside(config, counted.temp_size_in_bytes, free)
+    there = "" if (memory := host_memory()) is None else f" of this machine's {memory / 1e9:,.1f} GB"
+    raise Refused(
+        f"[memory] the compiled update needs {count * each / 1e9:,.1f} GB beside its state, but "
+        f"{free / 1e9:,.1f}{there or ' GB'} are free; {fitting}"
+    )
+
+
+def _fitting_beside(config: Any, temporaries: float, free: float) -> str:
+    """Returns what to do where a device needs these temporaries and so much is free beside the state."""
+    if not isinstance(config, Planned):
+        return "use fewer rows in a microbatch"
+    topology = topology_of(jax.devices())
+    with suppress(ValueError):  # a model of the user's own is not planned
+        now = estimated(config, topology)
+        state = jax.local_device_count() * (now.estimate.arguments + sum(now.kept.values()))
+        times = temporaries / now.estimate.temporaries
+        return _fitting(config, topology, state + (1 - SPARE) * free, times)
+    return "use fewer rows in a microbatch"
+
+
+def _needed(config: Planned, topology: Topology, times: float = TEMPORARIES) -> float | None:
     """Returns the bytes that the devices of this process need; None for what the command itself refuses."""
     with suppress(ValueError):
-        return jax.local_device_count() * _of_device(estimated(config, topology))
+        return jax.local_device_count() * _of_device(estimated(config, topology), times)
     return None
 
 
-def _of_device(verdict: Verdict) -> float:
+def _of_device(verdict: Verdict, times: float) -> float:
     counted = verdict.estimate
-    return counted.arguments + TEMPORARIES * counted.temporaries + sum(verdict.kept.values())
+    return counted.arguments + times * counted.temporaries + sum(verdict.kept.values())
 
 
-def _fitting(config: Planned, topology: Topology, memory: float) -> str:
-    """Returns what to do: the change with which the config fits, or the largest starter config that does."""
+def _fitting(config: Planned, topology: Topology, memory: float, times: float = TEMPORARIES) -> str:
+    """Returns what to do: the change with which the config fits, or the largest starter config that does.
+
+    times: the formula's temporaries that are needed.
+    """
     for change, verdict in changes(config, topology):
-        if jax.local_device_count() * _of_device(verdict) < memory:
+        if jax.local_device_count() * _of_device(verdict, times) < memory:
             return f"use {' '.join(change)}"
     smaller = _smaller_starters(config) if isinstance(config, Config) else ()
     for name, one in smaller:
-        needed = _needed(one, topology)
+        needed = _needed(one, topology, times)
         if needed is not None and needed < memory:
             return f"use a smaller model, such as the starter config {name}"
     return "use a smaller model"

@@ -42,6 +42,7 @@ from jaxfb.update.train_step import StepMetrics
 MakeWork = Callable[[Any, Hosts], Work]
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others
 _CHECK_HOST = "jaxfb.planner.host_fit", "check_host"
+_CHECK_PROGRAM = "jaxfb.planner.host_fit", "check_of_programs"
 """By name, since the planner is made of what the trainer runs."""
 SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
@@ -110,6 +111,7 @@ def _run(
         attribute_of(*_CHECK_HOST)(config, hosts.say)
         work = make_work(config, hosts)
         _change_gradients(work, callbacks)
+        work.check_program = attribute_of(*_CHECK_PROGRAM)(config)
         hosts.agree("text, plan or devices", work.facts)
         if start.fresh:
             hosts.first(lambda: move_aside(directory, lock))
@@ -253,12 +255,13 @@ class _Loop:
     def _dispatch(self, number: int, batch: Any) -> tuple[StepMetrics, Mapping[str, Any]]:
         """Starts an update. Before the first one has compiled there is nothing that a signal should save."""
         self._interrupt.begun = self._dispatched
-        metrics = self._guard.update(number, batch)
+        metrics = self._or_save_first(lambda: self._guard.update(number, batch))
         self._interrupt.begun = self._dispatched = True
         return metrics
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
-        """Returns what `read` returns; where rows cannot be read, saves what is done before the refusal continues.
+        """Returns what `read` returns; where it refuses, such as rows that cannot be read or an update that memory
+        cannot hold, saves what is done before the refusal continues.
 
         On several processes the others wait in the next update, so that there is nobody to save with.
         """

@@ -124,7 +124,13 @@ def make_train_step(
 
 
 class TrainStep:
-    """A compiled update, and where its state lives; made by `make_train_step`."""
+    """A compiled update, and where its state lives; made by `make_train_step`.
+
+    check_program: is given the program of the first update, compiled, before it runs; what it raises ends the call, and
+      the state is still the caller's.
+    """
+
+    check_program: Callable[[jax.stages.Compiled], None] | None = None
 
     def __init__(
         self,
@@ -173,7 +179,7 @@ class TrainStep:
         if plan.max_context:
             out = self._differentiate(state, batch, None, None, self.model, plan)
             return self._finish(state, out, real_rows, bounds)
-        return self._jitted(state, batch, real_rows, plan, bounds)
+        return self._checked_first(self._jitted, state, batch, real_rows, plan, bounds)
 
     def timed(
         self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
@@ -191,8 +197,12 @@ class TrainStep:
         """
         state, batch, plan, real_rows, bounds = self._checked(state, batch, rows, limits)
         began = time.monotonic()
-        run = self._differentiate if plan.max_context else self._differentiated_as_stored(self._options)
-        out = jax.block_until_ready(run(state, batch, None, None, self.model, plan))
+        arguments = (state, batch, None, None, self.model, plan)
+        if plan.max_context:
+            out = jax.block_until_ready(self._differentiate(*arguments))
+        else:
+            program = self._differentiated_as_stored(self._options)
+            out = jax.block_until_ready(self._checked_first(program, *arguments))
         between = time.monotonic()
         new, metrics = jax.block_until_ready(self._finish(state, out, real_rows, bounds))
         return new, metrics, {"forward_backward": between - began, "optimizer": time.monotonic() - between}
@@ -210,6 +220,13 @@ class TrainStep:
             batch, plan = packed.batch, packed.plan
         batch = adopt(batch, NamedSharding(self.forward_backward.mesh, P()))
         return state, batch, plan, self._rows(real_rows), bounds
+
+    def _checked_first(self, program: Any, *arguments: Any) -> Any:
+        """Calls a program, the first one after `check_program` saw it compiled; the call finds it compiled then."""
+        check, self.check_program = self.check_program, None
+        if check is not None:
+            check(program.lower(*arguments).compile())
+        return program(*arguments)
 
     def _finish(
         self, state: TrainState, out: ForwardBackwardOutput, rows: jax.Array, bounds: jax.Array | None

@@ -1,8 +1,12 @@
-"""A run on CPUs that the memory of the machine cannot hold is refused before anything is allocated."""
+"""A run on CPUs that the memory of the machine cannot hold is refused before anything is allocated, or before its first
+update."""
 
 import re
+from types import SimpleNamespace
 
+import jax
 import pytest
+from marks import some_slow
 from tiny import write_tiny
 
 from jaxfb import trainer
@@ -73,6 +77,100 @@ def test_the_commands_refuse_before_the_text_is_read(monkeypatch, capsys, tmp_pa
     assert cli.main(["train", str(write_tiny(tmp_path)), "mesh.data=-1", "batch.rows=16"]) == 2
     said = capsys.readouterr().err
     assert said.startswith("jaxfb: [memory] the run needs ") and said.count("\n") == 1
+
+
+SMALL = ["model.num_layers=1", "model.hidden_size=16", "mesh.data=1"]
+FEW = ["rollout.prompts=2", "rollout.samples_per_prompt=4", "rollout.rows_per_update=8"]
+FEW += [f"plans.{name}.rows_per_microbatch=4" for name in ("train", "logprob_old", "logprob_ref")]
+COMMANDS = {
+    "sft": [
+        "sft",
+        "sft",
+        *SMALL,
+        "batch.rows=8",
+        "batch.updates=1",
+        "batch.epochs=null",
+        "eval.every=null",
+        "lr.warmup=0",
+    ],
+    "rl": ["rl", "grpo_arithmetic", "--smoke", *SMALL, *FEW],
+}
+MODULE = """
+import jax, jaxfb
+
+def model(params, microbatch, rng):
+    return jaxfb.Sum((microbatch @ params["w"]).sum(), len(microbatch))
+
+def params(key):
+    return {"w": jax.random.normal(key, (3,))}
+
+def data():
+    return jax.numpy.ones((16, 3))
+"""
+OWN = """
+model: mine_of_memory:model
+params: mine_of_memory:params
+data: mine_of_memory:data
+batch: {rows: 8, rows_per_microbatch: 2}
+run: {dir: run, updates: 1}
+optimizer: {learning_rate: 0.01}
+mesh: {data: 1}
+"""
+
+
+def command_of(kind, directory, monkeypatch):
+    """Returns a command that trains something tiny for a few updates."""
+    if kind == "train":
+        return ["train", str(write_tiny(directory, run={"updates": 2}, lr={"warmup": 0}))]
+    if kind == "own":
+        monkeypatch.chdir(directory)
+        (directory / "mine_of_memory.py").write_text(MODULE)
+        (directory / "own.yaml").write_text(OWN)
+        return ["train", "own.yaml"]
+    return [*COMMANDS[kind], *([] if kind == "rl" else [f"run.dir={directory}/run"])]
+
+
+@pytest.mark.parametrize("kind", some_slow(["own", "train", "sft", "rl"], ["own"]))
+def test_every_command_refuses_an_update_larger_than_what_is_free(kind, monkeypatch, capsys, tmp_path):
+    arguments = command_of(kind, tmp_path, monkeypatch)
+    monkeypatch.setattr(host_fit, "free_memory", lambda: 1)
+    monkeypatch.setattr(host_fit, "free_swap", lambda: 0)
+    assert cli.main(arguments) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert re.match(
+        r"jaxfb: \[memory\] the compiled update needs 0\.0 GB beside its state, but 0\.0 of this", said
+    )
+    assert "; use " in said
+    monkeypatch.setattr(
+        host_fit, "free_swap", lambda: 2**30
+    )  # it fits with that, and the same command trains
+    assert cli.main([*arguments, *(["--fresh"] if kind == "sft" else [])]) == 0
+
+
+@pytest.mark.slow
+def test_the_update_is_compiled_once_and_its_program_is_what_runs(monkeypatch, caplog, tmp_path):
+    seen = []
+    monkeypatch.setattr(host_fit, "_check_program", lambda config, counted: seen.append(counted))
+    with jax.log_compiles():
+        assert cli.main(command_of("train", tmp_path, monkeypatch)) == 0
+    assert len(seen) == 1 and seen[0].temp_size_in_bytes > 0
+    compiled = [one for one in caplog.messages if one.startswith("Finished XLA compilation of jit(_update)")]
+    assert len(compiled) == 1
+
+
+def test_the_advice_beside_the_state_fits_by_the_compilers_count(monkeypatch):
+    config = load_config("125m", ON_ONE)
+    counted = SimpleNamespace(temp_size_in_bytes=17e9, output_size_in_bytes=10, alias_size_in_bytes=10)
+    monkeypatch.setattr(host_fit, "free_memory", lambda: int(100e9))
+    monkeypatch.setattr(host_fit, "free_swap", lambda: 0)
+    with pytest.raises(
+        ValueError, match=r"needs 136\.0 GB beside its state, but 100\.0 of .*; use batch\."
+    ) as said:
+        host_fit.check_of_programs(config)(SimpleNamespace(memory_analysis=lambda: counted))
+    change = str(said.value).partition("; use ")[2]
+    assert change == "batch.rows_per_microbatch=4"
+    monkeypatch.setattr(host_fit, "free_memory", lambda: int(140e9))
+    host_fit.check_of_programs(config)(SimpleNamespace(memory_analysis=lambda: counted))
 
 
 @pytest.mark.slow

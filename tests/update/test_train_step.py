@@ -359,6 +359,22 @@ def test_a_step_compiles_once_and_its_result_is_where_the_next_wants_it(caplog, 
 # Learning rate
 
 
+@pytest.mark.parametrize("way", ["__call__", "timed"])
+def test_the_first_program_is_seen_compiled_and_may_be_refused(way):
+    step, batch, seen = make_train_step(loss, optax.adam(1e-2), None, plan_of()), batch_of(0), []
+    state = step.init(W)
+
+    def refuse(program):
+        seen.append(program.memory_analysis().temp_size_in_bytes)
+        raise ValueError("too large")
+
+    step.check_program = refuse
+    with pytest.raises(ValueError, match="too large"):
+        getattr(step, way)(state, batch)
+    state = getattr(step, way)(state, batch)[0]  # it was not donated
+    assert int(state.step) == 1 and len(seen) == 1 and seen[0] > 0
+
+
 @pytest.mark.parametrize("unit", ["updates", "samples"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_the_logged_learning_rate_is_the_one_used_whatever_the_split(num_microbatches, unit):
