@@ -44,14 +44,14 @@ def random_check(
         ("--jobs", jobs, 1),
         ("--tries", tries, 0),
     ):
-        refusal.integer(name, value, least=least)
-    refusal.number("--limit", limit, above=0)
+        refusal.integer(name, value, who="[check]", least=least)
+    refusal.number("--limit", limit, who="[check]", above=0)
     if axes is not None and model is None:
         raise refusal.Refused(
-            "--axes limits the meshes of a user's model; name the model by --model, or leave --axes out"
+            "[check] --axes limits the meshes of a user's model; name the model by --model, or leave --axes out"
         )
     for axis in axes or ():
-        refusal.choice("each of --axes", axis, tuple(AXES))
+        refusal.choice("each of --axes", axis, tuple(AXES), who="[check]")
     simulate_devices({"any": NUM_DEVICES})
     where = os.environ["JAX_PLATFORMS"]
     print(f"{number} random cases of seed {seed}, each next to one device, on {where}", file=sys.stderr)

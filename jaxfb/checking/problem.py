@@ -55,7 +55,7 @@ def load(name: str) -> OwnModel:
     """
     module, colon, function = name.partition(":")
     if not (module and colon and function):
-        raise Refused(f"--model must be module:function, such as my_model:small, got {name!r}")
+        raise Refused(f"[check] --model must be module:function, such as my_model:small, got {name!r}")
     try:
         build = getattr(import_module(module), function, None)
     except ModuleNotFoundError as error:

@@ -8,7 +8,7 @@ from typing import Any
 from jaxfb.cli.given import hosts_given
 from jaxfb.cli.options import RANDOM
 from jaxfb.process.exit_codes import DONE, FAILED
-from jaxfb.refusal import Refused, integer
+from jaxfb.refusal import Refused
 from jaxfb.training.simulated import simulate_devices
 
 
@@ -17,7 +17,9 @@ def check(options) -> int:
     if options.random is not None:
         return _check_random(options)
     if options.config is None:
-        raise Refused("check needs a config, such as configs/quickstart.yaml, or --random 20")
+        raise Refused(
+            "[check] needs a config or a number of random cases; use: jaxfb check quickstart, or jaxfb check --random 20"
+        )
     from jaxfb.config import load_config, refuse_own_model
 
     config = load_config(options.config, options.overrides, "train")
@@ -44,7 +46,7 @@ def _check_random(options) -> int:
     from jaxfb.checking.command import random_check
 
     if options.config is not None or options.tolerance is not None:
-        raise Refused("--random draws everything itself; leave out the config and --tolerance")
+        raise Refused("[check] --random draws everything itself; leave out the config and --tolerance")
     how: dict[str, Any] = {name: getattr(options, name) for name in RANDOM}
     how["axes"] = None if options.axes is None else options.axes.split(",")
     return FAILED if random_check(options.random, **how).findings else 0
@@ -53,7 +55,8 @@ def _check_random(options) -> int:
 def chaos(options) -> int:
     """Breaks runs on purpose; returns the exit code."""
     for name in ("kills", "flips", "skip"):
-        integer(f"--{name}", getattr(options, name), least=0)
+        if (given := getattr(options, name)) < 0:
+            raise Refused(f"[chaos] --{name} {given} must not be negative; use --{name} 0 for none")
     from jaxfb.chaos import command
 
     faults, overrides = not options.no_faults, tuple(options.overrides)

@@ -57,6 +57,22 @@ SCHEDULE_COSTS = {
     "head": "head and loss",
     "attention": "attention to other tokens, as a share of the first three: late pieces cost more",
 }
+EXAMPLES = {
+    "train": "jaxfb train quickstart --smoke",
+    "sft": "jaxfb sft sft --smoke",
+    "dpo": "jaxfb dpo dpo --smoke",
+    "rl": "jaxfb rl grpo_arithmetic --smoke",
+    "eval": "jaxfb eval runs/quickstart",
+    "generate": 'jaxfb generate runs/quickstart --prompt "class Queue:"',
+    "chat": "jaxfb chat runs/quickstart",
+    "replay": "jaxfb replay runs/quickstart/dumps/update-100",
+    "import-hf": "jaxfb import-hf downloads/model --out runs/imported",
+    "export-hf": "jaxfb export-hf runs/quickstart exported",
+    "plan": "jaxfb plan 8b --topology v5p:4x4x4",
+    "config": "jaxfb config show quickstart",
+}
+"""A whole command for each one that cannot do without arguments; a refusal for lack of them ends with it."""
+KINDS = {int: "a whole number", float: "a number"}
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -76,10 +92,25 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 class _Parser(argparse.ArgumentParser):
-    """A parser whose refusals name the nearest command, and the arguments that are missing rather than all."""
+    """A parser whose refusals name the nearest command, the arguments that are missing, and an example."""
 
     def error(self, message: str) -> NoReturn:
-        super().error(message.replace(f", {OVERRIDE}", ""))
+        message = message.replace(f", {OVERRIDE}", "")
+        example = EXAMPLES.get(self.prog.rpartition(" ")[2])
+        is_lacking = message.endswith(" is required") or "arguments are required" in message
+        super().error(f"{message}; for example: {example}" if example and is_lacking else message)
+
+    def _get_value(self, action: argparse.Action, text: str) -> Any:
+        kind: Any = action.type
+        if kind not in KINDS:
+            return super()._get_value(action, text)
+        try:
+            return kind(text)
+        except ValueError:
+            such = 1 if action.default is None else action.default
+            raise argparse.ArgumentError(
+                action, f"must be {KINDS[kind]}, such as {such}, got {text!r}"
+            ) from None
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
         known = [str(one) for one in action.choices or ()]
@@ -339,7 +370,10 @@ def _add_bench(verbs) -> None:
 def _add_show(verbs) -> None:
     show = _verb(verbs, "config", "show every key of a config after overrides, or describe all keys")
     show.add_argument(
-        "action", choices=("show", "reference"), help="reference: describe all keys, in Markdown"
+        "action",
+        choices=("show", "reference"),
+        metavar="{show,reference}",
+        help="reference: describe all keys, in Markdown",
     )
     show.set_defaults(refuse=show.error)
     show.add_argument("config", nargs="?", metavar="CONFIG", help=f"{CONFIG}; for show")

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from jaxfb.config.checks import not_empty
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.sizes import sizes_in
 from jaxfb.refusal import Refused, shown
@@ -61,6 +62,8 @@ class ModelConfig(TransformerConfig):
           ValueError: `from` is no directory of a model, or the section has another value than its config.json.
         """
         source = given.get("from")
+        if isinstance(source, str):
+            not_empty("model", **{"from": source})
         if source is None or all(name in given for name in OF_A_MODEL):
             return dict(given)
         sizes = vars(sizes_in(source))

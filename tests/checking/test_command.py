@@ -43,7 +43,7 @@ def _drawn(index):
 @pytest.mark.parametrize(
     "arguments, words",
     [
-        ([], "check needs a config, such as configs/quickstart.yaml, or --random 20"),
+        ([], "use: jaxfb check quickstart, or jaxfb check --random 20"),
         (["--random", "0"], "--random must be a positive int, got 0"),
         (["--random", "1", "--limit", "0"], "--limit must be a finite number above 0, got 0.0"),
         (["configs/quickstart.yaml", "--random", "1"], "leave out the config and --tolerance"),
@@ -57,4 +57,5 @@ def _drawn(index):
 )
 def test_illegal_arguments_are_refused_in_a_sentence(arguments, words, capfd):
     assert main(["check", *arguments]) == 2
-    assert words in capfd.readouterr().err
+    said = capfd.readouterr().err
+    assert "jaxfb: [check] " in said and words in said

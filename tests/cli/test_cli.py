@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 
 import jaxfb
 from jaxfb.cli.commands import main
+from jaxfb.cli.options import EXAMPLES, parse
 from jaxfb.refusal import Missing, Refused, StorageError
 
 QUICKSTART = str(Path(__file__).parents[2] / "configs" / "quickstart.yaml")
@@ -82,7 +84,11 @@ def test_config_show(capsys):
     [
         ([], "out", "Try `jaxfb train quickstart --smoke` first."),
         (["trian"], "err", "unknown COMMAND 'trian'; did you mean train?"),
-        (["train"], "err", "required: CONFIG\n"),
+        (["train"], "err", "required: CONFIG; for example: jaxfb train quickstart --smoke\n"),
+        (["generate", "runs/a"], "err", "is required; for example: jaxfb generate runs/quickstart --prompt"),
+        (["config"], "err", "required: {show,reference}; for example: jaxfb config show quickstart\n"),
+        (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 17, got 'x'\n"),
+        (["chat", "a", "--top-p", "x"], "err", "argument --top-p: must be a number, such as 1, got 'x'\n"),
         (["config", "shw"], "err", "did you mean show?"),
         (["frobnicate"], "err", "choose from"),
     ],
@@ -91,6 +97,18 @@ def test_a_wrong_command_is_answered_by_what_would_be_right(arguments, stream, w
     with pytest.raises(SystemExit) as stop:
         main(arguments)
     assert stop.value.code == 2 and words in getattr(capsys.readouterr(), stream)
+
+
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_the_example_of_a_command_is_one_that_it_takes(name):
+    assert parse(shlex.split(EXAMPLES[name])[1:]).verb == name
+
+
+@pytest.mark.parametrize("name", ["kills", "flips", "skip"])
+def test_a_number_of_faults_below_zero_is_answered_by_the_nearest(name, capsys):
+    assert main(["chaos", f"--{name}=-1"]) == 2
+    said = capsys.readouterr().err
+    assert said == f"jaxfb: [chaos] --{name} -1 must not be negative; use --{name} 0 for none\n"
 
 
 def test_refusals_are_one_sentence_and_code_2(calls, capsys):

@@ -59,6 +59,7 @@ def test_the_sizes_come_from_the_directory_and_stay_when_it_is_gone(tmp_path, di
     [
         ({"num_layers": 3}, "num_layers=3 is not the 2 of from="),
         ({"rope_theta": 5e5}, "is not the 10000.0 of from="),
+        ({"from": ""}, "from='' must not be empty; use model.from=null, or a path"),
         ({"from": "nowhere"}, "from='nowhere' must be a directory with config.json"),
     ],
 )
