@@ -18,7 +18,8 @@ def check(options) -> int:
         return _check_random(options)
     if options.config is None:
         raise Refused(
-            "[check] needs a config or a number of random cases; use: jaxfb check quickstart, or jaxfb check --random 20"
+            "[check] needs a config or a number of random cases; "
+            "use: jaxfb check quickstart, or jaxfb check --random 20"
         )
     from jaxfb.config import load_config, refuse_own_model
 
