@@ -37,6 +37,7 @@ from jaxfb.training.setup import (
     POST_TRAINING,
     as_stored,
     built_in,
+    check_optimizer,
     enable_float64,
     engine_options,
     least_bytes,
@@ -191,6 +192,7 @@ def make_base(config: Kind) -> Base[Kind]:
     """
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
+    check_optimizer(config)
     _check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)

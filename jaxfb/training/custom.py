@@ -24,7 +24,7 @@ from jaxfb.training.base_work import WindowedWork
 from jaxfb.training.batches import rows_here
 from jaxfb.training.own_rows import OwnRows, own_rows
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import enable_float64, optimizer, step_options, train_plan
+from jaxfb.training.setup import check_optimizer, enable_float64, optimizer, step_options, train_plan
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.train_state import is_init_function
@@ -144,6 +144,7 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     plan = train_plan(config, mesh)
+    _check_optimizer(config, own)
     names = ("model", "params", "data", "evaluate")
     parts = {name: own[name] if name in own else _named(config, name) for name in names}
     rows = own_rows(_made(parts["data"]), config.run.seed)
@@ -201,13 +202,18 @@ def _model(model: Any, loss: Callable | None) -> LossFn | Pipelined:
     return loss_fn
 
 
-def _optimizer(
-    config: CustomConfig, run_plan: RunPlan, own: Mapping[str, Any]
-) -> optax.GradientTransformation:
+def _check_optimizer(config: CustomConfig, own: Mapping[str, Any]) -> None:
+    """Refuses an optimizer that is missing, or options that it does not take, before data are read."""
     if own.get("optimizer") is not None:
-        return own["optimizer"]
+        return
     if config.optimizer is None:
         raise Refused(
             "[optimizer] must be given: a section optimizer with learning_rate, or an optax transformation"
         )
-    return optimizer(config, run_plan)
+    check_optimizer(config)
+
+
+def _optimizer(
+    config: CustomConfig, run_plan: RunPlan, own: Mapping[str, Any]
+) -> optax.GradientTransformation:
+    return optimizer(config, run_plan) if own.get("optimizer") is None else own["optimizer"]

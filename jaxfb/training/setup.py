@@ -7,7 +7,8 @@ first, then the text, then what depends on both. Nothing is compiled.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import Any, TypeVar
@@ -22,7 +23,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.post_training import PostTrainingConfig
-from jaxfb.config.sections import AutoMesh
+from jaxfb.config.sections import AutoMesh, OptimizerConfig
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
@@ -129,6 +130,9 @@ def make_setup(
     for section, plan in (("batch", plans["train"]), ("eval", plans["eval"])):
         check_rows(section, plan, config.data.sequence_length)
     check_fits(config, config.model.sized(SMALLEST_VOCAB), mesh)
+    check_optimizer(config, None if config.run.epochs else run_plan(config, plans, 0))
+    if trained_patterns(config) is not None:
+        abstract_params(config, with_lora(config, config.model.sized(SMALLEST_VOCAB)))
     say("reading the text")
     here.enter("reading the text")
     corpus = read(config.data)
@@ -264,6 +268,25 @@ def with_lora(
     return adapted(own, lora)
 
 
+def check_optimizer(config: AnyConfig, plan: RunPlan | None = None) -> None:
+    """Refuses options of the optimizer and of its schedules, before data are read.
+
+    plan: the length of the run; None where that depends on the data, and then the schedules are refused later.
+    """
+    settings = config.optimizer
+    assert settings is not None  # without it, a program hands its own optimizer over
+    with warnings.catch_warnings(action="ignore"):  # they come with the optimizer itself
+        if plan is not None:
+            optimizer(config, plan)
+            return
+        rates: dict[str, Any] = {
+            "learning_rate": settings.learning_rate,
+            "weight_decay": settings.weight_decay,
+        }
+        with _in_section("optimizer"):
+            make_optimizer(settings.name, **rates, **settings.options)
+
+
 def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     """Returns the optimizer with its schedules, which end with the run unless the config sets something else."""
     settings, lr = config.optimizer, config.lr
@@ -273,25 +296,34 @@ def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     horizon = lr.total or length
     if lr.name != "constant" and (warning := horizon_warning(horizon, length, lr.final)):
         warnings.warn(f"[lr] {warning}" if lr.unit == "updates" else f"[lr] in rows: {warning}", stacklevel=2)
-    rate = lr_schedule(
-        lr.name,
-        peak=settings.learning_rate,
-        total=horizon,
-        warmup=lr.warmup,
-        warmup_shape=lr.warmup_shape,
-        initial=lr.initial,
-        final=lr.final,
-        unit=lr.unit,
-        **lr.options,
+    shape: dict[str, Any] = {
+        name: getattr(lr, name) for name in ("warmup", "warmup_shape", "initial", "final", "unit")
+    }
+    with _in_section("lr"):
+        rate = lr_schedule(lr.name, peak=settings.learning_rate, total=horizon, **shape, **lr.options)
+    with _in_section("optimizer"):
+        decay = _weight_decay(settings, length, lr.unit)
+        options: dict[str, Any] = settings.options
+        return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **options)
+
+
+def _weight_decay(settings: OptimizerConfig, length: int, unit: str) -> Any:
+    """Returns the weight decay: one number, or its schedule over the run."""
+    if settings.weight_decay_ramp == "constant":
+        return settings.weight_decay
+    first = 0.0 if settings.weight_decay_initial is None else settings.weight_decay_initial
+    return weight_decay_schedule(
+        settings.weight_decay_ramp, initial=first, final=settings.weight_decay, total=length, unit=unit
     )
-    decay: Any = settings.weight_decay
-    if settings.weight_decay_ramp != "constant":
-        first = 0.0 if settings.weight_decay_initial is None else settings.weight_decay_initial
-        decay = weight_decay_schedule(
-            settings.weight_decay_ramp, initial=first, final=decay, total=length, unit=lr.unit
-        )
-    options: dict[str, Any] = settings.options
-    return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **options)
+
+
+@contextmanager
+def _in_section(section: str) -> Iterator[None]:
+    """Puts the section of a config in front of what is refused inside."""
+    try:
+        yield
+    except Refused as error:
+        raise Refused(f"[{section}] {error}", error.choices) from None
 
 
 def abstract_params(config: AnyConfig, sizes: TransformerConfig | OwnModelConfig) -> PyTree:
