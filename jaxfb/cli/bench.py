@@ -52,6 +52,7 @@ def run(name: str | None, arguments: list[str]) -> int:
         return 0
     script = "performance" if name == "report" else name
     if name not in (*known, "report"):
-        close = difflib.get_close_matches(name, [*known, "report"], n=1, cutoff=0.0)[0]
-        raise Refused(f"[bench] no benchmark {name!r}; did you mean {close}? (jaxfb bench lists them)")
+        close = difflib.get_close_matches(name, [*known, "report"], n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
+        raise Refused(f"[bench] no benchmark {name!r}; {hint}`jaxfb bench` lists them")
     return subprocess.run([sys.executable, str(directory() / f"{script}.py"), *arguments]).returncode

@@ -11,10 +11,9 @@ from jaxfb.cli.options import HOSTS
 
 def run_dir_of(path: str, overrides: Sequence[str] = (), command: str | None = None) -> Path:
     """Returns the directory of a run, given itself or by the config that made it."""
-    from jaxfb.config import load_config
+    from jaxfb.config import load_config, saved_run
 
-    config = load_config(path, overrides, command)
-    return Path(path) if Path(path).is_dir() else Path(config.run.dir)
+    return saved_run(path, load_config(path, overrides, command))
 
 
 def model_of(path: str) -> Path:
@@ -24,9 +23,8 @@ def model_of(path: str) -> Path:
     from jaxfb.config import load_config
 
     config = load_config(path)
-    directory = run_dir_of(path)
     begins = getattr(getattr(config, "model", None), "from_", None) is not None
-    return Path(path) if begins and not directory.exists() else directory
+    return Path(path) if begins and not Path(config.run.dir).exists() else run_dir_of(path)
 
 
 def changes_given(options) -> dict[str, Any]:

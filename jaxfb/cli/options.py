@@ -86,7 +86,12 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
             command = f"jaxfb {options.verb}"
-            parser.error(f"`{command}` does not take {text!r}; `{command} --help` lists what it takes")
+            keys = (
+                hasattr(options, "overrides")
+                and " and the config's keys are written as run.updates=100;"
+                or ""
+            )
+            parser.error(f"`{command}` does not take {text!r};{keys} `{command} --help` lists what it takes")
         options.overrides.append(text)
     return options
 

@@ -5,7 +5,7 @@ sections (`sections.py`); every refusal is a ValueError of one sentence that nam
 """
 
 from jaxfb.config.custom import CustomConfig, refuse_own_model
-from jaxfb.config.load import config_from_dict, kind_of_command, load_config
+from jaxfb.config.load import config_from_dict, kind_of_command, load_config, saved_run
 from jaxfb.config.post_training import DPOConfig, RLConfig, SFTConfig
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ConfigError
@@ -28,6 +28,7 @@ __all__ = [
     "load_config",
     "refuse_own_model",
     "save_yaml",
+    "saved_run",
     "smoke_overrides",
     "starter_names",
     "table",

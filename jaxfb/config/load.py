@@ -17,7 +17,7 @@ from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
 from jaxfb.config.starter import runnable_starter, starter_names
-from jaxfb.refusal import choice, instance, refuse, shown
+from jaxfb.refusal import Missing, choice, instance, refuse, shown
 from jaxfb.registry import load_plugins
 
 MAX_BYTES = 1 << 20
@@ -196,6 +196,21 @@ def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
     elif isinstance(node, yaml.SequenceNode):
         for part in node.value:
             yield from _scalars(part)
+
+
+def saved_run(path: str | Path, config: Any) -> Path:
+    """Returns the directory of a run, given itself or by the config that trains it.
+
+    Raises:
+      Missing: nothing was trained by that config yet.
+    """
+    if Path(path).is_dir():
+        return Path(path)
+    directory = Path(config.run.dir)
+    if not directory.is_dir():
+        command = COMMANDS.get(type(config), "train")
+        raise Missing(f"[run] there is no run in {directory} yet; train it first: jaxfb {command} {path}")
+    return directory
 
 
 def _not_found(path: Path) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 from importlib.resources import files
@@ -48,8 +49,10 @@ def write_starter(name: str, directory: Path) -> list[Path]:
     """
     text = starter_text(name)
     if text is None:
+        close = difflib.get_close_matches(Path(name).stem, starter_names(), n=1)
+        hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(
-            f"[init] there is no starter config {name!r}; choose one of {', '.join(starter_names())}",
+            f"[init] there is no starter config {name!r}; {hint}choose one of {', '.join(starter_names())}",
             [{"name": one} for one in starter_names()],
         )
     target = directory / f"{name}.yaml"

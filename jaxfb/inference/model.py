@@ -12,7 +12,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxfb.config import config_from_dict, load_config, refuse_own_model
+from jaxfb.config import config_from_dict, load_config, refuse_own_model, saved_run
 from jaxfb.config.sections import AutoMesh, MeshConfig
 from jaxfb.data import load_tokenizer
 from jaxfb.data.chat import Chat, saved_chat
@@ -194,7 +194,8 @@ def _run_of(path: Path, overrides: Sequence[str]) -> tuple[Path, Any]:
     refuse_own_model(
         config, "sampling and scoring text", "call your model on the parameters of its checkpoint"
     )
-    directory = path if path.is_dir() else Path(config.run.dir)
+    begins = getattr(config.model, "from_", None) is not None
+    directory = Path(config.run.dir) if begins and not path.is_dir() else saved_run(path, config)
     if isinstance(config.mesh, AutoMesh) and (saved := RunDirectory(directory).saved_config()):
         config = with_layout(config, {"mesh": saved["mesh"]})
     return directory, config

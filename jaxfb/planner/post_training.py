@@ -28,7 +28,7 @@ from jaxfb.planner.job import abstract_device, abstract_mesh
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
 from jaxfb.rl.policy import make_task, row_slots
-from jaxfb.rl.start import Base, tokenizer_of
+from jaxfb.rl.start import Base, check_run, tokenizer_of
 from jaxfb.rl.tasks import check_task
 from jaxfb.training import setup
 from jaxfb.training.setup import compute_dtype, param_dtype
@@ -64,6 +64,7 @@ def planned(config: PostTrainingConfig, topology: Topology) -> Planned:
     """
     sized: Any = config  # its mesh is all that is read
     mesh: Any = abstract_mesh(sized, topology.num_devices, abstract_device(topology))
+    check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = setup.built_in(setup.model_sizes(config, tokenizer.vocab_size), *setup.POST_TRAINING)
     length = _row_length(config, Base(config, mesh, tokenizer, sizes))

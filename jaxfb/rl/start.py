@@ -193,7 +193,7 @@ def make_base(config: Kind) -> Base[Kind]:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     check_optimizer(config)
-    _check_run(config)
+    check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
     check_model(sizes, mesh, least_bytes(config))
@@ -203,7 +203,7 @@ def make_base(config: Kind) -> Base[Kind]:
     return Base(config, mesh, tokenizer, sizes)
 
 
-def _check_run(config: PostTrainingConfig) -> None:
+def check_run(config: PostTrainingConfig) -> None:
     """Refuses a run to start from that is not there."""
     run = config.start.run
     if run is not None and not Path(run).is_dir():

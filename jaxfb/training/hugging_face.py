@@ -16,7 +16,7 @@ import numpy as np
 
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.checkpoint.stored_parts import StoredArrays
-from jaxfb.config import config_from_dict, load_config, refuse_own_model, save_yaml
+from jaxfb.config import config_from_dict, load_config, refuse_own_model, save_yaml, saved_run
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.models.adapted import A, B, LoRA, adapted
 from jaxfb.models.config import TransformerConfig
@@ -84,6 +84,7 @@ def export_run(
     )
     if dtype not in (None, *DTYPES):
         raise Refused(f"[hf] dtype={dtype!r} must be one of {', '.join(DTYPES)}")
+    source = saved_run(source, config)
     if adapter:
         return _export_adapter(source, config, Path(directory))
     if RunDirectory(source).newest_update() is None and (files := weights_of(source, config)):

@@ -279,12 +279,9 @@ def check_optimizer(config: AnyConfig, plan: RunPlan | None = None) -> None:
         if plan is not None:
             optimizer(config, plan)
             return
-        rates: dict[str, Any] = {
-            "learning_rate": settings.learning_rate,
-            "weight_decay": settings.weight_decay,
-        }
+        options: dict[str, Any] = {**settings.options, "weight_decay": settings.weight_decay}
         with _in_section("optimizer"):
-            make_optimizer(settings.name, **rates, **settings.options)
+            make_optimizer(settings.name, learning_rate=settings.learning_rate, **options)
 
 
 def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
@@ -296,11 +293,18 @@ def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     horizon = lr.total or length
     if lr.name != "constant" and (warning := horizon_warning(horizon, length, lr.final)):
         warnings.warn(f"[lr] {warning}" if lr.unit == "updates" else f"[lr] in rows: {warning}", stacklevel=2)
-    shape: dict[str, Any] = {
-        name: getattr(lr, name) for name in ("warmup", "warmup_shape", "initial", "final", "unit")
-    }
     with _in_section("lr"):
-        rate = lr_schedule(lr.name, peak=settings.learning_rate, total=horizon, **shape, **lr.options)
+        rate = lr_schedule(
+            lr.name,
+            peak=settings.learning_rate,
+            total=horizon,
+            warmup=lr.warmup,
+            warmup_shape=lr.warmup_shape,
+            initial=lr.initial,
+            final=lr.final,
+            unit=lr.unit,
+            **lr.options,
+        )
     with _in_section("optimizer"):
         decay = _weight_decay(settings, length, lr.unit)
         options: dict[str, Any] = settings.options

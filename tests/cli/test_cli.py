@@ -63,7 +63,9 @@ def test_exit_codes_tell_how_a_run_ended(calls):
     assert main(["train", QUICKSTART]) == 78
 
 
-def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys):
+def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/quickstart").mkdir(parents=True)
     (tmp_path / "config.yaml").write_text(Path(QUICKSTART).read_text())
     assert main(["eval", str(tmp_path), "eval.batches=3"]) == 0
     assert main(["generate", QUICKSTART, "--prompt", "def ", "--tokens", "5"]) == 0
@@ -90,6 +92,11 @@ def test_config_show(capsys):
         (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 17, got 'x'\n"),
         (["chat", "a", "--top-p", "x"], "err", "argument --top-p: must be a number, such as 1, got 'x'\n"),
         (["config", "shw"], "err", "did you mean show?"),
+        (
+            ["train", "quickstart", "--updates", "3"],
+            "err",
+            "keys are written as run.updates=100; `jaxfb train --help`",
+        ),
         (["frobnicate"], "err", "choose from"),
     ],
 )

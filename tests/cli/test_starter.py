@@ -59,7 +59,7 @@ def test_init_writes_a_config_with_the_data_that_it_names(tmp_path, monkeypatch,
 def test_an_unknown_starter_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     assert main(["init", "quikstart"]) == 2
-    assert "choose one of 125m" in capsys.readouterr().err
+    assert "did you mean quickstart? choose one of 125m" in capsys.readouterr().err
     assert main(["train", "quikstart"]) == 2
     assert "did you mean the starter config quickstart?" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
@@ -73,6 +73,34 @@ def test_a_missing_run_is_refused_with_the_nearest(tmp_path, monkeypatch, capsys
     assert "no file or run's directory runs/quik; did you mean runs/quick?" in capsys.readouterr().err
     assert main(["generate", "runs/x", "--prompt", "a"]) == 2
     assert "directory runs/x; in runs: quick; starter configs: 125m" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["eval"],
+        ["generate", "--prompt", "a"],
+        ["generate", "--prompt", "a", "--samples=2"],
+        ["chat"],
+        ["export-hf", "to"],
+    ],
+    ids=" ".join,
+)
+def test_a_config_whose_run_is_not_there_is_answered_by_the_command_that_trains_it(
+    arguments, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    verb, *more = arguments
+    assert main([verb, "quickstart", *more]) == 2
+    wanted = "jaxfb: [run] there is no run in runs/quickstart yet; train it first: jaxfb train quickstart\n"
+    assert capsys.readouterr().err == wanted
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_plan_of_what_begins_with_a_missing_run_names_the_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    assert main(["plan", "fine_tune", "--topology", "cpu:1", "--no-compile"]) == 2
+    assert capsys.readouterr().err.startswith("jaxfb: [start] there is no run runs/imported to start from; ")
 
 
 def test_a_file_in_the_working_directory_comes_before_a_starter_of_its_name(tmp_path, monkeypatch):
