@@ -327,7 +327,8 @@ def _in_section(section: str) -> Iterator[None]:
     try:
         yield
     except Refused as error:
-        raise Refused(f"[{section}] {error}", error.choices) from None
+        error.args = (f"[{section}] {error}",)
+        raise
 
 
 def abstract_params(config: AnyConfig, sizes: TransformerConfig | OwnModelConfig) -> PyTree:

@@ -118,6 +118,13 @@ def test_a_number_of_faults_below_zero_is_answered_by_the_nearest(name, capsys):
     assert said == f"jaxfb: [chaos] --{name} -1 must not be negative; use --{name} 0 for none\n"
 
 
+def test_an_unknown_benchmark_is_answered_by_one_that_is_spelt_alike_or_none(capsys):
+    assert main(["bench", "gpuu"]) == main(["bench", "frobnicate"]) == 2
+    near, far = capsys.readouterr().err.splitlines()
+    assert near.endswith("no benchmark 'gpuu'; did you mean gpu? `jaxfb bench` lists them")
+    assert far.endswith("no benchmark 'frobnicate'; `jaxfb bench` lists them")
+
+
 def test_refusals_are_one_sentence_and_code_2(calls, capsys):
     assert main(["train", QUICKSTART, "model.hiden_size=3"]) == 2
     expected = "jaxfb: [config] unknown key model.hiden_size; did you mean model.hidden_size?\n"
