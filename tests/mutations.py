@@ -468,6 +468,13 @@ MUTATIONS = (
         "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
     ),
     Mutation(
+        "layers_that_are_no_loop_run_at_once",
+        "forward_backward/stage.py",
+        "lax.optimization_barrier((carry, place))",
+        "(carry, place)",
+        "forward_backward/test_pipeline_structure.py::test_layers_that_are_no_loop_wait_for_one_another",
+    ),
+    Mutation(
         "last_late_gradients_lost",
         "forward_backward/stage.py",
         "in reversed([*enumerate(waiting)]):",

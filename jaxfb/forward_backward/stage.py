@@ -200,8 +200,19 @@ class Stage:
         if len(places) > self._written_out:
             return self._scan(one, carry, layers, reverse=True)[0]
         for place in reversed(places):
-            carry, _ = one(carry, (jnp.int32(place), tuple(self._whole(_layer(layers, place)))))
+            carry, here = self._in_turn(carry, jnp.int32(place))
+            carry, _ = one(carry, (here, tuple(self._whole(_layer(layers, place)))))
         return carry
+
+    def _in_turn(self, carry: PyTree, place: jax.Array) -> tuple[PyTree, jax.Array]:
+        """Returns the same; a layer that reads its slot at that place waits for the layers behind it, as in a loop.
+
+        A compiler would otherwise compute all layers again before the first backward, or leave the products of weight
+        gradients for the end: 8B at 131,072 tokens on 8 stages took 99.0 GB in place of 70.2 GB (v5p, libtpu 0.0.48).
+        Not where gradients are scattered a layer late: that has work to hide in what it may do later (8B on pipe 8 x
+        fsdp 8, 3.50 s in place of 3.63 s, for 9.0 GB in place of 7.7 GB).
+        """
+        return (carry, place) if self._ahead is not None else lax.optimization_barrier((carry, place))
 
     def _scan(
         self, one: Callable, carry: PyTree, layers: Layers, places: range | None = None, reverse: bool = False

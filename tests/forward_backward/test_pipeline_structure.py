@@ -8,6 +8,7 @@ import toy
 from flax import nnx
 
 import jaxfb
+from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.slot import Slot
@@ -17,6 +18,7 @@ from jaxfb.schedules import make
 
 ROWS, SEQ, WIDTH, LAYERS = 16, 16, 64, 8
 HIDDEN_BYTES = ROWS * SEQ * WIDTH * 4
+AS_IT_IS = Ahead(lambda shards: shards, (lambda grads: grads,), lambda grads: grads)
 
 
 def embed(outer, microbatch, rng):
@@ -161,6 +163,35 @@ def test_how_often_a_stage_of_three_layers_runs_forward(keep, forwards):
         return stage.backward(layers, slot, hidden, {}, inputs, target)
 
     assert products(jax.make_jaxpr(both)(jnp.zeros(HIDDEN)).jaxpr) == forwards + 2 * 3
+
+
+@pytest.mark.parametrize("ahead, waits", [(None, [0, 1, 2]), (AS_IT_IS, [0, 0, 0])])
+def test_layers_that_are_no_loop_wait_for_one_another(ahead, waits):
+    """A layer is computed again when the gradients of those behind it are in their sums, of which it reads nothing."""
+    stage = Stage(
+        lambda *given: layer_output(jnp.tanh(given[1] @ given[0])), "inputs", written_out=3, ahead=ahead
+    )
+    layers, inputs = Layers(jnp.zeros((3, *KERNEL)), jnp.arange(3), jnp.ones(3, bool)), StageInputs({}, None)
+    target = Target(jnp.zeros((1, 3, *KERNEL)), jnp.int32(0), jnp.bool_(True))
+    kept = stage.empty(layers, jnp.zeros(HIDDEN), inputs, 1)
+
+    def backward(kept, hidden):
+        return stage.backward(layers, Slot(kept, jnp.int32(0)), hidden, {}, inputs, target)
+
+    body = jax.make_jaxpr(backward)(kept, jnp.zeros(HIDDEN)).jaxpr
+    again = [eqn for eqn in body.eqns if eqn.primitive.name == "tanh"]
+    assert [written_before(body, eqn) for eqn in again] == waits
+
+
+def written_before(body, eqn) -> int:
+    """How many arrays are written into that an operation waits for."""
+    maker = {id(var): one for one in body.eqns for var in one.outvars}
+    wanted, seen = [eqn], {}
+    while wanted:
+        makers = [maker[id(var)] for var in wanted.pop().invars if id(var) in maker]
+        wanted += [one for one in makers if id(one) not in seen]
+        seen |= {id(one): one for one in makers}
+    return sum(one.primitive.name == "dynamic_update_slice" for one in seen.values())
 
 
 HIDDEN, KERNEL = (3, 5, 8), (8, 8)
