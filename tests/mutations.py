@@ -744,10 +744,17 @@ MUTATIONS = (
         "planner/test_formula.py::test_selective_keeps_what_the_backward_reads",
     ),
     Mutation(
+        "formula_forgets_what_waits_for_other_pieces",
+        "planner/formula_memory.py",
+        "return of_layers + waiting_bytes(config, sizes)",
+        "return of_layers",
+        "planner/test_formula.py::test_pieces_wait_for_one_another",
+    ),
+    Mutation(
         "formula_has_more_in_flight_than_there_is",
         "planner/formula_memory.py",
-        "return min(found, num_microbatches(config) * pieces + 1 / chunks) / pieces",
-        "return found / pieces",
+        "return min(found, num_microbatches(config) + 1 / config.chunks)",
+        "return found",
         "planner/test_formula.py::test_no_more_microbatches_are_in_flight_than_there_are",
     ),
     Mutation(

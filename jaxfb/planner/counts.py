@@ -119,6 +119,11 @@ def tokens_of_microbatch(config: Config) -> int:
     return _rows_per_microbatch(config) * config.data.sequence_length // config.mesh.context
 
 
+def tokens_of_piece(config: Config) -> int:
+    """Returns the tokens that a layer of a device runs at a time."""
+    return tokens_of_microbatch(config) // config.parallel.pieces
+
+
 def layers_by_remat(config: Config, sizes: TransformerConfig) -> list[tuple[str, float]]:
     """Returns (a word of `remat`, the number of a device's layers that it is for)."""
     *counted, (last, _) = remat_parts(config.parallel.remat)
@@ -137,8 +142,12 @@ def hidden_width(config: Config, sizes: TransformerConfig) -> float:
     return sizes.hidden_size / (config.mesh.tensor if sizes.sequence_parallel else 1)
 
 
+def schedule_name(config: Config) -> str:
+    return config.schedule or default_name(config.chunks, config.parallel.pieces)
+
+
 def schedule_kind(config: Config) -> Kind:
-    return kind_of(config.schedule or default_name(config.chunks, config.parallel.pieces))
+    return kind_of(schedule_name(config))
 
 
 def product_width(sizes: TransformerConfig) -> float:

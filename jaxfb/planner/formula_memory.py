@@ -23,8 +23,10 @@ from jaxfb.planner.counts import (
     share_gathered,
     stored,
     tokens_of_microbatch,
+    tokens_of_piece,
     trained_numbers,
 )
+from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
 from jaxfb.planner.topology import Topology
 
 _SCORES_KEPT = 9 / 8
@@ -85,18 +87,19 @@ def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     fewer.
     """
     vocabulary = sizes.vocab_size / (config.mesh.pipe * config.mesh.tensor)
-    return min(4 * sizes.hidden_size, 2 * tokens_of_microbatch(config)) * vocabulary
+    return min(4 * sizes.hidden_size, 2 * tokens_of_piece(config)) * vocabulary
 
 
 def kept_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what layers in flight keep for their backward: their inputs, and what `remat` does not compute
-    again.
+    again; of sequences in pieces, what waits for other pieces too.
     """
     in_flight = _in_flight(config) if config.mesh.pipe > 1 else 1.0
-    return sum(
+    of_layers = sum(
         _kept_of(config, sizes, topology, remat, layers, in_flight)
         for remat, layers in layers_by_remat(config, sizes)
     )
+    return of_layers + waiting_bytes(config, sizes)
 
 
 def _kept_of(
@@ -121,14 +124,13 @@ def _kept_of(
 
 
 def _in_flight(config: Config) -> float:
-    """Returns microbatches whose activations the first stage keeps: of pieces, those of 1f1b and the rest of the first
-    microbatch. No more than there are, and one slot for ticks in which nothing arrives.
+    """Returns microbatches whose activations the first stage keeps: no more than there are, and one slot for ticks in
+    which nothing arrives.
     """
-    pieces, chunks = config.parallel.pieces, config.chunks
-    found = schedule_kind(config).in_flight(config.mesh.pipe, chunks)
-    if pieces > 1:
-        found += (pieces - 1) / chunks
-    return min(found, num_microbatches(config) * pieces + 1 / chunks) / pieces
+    if config.parallel.pieces > 1:
+        return pieces_in_flight(config)
+    found = schedule_kind(config).in_flight(config.mesh.pipe, config.chunks)
+    return min(found, num_microbatches(config) + 1 / config.chunks)
 
 
 def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
@@ -141,11 +143,11 @@ def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
 
 def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what one layer's backward takes beside weights."""
-    layers, tokens = layers_here(config, sizes), tokens_of_microbatch(config)
+    layers, tokens = layers_here(config, sizes), tokens_of_piece(config)
     again = layers * hidden_width(config, sizes) if _layer_inputs(config, sizes) < layers else 0
     at_work = _scores(config, sizes, topology) + 2 * product_width(sizes) / config.mesh.tensor + again
     gathered = _gathered_keys_bytes(config, sizes, topology)
-    return 2 * tokens * at_work + gathered + _exchanged_rows_bytes(config, sizes)
+    return 2 * tokens * at_work + gathered + read_bytes(config, sizes) + _exchanged_rows_bytes(config, sizes)
 
 
 def _exchanged_rows_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -171,7 +173,7 @@ def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Top
 
 def _logit_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts a block of the head's logits and their softmax."""
-    return 8 * min(tokens_of_microbatch(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
+    return 8 * min(tokens_of_piece(config), sizes.loss_chunk) * sizes.vocab_size / config.mesh.tensor
 
 
 def relaid_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -20,6 +20,7 @@ from jaxfb.schedules import KINDS, make
 ONE_B = (
     "model.num_layers=8 batch.rows=64 batch.rows_per_microbatch=1 mesh.dp=1 parallel.fsdp_gather=step".split()
 )
+LONG_STAGES = "data.sequence_length=131072 batch.rows=4 mesh.fsdp=1 mesh.pp=8 parallel.remat=layer"
 
 
 @pytest.mark.parametrize(
@@ -82,6 +83,8 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("70b", "v5p:8x8x8", 4.63, 11.67),
         ("400b model.sequence_parallel=true", "v5p:8x8x16", 14.29, 68.46),
         ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.61, 8.34),
+        (f"8b {LONG_STAGES}", "v5p:2x2x2", 70.16, 97.04),
+        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq_abreast", "v5p:2x2x2", 70.10, 45.91),
     ],
 )
 def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, topology, gigabytes, seconds):
@@ -142,6 +145,18 @@ def test_no_more_microbatches_are_in_flight_than_there_are(rows, slots):
     config = load_config("configs/8b.yaml", layout)
     assert make("1f1b", 8, rows).program.num_residual_slots == slots
     assert kept_bytes(config, model_sizes(config), parse_topology("v5p:2x2x2")) == 2 * 4096 * 4096 * slots
+
+
+@pytest.mark.parametrize(
+    "schedule, caches, slots, passed", [("seq1f1b", 3, 30, 2 + 17), ("seq_abreast", 4, 65, 2 + 62)]
+)
+def test_pieces_wait_for_one_another(schedule, caches, slots, passed):
+    """Keys and values in bfloat16 with gradients in float32, layers' inputs, and what stages hand on, of one piece."""
+    layout = f"{LONG_STAGES} parallel.pieces=16 schedule={schedule}".split()
+    config = load_config("configs/8b.yaml", layout)
+    cache, hidden = 4 * 131072 * 2 * 8 * 128 * (2 + 4), 131072 // 16 * 4096 * 2
+    kept = caches * cache + (4 * slots + passed) * hidden
+    assert kept_bytes(config, model_sizes(config), parse_topology("v5p:2x2x2")) == kept
 
 
 def test_no_more_communication_is_hidden_than_there_is_work():
