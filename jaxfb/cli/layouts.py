@@ -65,6 +65,7 @@ def schedule(options) -> None:
         return
     sizes = options.pipe, options.microbatches, options.chunks, options.pieces
     schedule = command.chosen(options.table, options.kind, *sizes)
+    paths = command.written(schedule, costs, options.out, options.svg, options.trace)
     print(command.described(schedule, costs))
-    for path in command.written(schedule, costs, options.out, options.svg, options.trace):
+    for path in paths:
         print(f"wrote {path}")
