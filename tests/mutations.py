@@ -751,6 +751,13 @@ MUTATIONS = (
         "planner/test_formula.py::test_pieces_wait_for_one_another",
     ),
     Mutation(
+        "formula_lets_early_pieces_wait_for_none",
+        "planner/formula_time.py",
+        "* blocks * waiting_turns(config) -",
+        "* blocks -",
+        "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
+    ),
+    Mutation(
         "formula_has_more_in_flight_than_there_is",
         "planner/formula_memory.py",
         "return min(found, num_microbatches(config) + 1 / config.chunks)",

@@ -1,4 +1,4 @@
-"""Estimates by formula the memory of sequences that go through a pipeline in pieces (`parallel.pieces`)."""
+"""Estimates by formula memory and attention of sequences that go through a pipeline in pieces (`parallel.pieces`)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from jaxfb.planner.counts import (
     tokens_of_microbatch,
     tokens_of_piece,
 )
-from jaxfb.schedules import Program, make
+from jaxfb.planner.piece_turns import mean_turns
+from jaxfb.schedules import Schedule, make
 
 _CACHED, _READ = 2 + 4, 2 + 4 + 4
 """Bytes of a key's or value's number: in a cache, with its gradient in float32; and while a layer's backward runs,
@@ -25,7 +26,7 @@ def pieces_in_flight(config: Config) -> float:
     """Returns microbatches whose activations the first stage keeps, by the schedule's count of their pieces: abreast
     all pieces of a group, one after the other those of 1f1b and the rest of the first microbatch.
     """
-    return _program(config).allocated("residual") / (config.chunks * config.parallel.pieces)
+    return _schedule(config).program.allocated("residual") / (config.chunks * config.parallel.pieces)
 
 
 def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -37,7 +38,7 @@ def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
     """
     if config.parallel.pieces == 1:
         return 0.0
-    program = _program(config)
+    program = _schedule(config).program
     caches = program.allocated("cache") * layers_here(config, sizes) / config.chunks
     passed = program.allocated("activation") + program.allocated("gradient")
     hidden = 2 * tokens_of_piece(config) * hidden_width(config, sizes)
@@ -49,12 +50,22 @@ def read_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 0.0 if config.parallel.pieces == 1 else _READ * _keys_of_layer(config, sizes)
 
 
+def waiting_turns(config: Config) -> float:
+    """Returns how many times as long attention takes as if every tick had a mean piece: a late piece reads many earlier
+    ones, and in a tick all devices wait for the latest piece.
+
+    8B at 128k tokens, 16 pieces on 8 stages: 1.44 one after the other, 1.09 abreast.
+    """
+    pieces = config.parallel.pieces
+    return 1.0 if pieces == 1 else (mean_turns(_schedule(config)) + 1 / 2) / (pieces / 2)
+
+
 def _keys_of_layer(config: Config, sizes: TransformerConfig) -> float:
     """Returns the numbers of a layer's keys and values of all pieces of a microbatch."""
     return 2 * tokens_of_microbatch(config) * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor
 
 
-def _program(config: Config) -> Program:
+def _schedule(config: Config) -> Schedule:
     return _made(
         schedule_name(config),
         config.mesh.pipe,
@@ -65,6 +76,6 @@ def _program(config: Config) -> Program:
 
 
 @lru_cache(maxsize=16)
-def _made(name: str, stages: int, microbatches: int, chunks: int, pieces: int) -> Program:
+def _made(name: str, stages: int, microbatches: int, chunks: int, pieces: int) -> Schedule:
     """Builds a schedule; more microbatches than twice the stages take no more slots."""
-    return make(name, stages, min(microbatches, 2 * stages), chunks, pieces).program
+    return make(name, stages, min(microbatches, 2 * stages), chunks, pieces)

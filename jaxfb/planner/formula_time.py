@@ -31,6 +31,7 @@ from jaxfb.planner.counts import (
     turns_of_layers_and_head,
 )
 from jaxfb.planner.formula_memory import gradient_bytes
+from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 
@@ -73,7 +74,8 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
 
 def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
     """Counts what a token takes more of splash's kernels: scores twice more in the backward, of which there are seven
-    products in place of four, and blocks on the diagonal of which half is masked.
+    products in place of four, and blocks on the diagonal of which half is masked; of pieces of a sequence, the wait for
+    late ones.
     """
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
@@ -84,7 +86,7 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     # the context axis cuts a row into twice its size
     together = length if context == 1 else length // (2 * context)
     blocks = 1 + splash.block_size(together) / length
-    return attention * ((1.5 + again) * blocks - 1 - again)
+    return attention * ((1.5 + again) * blocks * waiting_turns(config) - 1 - again)
 
 
 def step_flops(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

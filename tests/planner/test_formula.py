@@ -85,6 +85,7 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.61, 8.34),
         (f"8b {LONG_STAGES}", "v5p:2x2x2", 70.16, 97.04),
         (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq_abreast", "v5p:2x2x2", 70.10, 45.91),
+        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq1f1b", "v5p:2x2x2", 50.76, 55.48),
     ],
 )
 def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, topology, gigabytes, seconds):
