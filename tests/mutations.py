@@ -758,6 +758,13 @@ MUTATIONS = (
         "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
     ),
     Mutation(
+        "memory_of_an_update_unchecked_on_cpus",
+        "training/base_work.py",
+        "step.check_program = self.check_program",
+        "step.check_program = None",
+        "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
+    ),
+    Mutation(
         "formula_has_more_in_flight_than_there_is",
         "planner/formula_memory.py",
         "return min(found, num_microbatches(config) + 1 / config.chunks)",

@@ -73,6 +73,7 @@ EXAMPLES = {
 }
 """A whole command for each one that cannot do without arguments; a refusal for lack of them ends with it."""
 KINDS = {int: "a whole number", float: "a number"}
+"""What an option of that type must be, in the words of its refusal."""
 
 
 def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
@@ -86,11 +87,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     for text in rest:
         if text.startswith("-") or not hasattr(options, "overrides"):
             command = f"jaxfb {options.verb}"
-            keys = (
-                hasattr(options, "overrides")
-                and " and the config's keys are written as run.updates=100;"
-                or ""
-            )
+            takes_keys = hasattr(options, "overrides")
+            keys = " and the config's keys are written as run.updates=100;" if takes_keys else ""
             parser.error(f"`{command}` does not take {text!r};{keys} `{command} --help` lists what it takes")
         options.overrides.append(text)
     return options

@@ -25,6 +25,7 @@ from jaxfb.training.machine import free_memory, free_swap, host_memory
 TEMPORARIES = 1.2
 """Times the formula's temporaries that a step needs on CPUs at the least: it has two bytes for most numbers, and there
 most have four. Configs that were compiled for CPUs needed 1.24 to 2.0 times as much."""
+FEWER_ROWS = "use fewer rows in a microbatch"
 
 
 def check_host(config: Any, say: Callable[[str], None] = print) -> None:
@@ -80,14 +81,14 @@ def _check_program(config: Any, counted: Any) -> None:
 def _fitting_beside(config: Any, temporaries: float, free: float) -> str:
     """Returns what to do where a device needs these temporaries and so much is free beside the state."""
     if not isinstance(config, Planned):
-        return "use fewer rows in a microbatch"
+        return FEWER_ROWS
     topology = topology_of(jax.devices())
     with suppress(ValueError):  # a model of the user's own is not planned
         now = estimated(config, topology)
         state = jax.local_device_count() * (now.estimate.arguments + sum(now.kept.values()))
         times = temporaries / now.estimate.temporaries
         return _fitting(config, topology, state + (1 - SPARE) * free, times)
-    return "use fewer rows in a microbatch"
+    return FEWER_ROWS
 
 
 def _needed(config: Planned, topology: Topology, times: float = TEMPORARIES) -> float | None:
