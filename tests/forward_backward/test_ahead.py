@@ -206,6 +206,25 @@ def test_it_is_the_default_on_accelerators(topology):
     assert sent == {jax.numpy.dtype("float32" if topology == "cpu:4" else "bfloat16")}
 
 
+def without_the_chunks_dim(program, num_layers):
+    """What makes each array [1, num_layers, ...] of which a loop over microbatches takes the first dim off."""
+    for eqn in equations(program):
+        if eqn.primitive.name == "scan":
+            body = eqn.params["jaxpr"].jaxpr
+            made = {id(var): one for one in body.eqns for var in one.outvars}
+            for one in body.eqns:
+                if one.primitive.name == "squeeze" and one.invars[0].aval.shape[:2] == (1, num_layers):
+                    yield made[id(one.invars[0])].primitive.name
+
+
+def test_the_last_gradients_are_added_before_the_sums_change_their_shape():
+    """A compiler that changes the shape of the sums first copies all of them."""
+    config = load_config("configs/quickstart.yaml", ("mesh.fsdp=4", "data.tokenizer=bytes"))
+    job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology("v5e:2x2"))))
+    program = job.step.trace(job.state, job.batch).jaxpr
+    assert {*without_the_chunks_dim(program, config.model.num_layers)} == {"optimization_barrier"}
+
+
 def carried_cuts(program):
     """Dims that `tensor` cuts of each gradient that a loop hands to its next turn and that is annotated."""
     for eqn in equations(program):
