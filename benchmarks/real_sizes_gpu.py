@@ -25,9 +25,22 @@ from jaxfb.planner import gpu, parse_topology
 
 SIDES = ("jaxfb", "any_chip")
 """With the config for H100s, and with the one that its name begins with."""
+FOURTEEN = (
+    "model.num_layers=48",
+    "model.hidden_size=5120",
+    "model.num_heads=40",
+    "model.num_kv_heads=8",
+    "model.mlp_size=13824",
+    "model.vocab_size=152064",
+    "model.rope_theta=1000000.0",
+)
+"""The sizes of Qwen2.5 14B."""
+INPUTS_ON_HOST = ("parallel.remat=offload",)
 JOBS = {
     "8B, 8 H100": Job("8b-h100", "gpu:h100x8"),
     "8B, 64 H100": Job("8b-h100", "gpu:h100x64"),
+    "14B, 8 H200": Job("8b-h100", "gpu:h200x8", FOURTEEN),
+    "14B, 8 H200, layers' inputs on the host": Job("8b-h100", "gpu:h200x8", FOURTEEN + INPUTS_ON_HOST),
     "70B, 512 H100": Job("70b-h100", "gpu:h100x512"),
     "Mixtral 8x22B, 128 H100": Job("moe-141b-h100", "gpu:h100x128"),
     "Mixtral 8x22B, 128 H100, overlap": Job("moe-141b-h100", "gpu:h100x128", ("model.expert_overlap=true",)),

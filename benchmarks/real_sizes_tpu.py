@@ -140,6 +140,9 @@ JOBS = {
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs kept": Job(
         "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", "parallel.remat=layer"), PIPELINE
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, layers' inputs on the host": Job(
+        "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512", *INPUTS_ON_HOST), None
+    ),
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches": Job(
         "70b",
         "v5p:8x8x8",

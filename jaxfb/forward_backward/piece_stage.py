@@ -152,20 +152,22 @@ class PieceStage(Stage):
         """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input, the cache of
         gradients).
         """
-        kept = self._kept_of_piece(layers, slot, inputs)
+        reads = self._reads(layers, self._kept_of_piece(layers, slot, inputs))
         own = self._own(layers, cotangent, inputs)
         begins = inputs.number == self._num_pieces - 1
 
         def one(carry, place, layer):
-            cotangent, gradients = carry
+            cotangent, gradients, carried = carry
             later = gradients.part(place, inputs.number, own)
             later = jax.tree.map(lambda g, o: jnp.where(begins, 0, g).astype(o.dtype), later, own)
             given = inputs.of_layer(slot.cache.of_layer(place))
-            grads, before, past = self._passes.backward(layer, kept(place), (cotangent, later), seeds, given)
+            kept, carried = reads.turn(carried, place)
+            grads, before, past = self._passes.backward(layer, kept, (cotangent, later), seeds, given)
             gradients = gradients.added(place, past, begins)
-            return (self._if_real(layer, before, cotangent), gradients), grads
+            return (self._if_real(layer, before, cotangent), gradients, carried), grads
 
-        (before, gradients), sums = self._add_up(one, (cotangent, gradients), layers, target)
+        carry = cotangent, gradients, reads.first()
+        (before, gradients, _), sums = self._add_up(one, carry, layers, target)
         return sums, before, gradients
 
     def empty_slots(

@@ -1,9 +1,9 @@
 """Stores a microbatch's values in a pipeline between two ticks.
 
 What a stage keeps is written and read a layer at a time, so that the values of all its layers are never stacked and
-copied. Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. In a small
-program for v5e (libtpu 0.0.48) both run beside other work: a layer's input is read while the layer after it runs its
-backward.
+copied. Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. The TPU's
+compiler (libtpu 0.0.48) runs both beside other work: an input is written while the next layer runs, and read while the
+layer behind runs its backward (`reads.py`).
 """
 
 from __future__ import annotations

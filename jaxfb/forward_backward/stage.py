@@ -15,6 +15,7 @@ from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
+from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.sequential import sum_of_layers
 from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, read_one, write
 from jaxfb.types import LossOutput
@@ -112,27 +113,31 @@ class Stage:
 
         seeds: name -> cotangent of the total of each of the layers' terms.
         """
-        kept = self._kept(layers, slot, inputs)
+        reads = self._reads(layers, self._kept(layers, slot, inputs))
 
-        def one(cotangent, place, layer):
-            grads, before = self._passes.backward(layer, kept(place), cotangent, seeds, inputs)
-            return self._if_real(layer, before, cotangent), grads
+        def one(carry, place, layer):
+            cotangent, carried = carry
+            kept, carried = reads.turn(carried, place)
+            grads, before = self._passes.backward(layer, kept, cotangent, seeds, inputs)
+            return (self._if_real(layer, before, cotangent), carried), grads
 
-        before, sums = self._add_up(one, cotangent, layers, target)
+        (before, _), sums = self._add_up(one, (cotangent, reads.first()), layers, target)
         return sums, before
 
     def backward_input(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot
     ) -> tuple[Slot, PyTree]:
         """Returns (saved with what `backward_weight` needs, cotangent of the stage's input)."""
-        kept = self._kept(layers, slot, inputs)
+        reads = self._reads(layers, self._kept(layers, slot, inputs))
 
         def one(carry, xs):
-            (cotangent, saved), (place, layer) = carry, (xs[0], Layers(*xs[1]))
-            now, before = self._passes.backward_input(layer, kept(place), cotangent, seeds, inputs)
-            return (self._if_real(layer, before, cotangent), saved.put(now, self._here(place))), None
+            (cotangent, saved, carried), (place, layer) = carry, (xs[0], Layers(*xs[1]))
+            kept, carried = reads.turn(carried, place)
+            now, before = self._passes.backward_input(layer, kept, cotangent, seeds, inputs)
+            saved = saved.put(now, self._here(place))
+            return (self._if_real(layer, before, cotangent), saved, carried), None
 
-        before, saved = self._backwards(one, (cotangent, saved), layers)
+        before, saved, _ = self._backwards(one, (cotangent, saved, reads.first()), layers)
         return saved, before
 
     def backward_weight(
@@ -172,6 +177,10 @@ class Stage:
             return self._passes.backward_input(layer, kept, before, seeds, inputs)[0]
 
         return self._stacked(jax.eval_shape(one, layers, hidden, seeds, inputs), layers)
+
+    def _reads(self, layers: Layers, kept: Callable[[jax.Array], PyTree]) -> Reads:
+        """Returns the backwards' way to what they read; kept: place -> what that of a layer reads."""
+        return Reads(kept, self._places(layers), ahead=self._on_host)
 
     def _kept(self, layers: Layers, slot: Slot, inputs: StageInputs) -> Callable[[jax.Array], PyTree]:
         """Returns place -> what the backward of that layer reads."""

@@ -8,6 +8,7 @@ from typing import NamedTuple
 from jaxfb.hlo.text import Instruction, bytes_of
 
 _ARRAY = re.compile(r"\b[a-z]+[0-9a-z]*\[[\d,]*\](?:\{[^}]*\})?")
+_WRAPPED = re.compile(r"%?(dynamic-slice|dynamic-update-slice)-start")
 _HOST = "S(5)"
 """XLA's number of the host's memory, in a layout."""
 
@@ -22,12 +23,14 @@ class HostTransfer(NamedTuple):
 def host_transfer(instruction: Instruction) -> HostTransfer | None:
     """Returns what the start of a copy, a slice or an update moves between the two memories; None if it does not.
 
-    Of a slice the slice is moved, of an update what it writes.
+    Of a slice the slice is moved, of an update what it writes; XLA for GPUs wraps both in a fusion that is named so.
     """
     arrays = _ARRAY.findall(instruction.result)
     kind = instruction.opcode.removesuffix("-start")
     if kind == instruction.opcode or not arrays:
         return None
+    if kind == "fusion" and (named := _WRAPPED.match(instruction.name)):
+        kind = named[1]
     if kind == "copy":  # (what is written, what is read, a mark)
         return _moved(source=arrays[1], target=arrays[0], what=arrays[0])
     results = _ARRAY.findall(instruction.result[_end_of_operands(instruction.result) :])

@@ -82,11 +82,16 @@ def compile_for(
     return Compiled(**answer["compiled"])
 
 
-def compiles_here(topology: Topology, say: Callable[[str], None]) -> bool:
-    """Returns whether to ask the compiler; a plan for GPUs does without, and names what to install."""
-    missing = missing_compiler(topology) if topology.platform == "gpu" else None
+def compiles_here(config: Config, topology: Topology, say: Callable[[str], None]) -> bool:
+    """Returns whether to ask the compiler; a plan for GPUs does without where it must, and says why."""
+    if topology.platform != "gpu":
+        return True
+    missing = missing_compiler(topology)
     if missing:
         say(f"{missing}; without it a formula's estimate")
+    elif config.optimizer.memory == "host":
+        say(f"{gpu.NO_STATE_ON_HOST}; a formula's estimate")
+        return False
     return not missing
 
 

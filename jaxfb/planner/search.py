@@ -78,7 +78,7 @@ def search(
     ]
     found = _ranked(given + [Found(one, _verdict(one, topology, known)) for one in others])
     keep(found)
-    if not compiled or not compiles_here(topology, say):
+    if not compiled or not compiles_here(found[0].config, topology, say):
         return found
     return _compiled(found, compiled, known, say, keep)
 

@@ -175,7 +175,8 @@ def plan(
     update = config if isinstance(config, Config) else planned(config, topology).update
     gpu.check_hosts(update, topology)
     verdict = estimated(config, topology)
-    return compiled_verdict(update, verdict, say) if compiles and compiles_here(topology, say) else verdict
+    asked = compiles and compiles_here(update, topology, say)
+    return compiled_verdict(update, verdict, say) if asked else verdict
 
 
 def estimated(config: Config | PostTrainingConfig, topology: Topology) -> Verdict:

@@ -62,4 +62,4 @@ def test_the_section_counts_steps_over_their_products():
 
 def test_the_results_on_the_page_are_of_the_jobs():
     rows = json.loads(ROWS.results.read_text())["rows"]
-    assert list(rows) == list(JOBS) and all(set(row) == set(SIDES) for row in rows.values())
+    assert list(rows) == list(JOBS) and all({"jaxfb"} <= set(row) <= set(SIDES) for row in rows.values())

@@ -153,6 +153,48 @@ def test_the_inputs_of_layers_wait_in_the_hosts_memory_where_they_are_asked_to(r
     assert ("<host>" in program) == (remat == "offload")
 
 
+def scans_in(jaxpr):
+    """The bodies of all loops below a jaxpr."""
+    for eqn in jaxpr.eqns:
+        for inner in jax.extend.core.jaxprs_in_params(eqn.params):
+            if eqn.primitive.name == "scan":
+                yield inner
+            yield from scans_in(inner)
+
+
+def fetched_in(jaxpr):
+    """The arrays that a body itself brings from the host's memory."""
+    return [
+        eqn.outvars[0]
+        for eqn in jaxpr.eqns
+        if eqn.primitive.name == "device_put"
+        and eqn.invars[0].aval.memory_space == jax.memory.Space.Host
+        and eqn.outvars[0].aval.memory_space == jax.memory.Space.Device
+    ]
+
+
+def multiplies(jaxpr, var):
+    """Whether anything but views of an array is computed from it."""
+    views, read = {"reshape", "squeeze", "copy"}, {var}
+    for eqn in jaxpr.eqns:
+        if read & {one for one in eqn.invars if isinstance(one, jax.extend.core.Var)}:
+            if eqn.primitive.name not in views:
+                return True
+            read |= set(eqn.outvars)
+    return False
+
+
+def test_the_input_of_a_layer_is_brought_from_the_host_a_turn_before_its_backward():
+    """In its own turn its backward would wait for it."""
+    plan = jaxfb.BatchPlan(rows=16, num_microbatches=4)
+    fb = jaxfb.get_forward_backward_func(remat="offload")
+    arguments = abstract((toy.params(), toy.batch(rows=plan.rows)))
+    program = jax.make_jaxpr(lambda params, batch: fb(toy.model, params, batch, plan).grads)(*arguments)
+    inside = [body for body in scans_in(program.jaxpr) if not list(scans_in(body))]
+    fetched = [(body, var) for body in inside for var in fetched_in(body)]
+    assert fetched and not any(multiplies(body, var) for body, var in fetched)
+
+
 @pytest.mark.parametrize("remat", ["none", "selective", "layer", "full"])
 @pytest.mark.parametrize("num_microbatches", [1, 4])
 def test_the_layers_gradients_of_a_microbatch_never_exist_beside_their_sum(remat, num_microbatches):

@@ -38,6 +38,16 @@ def test_without_the_compiler_an_estimate_and_what_to_install(monkeypatch, capsy
         gpu.devices(GPUS["h100"])
 
 
+def test_a_state_on_the_host_is_estimated_and_the_reason_is_given(monkeypatch, capsys):
+    monkeypatch.setattr(gpu, "is_installed", lambda: True)
+    assert (
+        main(["plan", "configs/8b.yaml", "--topology", "gpu:h200x8", *LAYERS, "optimizer.memory=host"]) == 0
+    )
+    said = capsys.readouterr()
+    assert f"{gpu.NO_STATE_ON_HOST}; a formula's estimate" in said.err
+    assert "FITS: " in said.out and "(estimated)" in said.out
+
+
 def test_a_plugin_of_another_version_is_refused_with_the_one_to_install(monkeypatch):
     monkeypatch.setattr(gpu, "is_installed", lambda: True)
     monkeypatch.setattr(gpu, "version", lambda package: "0.9.1")

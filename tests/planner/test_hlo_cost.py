@@ -234,3 +234,16 @@ def test_what_moves_from_and_to_the_hosts_memory_is_hidden_by_the_work_beside_it
     assert (read.count, read.bytes, read.seconds, read.exposed_seconds) == (1, 2e6, 4, 2)
     assert (write.count, write.bytes, write.seconds, write.exposed_seconds) == (2, 6e6, 12, 12)
     assert (read.beside_products, write.beside_products) == (2e6, 0) and not cost.traffic
+
+
+def test_what_xla_for_gpus_moves_in_a_fusion_counts_as_the_same():
+    """As XLA of jax 0.10.2 writes it: a fusion that is named after the slice in it."""
+    text = WITH_HOST.replace("%read", "%dynamic-slice-start.1").replace(
+        "%write ", "%dynamic-update-slice-start "
+    )
+    text = text.replace("(%write)", "(%dynamic-update-slice-start)")
+    for kind in ("dynamic-slice", "dynamic-update-slice"):
+        text = text.replace(f" {kind}-start(", " fusion-start(").replace(f" {kind}-done(", " fusion-done(")
+    assert text.count("fusion-") == 4
+    link = replace(chip(flops=1e9), host_bandwidth=0.5e6)
+    assert cost_of(text, jaxfb.make_mesh(data=2), link) == cost_of(WITH_HOST, jaxfb.make_mesh(data=2), link)

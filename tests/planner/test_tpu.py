@@ -5,6 +5,7 @@ import pytest
 
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology, tpu
+from jaxfb.planner.hlo_cost import HOST
 from jaxfb.planner.verdict import plan
 
 REPORT = """Memory Space: default (color=0)
@@ -71,3 +72,20 @@ def test_the_formulas_memory_is_near_the_compilers(layout):
     with jax.enable_x64(False):  # as outside tests: otherwise attention is the plain one
         verdict = plan(load_config("configs/1b.yaml", [*LAYERS, *layout.split()]), parse_topology("v5e:2x2"))
     assert verdict.estimate.total == pytest.approx(verdict.compiled.total - verdict.compiled.code, rel=0.35)
+
+
+@compiler
+@pytest.mark.slow
+def test_inputs_of_layers_travel_to_the_host_and_back_beside_the_products_of_other_layers():
+    """A backward that read its layer's input in its own turn would wait for every one of them."""
+    layout = (
+        "mesh.pp=2 mesh.dp=2 model.num_layers=16 batch.rows=32 schedule=1f1b parallel.remat=offload".split()
+    )
+    with jax.enable_x64(False):
+        verdict = plan(load_config("configs/1b.yaml", [*LAYERS, *layout]), parse_topology("v5e:2x2"))
+    read, write = (verdict.traffic[HOST, kind] for kind in ("read", "write"))
+    turns, layers = write.count // 8, 8
+    assert (read.count, write.count) == (turns * (layers + 1), turns * layers)
+    for moved in (read, write):
+        assert moved.beside_products > 0.85 * moved.bytes
+        assert moved.exposed_seconds < 0.1 * moved.seconds

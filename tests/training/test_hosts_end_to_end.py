@@ -82,6 +82,18 @@ def test_the_curve_is_one_devices(tmp_path, data, whole, mesh, processes, device
     assert not (several / "run" / ".shared").exists()
 
 
+def test_two_processes_keep_their_parts_of_the_state_in_their_own_hosts_memory(tmp_path, data):
+    """Also those of a checkpoint, from which a run with the state on the devices goes on."""
+    mesh, more = {"data": 2, "fsdp": 2}, {"updates": UPDATES + EVERY}
+    wanted = curve(run(tmp_path / "device", data, mesh, 1, 4, run=more))
+    there = run(tmp_path / "host", data, mesh, 2, 2, optimizer={"memory": "host"})
+    found = curve(there)
+    assert len(found) == 3 * UPDATES + 2
+    assert found == pytest.approx({key: wanted[key] for key in found}, rel=1e-10, abs=0)
+    again = run(there, data, mesh, 2, 2, "--resume", optimizer={"memory": "device"}, run=more)
+    assert curve(again) == pytest.approx(wanted, rel=1e-10, abs=0)
+
+
 def test_two_processes_continue_and_score_as_one_does(tmp_path, whole):
     """Also where each has a replica of all parameters, so that one alone could do it."""
     prompts, out = tmp_path / "prompts.txt", tmp_path / "answers.jsonl"
