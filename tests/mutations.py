@@ -190,6 +190,27 @@ MUTATIONS = (
         "parallel/test_expert.py::test_rows_travel_while_something_else_is_computed",
     ),
     Mutation(
+        "the_first_half_computed_again_whenever_it_likes",
+        "forward_backward/half_passes.py",
+        "made.with_leaves(beside)(cotangent)",
+        "of_first(cotangent)",
+        "forward_backward/test_halves.py::test_the_first_halfs_gradients_come_from_what_the_second_handed_back",
+    ),
+    Mutation(
+        "nothing_computed_again_beside_the_rows",
+        "forward_backward/half_passes.py",
+        "partial(self._second, made.leaves)",
+        "lambda *args: (self._second((), *args)[0], made.leaves)",
+        "forward_backward/test_halves.py::test_what_the_first_half_computes_again_is_handed_to_the_second",
+    ),
+    Mutation(
+        "gradients_of_one_half_alone",
+        "forward_backward/half_passes.py",
+        "jax.tree.map(jnp.add, more, grads)",
+        "more",
+        "forward_backward/test_halves.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
         "rows_of_a_short_dtype_exchanged_as_they_are",
         "parallel/expert_exchange.py",
         "if number == 1 or",

@@ -262,10 +262,12 @@ def whole():
 
 SPLITS = [
     ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
+    ({"expert": 2, "fsdp": 2}, 2, {"remat": "halves", "gather_ahead": True}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
             ({}, 4, {"remat": "full"}),
+            ({"pipe": 2, "expert": 2}, 4, {"remat": "halves", "schedule": "zero_bubble"}),
             ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {"remat": "full"}),
             ({"data": 2, "context": 2, "expert": 2}, 2, {"remat": "full", "optimizer_sharding": "data"}),
             (
@@ -301,7 +303,7 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options, monkeyp
     )
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
-    in_turns = options.get("remat") == "full"  # where the forward is not differentiated
+    in_turns = options.get("remat") in ("full", "halves")  # where the forward is not differentiated
     config = replace(LAW, expert_overlap=in_turns, expert_buffer=0.5)
     out = fb(transformer(config), params, _batch(), plan, key)
     assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
