@@ -211,6 +211,13 @@ MUTATIONS = (
         "forward_backward/test_halves.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "experts_scatters_in_one_go",
+        "parallel/collectives.py",
+        "(before_experts and kind in _V5P)",
+        "False",
+        "parallel/test_collectives.py::test_steps_of_a_scatter_run_a_layer_apart_where_that_gains",
+    ),
+    Mutation(
         "rows_of_a_short_dtype_exchanged_as_they_are",
         "parallel/expert_exchange.py",
         "if number == 1 or",

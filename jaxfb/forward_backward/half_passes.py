@@ -1,8 +1,8 @@
 """Runs a layer as two halves, of which each keeps its input and is computed again by itself in the backward.
 
-The second half's backward begins with its own input: it need not wait until the first half is computed again, which can
-run beside what the second half exchanges. What only the input of the second half needs, such as attention's last product,
-is not computed again at all.
+The second half's backward begins with its own input: it need not wait until the first half is computed again, which
+can run beside what the second half exchanges. What only the second half's input needs, such as attention's last
+product, is not computed again at all.
 """
 
 from __future__ import annotations

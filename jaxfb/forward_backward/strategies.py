@@ -116,7 +116,7 @@ class Execution:
     def layer_to_shards(self):
         """Returns the functions, one after the other, from gradients of one whole layer to those of its shards."""
         specs = like(self.sums["layers"], self._layer_specs())
-        *firsts, last = range(data.steps_to_shards(specs))
+        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat))
         steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
         return tuple(
             partial(data.to_shards, specs=specs, reduce_dtype=self.reduce_dtype, steps=step) for step in steps
