@@ -218,6 +218,13 @@ MUTATIONS = (
         "parallel/test_collectives.py::test_steps_of_a_scatter_run_a_layer_apart_where_that_gains",
     ),
     Mutation(
+        "attention_not_computed_again_beside_the_rows",
+        "models/block.py",
+        "answer, out, beside = self.moe(read, counted_RT, load_E, beside)",
+        "answer, out, _ = self.moe(read, counted_RT, load_E)",
+        "models/test_moe.py::test_a_layers_second_half_computes_what_it_is_given_while_rows_are_sent",
+    ),
+    Mutation(
         "rows_of_a_short_dtype_exchanged_as_they_are",
         "parallel/expert_exchange.py",
         "if number == 1 or",

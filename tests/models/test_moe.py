@@ -399,3 +399,20 @@ def test_parameters_are_counted():
         assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(_shapes(config))) == num_params(
             config
         )
+
+
+def test_a_layers_second_half_computes_what_it_is_given_while_rows_are_sent(monkeypatch):
+    """The engine gives it attention that is computed again."""
+    seen, dispatch = [], expert_axis.dispatch
+    monkeypatch.setattr(
+        expert_axis,
+        "dispatch",
+        lambda *args, **named: seen.append(named["beside"]) or dispatch(*args, **named),
+    )
+    params = init_params(SOFTMAX, jax.random.key(0), jnp.float64)
+    params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    batch = _batch()
+    hidden = jnp.ones((*batch["tokens"].shape, SOFTMAX.hidden_size))
+    halves = transformer(SOFTMAX).halves
+    _, back = halves.second(params, hidden, batch, None, [hidden])
+    assert any(leaf is hidden for leaf in jax.tree.leaves(seen)) and back[0] is hidden
