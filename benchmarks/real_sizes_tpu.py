@@ -6,8 +6,8 @@
     maxtext_env/bin/python benchmarks/real_sizes_tpu.py --only "8B, v6e:8x8" --sides jaxfb
 
 Each row is one job, compiled by the same jax and libtpu for jaxfb and for MaxText: the same model, mesh, rows and
-microbatches, full recomputation (but for rows with memory used) and flash attention, in a process each. `real_sizes.py`
-says what is read.
+microbatches, full recomputation (but for rows with memory used or with overlap) and flash attention, in a process each.
+`real_sizes.py` says what is read.
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ MIXTRAL = {
 """Dropless, as ours: with space for the worst case, of which an even share of rows is multiplied."""
 OVERLAP = (
     "model.expert_overlap=true",
+    "parallel.remat=halves",
     "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
 )
 LIKE_DEEPSEEK = (

@@ -13,7 +13,7 @@ from jaxfb.refusal import Refused, choice, integer, shown
 
 Gather = Literal["layer", "step"]
 GATHERS = get_args(Gather)
-Remat = Literal["none", "selective", "layer", "offload", "full"]
+Remat = Literal["none", "selective", "layer", "halves", "offload", "full"]
 REMAT_POLICIES = get_args(Remat)
 Part = tuple[str, int | None]
 """A word, and the number of layers; None for the rest."""

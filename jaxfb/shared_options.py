@@ -43,6 +43,8 @@ class LayoutOptions:
 
     remat: what a layer of a `Pipelined` computes again in its backward. "none"; "selective" is all but products of
       matrices. "layer" keeps the layer's input and computes it again, "offload" keeps the input in the host's memory;
+      "halves" keeps the input of the MLP or the experts too, so that a backward with experts computes attention again
+      while it sends rows to them (as "layer" for models without `Pipelined.halves`, and on pieces);
       "full" is as "layer", but under a pipeline keeps a stage's input alone and computes its forward twice more: least
       memory without the host, most time. "selective*8+layer" is "selective" in the first eight layers (periods, of a
       pattern) of each stage and "layer" in the rest.

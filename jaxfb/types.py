@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -158,6 +158,7 @@ class Pipelined:
            sequences, for schedules that cut them. hidden and microbatch then have the tokens of the piece alone, in
            `embed` and `head` too, whose terms and metrics must be sums over tokens and outputs [rows, tokens, ...].
            `own` is a tree of float arrays [rows, tokens, ...], such as keys and values, that later pieces read.
+    halves: optional, the layer as two functions, one after the other; what remat="halves" keeps is between them.
     check: optional, (microbatch of shapes [rows, ...], num_parts) -> None: raises ValueError if the head would not give
            the same of a global batch split into so many parts. Asked before a training call is compiled.
 
@@ -173,6 +174,20 @@ class Pipelined:
     counted: Counted | None = None
     layer_piece: Callable[..., tuple[PyTree, PyTree]] | None = None
     check: Callable[[PyTree, int], None] | None = None
+    halves: Halves | None = None
+
+
+class Halves(NamedTuple):
+    """A layer as two functions.
+
+    first:  (layer_params, hidden, microbatch, rng) -> hidden between the two.
+    second: (layer_params, hidden, microbatch, rng, beside) -> (what `layer` returns, beside). `beside` is a tree of
+            arrays on which the second half does not depend, returned as it is: where this half waits for something
+            that it exchanges, it may see to it that they are computed meanwhile.
+    """
+
+    first: Callable[..., PyTree]
+    second: Callable[..., tuple[Any, PyTree]]
 
 
 @jax.tree_util.register_dataclass

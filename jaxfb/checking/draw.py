@@ -243,7 +243,7 @@ def _engine(dice: Dice, mesh: dict[str, int]) -> dict[str, Any]:
     shardings = {"none": 4, "data": 3} | ({} if "pipe" in mesh else {"gradients": 2})
     return {
         "normalize": dice.weighted({"global": 6, "microbatch": 3, "none": 2}),
-        "remat": dice.weighted({"none": 4, "selective": 2, "layer": 2, "offload": 2, "full": 2}),
+        "remat": dice.weighted({"none": 4, "selective": 2, "layer": 2, "halves": 2, "offload": 2, "full": 2}),
         "fsdp_gather": dice.one("layer", "step"),
         "optimizer_sharding": dice.weighted(shardings),
         "poison_bubbles": "pipe" in mesh and dice.chance(0.5),

@@ -48,7 +48,7 @@ class LayerPasses:
 
     def run(self, layer: Layers, hidden: PyTree, inputs: StageInputs) -> PyTree:
         """Returns hidden after the layer, with nothing kept."""
-        return self._plain(layer.params, hidden, *_context(layer, inputs))[0][0]
+        return self._plain(layer.params, hidden, *context_of(layer, inputs))[0][0]
 
     def forward(
         self, layer: Layers, before: PyTree, inputs: StageInputs
@@ -57,14 +57,16 @@ class LayerPasses:
         if self._keeps_residuals:
             (after, totals), (weights, metrics), kept = self._keeping_vjp(layer, before, inputs)
         else:
-            (after, totals), (weights, metrics) = self._plain(layer.params, before, *_context(layer, inputs))
+            (after, totals), (weights, metrics) = self._plain(
+                layer.params, before, *context_of(layer, inputs)
+            )
             kept = before
         out = LossOutput({name: Sum(total, weights[name]) for name, total in totals.items()}, metrics)
         return after, out, kept
 
     def backward(self, layer: Layers, kept: PyTree, cotangent: PyTree, seeds: dict, inputs: StageInputs):
         """Returns (gradient of the trained parameters, cotangent of the layer's input)."""
-        at_hand = (layer.params, *_context(layer, inputs))
+        at_hand = (layer.params, *context_of(layer, inputs))
         if self._keeps_residuals:
             assert self._residual is not None  # the forward made it
             vjp = self._residual.rebuilt(kept, at_hand)
@@ -106,7 +108,7 @@ class LayerPasses:
         return jax.vjp(plain, self._trained(params), hidden, has_aux=True)
 
     def _keeping_vjp(self, layer: Layers, hidden: PyTree, inputs: StageInputs):
-        at_hand = (layer.params, *_context(layer, inputs))
+        at_hand = (layer.params, *context_of(layer, inputs))
         out, vjp, rest = self._vjp(at_hand, hidden)
         self._residual = self._residual or Residual(lambda *a: self._vjp(*a)[1], at_hand, hidden)
         return out, rest, self._residual.kept(vjp)
@@ -124,5 +126,6 @@ class LayerPasses:
         return self.backward(layer, kept, cotangent, seeds, inputs)
 
 
-def _context(layer: Layers, inputs: StageInputs) -> tuple[PyTree, jax.Array | None]:
+def context_of(layer: Layers, inputs: StageInputs) -> tuple[PyTree, jax.Array | None]:
+    """Returns what a layer is given besides parameters and hidden."""
     return inputs.microbatch, layer_keys(inputs.keys, layer.index)

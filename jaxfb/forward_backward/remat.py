@@ -14,6 +14,7 @@ PIPELINE_KEEPS = {
     "none": "residuals",
     "selective": "residuals",
     "layer": "inputs",
+    "halves": "inputs",
     "offload": "inputs",
     "full": "input",
 }
@@ -39,8 +40,8 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
     """Returns `layer` with the recomputation of that name.
 
     "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of flash
-    attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer" and
-    "full" keep the layer's input only; "offload" too, in the host's memory.
+    attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer",
+    "halves" and "full" keep the layer's input only; "offload" too, in the host's memory.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
@@ -51,6 +52,7 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
         "none": _all_but_gathered,
         "selective": _products_with_weights_and_flash_attention,
         "layer": jax.checkpoint_policies.nothing_saveable,
+        "halves": jax.checkpoint_policies.nothing_saveable,
         "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
             names_which_can_be_saved=[],
             names_which_can_be_offloaded=[_INPUT],

@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.ahead import Ahead, Gathered
+from jaxfb.forward_backward.half_passes import Halves, StageOfHalves
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
@@ -115,7 +116,7 @@ class Execution:
     def layer_to_shards(self):
         """Returns the functions, one after the other, from gradients of one whole layer to those of its shards."""
         specs = like(self.sums["layers"], self._layer_specs())
-        *firsts, last = range(data.steps_to_shards(specs))
+        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat))
         steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
         return tuple(
             partial(data.to_shards, specs=specs, reduce_dtype=self.reduce_dtype, steps=step) for step in steps
@@ -189,6 +190,9 @@ class Execution:
             return model.layer_piece(*arguments), LossOutput({})
 
         layer = whole if num_pieces == 1 else of_piece
+        halves = model.halves if remat == "halves" and num_pieces == 1 else None
+        if halves is not None:
+            layer = Halves(*(_of_gathered(half, gather) for half in halves))
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, remat, self.ahead or is_kept or not self.gathers_in_loop)
@@ -197,6 +201,8 @@ class Execution:
         ahead = Gathered(as_is, *there_and_back[1:]) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
         options = options | {"trained": of_layers, "ahead": ahead, "on_host": on_host}
+        if halves is not None:
+            return StageOfHalves(layer, keep, **options)
         return (
             Stage(layer, keep, **options)
             if num_pieces == 1
@@ -207,6 +213,10 @@ class Execution:
 def _part(tree: PyTree, of: str) -> PyTree:
     """Returns "all" of a tree like params, what is "outer", or its "layers"."""
     return {"all": lambda: tree, "outer": lambda: outer_params(tree), "layers": lambda: tree["layers"]}[of]()
+
+
+def _of_gathered(half: Callable, gather: Callable[[PyTree], PyTree]) -> Callable:
+    return lambda shards, *rest: half(gather(shards), *rest)
 
 
 def _over_pipe(spec: P) -> bool:

@@ -61,21 +61,42 @@ class Block(nnx.Module):
         """Returns (hidden, what `attend` kept, the router's terms of the loss and metrics, of tokens where
         `counted_RT`).
         """
+        x_RTD, kept = self.attended(x_RTD, positions_RT, attend, keys)
+        x_RTD, out, _ = self.answered(x_RTD, keys, counted_RT, load_E)
+        return x_RTD, kept, out
+
+    def attended(
+        self, x_RTD: jax.Array, positions_RT: jax.Array, attend: Attend, keys: jax.Array | None = None
+    ) -> tuple[jax.Array, Any]:
+        """Returns (hidden after attention, what `attend` kept): the first half of a layer."""
         with jax.named_scope("attention"):
             read = x_RTD if self.norms == "post" else self.attention_norm(x_RTD)
             mixed, kept = self.attention(whole(read), positions_RT, attend)
             added = mixed if self.norms == "pre" else self.attention_out_norm(mixed)
-            x_RTD = x_RTD + dropout(added, self.dropout, keys, site=0)
+            return x_RTD + dropout(added, self.dropout, keys, site=0), kept
+
+    def answered(
+        self,
+        x_RTD: jax.Array,
+        keys: jax.Array | None = None,
+        counted_RT: jax.Array | None = None,
+        load_E: jax.Array | None = None,
+        beside: Any = (),
+    ) -> tuple[jax.Array, LossOutput, Any]:
+        """Returns (hidden after MLP or experts, the router's terms and metrics, `beside`): the second half of a layer.
+
+        beside: arrays to be computed while the first rows are sent to the experts.
+        """
         out = LossOutput({})
         with jax.named_scope("mlp"):
             read = whole(x_RTD if self.norms == "post" else self.mlp_norm(x_RTD))
             if self.has_experts:
-                answer, out = self.moe(read, counted_RT, load_E)
+                answer, out, beside = self.moe(read, counted_RT, load_E, beside)
             else:
                 answer = self.mlp(read)
             added = answer if self.norms == "pre" else self.mlp_out_norm(answer)
             x_RTD = x_RTD + dropout(added, self.dropout, keys, site=1)
-        return residual_stream(x_RTD, self.sequence_parallel), kept, out
+        return residual_stream(x_RTD, self.sequence_parallel), out, beside
 
 
 def init_module(module: Callable[..., nnx.Module], config: TransformerConfig) -> Callable[[jax.Array], dict]:

@@ -90,8 +90,8 @@ class TransformerConfig:
     expert_buffer:   rows for which a device's experts have space at a time, over what they meet where all experts
                      are equally popular; the others follow in further rounds, so nothing is dropped. None: space for
                      the worst case, all rows at one device. Where `expert` cuts the experts.
-    expert_overlap:  in a forward that nothing is kept of (remat "full"), a device exchanges its tokens with the
-                     experts' devices in turns, one while the experts run another; on a TPU with the compiler
+    expert_overlap:  in a forward that nothing is kept of (remat "full", "halves"), a device exchanges its tokens with
+                     the experts' devices in turns, one while the experts run another; on a TPU with the compiler
                      option xla_tpu_enable_async_ragged_all_to_all.
 
     Raises ValueError naming the field and the nearest legal choice.

@@ -148,31 +148,36 @@ class MoE(nnx.Module):
         self.config = config
 
     def __call__(
-        self, x_RTD: jax.Array, counted_RT: jax.Array | None = None, load_E: jax.Array | None = None
-    ) -> tuple[jax.Array, LossOutput]:
-        """Returns (answer, the router's terms of the loss and metrics).
+        self,
+        x_RTD: jax.Array,
+        counted_RT: jax.Array | None = None,
+        load_E: jax.Array | None = None,
+        beside: Any = (),
+    ) -> tuple[jax.Array, LossOutput, Any]:
+        """Returns (answer, the router's terms of the loss and metrics, `beside`).
 
         Args:
           x_RTD: float[R, T, D].
           counted_RT: bool[R, T], False for padding, which goes to no expert and counts in no loss; None: all count.
           load_E: float[E], of each expert over the whole update, 1 where even; for the batch's balance loss.
+          beside: arrays of the caller, to be computed while the first rows are sent.
         """
         x_RTD = where_counted(counted_RT, x_RTD)
         routing = self.router(x_RTD)
         shared = self.shared.inner(x_RTD) if self.config.shared_expert_size else None
-        out_RTD, shared = self._routed(x_RTD, routing, counted_RT, shared)
+        out_RTD, (shared, beside) = self._routed(x_RTD, routing, counted_RT, (shared, beside))
         if shared is not None:
             out_RTD += self.shared.outer(shared)
         terms = router_losses(routing, counted_RT, self.config, load_E)
         capacity = _capacity(self.config, math.prod(x_RTD.shape[:2]))
-        return out_RTD, LossOutput(terms, router_metrics(routing, counted_RT, capacity))
+        return out_RTD, LossOutput(terms, router_metrics(routing, counted_RT, capacity)), beside
 
-    def _routed(self, x_RTD, routing: Routing, counted_RT, shared) -> tuple[jax.Array, Any]:
+    def _routed(self, x_RTD, routing: Routing, counted_RT, beside) -> tuple[jax.Array, Any]:
         config, (rows, length, width) = self.config, x_RTD.shape
         chosen = routing.experts
         if counted_RT is not None:
             chosen = jnp.where(counted_RT[..., None], chosen, config.num_experts)
-        out, shared = expert.dispatch(
+        out, beside = expert.dispatch(
             self.experts,
             self.experts.kernels(),
             x_RTD.reshape(-1, width),
@@ -181,9 +186,9 @@ class MoE(nnx.Module):
             config.num_experts,
             self.experts.gate[...].shape[0],
             **how_dispatched(config, rows * length),
-            beside=shared,
+            beside=beside,
         )
-        return constrain(out.reshape(x_RTD.shape), None, None, None), shared
+        return constrain(out.reshape(x_RTD.shape), None, None, None), beside
 
 
 def _expert_of_row(sizes_L: jax.Array, num_rows: int) -> jax.Array:

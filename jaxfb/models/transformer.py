@@ -42,7 +42,7 @@ from jaxfb.models.pieces import layer_piece_of, runs_on_pieces
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import token_index
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
-from jaxfb.types import LossOutput, Pipelined, Unembedding, VocabularyParallel
+from jaxfb.types import Halves, LossOutput, Pipelined, Unembedding, VocabularyParallel
 
 # (hidden_RTD after the last norm, head kernel [D, V], microbatch, axis=None) -> LossOutput;
 # with an axis, V is cut over it
@@ -75,6 +75,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         outer.unembed,
         counted_leaves(config),
         layer_piece,
+        halves=layers.halves,
     )
 
 
@@ -85,6 +86,27 @@ class _Layers:
         self.stack = stack_of(config)
         self._with_experts = bool(config.num_experts)
         self._period = [_layer_of(one) for one in self.stack.period]
+
+    @property
+    def halves(self) -> Halves | None:
+        """Returns attention, and MLP or experts, as two functions; None where a period has several layers."""
+        if len(self.stack.period) != 1:
+            return None
+        (config,) = self.stack.period
+        block_of = rebuilder(Block, config)
+
+        def first(params, hidden, microbatch, rng=None):
+            read = _read(microbatch, rng, self._with_experts)
+            attend = attend_to(config, read.segments)
+            return block_of(params, read.keys).attended(hidden, read.positions, attend, read.keys)[0]
+
+        def second(params, hidden, microbatch, rng=None, beside=()):
+            read = _read(microbatch, rng, self._with_experts)
+            block, load = block_of(params, read.keys), params.get(LOAD)
+            after, out, beside = block.answered(hidden, read.keys, read.counted, load, beside)
+            return ((after, out) if self._with_experts else after), beside
+
+        return Halves(first, second)
 
     def run(self, layer_params, hidden, microbatch, rng=None):
         """Returns hidden, with experts (hidden, the terms and metrics of their routers)."""

@@ -24,6 +24,7 @@ from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
 Groups = list[list[int]]
+_V5P = ("TPU v5", "TPU v5p")
 Axes = str | tuple[str, ...]
 """One axis of a mesh, or several, outermost first, that are cut as if they were one."""
 
@@ -51,18 +52,25 @@ def reduce_scatter(
     return _widened(scatter, whole) if _on_cpu() else scatter(whole)
 
 
-def steps_apart(axes: Axes) -> int:
+def steps_apart(axes: Axes, in_halves: bool = False) -> int:
     """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
 
     On v6e each collective is a step: 8B on v6e:8x8 takes 5.69 s and 6.99 GB in place of 6.60 s and 6.72 GB. Elsewhere
-    that gains nothing: 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4; on v5e:16x16, where the compiler
-    lets no scatter run beside anything, 6.57 s in place of 6.50 s, gradients sent in bfloat16 (libtpu 0.0.48).
+    that gains nothing for one axis: 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4; on v5e:16x16, where
+    the compiler lets no scatter run beside anything, 6.57 s in place of 6.50 s, gradients sent in bfloat16.
+
+    in_halves: whether a layer's backward begins with its second half (remat="halves"). On v5p each collective is then a
+      step if experts are cut too, since the first of two would end before the experts' products begin: six layers of
+      Mixtral 8x22B on v5p:4x4x8 take 752 ms and 12.5 GB in place of 770 ms and 12.1 GB; with full recomputation it
+      would be 762 ms and 11.8 GB in place of 763 ms and 11.3 GB (libtpu 0.0.48).
     """
-    return len(_steps(axes, "scatter")) if _gains_by_steps_apart(get_abstract_mesh()) else 1
+    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves and "expert" in axes)
+    return len(_steps(axes, "scatter")) if gains else 1
 
 
-def _gains_by_steps_apart(mesh: AbstractMesh) -> bool:
-    return mesh.abstract_device is not None and mesh.abstract_device.device_kind == "TPU v6 lite"
+def _gains_by_steps_apart(mesh: AbstractMesh, before_experts: bool) -> bool:
+    kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
+    return kind == "TPU v6 lite" or (before_experts and kind in _V5P)
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:

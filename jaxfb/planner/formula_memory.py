@@ -106,7 +106,7 @@ def _kept_of(
     config: Config, sizes: TransformerConfig, topology: Topology, remat: str, layers: float, in_flight: float
 ) -> float:
     """Counts what so many layers keep that are recomputed in one way."""
-    inputs = config.chunks if config.mesh.pipe > 1 and remat == "full" else layers
+    inputs = _inputs_of(config, remat, layers)
     if config.mesh.pipe > 1 and schedule_kind(config).splits_backward and remat != "none":
         remat = "selective"  # products wait for the pass that takes the weights' gradients
     products = kept_width(config, sizes)
@@ -121,6 +121,13 @@ def _kept_of(
     return (
         2 * tokens_of_microbatch(config) * in_flight * (inputs * hidden_width(config, sizes) + layers * kept)
     )
+
+
+def _inputs_of(config: Config, remat: str, layers: float) -> float:
+    """Returns how many arrays as large as a layer's input so many layers keep of a microbatch."""
+    if config.mesh.pipe > 1 and remat == "full":
+        return config.chunks
+    return 2 * layers if remat == "halves" else layers
 
 
 def _in_flight(config: Config) -> float:

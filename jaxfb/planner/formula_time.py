@@ -35,7 +35,14 @@ from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 
-_RECOMPUTED = {"none": 0.0, "selective": 0.1, "layer": 1 / 3, "offload": 1 / 3, "full": 2 / 3}
+_RECOMPUTED = {
+    "none": 0.0,
+    "selective": 0.1,
+    "layer": 1 / 3,
+    "halves": 1 / 3,
+    "offload": 1 / 3,
+    "full": 2 / 3,
+}
 """Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
 _SCORE_BYTES = {"none": 30}
 """Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where

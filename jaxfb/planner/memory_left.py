@@ -17,7 +17,13 @@ from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules.by_device import runs_on
 
-_LESS = {"layer": "selective", "full": "selective", "offload": "selective", "selective": "none"}
+_LESS = {
+    "layer": "selective",
+    "halves": "selective",
+    "full": "selective",
+    "offload": "selective",
+    "selective": "none",
+}
 """The next word that computes less again and keeps more."""
 
 

@@ -51,7 +51,7 @@ CHOICES = {
     "stages": ("even", "uneven", "empty"),
     "head_placement": (None, "last", "rows", "vocabulary"),
     "normalize": ("global", "microbatch", "none"),
-    "remat": ("none", "selective", "layer", "offload", "full"),
+    "remat": ("none", "selective", "layer", "halves", "offload", "full"),
     "fsdp_gather": ("layer", "step"),
     "optimizer_sharding": ("none", "data", "gradients"),
     "param_dtype": ("float64", "float32", "bfloat16", "float16"),

@@ -251,7 +251,7 @@ MESHES = [
 def programs(draw):
     options = {
         "normalize": draw(st.sampled_from(["global", "microbatch", "none"])),
-        "remat": draw(st.sampled_from(["none", "selective", "layer", "offload", "full"])),
+        "remat": draw(st.sampled_from(["none", "selective", "layer", "halves", "offload", "full"])),
         "fsdp_gather": draw(st.sampled_from(["layer", "step"])),
         "optimizer_sharding": draw(st.sampled_from(["none", "data"])),
     }

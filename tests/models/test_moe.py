@@ -118,7 +118,7 @@ def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
     moe_of = rebuilder(MoE, config)
 
     def ours(params, x):
-        answers, said = moe_of(params)(x, jnp.asarray(COUNTED))
+        answers, said, _ = moe_of(params)(x, jnp.asarray(COUNTED))
         return answers, {name: (term.total, term.weight) for name, term in said.terms.items()}
 
     def summed(layer):
@@ -262,10 +262,12 @@ def whole():
 
 SPLITS = [
     ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
+    ({"expert": 2, "fsdp": 2}, 2, {"remat": "halves", "gather_ahead": True}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
             ({}, 4, {"remat": "full"}),
+            ({"pipe": 2, "expert": 2}, 4, {"remat": "halves", "schedule": "zero_bubble"}),
             ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {"remat": "full"}),
             ({"data": 2, "context": 2, "expert": 2}, 2, {"remat": "full", "optimizer_sharding": "data"}),
             (
@@ -301,7 +303,7 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options, monkeyp
     )
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), **options)
-    in_turns = options.get("remat") == "full"  # where the forward is not differentiated
+    in_turns = options.get("remat") in ("full", "halves")  # where the forward is not differentiated
     config = replace(LAW, expert_overlap=in_turns, expert_buffer=0.5)
     out = fb(transformer(config), params, _batch(), plan, key)
     assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
@@ -397,3 +399,20 @@ def test_parameters_are_counted():
         assert sum(int(np.prod(leaf.shape)) for leaf in jax.tree.leaves(_shapes(config))) == num_params(
             config
         )
+
+
+def test_a_layers_second_half_computes_what_it_is_given_while_rows_are_sent(monkeypatch):
+    """The engine gives it attention that is computed again."""
+    seen, dispatch = [], expert_axis.dispatch
+    monkeypatch.setattr(
+        expert_axis,
+        "dispatch",
+        lambda *args, **named: seen.append(named["beside"]) or dispatch(*args, **named),
+    )
+    params = init_params(SOFTMAX, jax.random.key(0), jnp.float64)
+    params = jax.tree.map(lambda leaf: leaf[0], params["layers"])
+    batch = _batch()
+    hidden = jnp.ones((*batch["tokens"].shape, SOFTMAX.hidden_size))
+    halves = transformer(SOFTMAX).halves
+    _, back = halves.second(params, hidden, batch, None, [hidden])
+    assert any(leaf is hidden for leaf in jax.tree.leaves(seen)) and back[0] is hidden

@@ -1,5 +1,7 @@
 """A collective in two steps is the collective: same shards, same order, and one that can be differentiated."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -56,3 +58,24 @@ def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
     assert split(Mesh("TPU v5 lite", fsdp=16)) == [False, True]
     assert split(Mesh("TPU v5p", fsdp=32, data=2)) == [False, False]
     assert split(Mesh("NVIDIA H100", "gpu", fsdp=64)) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("kind", "axes", "in_halves", "steps"),
+    [
+        ("TPU v6 lite", ("fsdp", "expert"), False, 2),
+        ("TPU v5", ("fsdp", "expert"), True, 2),
+        ("TPU v5", ("fsdp", "expert"), False, 1),
+        ("TPU v5", ("fsdp", "context"), True, 1),
+        ("TPU v5 lite", ("fsdp", "expert"), True, 1),
+    ],
+)
+def test_steps_of_a_scatter_run_a_layer_apart_where_that_gains(kind, axes, in_halves, steps, monkeypatch):
+    mesh = SimpleNamespace(
+        abstract_device=SimpleNamespace(device_kind=kind, platform="tpu"),
+        size=8,
+        shape=dict.fromkeys(axes, 2),
+    )
+    monkeypatch.setattr(collectives, "get_abstract_mesh", lambda: mesh)
+    monkeypatch.setattr(collectives, "_falls_back", lambda *_: True)
+    assert collectives.steps_apart(axes, in_halves) == steps
