@@ -1,8 +1,8 @@
 """Reads what the backward of each layer of a stage needs, in its turn or a turn ahead.
 
 A backward needs its layer's input at once, so a transfer from the host's memory in the same turn hides behind nothing.
-A turn ahead it has the backward of the layer behind for that. 70B on v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, waited 0.40 s
-of a step of 7.23 s for inputs that were read in their turn, and waits for none of them now (libtpu 0.0.48).
+A turn ahead it has the backward of the layer behind for that. 70B on v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, waited
+0.40 s of a step of 7.23 s for inputs that were read in their turn, and waits for none of them now (libtpu 0.0.48).
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def compile_for(
 
 
 def compiles_here(config: Config, topology: Topology, say: Callable[[str], None]) -> bool:
-    """Returns whether to ask the compiler; a plan for GPUs does without where it must, and says why."""
+    """Returns whether to ask the compiler; a plan for GPUs reports why it is not asked."""
     if topology.platform != "gpu":
         return True
     missing = missing_compiler(topology)

@@ -20,7 +20,9 @@ from jaxfb.refusal import Refused
 PLUGINS = ("xla_cuda13", "xla_cuda12")
 INSTALL = "pip install 'jaxfb[cuda]' adds it (no GPU is needed; Linux)"
 CUDA, CUDNN = "13.0.0", (9, 10, 0)
-NO_STATE_ON_HOST = "optimizer.memory=host is not compiled without a GPU, since JAX's description of one has no memories"
+NO_STATE_ON_HOST = (
+    "optimizer.memory=host is not compiled without a GPU, since JAX's description of one has no memories"
+)
 """With jax 0.10.2 every sharding over such devices loses its memory kind ("DefaultMemory is not supported"), so that
 arguments cannot be in the host's memory. What a program itself moves there (remat="offload") is compiled."""
 
