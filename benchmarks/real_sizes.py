@@ -38,6 +38,20 @@ from jaxfb.planner.routing import Routed
 from jaxfb.planner.verdict import estimated
 
 ROOT = Path(__file__).parent.parent
+LIKE_DEEPSEEK = (
+    "model.num_layers=60",
+    "model.hidden_size=7168",
+    "model.num_heads=56",
+    "model.num_kv_heads=8",
+    "model.num_experts=256",
+    "model.experts_per_token=8",
+    "model.expert_mlp_size=2048",
+    "model.shared_expert_size=2048",
+    "model.router_scores=sigmoid",
+    "model.router_bias_rate=0.001",
+    "optimizer.name=adamw",
+)
+"""Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import real_sizes
-from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb
+from real_sizes import LIKE_DEEPSEEK, Job, Rows, jaxfb_config, lower_jaxfb
 from report import peak_bytes
 
 from jaxfb.config import Config
@@ -36,6 +36,9 @@ FOURTEEN = (
 )
 """The sizes of Qwen2.5 14B."""
 INPUTS_ON_HOST = ("parallel.remat=offload",)
+OVERLAP = ("model.expert_overlap=true", "parallel.remat=halves")
+EIGHT_STAGES = (*LIKE_DEEPSEEK, "model.num_layers=64", "mesh.expert=64", "batch.rows_per_microbatch=1")
+"""Stages of eight layers; with experts over fewer hosts the program does not fit."""
 JOBS = {
     "8B, 8 H100": Job("8b-h100", "gpu:h100x8"),
     "8B, 64 H100": Job("8b-h100", "gpu:h100x64"),
@@ -43,7 +46,11 @@ JOBS = {
     "14B, 8 H200, layers' inputs on the host": Job("8b-h100", "gpu:h200x8", FOURTEEN + INPUTS_ON_HOST),
     "70B, 512 H100": Job("70b-h100", "gpu:h100x512"),
     "Mixtral 8x22B, 128 H100": Job("moe-141b-h100", "gpu:h100x128"),
-    "Mixtral 8x22B, 128 H100, overlap": Job("moe-141b-h100", "gpu:h100x128", ("model.expert_overlap=true",)),
+    "Mixtral 8x22B, 128 H100, overlap": Job("moe-141b-h100", "gpu:h100x128", OVERLAP),
+    "like DeepSeek-V3 with 64 layers, 512 H100": Job("moe-141b-h100", "gpu:h100x512", EIGHT_STAGES),
+    "like DeepSeek-V3 with 64 layers, 512 H100, overlap": Job(
+        "moe-141b-h100", "gpu:h100x512", EIGHT_STAGES + OVERLAP
+    ),
 }
 
 

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import real_sizes
-from real_sizes import Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
+from real_sizes import LIKE_DEEPSEEK, Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
 from jaxfb.config import Config
 from jaxfb.planner import parse_topology, tpu
@@ -79,21 +79,7 @@ OVERLAP = (
     "parallel.remat=halves",
     "parallel.compiler_options.xla_tpu_enable_async_ragged_all_to_all=true",
 )
-LIKE_DEEPSEEK = (
-    "mesh.expert=16",
-    "model.num_layers=60",
-    "model.hidden_size=7168",
-    "model.num_heads=56",
-    "model.num_kv_heads=8",
-    "model.num_experts=256",
-    "model.experts_per_token=8",
-    "model.expert_mlp_size=2048",
-    "model.shared_expert_size=2048",
-    "model.router_scores=sigmoid",
-    "model.router_bias_rate=0.001",
-    "optimizer.name=adamw",
-)
-"""Widths, experts and router of DeepSeek-V3, with grouped-query attention in place of latent, and no dense layers."""
+SIXTEEN = (*LIKE_DEEPSEEK, "mesh.expert=16")
 ON_HOST = ("optimizer.memory=host",)
 INPUTS_ON_HOST = ("parallel.remat=offload",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
@@ -155,9 +141,9 @@ JOBS = {
     ),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),
-    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK, None),
+    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", SIXTEEN, None),
     "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, overlap": Job(
-        "moe-141b", "v5p:8x8x8", LIKE_DEEPSEEK + OVERLAP, None
+        "moe-141b", "v5p:8x8x8", SIXTEEN + OVERLAP, None
     ),
 }
 
