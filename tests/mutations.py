@@ -765,6 +765,13 @@ MUTATIONS = (
         "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
     ),
     Mutation(
+        "a_refused_run_keeps_the_checkpoint_of_its_start",
+        "training/loop.py",
+        "self._run.take_back_start()",
+        "pass",
+        "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
+    ),
+    Mutation(
         "formula_has_more_in_flight_than_there_is",
         "planner/formula_memory.py",
         "return min(found, num_microbatches(config) + 1 / config.chunks)",
