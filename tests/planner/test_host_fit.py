@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from marks import some_slow
-from tiny import write_tiny
+from tiny import write_own, write_tiny
 
 from jaxfb import trainer
 from jaxfb.cli import commands as cli
@@ -91,27 +91,6 @@ COMMANDS = {
     "dpo": ["dpo", "dpo", *SMALL, *ONE, *PAIRS],
     "rl": ["rl", "grpo_arithmetic", *SMALL, *FEW],
 }
-MODULE = """
-import jax, jaxfb
-
-def model(params, microbatch, rng):
-    return jaxfb.Sum((microbatch @ params["w"]).sum(), len(microbatch))
-
-def params(key):
-    return {"w": jax.random.normal(key, (3,))}
-
-def data():
-    return jax.numpy.ones((16, 3))
-"""
-OWN = """
-model: mine_of_memory:model
-params: mine_of_memory:params
-data: mine_of_memory:data
-batch: {rows: 8, rows_per_microbatch: 2}
-run: {dir: run, updates: 1}
-optimizer: {learning_rate: 0.01}
-mesh: {data: 1}
-"""
 
 
 def command_of(kind, directory, monkeypatch):
@@ -120,9 +99,7 @@ def command_of(kind, directory, monkeypatch):
         return ["train", str(write_tiny(directory, run={"updates": 2}, lr={"warmup": 0}))]
     if kind == "own":
         monkeypatch.chdir(directory)
-        (directory / "mine_of_memory.py").write_text(MODULE)
-        (directory / "own.yaml").write_text(OWN)
-        return ["train", "own.yaml"]
+        return ["train", write_own(directory).name, "mesh.data=1", "run.updates=1"]
     return [*COMMANDS[kind], f"run.dir={directory}/run"]
 
 
