@@ -7,12 +7,17 @@ Every refusal is a `ValueError` of one sentence: the name of the argument, the r
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 import operator
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import wraps
 from numbers import Real
 from types import UnionType
-from typing import Any, NoReturn, cast
+from typing import Any, NoReturn, ParamSpec, TypeVar, cast
+
+Given = ParamSpec("Given")
+Answer = TypeVar("Answer")
 
 INT32 = 2**31 - 1
 """The largest count that a train state can hold, for its counters are 32-bit integers."""
@@ -135,6 +140,26 @@ def only_legal(choices: Sequence[Choice], accepts: Callable[[Choice], Any]) -> l
             continue
         legal.append(choice)
     return legal or list(choices)
+
+
+def check_keywords(who: str, given: Iterable[str], known: Collection[str]) -> None:
+    """Raises TypeError, as Python does of a misspelt keyword, for a name that is not known, with the nearest."""
+    for name in given:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, n=1, cutoff=0.0)[0]
+            raise TypeError(f"{who}() got an unexpected keyword argument {name!r}; did you mean {near!r}?")
+
+
+def with_nearest_keyword(function: Callable[Given, Answer]) -> Callable[Given, Answer]:
+    """Makes a function name the nearest of its arguments where it is given a keyword that it does not have."""
+    known = inspect.signature(function).parameters
+
+    @wraps(function)
+    def checked(*args: Given.args, **keywords: Given.kwargs) -> Answer:
+        check_keywords(function.__name__, keywords, known)
+        return function(*args, **keywords)
+
+    return checked
 
 
 def function(name: str, value: Any, signature: str, *, who: str = "") -> Callable:

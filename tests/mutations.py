@@ -341,8 +341,8 @@ MUTATIONS = (
     Mutation(
         "a_timed_update_has_no_limits",
         "update/train_step.py",
-        "block_until_ready(self._finish(state, out, real_rows, bounds))",
-        "block_until_ready(self._finish(state, out, real_rows, None))",
+        "lambda out: self._apply_as_stored(state, out, real_rows, bounds)",
+        "lambda out: self._apply_as_stored(state, out, real_rows, None)",
         "update/test_split_step.py::test_a_timed_update_is_that_of_the_step",
     ),
     Mutation(
@@ -354,7 +354,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropout_key_by_step",
-        "update/train_step.py",
+        "update/halves.py",
         "jax.random.fold_in(state.rng, state.attempts)",
         "jax.random.fold_in(state.rng, state.step)",
         "update/test_train_step.py::test_a_skipped_update_does_not_repeat_its_dropout",
@@ -804,6 +804,13 @@ MUTATIONS = (
         "training/base_work.py",
         "step.check_program = self.check_program",
         "step.check_program = None",
+        "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
+    ),
+    Mutation(
+        "a_refused_run_keeps_the_checkpoint_of_its_start",
+        "training/loop.py",
+        "self._run.take_back_start()",
+        "pass",
         "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
     ),
     Mutation(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import difflib
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping, Sequence
@@ -19,7 +18,7 @@ from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.mesh import axis_size
 from jaxfb.platforms.compiler import checked_options
 from jaxfb.recomputation import remat_parts
-from jaxfb.refusal import Refused, boolean, choice, function, shown
+from jaxfb.refusal import Refused, boolean, check_keywords, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
 from jaxfb.shared_options import NORMALIZATIONS, OPTIMIZER_SHARDINGS, LayoutOptions, PrecisionOptions
 from jaxfb.trainable import checked_patterns
@@ -236,12 +235,7 @@ def with_options(function: Function) -> Function:
 
 def check_names(function: str, options: Mapping[str, Any]) -> None:
     """Raises TypeError, as Python does of a misspelt keyword, for what is no option."""
-    for name in options:
-        if name not in _DEFAULTS:
-            near = difflib.get_close_matches(name, _DEFAULTS, n=1, cutoff=0.0)[0]
-            raise TypeError(
-                f"{function}() got an unexpected keyword argument {name!r}; did you mean {near!r}?"
-            )
+    check_keywords(function, options, _DEFAULTS)
 
 
 def _described() -> str:

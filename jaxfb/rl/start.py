@@ -17,7 +17,14 @@ from jax.sharding import Mesh
 
 from jaxfb.batch_plan import BatchPlan, PlanError, RunPlan
 from jaxfb.batch_plan.plan import UPDATES
-from jaxfb.config.post_training import KINDS, CutConfig, PostTrainingConfig, RLConfig
+from jaxfb.config.post_training import (
+    KINDS,
+    CutConfig,
+    DPOConfig,
+    PostTrainingConfig,
+    RLConfig,
+    SFTConfig,
+)
 from jaxfb.data import Tokenizer, load_tokenizer
 from jaxfb.data.chat import BUILT_IN, Chat, make_chat, saved_chat
 from jaxfb.data.tokenizer import ByteTokenizer, absent_ids, sampled, warn_of_unknown
@@ -192,7 +199,7 @@ def make_base(config: Kind) -> Base[Kind]:
     """
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
-    check_optimizer(config)
+    check_optimizer(config, _length(config))
     check_run(config)
     tokenizer = tokenizer_of(config)
     sizes = built_in(model_sizes(config, tokenizer.vocab_size), *POST_TRAINING)
@@ -201,6 +208,17 @@ def make_base(config: Kind) -> Base[Kind]:
     check_tensor_divides(sizes, axis_size(mesh, "tensor"))
     check_expert_divides(sizes, axis_size(mesh, "expert"))
     return Base(config, mesh, tokenizer, sizes)
+
+
+def _length(config: PostTrainingConfig) -> int | None:
+    """Returns the length of the run in `lr.unit`; None where it depends on the data, or has no whole updates."""
+    if isinstance(config, SFTConfig | DPOConfig):
+        return config.batch.updates if config.lr.unit == "updates" else None
+    assert isinstance(config, RLConfig)
+    sizes = config.rollout
+    updates, left = divmod(sizes.prompts * sizes.samples_per_prompt, sizes.rows_per_update)
+    unit = {"updates": 1, "samples": sizes.rows_per_update}[config.lr.unit]
+    return None if left else updates * sizes.epochs * sizes.rollouts * unit
 
 
 def check_run(config: PostTrainingConfig) -> None:

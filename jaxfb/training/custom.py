@@ -24,7 +24,14 @@ from jaxfb.training.base_work import WindowedWork
 from jaxfb.training.batches import rows_here
 from jaxfb.training.own_rows import OwnRows, own_rows
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.setup import check_optimizer, enable_float64, optimizer, step_options, train_plan
+from jaxfb.training.setup import (
+    check_optimizer,
+    enable_float64,
+    length_of,
+    optimizer,
+    step_options,
+    train_plan,
+)
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.train_state import is_init_function
@@ -144,29 +151,34 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
     plan = train_plan(config, mesh)
-    _check_optimizer(config, own)
+    _check_optimizer(config, own, None if config.run.epochs else _run_plan(config, plan, None))
     names = ("model", "params", "data", "evaluate")
     parts = {name: own[name] if name in own else _named(config, name) for name in names}
     rows = own_rows(_made(parts["data"]), config.run.seed)
-    run = config.run
-    if run.epochs is not None and rows.num_rows is None:
+    if config.run.epochs is not None and rows.num_rows is None:
         raise Refused(
-            f"[run] epochs={run.epochs} needs rows that can be counted; use run.updates, or a sequence of rows"
+            f"[run] epochs={config.run.epochs} needs rows that can be counted; use run.updates, or a sequence of rows"
         )
-    run_plan = RunPlan(
-        {"train": plan},
-        updates=run.updates,
-        samples=run.samples,
-        epochs=run.epochs,
-        dataset_rows=rows.num_rows if run.epochs else None,
-        ramp_up=config.batch.ramp_up,
-        remainder=run.remainder,
-    )
+    run_plan = _run_plan(config, plan, rows.num_rows)
     model, transformation = _model(parts["model"], own.get("loss")), _optimizer(config, run_plan, own)
     rest = (transformation, run_plan, rows, parts["evaluate"], own.get("max_grad_norm"))
     work = Custom(config, mesh, model, parts["params"], *rest)
     work.in_program = bool(own)
     return work
+
+
+def _run_plan(config: CustomConfig, plan: BatchPlan, rows: int | None) -> RunPlan:
+    """Returns the length of the run; rows: of the data, which only a length in epochs depends on."""
+    run = config.run
+    return RunPlan(
+        {"train": plan},
+        updates=run.updates,
+        samples=run.samples,
+        epochs=run.epochs,
+        dataset_rows=rows if run.epochs else None,
+        ramp_up=config.batch.ramp_up,
+        remainder=run.remainder,
+    )
 
 
 def described(part: Any) -> str:
@@ -202,7 +214,7 @@ def _model(model: Any, loss: Callable | None) -> LossFn | Pipelined:
     return loss_fn
 
 
-def _check_optimizer(config: CustomConfig, own: Mapping[str, Any]) -> None:
+def _check_optimizer(config: CustomConfig, own: Mapping[str, Any], plan: RunPlan | None) -> None:
     """Refuses an optimizer that is missing, or options that it does not take, before data are read."""
     if own.get("optimizer") is not None:
         return
@@ -210,7 +222,7 @@ def _check_optimizer(config: CustomConfig, own: Mapping[str, Any]) -> None:
         raise Refused(
             "[optimizer] must be given: a section optimizer with learning_rate, or an optax transformation"
         )
-    check_optimizer(config)
+    check_optimizer(config, None if plan is None else length_of(config, plan))
 
 
 def _optimizer(

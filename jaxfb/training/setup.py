@@ -23,7 +23,7 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.config.custom import CustomConfig
 from jaxfb.config.own_model import OwnModelConfig
 from jaxfb.config.post_training import PostTrainingConfig
-from jaxfb.config.sections import AutoMesh, OptimizerConfig
+from jaxfb.config.sections import AutoMesh, LearningRateConfig, OptimizerConfig
 from jaxfb.data import Corpus, DataConfig, prepare
 from jaxfb.data.config import SMALLEST_VOCAB
 from jaxfb.forward_backward import ForwardBackward, get_forward_backward_func
@@ -130,7 +130,7 @@ def make_setup(
     for section, plan in (("batch", plans["train"]), ("eval", plans["eval"])):
         check_rows(section, plan, config.data.sequence_length)
     check_fits(config, config.model.sized(SMALLEST_VOCAB), mesh)
-    check_optimizer(config, None if config.run.epochs else run_plan(config, plans, 0))
+    check_optimizer(config, None if config.run.epochs else length_of(config, run_plan(config, plans, 0)))
     if trained_patterns(config) is not None:
         abstract_params(config, with_lora(config, config.model.sized(SMALLEST_VOCAB)))
     say("reading the text")
@@ -268,47 +268,60 @@ def with_lora(
     return adapted(own, lora)
 
 
-def check_optimizer(config: AnyConfig, plan: RunPlan | None = None) -> None:
+def check_optimizer(config: AnyConfig, length: int | None = None) -> None:
     """Refuses options of the optimizer and of its schedules, before data are read.
 
-    plan: the length of the run; None where that depends on the data, and then the schedules are refused later.
+    length: of the run, in `lr.unit`; None where that depends on the data, and then what depends on it is refused later.
     """
-    settings = config.optimizer
-    assert settings is not None  # without it, a program hands its own optimizer over
     with warnings.catch_warnings(action="ignore"):  # they come with the optimizer itself
-        if plan is not None:
-            optimizer(config, plan)
-            return
-        options: dict[str, Any] = {**settings.options, "weight_decay": settings.weight_decay}
-        with _in_section("optimizer"):
-            make_optimizer(settings.name, learning_rate=settings.learning_rate, **options)
+        _optimizer(config, length)
 
 
 def optimizer(config: AnyConfig, plan: RunPlan) -> Optimizer:
     """Returns the optimizer with its schedules, which end with the run unless the config sets something else."""
+    length = length_of(config, plan)
+    if config.lr.name != "constant" and config.lr.total:
+        unit = "" if config.lr.unit == "updates" else " in rows:"
+        if warning := horizon_warning(config.lr.total, length, config.lr.final):
+            warnings.warn(f"[lr]{unit} {warning}", stacklevel=2)
+    return _optimizer(config, length)
+
+
+def length_of(config: AnyConfig, plan: RunPlan) -> int:
+    """Returns the length of the run in `lr.unit`."""
+    last = plan.window(plan.total_updates - 1)
+    return {"updates": plan.total_updates, "samples": last.start + last.rows}[config.lr.unit]
+
+
+def _optimizer(config: AnyConfig, length: int | None) -> Optimizer:
+    """Returns the optimizer; without a length, schedules that end with the run are left out."""
     settings, lr = config.optimizer, config.lr
     assert settings is not None  # without it, a program hands its own optimizer over
-    last = plan.window(plan.total_updates - 1)
-    length = {"updates": plan.total_updates, "samples": last.start + last.rows}[lr.unit]
-    horizon = lr.total or length
-    if lr.name != "constant" and (warning := horizon_warning(horizon, length, lr.final)):
-        warnings.warn(f"[lr] {warning}" if lr.unit == "updates" else f"[lr] in rows: {warning}", stacklevel=2)
+    rate, decay, horizon = settings.learning_rate, settings.weight_decay, lr.total or length
+    if horizon is not None:
+        rate = _learning_rate(settings.learning_rate, lr, horizon)
+    with _in_section("optimizer"):
+        if length is not None:
+            decay = _weight_decay(settings, length, lr.unit)
+        options: dict[str, Any] = settings.options
+        return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **options)
+
+
+def _learning_rate(peak: float, lr: LearningRateConfig, total: int) -> Any:
+    """Returns the schedule of the learning rate."""
+    options: dict[str, Any] = lr.options
     with _in_section("lr"):
-        rate = lr_schedule(
+        return lr_schedule(
             lr.name,
-            peak=settings.learning_rate,
-            total=horizon,
+            peak=peak,
+            total=total,
             warmup=lr.warmup,
             warmup_shape=lr.warmup_shape,
             initial=lr.initial,
             final=lr.final,
             unit=lr.unit,
-            **lr.options,
+            **options,
         )
-    with _in_section("optimizer"):
-        decay = _weight_decay(settings, length, lr.unit)
-        options: dict[str, Any] = settings.options
-        return make_optimizer(settings.name, learning_rate=rate, weight_decay=decay, **options)
 
 
 def _weight_decay(settings: OptimizerConfig, length: int, unit: str) -> Any:

@@ -4,12 +4,15 @@ import json
 import subprocess
 import sys
 from dataclasses import fields
+from functools import partial
 from pathlib import Path
 from types import UnionType
 from typing import Union, get_args, get_origin, get_type_hints
 
+import optax
 import pytest
 
+from jaxfb import BatchPlan, get_forward_backward_func, make_train_step, schedules
 from jaxfb.config import ConfigError, config_from_dict, config_to_dict, load_config, save_yaml, table
 from jaxfb.config.post_training import COMMANDS, RLConfig
 from jaxfb.config.root import Config
@@ -281,3 +284,21 @@ def test_odd_yaml_is_refused_in_a_sentence(tmp_path, content, sentence):
     if content.startswith(b"run: ") and b"\xff" not in content:
         with pytest.raises(ConfigError, match=rf"\[config\] run\.epochs.*{sentence}"):
             load_config(QUICKSTART, [f"run.epochs={content[5:].decode().strip()}"])
+
+
+@pytest.mark.parametrize("name, key", [("chunks", "chunks"), ("pieces", "parallel.pieces")])
+def test_a_config_and_a_program_name_the_same_things_and_each_answers_the_others_name(name, key):
+    """YAML and the command line have chunks and pieces; Python, which counts them, num_chunks and num_pieces."""
+    for wrong in (f"num_{name}", f"parallel.num_{name}"):
+        for config in ("quickstart", "sft"):
+            with pytest.raises(ConfigError, match=rf"unknown key {wrong}; did you mean {key}\?"):
+                load_config(config, [f"{wrong}=2"])
+    plan, optimizer = BatchPlan(rows=2, rows_per_microbatch=1), optax.sgd(0.1)
+    calls = [
+        get_forward_backward_func,
+        partial(schedules.make, "1f1b", 2, 4),
+        partial(make_train_step, lambda *_: None, optimizer, None, plan),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError, match=rf"keyword argument '{name}'; did you mean 'num_{name}'\?"):
+            call(**{name: 2})

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import jax
 import pytest
 from marks import some_slow
-from tiny import write_tiny
+from tiny import write_own, write_tiny
 
 from jaxfb import trainer
 from jaxfb.cli import commands as cli
@@ -79,43 +79,18 @@ def test_the_commands_refuse_before_the_text_is_read(monkeypatch, capsys, tmp_pa
     assert said.startswith("jaxfb: [memory] the run needs ") and said.count("\n") == 1
 
 
-SMALL = ["model.num_layers=1", "model.hidden_size=16", "mesh.data=1"]
+SMALL = ["model.num_layers=1", "model.hidden_size=16", "mesh.data=1", "lr.warmup=0", "eval.every=null"]
+ONE = ["batch.rows=8", "batch.updates=1", "batch.epochs=null"]
+PAIRS = ["start.run=null", "start.tokenizer=bytes", "preferences.template=plain", "model.num_heads=4"]
+PAIRS += ["plans.train.rows_per_microbatch=4"]
 FEW = ["rollout.prompts=2", "rollout.samples_per_prompt=4", "rollout.rows_per_update=8"]
+FEW += ["rollout.rollouts=1", "warm_start.updates=0", "task.held_out=16"]
 FEW += [f"plans.{name}.rows_per_microbatch=4" for name in ("train", "logprob_old", "logprob_ref")]
 COMMANDS = {
-    "sft": [
-        "sft",
-        "sft",
-        *SMALL,
-        "batch.rows=8",
-        "batch.updates=1",
-        "batch.epochs=null",
-        "eval.every=null",
-        "lr.warmup=0",
-    ],
-    "rl": ["rl", "grpo_arithmetic", "--smoke", *SMALL, *FEW],
+    "sft": ["sft", "sft", *SMALL, *ONE],
+    "dpo": ["dpo", "dpo", *SMALL, *ONE, *PAIRS],
+    "rl": ["rl", "grpo_arithmetic", *SMALL, *FEW],
 }
-MODULE = """
-import jax, jaxfb
-
-def model(params, microbatch, rng):
-    return jaxfb.Sum((microbatch @ params["w"]).sum(), len(microbatch))
-
-def params(key):
-    return {"w": jax.random.normal(key, (3,))}
-
-def data():
-    return jax.numpy.ones((16, 3))
-"""
-OWN = """
-model: mine_of_memory:model
-params: mine_of_memory:params
-data: mine_of_memory:data
-batch: {rows: 8, rows_per_microbatch: 2}
-run: {dir: run, updates: 1}
-optimizer: {learning_rate: 0.01}
-mesh: {data: 1}
-"""
 
 
 def command_of(kind, directory, monkeypatch):
@@ -124,13 +99,11 @@ def command_of(kind, directory, monkeypatch):
         return ["train", str(write_tiny(directory, run={"updates": 2}, lr={"warmup": 0}))]
     if kind == "own":
         monkeypatch.chdir(directory)
-        (directory / "mine_of_memory.py").write_text(MODULE)
-        (directory / "own.yaml").write_text(OWN)
-        return ["train", "own.yaml"]
-    return [*COMMANDS[kind], *([] if kind == "rl" else [f"run.dir={directory}/run"])]
+        return ["train", write_own(directory).name, "mesh.data=1", "run.updates=1"]
+    return [*COMMANDS[kind], f"run.dir={directory}/run"]
 
 
-@pytest.mark.parametrize("kind", some_slow(["own", "train", "sft", "rl"], ["own"]))
+@pytest.mark.parametrize("kind", some_slow(["own", "train", "sft", "dpo", "rl"], ["sft"]))
 def test_every_command_refuses_an_update_larger_than_what_is_free(kind, monkeypatch, capsys, tmp_path):
     arguments = command_of(kind, tmp_path, monkeypatch)
     monkeypatch.setattr(host_fit, "free_memory", lambda: 1)
@@ -141,10 +114,12 @@ def test_every_command_refuses_an_update_larger_than_what_is_free(kind, monkeypa
         r"jaxfb: \[memory\] the compiled update needs 0\.0 GB beside its state, but 0\.0 of this", said
     )
     assert "; use " in said
+    checkpoints = tmp_path / "run" / "checkpoints"
+    assert not checkpoints.exists() or not list(checkpoints.iterdir())  # of a run that never ran
     monkeypatch.setattr(
         host_fit, "free_swap", lambda: 2**30
     )  # it fits with that, and the same command trains
-    assert cli.main([*arguments, *(["--fresh"] if kind == "sft" else [])]) == 0
+    assert cli.main(arguments) == 0
 
 
 @pytest.mark.slow

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from tiny import write_own
 
 import jaxfb
 from jaxfb.callbacks import Callback, callback
@@ -270,32 +271,6 @@ def test_what_cannot_be_trained_is_refused_in_a_sentence(tmp_path, changes, want
     assert not losses(tmp_path) if (tmp_path / "run" / "metrics.jsonl").exists() else True
 
 
-MODULE = """
-import jax, jax.numpy as jnp, numpy as np
-import jaxfb
-
-def model(params, microbatch, rng):
-    error = jnp.square(microbatch["x"] @ params["w"] - 1.0).sum(-1)
-    return jaxfb.Sum(error.sum(), error.size)
-
-def params(key):
-    return {"w": jax.random.normal(key, (3,))}
-
-def data():
-    return {"x": np.random.default_rng(0).normal(size=(16, 3)).astype(np.float32)}
-"""
-CONFIG = """
-model: mine:model
-params: mine:params
-data: mine:data
-batch: {rows: 8, rows_per_microbatch: 2}
-run: {dir: run, updates: 4}
-optimizer: {learning_rate: 0.01}
-lr: {name: constant}
-mesh: {data: 2}
-"""
-
-
 COMMANDS = [
     ["eval", "own.yaml"],
     ["check", "own.yaml"],
@@ -310,21 +285,19 @@ def test_commands_that_need_the_built_in_model_refuse_another_in_a_sentence(
     command, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "own.yaml").write_text(CONFIG)
+    config = write_own(tmp_path)
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "config.yaml").write_text(CONFIG)
+    (tmp_path / "run" / "config.yaml").write_text(config.read_text())
     assert main(command) == 2
-    assert "[model] mine:model is a model of your own: " in capsys.readouterr().err
+    assert "[model] tiny_own:model is a model of your own: " in capsys.readouterr().err
 
 
 def test_a_config_names_a_model_of_ones_own(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(MODULE)
-    (tmp_path / "own.yaml").write_text(CONFIG)
+    write_own(tmp_path)
     assert main(["train", "own.yaml"]) == 0
     assert main(["train", "run", "--resume", "run.updates=6"]) == 0
     assert "resuming run after update 4 of 6" in capsys.readouterr().out
     assert sorted(losses(tmp_path)) == [1, 2, 3, 4, 5, 6]
-    assert main(["train", "own.yaml", "model=mine:modell", "run.dir=other"]) == 2
-    assert "mine has no modell" in capsys.readouterr().err and not (tmp_path / "other").exists()
+    assert main(["train", "own.yaml", "model=tiny_own:modell", "run.dir=other"]) == 2
+    assert "tiny_own has no modell" in capsys.readouterr().err and not (tmp_path / "other").exists()
