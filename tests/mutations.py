@@ -354,7 +354,7 @@ MUTATIONS = (
     ),
     Mutation(
         "dropout_key_by_step",
-        "update/halves.py",
+        "update/programs.py",
         "jax.random.fold_in(state.rng, state.attempts)",
         "jax.random.fold_in(state.rng, state.step)",
         "update/test_train_step.py::test_a_skipped_update_does_not_repeat_its_dropout",

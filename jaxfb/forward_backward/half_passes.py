@@ -23,7 +23,7 @@ from jaxfb.types import LossOutput
 PyTree = Any
 
 
-class Halves(NamedTuple):
+class LayerInHalves(NamedTuple):
     """A layer as `Stage` takes it, in two halves; both as of `jaxfb.types.Halves`, with shards or whole parameters."""
 
     first: Callable
@@ -45,10 +45,10 @@ class Halves(NamedTuple):
 class HalfPasses(LayerPasses):
     """Keeps a layer's input and what is between its halves.
 
-    layer: `Halves`. keep, trained: as of `Stage`.
+    layer: `LayerInHalves`. keep, trained: as of `Stage`.
     """
 
-    def __init__(self, layer: Halves, keep: str, trained: Callable[[PyTree], PyTree]):
+    def __init__(self, layer: LayerInHalves, keep: str, trained: Callable[[PyTree], PyTree]):
         super().__init__(layer, keep, trained)
         self._halves = layer
 

@@ -15,7 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.ahead import Ahead, Gathered
-from jaxfb.forward_backward.half_passes import Halves, StageOfHalves
+from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.loss import checked
@@ -192,7 +192,7 @@ class Execution:
         layer = whole if num_pieces == 1 else of_piece
         halves = model.halves if remat == "halves" and num_pieces == 1 else None
         if halves is not None:
-            layer = Halves(*(_of_gathered(half, gather) for half in halves))
+            layer = LayerInHalves(*(_of_gathered(half, gather) for half in halves))
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, remat, self.ahead or is_kept or not self.gathers_in_loop)

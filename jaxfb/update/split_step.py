@@ -20,9 +20,9 @@ from jaxfb.platforms.compiler import per_options
 from jaxfb.refusal import INT32, instance, integer
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.arguments import check_gradients, check_rows
-from jaxfb.update.halves import Halves
 from jaxfb.update.on_mesh import OnMesh
 from jaxfb.update.pipeline_state import opened, shapes_of_params
+from jaxfb.update.programs import Programs
 from jaxfb.update.states import StepStates
 from jaxfb.update.train_state import StepMetrics, TrainState
 
@@ -34,13 +34,13 @@ class SplitStep(StepStates):
 
     model: LossFn | Pipelined
     plan: BatchPlan
-    _halves: Halves
+    _programs: Programs
     _on_mesh: OnMesh
 
     def _compile(self) -> None:
         """Forgets what was traced."""
-        self._differentiated = per_options(self._halves.differentiate_in_model_order, static_argnums=(4, 5))
-        self._applied = per_options(self._halves.apply_in_model_order, donate_argnums=0)
+        self._differentiated = per_options(self._programs.differentiate_in_model_order, static_argnums=(4, 5))
+        self._applied = per_options(self._programs.apply_in_model_order, donate_argnums=0)
 
     @property
     def _options(self):
@@ -48,7 +48,7 @@ class SplitStep(StepStates):
 
     def key_of(self, state: TrainState) -> jax.Array | None:
         """Returns the PRNG key of the next update, None without dropout."""
-        return self._halves.key_of(state)
+        return self._programs.key_of(state)
 
     def gradients(
         self,
@@ -80,7 +80,7 @@ class SplitStep(StepStates):
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None
         if cut.max_context:
-            out = self._halves.differentiate_in_model_order(state, batch, keys, weights, model, cut)
+            out = self._programs.differentiate_in_model_order(state, batch, keys, weights, model, cut)
             return replace(out, origin=replace(out.origin, rows=rows, weights=weights))
         if cut.by_tokens:
             packed = Packed(batch, cut)

@@ -1,4 +1,4 @@
-"""Measures the two halves of an update, each with the host waiting for the devices."""
+"""Measures the two parts of an update, each with the host waiting for the devices."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from jaxfb.output import ForwardBackwardOutput
 from jaxfb.update.train_state import StepMetrics, TrainState
 
 
-def timed_halves(
+def timed_parts(
     differentiate: Callable[[], ForwardBackwardOutput],
     apply: Callable[[ForwardBackwardOutput], tuple[TrainState, StepMetrics]],
 ) -> tuple[TrainState, StepMetrics, dict[str, float]]:

@@ -28,12 +28,12 @@ from jaxfb.refusal import Refused, function
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import check_optimizer, check_options, check_rows, layer_order_of
-from jaxfb.update.halves import Halves
 from jaxfb.update.on_mesh import OnMesh
 from jaxfb.update.placement import StatePlacement
+from jaxfb.update.programs import Programs
 from jaxfb.update.split_step import SplitStep
 from jaxfb.update.streamed import streamed
-from jaxfb.update.timed import timed_halves
+from jaxfb.update.timed import timed_parts
 from jaxfb.update.train_state import Limits, StepMetrics, TrainState
 
 PyTree = Any
@@ -130,7 +130,7 @@ class TrainStep(SplitStep):
         self.model, self.plan, self.optimizer = model, plan, update.optimizer
         stores = layer_order, optimizer_memory
         self._placement = StatePlacement(forward_backward, model, plan, update, *stores, self._compile)
-        self._halves = Halves(self._placement, dropout, update)
+        self._programs = Programs(self._placement, dropout, update)
         self._on_mesh = OnMesh(forward_backward.mesh)
         self._compile()
 
@@ -138,15 +138,15 @@ class TrainStep(SplitStep):
         """Forgets what was traced."""
         super()._compile()
         self._updated = per_options(self._update, static_argnums=3, donate_argnums=0)
-        self._differentiated_as_stored = per_options(self._halves.differentiate, static_argnums=(4, 5))
-        self._applied_as_stored = per_options(self._halves.apply, donate_argnums=0)
+        self._differentiated_as_stored = per_options(self._programs.differentiate, static_argnums=(4, 5))
+        self._applied_as_stored = per_options(self._programs.apply, donate_argnums=0)
 
     def _update(
         self, state: TrainState, batch: PyTree, rows: Any, plan: BatchPlan, limits: Any = None
     ) -> tuple[TrainState, StepMetrics]:
         """Returns the state after one update; it is traced and compiled into one program."""
-        out = self._halves.differentiate(state, batch, None, None, self.model, plan)  # forward_backward
-        return self._halves.apply(state, out, rows, limits)  # unscale, finite?, clip, optax update
+        out = self._programs.differentiate(state, batch, None, None, self.model, plan)  # forward_backward
+        return self._programs.apply(state, out, rows, limits)  # unscale, finite?, clip, optax update
 
     def __call__(
         self, state: TrainState, batch: PyTree, rows: int | None = None, limits: Limits | None = None
@@ -182,7 +182,7 @@ class TrainStep(SplitStep):
           ValueError: as for a call.
         """
         state, batch, plan, real_rows, bounds = self._taken(state, batch, rows, limits)
-        return timed_halves(
+        return timed_parts(
             lambda: self._gradients_as_stored(state, batch, plan),
             lambda out: self._apply_as_stored(state, out, real_rows, bounds),
         )
@@ -205,7 +205,7 @@ class TrainStep(SplitStep):
         """Returns loss and gradients, whose layers are in the order in which the state stores them."""
         arguments = (state, batch, None, None, self.model, plan)
         if plan.max_context:
-            return self._halves.differentiate(*arguments)
+            return self._programs.differentiate(*arguments)
         return self._checked_first(self._differentiated_as_stored(self._options), *arguments)
 
     def _apply_as_stored(

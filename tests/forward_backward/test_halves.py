@@ -11,7 +11,7 @@ from comparisons import close
 
 import jaxfb
 from jaxfb.forward_backward.half_passes import HalfPasses
-from jaxfb.forward_backward.half_passes import Halves as OfStage
+from jaxfb.forward_backward.half_passes import LayerInHalves as OfStage
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.types import Halves
 

@@ -155,7 +155,7 @@ def test_layers_travel_one_at_a_time():
 def test_which_optimizers_are_taken_apart():
     own = jaxfb.make_optimizer("adamw", learning_rate=0.1, mask=lambda params: True)
     kinds = {
-        one: type(step_of("host", optimizer=one)._halves.change)
+        one: type(step_of("host", optimizer=one)._programs.change)
         for one in (ADAMW, MUON, ADAFACTOR, CHAIN, own)
     }
     assert list(kinds.values()) == [LayerStream, LayerStream, WholeStream, WholeStream, WholeStream]

@@ -1,4 +1,4 @@
-"""Computes the two halves of an update, gradients and what is made of them, on states in any order of layers.
+"""Computes the two parts of an update, gradients and what is made of them, on states in any order of layers.
 
 differentiate: batch -> forward_backward -> gradients of the global batch
 apply:         gradients -> unscale -> finite? -> clip -> optax update (once) -> TrainState
@@ -21,7 +21,7 @@ from jaxfb.update.train_state import StepMetrics, TrainState
 PyTree = Any
 
 
-class Halves:
+class Programs:
     """Computes what a step traces, by pure functions of arrays.
 
     placement: where states live, and the engine. dropout: whether the model is given PRNG keys. change: the update.
