@@ -182,8 +182,8 @@ class Halves(NamedTuple):
 
     first:  (layer_params, hidden, microbatch, rng) -> hidden between the two.
     second: (layer_params, hidden, microbatch, rng, beside) -> (what `layer` returns, beside). `beside` is a tree of
-            arrays on which the second half does not depend, returned as it is: where this half waits for something
-            that it exchanges, it may see to it that they are computed meanwhile.
+            arrays that the second half does not need. It returns them unchanged, and may order their computation, so
+            that they are computed while it waits for an exchange between devices.
     """
 
     first: Callable[..., PyTree]

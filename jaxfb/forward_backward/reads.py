@@ -19,7 +19,7 @@ PyTree = Any
 
 @dataclass(frozen=True)
 class Reads:
-    """Gives the backwards of some layers, from the last to the first, what they read.
+    """Reads for the backward of each layer, from the last layer to the first.
 
     read: place -> what the backward of that layer reads. places: of the layers.
     ahead: each is read a turn before its own. All turns are alike, so that of the first layer reads its own again.
