@@ -13,6 +13,9 @@ from jaxfb.refusal import Refused, choice, integer, shown
 
 Gather = Literal["layer", "step"]
 GATHERS = get_args(Gather)
+Half = Literal["half"]
+AHEAD = (True, False, *get_args(Half))
+"""How far ahead of their use parameters are gathered: a layer, not at all, or half a layer."""
 Remat = Literal["none", "selective", "layer", "halves", "offload", "full"]
 REMAT_POLICIES = get_args(Remat)
 Part = tuple[str, int | None]

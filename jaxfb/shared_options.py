@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal, get_args
 
 from jaxfb.parts import HEADS
-from jaxfb.recomputation import Gather, Remat, checked_gather, checked_remat
+from jaxfb.recomputation import AHEAD, Gather, Half, Remat, checked_gather, checked_remat
+from jaxfb.refusal import choice
 
 Float = Literal["float32", "bfloat16", "float16", "float64"]
 Normalization = Literal["global", "microbatch", "none"]
@@ -55,7 +56,10 @@ class LayoutOptions:
       gathered once a call and stay; the others, and all gradients, are as with "layer".
     gather_ahead: under fsdp_gather="layer", gathers a `Pipelined`'s layer while the layer before it computes, and
       scatters its gradients while the next one's are computed; takes the memory of one more layer and its
-      gradients. None: on GPUs and TPUs. Not with optimizer_sharding="gradients".
+      gradients. "half" does so for the parameters of attention alone; those of the MLP or the experts are gathered
+      while attention is computed, and their gradients scattered while attention's are. That takes less memory, and
+      with fsdp alone more time. None: on GPUs and TPUs; "half" on TPUs with a tensor or context axis, and on v5e. Not
+      with optimizer_sharding="gradients".
     compiler_options: name -> value of options of XLA that change those chosen by the kind of device
       (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
       inside the caller's own `jax.jit`, which takes such options itself.
@@ -73,7 +77,7 @@ class LayoutOptions:
 
     remat: Remat | str = "none"
     fsdp_gather: Gather | int = "layer"
-    gather_ahead: bool | None = None
+    gather_ahead: bool | Half | None = None
     compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None
@@ -81,3 +85,5 @@ class LayoutOptions:
     def __post_init__(self):
         object.__setattr__(self, "remat", checked_remat(self.remat, self.SECTION))
         object.__setattr__(self, "fsdp_gather", checked_gather(self.fsdp_gather, self.SECTION))
+        if self.gather_ahead is not None:
+            choice("gather_ahead", self.gather_ahead, AHEAD, who=self.SECTION)

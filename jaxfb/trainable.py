@@ -73,6 +73,18 @@ def pruned(patterns: Patterns | None, params: PyTree) -> PyTree:
     return jax.tree_util.tree_map_with_path(one, params)
 
 
+def parted(patterns: Patterns, tree: PyTree) -> tuple[PyTree, PyTree]:
+    """Returns a tree pruned to the leaves that no pattern matches, and pruned to the others."""
+
+    def leaves(matched: bool) -> PyTree:
+        def one(path: tuple, leaf: Any) -> Any:
+            return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) == matched else None
+
+        return jax.tree_util.tree_map_with_path(one, tree)
+
+    return leaves(False), leaves(True)
+
+
 def stored(patterns: Patterns | None, params: PyTree, frozen_dtype: Any = None) -> PyTree:
     """Returns the parameters with the frozen ones in a dtype of their own; None leaves them.
 
@@ -91,8 +103,9 @@ def like(template: PyTree, tree: PyTree) -> PyTree:
 
 
 def joined(trained: PyTree, tree: PyTree) -> PyTree:
-    """Returns `tree` with the leaves that a pruned tree has in place of its own."""
-    return jax.tree.map(lambda leaf, new: leaf if new is None else new, tree, trained, is_leaf=_is_spec)
+    """Returns `tree`, itself perhaps pruned, with the leaves that a pruned tree has in place of its own."""
+    keeps = lambda leaf: leaf is None or _is_spec(leaf)  # noqa: E731
+    return jax.tree.map(lambda leaf, new: leaf if new is None else new, tree, trained, is_leaf=keeps)
 
 
 def is_trained(template: PyTree, tree: PyTree) -> PyTree:

@@ -184,10 +184,13 @@ class Halves(NamedTuple):
     second: (layer_params, hidden, microbatch, rng, beside) -> (what `layer` returns, beside). `beside` is a tree of
             arrays that the second half does not need. It returns them unchanged, and may order their computation, so
             that they are computed while it waits for an exchange between devices.
+    second_params: patterns of dotted names, such as "mlp", of the layer's parameters that `second` alone reads.
+            gather_ahead="half" gathers them while `first` is computed.
     """
 
     first: Callable[..., PyTree]
     second: Callable[..., tuple[Any, PyTree]]
+    second_params: tuple[str, ...] = ()
 
 
 @jax.tree_util.register_dataclass

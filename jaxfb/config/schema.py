@@ -307,7 +307,8 @@ def describe(hint: Any) -> str:
     parts = []
     for option in _options(hint):
         if get_origin(option) is Literal:
-            parts.append("one of " + ", ".join(map(str, get_args(option))))
+            words = ", ".join(map(str, get_args(option)))
+            parts.append(f"one of {words}" if len(get_args(option)) > 1 else words)
         elif registry := _registry(option):
             parts.append(f"one of {', '.join(registry.names)}, or your own as {OWN}")
         elif listed := listed_section(option):

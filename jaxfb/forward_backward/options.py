@@ -17,7 +17,7 @@ from jaxfb.forward_backward.arguments import check_reduce_dtype, float_dtype, la
 from jaxfb.forward_backward.head_placement import check_placement
 from jaxfb.mesh import axis_size
 from jaxfb.platforms.compiler import checked_options
-from jaxfb.recomputation import remat_parts
+from jaxfb.recomputation import Half, remat_parts
 from jaxfb.refusal import Refused, boolean, check_keywords, choice, function, shown
 from jaxfb.schedules.by_device import check_by_device
 from jaxfb.shared_options import NORMALIZATIONS, OPTIMIZER_SHARDINGS, LayoutOptions, PrecisionOptions
@@ -44,7 +44,7 @@ class EngineKeywords(TypedDict, total=False):
     compute_dtype: Any
     remat: str | None
     fsdp_gather: str | int
-    gather_ahead: bool | None
+    gather_ahead: bool | Half | None
     optimizer_sharding: str | None
     param_specs: Callable[[PyTree], PyTree] | None
     head_placement: str | None
@@ -131,7 +131,6 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
         return {
             **{name: float_dtype(name, getattr(self, name)) for name in dtypes},
             "normalize": choice("normalize", self.normalize, NORMALIZATIONS),
-            "gather_ahead": None if self.gather_ahead is None else boolean("gather_ahead", self.gather_ahead),
             "optimizer_sharding": choice("optimizer_sharding", self.optimizer_sharding, OPTIMIZER_SHARDINGS),
             "layers_per_stage": layer_counts(self.layers_per_stage),
             "layer_order": choice("layer_order", self.layer_order, LAYER_ORDERS),

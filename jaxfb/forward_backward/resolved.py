@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
-from jaxfb.forward_backward.ahead import gathers_ahead
+from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.arguments import check_reduce_dtype, specs_like
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.offered import counted_of
@@ -21,7 +21,7 @@ from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelinin
 from jaxfb.mesh import axis_size, shard_axes
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.parts import HEADS
-from jaxfb.recomputation import check_gathered_layers, check_remat_layers
+from jaxfb.recomputation import Half, check_gathered_layers, check_remat_layers
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import like, pruned
@@ -81,13 +81,20 @@ class Resolved:
         return {**cast, "layers": layers}
 
     @property
-    def gathers_ahead(self) -> bool:
-        """Returns whether FSDP gathers a layer's parameters while the layer before it computes."""
+    def gathers_ahead(self) -> bool | Half:
+        """Returns whether FSDP gathers a layer's parameters while the layer before it computes; "half": those of its
+        first half.
+        """
         if not isinstance(self.model, Pipelined) or not shard_axes(self.mesh):
             return False
         options, device = self.options, self.mesh.abstract_mesh.abstract_device
         platform = None if device is None else device.platform
-        return gathers_ahead(options.gather_ahead, platform, options.fsdp_gather, options.optimizer_sharding)
+        asked, sizes = options.gather_ahead, (axis_size(self.mesh, axis) for axis in ("tensor", "context"))
+        if not gathers_ahead(asked, platform, options.fsdp_gather, options.optimizer_sharding):
+            return False
+        kind = None if device is None else device.device_kind
+        by_default = asked is None and _names_halves(self.model) and halves_pay(kind, *sizes)
+        return "half" if asked == "half" or by_default else True
 
     def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""
@@ -138,6 +145,12 @@ def resolve(
             'fsdp_gather="layer"',
             [{"fsdp_gather": "layer"}],
         )
+    if options.gather_ahead == "half" and not (isinstance(model, Pipelined) and _names_halves(model)):
+        raise Refused(
+            'gather_ahead="half" needs a Pipelined whose halves name the parameters of the second '
+            "(Halves.second_params), and this model's do not; use gather_ahead=True",
+            [{"gather_ahead": True}],
+        )
     sums = grad_dtypes(options, params)
     for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
         check_reduce_dtype(options.reduce_dtype, dtype)
@@ -154,6 +167,10 @@ def resolve(
         layout=layout,
         placement=placement,
     )
+
+
+def _names_halves(model: Pipelined) -> bool:
+    return model.halves is not None and bool(model.halves.second_params)
 
 
 def layout_for(options: EngineOptions, params: PyTree, schedule: Schedule) -> pipe.Layout:

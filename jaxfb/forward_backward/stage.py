@@ -7,6 +7,7 @@ every layer, or the stage's input alone.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -14,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered
+from jaxfb.forward_backward.late_scatter import LateScatter, OfLayer
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.sequential import sum_of_layers
@@ -254,7 +256,7 @@ class Stage:
         """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
 
         Returns (what it carries, target.sums with all gradients added). Those of shards that are gathered ahead are
-        summed over fsdp, and added, a layer late; of a sum in several steps each is a layer later than the one before.
+        summed over fsdp, and added, a layer late (`LateScatter`).
         """
         return (self._add_at_once if self._ahead is None else self._add_late)(one, carry, layers, target)
 
@@ -264,54 +266,30 @@ class Stage:
         def turn(carried, xs):
             (carry, sums), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             carry, grads = one(carry, place, layer)
-            return (carry, self._add(sums, target, place, layer.real, grads)), None
+            return (carry, self._add(target, sums, OfLayer(place, layer.real, grads))), None
 
         return self._backwards(turn, (carry, target.sums), layers)
 
     def _add_late(
         self, one: Callable, carry: PyTree, layers: Layers, target: Target
     ) -> tuple[PyTree, PyTree]:
-        ahead = self._ahead
-        assert ahead is not None
+        assert self._ahead is not None
+        scatter = LateScatter(self._ahead, partial(self._add, target))
 
         def turn(carried, xs):
             (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
-            sums, waiting = self._step_further(sums, target, waiting)
+            sums, waiting = scatter.step_further(sums, waiting)
             carry, grads = one(carry, place, layer)
-            # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
-            return (carry, sums, ((place, layer.real, ahead.before_scatter(grads)), *waiting)), None
+            return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads))), None
 
-        carried = carry, target.sums, self._zeros_that_wait(ahead, layers)
-        carry, sums, waiting = self._backwards(turn, carried, layers)
-        for number, (place, real, grads) in reversed([*enumerate(waiting)]):
-            for step in ahead.to_shards[number:]:
-                grads = step(grads)
-            sums = self._add(sums, target, place, real, grads)
-        return carry, sums
-
-    def _zeros_that_wait(self, ahead: Ahead, layers: Layers) -> tuple:
-        """Returns what waits before the first turn: zero gradients of the last layer, for each step of the scatter."""
-        shapes = self._trained(jax.eval_shape(self._first, layers).params)
-        zeros = [_zeros(jax.eval_shape(ahead.before_scatter, shapes))]
-        for step in ahead.to_shards[:-1]:
-            zeros.append(_zeros(jax.eval_shape(step, zeros[-1])))
-        place = self._places(layers)[-1]
-        return tuple((jnp.int32(place), layers.real[place], grads) for grads in zeros)
-
-    def _step_further(self, sums: PyTree, target: Target, waiting: tuple) -> tuple[PyTree, tuple]:
-        """Runs the next step of the scatter of each layer's gradients that wait; adds to `sums` those it completes.
-
-        waiting: (place, real, gradients) of one layer for each step, in the order of the steps: the newest layer, on
-          which none has run, first.
-        Returns (sums, what still waits).
-        """
-        assert self._ahead is not None
-        *firsts, (place, real, grads) = waiting
-        sums = self._add(sums, target, place, real, self._ahead.to_shards[-1](grads))
-        steps = zip(firsts, self._ahead.to_shards, strict=False)  # the last step has run already
-        return sums, tuple((place, real, step(grads)) for (place, real, grads), step in steps)
+        last, shapes = self._places(layers)[-1], jax.eval_shape(self._first, layers).params
+        nothing = OfLayer(jnp.int32(last), layers.real[last], self._trained(shapes))
+        carry, sums, waiting = self._backwards(
+            turn, (carry, target.sums, scatter.nothing_yet(nothing)), layers
+        )
+        return carry, scatter.to_the_end(sums, waiting)
 
     def _first(self, layers: Layers) -> Layers:
         return self._whole(_layer(layers, self._begin))
@@ -336,18 +314,20 @@ class Stage:
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
-    def _add(self, sums: PyTree, target: Target, place: jax.Array, real: jax.Array, grads: PyTree) -> PyTree:
+    def _add(self, target: Target, sums: PyTree, of: OfLayer) -> PyTree:
         """Adds one layer's gradients to sums[chunk, place], in place; nothing where they do not count."""
-        counts = target.valid & real if self._padded else target.valid
+        counts = target.valid & of.real if self._padded else target.valid
 
-        def add(leaf, grad):
-            at = (target.chunk, place, *FROM_START * grad.ndim)
+        def add(grad, leaf):
+            if grad is None:
+                return leaf
+            at = (target.chunk, of.place, *FROM_START * grad.ndim)
             so_far = read(leaf, at, (1, 1, *grad.shape))
             grad = jnp.where(counts, grad.astype(leaf.dtype), 0)
             return write(leaf, so_far + grad[None, None], at)
 
         with jax.named_scope("accumulate"):
-            return jax.tree.map(add, sums, grads)
+            return jax.tree.map(add, of.grads, sums, is_leaf=lambda leaf: leaf is None)
 
     def _masked(self, layer: Layers, tree: PyTree) -> PyTree:
         return (
@@ -355,11 +335,6 @@ class Stage:
             if self._padded
             else tree
         )
-
-
-def _zeros(shapes: PyTree) -> PyTree:
-    """Returns zeros that are no constants, for which XLA would pass over the gradients once more in every turn."""
-    return lax.optimization_barrier(jax.tree.map(lambda one: jnp.zeros(one.shape, one.dtype), shapes))
 
 
 def _part(places: range) -> slice:

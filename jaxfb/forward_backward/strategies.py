@@ -27,7 +27,7 @@ from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offlo
 from jaxfb.forward_backward.sequential import as_is, layer_output, num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
-from jaxfb.recomputation import remat_parts
+from jaxfb.recomputation import Half, remat_parts
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import is_trained, joined, like
 from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, outer_params
@@ -69,7 +69,8 @@ class Execution:
 
     specs, dtypes: trees like params: where each leaf lives, and what it is cast to for the computation.
     sums: the dtype in which each leaf's gradient is summed, None where it is frozen.
-    ahead: whether a layer's parameters are gathered while the layer before it computes.
+    ahead: whether a layer's parameters are gathered while the layer before it computes; "half": those of its first
+      half.
     kept: number of a stage's first layers whose parameters are gathered once a call, under fsdp_gather="layer".
     reduce_dtype: in which one microbatch's gradients are summed over devices; None: as `sums`.
     """
@@ -79,7 +80,7 @@ class Execution:
     sums: PyTree
     fsdp_gather: str
     remat: str
-    ahead: bool = False
+    ahead: bool | Half = False
     kept: int = 0
     reduce_dtype: str | None = None
 
@@ -102,31 +103,42 @@ class Execution:
         return self._gather(specs, dtypes, is_trained(sums, dtypes))
 
     def _gather(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
-        return lambda shards: (
-            data.gather_parameters(shards, specs, dtypes, trained, self.reduce_dtype)
-            if self.gathers_in_loop
-            else shards
-        )
+        if not self.gathers_in_loop:
+            return as_is
+
+        def gather(shards: PyTree) -> PyTree:
+            alike = like(shards, specs), like(shards, dtypes), like(shards, trained)
+            return data.gather_parameters(shards, *alike, self.reduce_dtype)
+
+        return gather
 
     def gather_layer(self):
-        """Returns `gather` for one layer."""
+        """Returns `gather` for one layer, or some of its leaves, with None in place of the others."""
         dtypes = self.dtypes["layers"]
         return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
 
     def layer_to_shards(self):
-        """Returns the functions, one after the other, from gradients of one whole layer to those of its shards."""
+        """Returns the functions, one after the other, from gradients of one whole layer, or of some of its leaves, to
+        those of its shards.
+        """
         specs = like(self.sums["layers"], self._layer_specs())
         *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat))
         steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
-        return tuple(
-            partial(data.to_shards, specs=specs, reduce_dtype=self.reduce_dtype, steps=step) for step in steps
-        )
+
+        def to_shards(steps: slice, grads: PyTree) -> PyTree:
+            return data.to_shards(grads, like(grads, specs), self.reduce_dtype, steps)
+
+        return tuple(partial(to_shards, step) for step in steps)
 
     def layer_before_scatter(self):
-        """Returns a function that casts and annotates gradients of one whole layer for `layer_to_shards`."""
+        """Returns a function that casts and annotates gradients of one whole layer, or of some of its leaves, for
+        `layer_to_shards`.
+        """
         sums = self.sums["layers"]
         specs = like(sums, self._layer_specs())
-        return lambda grads: data.before_scatter(grads, specs, sums, self.reduce_dtype)
+        return lambda grads: data.before_scatter(
+            grads, like(grads, specs), like(grads, sums), self.reduce_dtype
+        )
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
@@ -192,13 +204,14 @@ class Execution:
         layer = whole if num_pieces == 1 else of_piece
         halves = model.halves if remat == "halves" and num_pieces == 1 else None
         if halves is not None:
-            layer = LayerInHalves(*(_of_gathered(half, gather) for half in halves))
+            layer = LayerInHalves(*(_of_gathered(half, gather) for half in (halves.first, halves.second)))
 
         if keep == "residuals":
-            layer = checkpoint_layer(layer, remat, self.ahead or is_kept or not self.gathers_in_loop)
+            layer = checkpoint_layer(layer, remat, bool(self.ahead) or is_kept or not self.gathers_in_loop)
         there_and_back = self.gather_layer(), self.layer_to_shards(), self.layer_before_scatter()
-        ahead = Ahead(*there_and_back) if self.ahead else None
-        ahead = Gathered(as_is, *there_and_back[1:]) if is_kept else ahead
+        in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
+        ahead = Ahead(*there_and_back, in_turn) if self.ahead else None
+        ahead = Gathered(as_is, *there_and_back[1:], in_turn) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
         options = options | {"trained": of_layers, "ahead": ahead, "on_host": on_host}
         if halves is not None:

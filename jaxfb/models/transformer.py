@@ -106,7 +106,7 @@ class _Layers:
             after, out, beside = block.answered(hidden, read.keys, read.counted, load, beside)
             return ((after, out) if self._with_experts else after), beside
 
-        return Halves(first, second)
+        return Halves(first, second, ("mlp", "moe"))
 
     def run(self, layer_params, hidden, microbatch, rng=None):
         """Returns hidden, with experts (hidden, the terms and metrics of their routers)."""

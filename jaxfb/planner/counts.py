@@ -5,22 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
-from jaxfb.forward_backward.ahead import gathers_ahead
+from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.models import splash, splash_gather
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
-from jaxfb.models.transformer import init_params
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Kind, default_name, kind_of
-from jaxfb.trainable import pruned
+from jaxfb.trainable import parted, pruned
 from jaxfb.types import outer_params
 
 
@@ -84,8 +85,12 @@ def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, i
     """Returns how many parameters of the layers, and beside them, the patterns match."""
     matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
     parts = matched["layers"], outer_params(matched)
-    layers, outer = (sum(leaf.size for leaf in jax.tree.leaves(part)) for part in parts)
+    layers, outer = (_count(part) for part in parts)
     return layers, outer
+
+
+def _count(tree: Any) -> int:
+    return sum(leaf.size for leaf in jax.tree.leaves(tree))
 
 
 def num_shards(config: Config) -> int:
@@ -112,6 +117,26 @@ def gathers_before_use(config: Config, topology: Topology) -> bool:
     return num_shards(config) > 1 and gathers_ahead(
         parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
     )
+
+
+def share_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the share of a layer that a second place is kept for, since it is gathered before its use."""
+    asked, kind = config.parallel.gather_ahead, topology.chip.kind if topology.chip else None
+    by_default = asked is None and halves_pay(kind, config.mesh.tensor, config.mesh.context)
+    in_halves = asked == "half" or by_default
+    if not gathers_before_use(config, topology):
+        return 0.0
+    return _share_of_first_half(sizes) if in_halves and len(stack_of(sizes).period) == 1 else 1.0
+
+
+@lru_cache(maxsize=16)
+def _share_of_first_half(sizes: TransformerConfig) -> float:
+    """Returns the share of a layer's parameters that its second half does not read alone."""
+    halves = transformer(sizes).halves
+    assert halves is not None  # a period of several layers has none
+    layers = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))["layers"]
+    first, second = (_count(part) for part in parted(halves.second_params, layers))
+    return first / (first + second)
 
 
 def tokens_of_microbatch(config: Config) -> int:

@@ -8,7 +8,6 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner.counts import (
     context_method,
-    gathers_before_use,
     gathers_layers,
     held_numbers,
     hidden_width,
@@ -20,6 +19,7 @@ from jaxfb.planner.counts import (
     reduced_bytes,
     runs_flash,
     schedule_kind,
+    share_ahead,
     share_gathered,
     stored,
     tokens_of_microbatch,
@@ -65,11 +65,11 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     """Counts what is there while a layer or the head runs: whole weights in two bytes a number, gradients of whole
     weights, what a layer's backward and a block of logits take.
 
-    Gathered a layer ahead, a second layer's weights and gradient. Where layers are gathered without a pipeline, that
-    of a layer or that of the head, the larger.
+    Gathered a layer ahead, a second layer's weights and gradient; half a layer ahead, those of its first half. Where
+    layers are gathered without a pipeline, that of a layer or that of the head, the larger.
     """
     (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
-    gathers, ahead = gathers_layers(config), 2 if gathers_before_use(config, topology) else 1
+    gathers, ahead = gathers_layers(config), 1 + share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
     waiting = reduced_bytes(config) if gathers else 2

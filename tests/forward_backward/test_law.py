@@ -187,6 +187,7 @@ PROGRAMS = [
     program({"expert": 2, "data": 2}, 3, optimizer_sharding="data", fsdp_gather="step"),
     program({"expert": 2, "data": 2, "fsdp": 2}, 2, optimizer_sharding="gradients", tied=False),
     program({"expert": 2, "fsdp": 2}, 3, fsdp_gather=1, gather_ahead=True),
+    program({"expert": 2, "fsdp": 2, "tensor": 2}, 3, remat="layer", gather_ahead="half"),
 ]
 QUICK = (0, 1, 2, 4, 5, 6, 8, 9, 12, 14, 22, 25)  # every option occurs in them
 few = settings(max_examples=3, derandomize=True, deadline=None, database=None)

@@ -201,6 +201,12 @@ def gathered_of_a_function(fsdp_gather):
     return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
 
 
+def half_a_function_ahead(gather_ahead):
+    fb = jaxfb.get_forward_backward_func(gather_ahead=gather_ahead)
+    params, batch = {"w": np.ones(2)}, {"x": np.ones((8, 2))}
+    return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
+
+
 def pieces_on(context=2, num_pieces=2, schedule=None):
     return jaxfb.get_forward_backward_func(
         make_mesh(pipe=2, context=context), schedule, num_pieces=num_pieces
@@ -345,6 +351,8 @@ REFUSED = [
         dict(fsdp_gather=2),
     ),
     (gathered_of_a_function, dict(fsdp_gather=2)),
+    (half_a_function_ahead, dict(gather_ahead="half")),
+    (lambda gather_ahead: jaxfb.get_forward_backward_func(gather_ahead=gather_ahead), dict(gather_ahead="hafl")),
     (
         lambda remat: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, remat=remat),
         dict(remat="none*1+layer"),

@@ -74,7 +74,7 @@ OPTIONS = {
     "compute_dtype": dtypes,
     "remat": one_of((None, *REMAT_POLICIES)),
     "fsdp_gather": lambda value: one_of(("layer", "step"))(value) or positive_int(value),
-    "gather_ahead": maybe(boolean),
+    "gather_ahead": one_of((None, True, False, "half")),
     "compiler_options": maybe(lambda value: isinstance(value, dict | tuple)),
     "optimizer_sharding": one_of((None, "none", "data", "gradients")),
     "param_specs": lambda value: value is None or (callable(value) and not isinstance(value, type)),
