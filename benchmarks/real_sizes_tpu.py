@@ -82,6 +82,7 @@ OVERLAP = (
 SIXTEEN = (*LIKE_DEEPSEEK, "mesh.expert=16")
 ON_HOST = ("optimizer.memory=host",)
 INPUTS_ON_HOST = ("parallel.remat=offload",)
+HALF = ("parallel.gather_ahead=half",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
 INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
 LESS_REMAT = {"remat_policy": "minimal"}
@@ -90,6 +91,8 @@ JOBS = {
     "8B, v5p:4x4x4, fsdp 64": Job("8b", "v5p:4x4x4"),
     "8B, v6e:8x8, fsdp 64": Job("8b", "v6e:8x8"),
     "8B, v5e:16x16, fsdp 256": Job("8b", "v5e:16x16", maxtext={"gradient_accumulation_steps": 4}),
+    "8B, v5p:4x4x4, fsdp 64, half a layer ahead": Job("8b", "v5p:4x4x4", HALF),
+    "8B, v6e:8x8, fsdp 64, half a layer ahead": Job("8b", "v6e:8x8", HALF),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
     "8B at 128k tokens, v5p:2x2x2, pipe 8": Job("8b", "v5p:2x2x2", LONG_STAGES, None),
@@ -141,6 +144,12 @@ JOBS = {
     ),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, half a layer ahead": Job(
+        "moe-141b", "v5p:4x4x8", HALF, MIXTRAL
+    ),
+    "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, half a layer ahead": Job(
+        "moe-141b", "v5p:8x8x8", SIXTEEN + HALF, None
+    ),
     "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16": Job("moe-141b", "v5p:8x8x8", SIXTEEN, None),
     "like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16, overlap": Job(
         "moe-141b", "v5p:8x8x8", SIXTEEN + OVERLAP, None
