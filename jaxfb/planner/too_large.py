@@ -66,6 +66,8 @@ def changes(config: Planned, topology: Topology) -> Iterator[tuple[list[str], Ve
     keys = [_smaller(config, rows // size, now) for size in dict.fromkeys(fewer)]
     if devices > 1 and config.mesh.fsdp == 1 and config.mesh.data in (-1, devices):
         keys += [["mesh.data=1", f"mesh.fsdp={devices}"]]
+    if devices > 1 and config.parallel.gather_ahead in (None, True):
+        keys += [["parallel.gather_ahead=half"]]
     if config.optimizer.memory == "device" and topology.platform != "cpu":
         keys += [["optimizer.memory=host"]]
     keys += [[*cut, "parallel.remat=full"] for cut in ([], *keys) if config.parallel.remat != "full"]

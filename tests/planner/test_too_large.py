@@ -44,6 +44,15 @@ def test_three_changes_are_proposed_that_fit_by_the_same_formula(tmp_path):
     assert "no cut of the rows" in advice(config, H100, 1000.0)
 
 
+def test_half_a_layer_ahead_is_proposed_where_a_whole_one_is_gathered(tmp_path):
+    config = load_config(write_tiny(tmp_path, mesh={"data": 1, "fsdp": 8}), [*BIG, "model.mlp_size=16384"])
+    topology = topology_of(H100)
+    proposed = {" ".join(change): verdict.needed for change, verdict in too_large.changes(config, topology)}
+    weights, gradients = (3 * 1024 * 16384 * size for size in (2, 4))
+    less = estimated(config, topology).needed - proposed["parallel.gather_ahead=half"]
+    assert less == pytest.approx(weights + gradients, rel=0.01)
+
+
 SFT = ["model.hidden_size=1024", "model.num_layers=8", "conversations.sequence_length=1024", "batch.rows=512"]
 RL = [
     "task.digits=1",
