@@ -184,6 +184,12 @@ def product_width(sizes: TransformerConfig) -> float:
     return width + 3 * of_mlps / sizes.num_layers
 
 
+def dense_width(sizes: TransformerConfig) -> float:
+    """Returns how many numbers a token has in the middle of a layer's MLP without experts, in the mean."""
+    of_mlps = sum(number * one.mlp_size for one, number in stack_of(sizes).counted() if not one.num_experts)
+    return of_mlps / sizes.num_layers
+
+
 def kept_width(config: Config, sizes: TransformerConfig) -> float:
     """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
 

@@ -24,6 +24,7 @@ from jaxfb.planner.formula_memory import (
 from jaxfb.planner.formula_time import (
     exchange_seconds,
     exposed_seconds,
+    kept_scatter_seconds,
     step_flops,
     wire_seconds,
     work_seconds,
@@ -107,5 +108,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         flops=step_flops(config, sizes, topology),
         work_seconds=work,
         wire_seconds=wire + exchange,
-        exposed_seconds=exposed_seconds(config, topology, wire, work) + exchange,
+        exposed_seconds=exposed_seconds(config, topology, wire, work)
+        + kept_scatter_seconds(config, sizes, topology)
+        + exchange,
     ).with_host(state - on_host, on_host, topology.chip)

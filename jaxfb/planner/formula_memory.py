@@ -174,6 +174,8 @@ def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Top
     """Counts keys and values that are gathered over context, and their gradients, in two bytes a number."""
     if config.mesh.context == 1 or context_method(config, sizes, topology) != "all_gather":
         return 0.0
+    if share_ahead(config, sizes, topology) not in (0.0, 1.0):
+        return 0.0  # half a layer ahead they are there when what the MLP takes, which is more, is not
     tokens = tokens_of_microbatch(config) * config.mesh.context
     return 2 * 4 * tokens * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor
 

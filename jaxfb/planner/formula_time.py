@@ -13,7 +13,9 @@ from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     context_method,
+    dense_width,
     gathers_before_use,
+    gathers_layers,
     held_experts,
     held_numbers,
     layers_here,
@@ -35,15 +37,9 @@ from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 
-_RECOMPUTED = {
-    "none": 0.0,
-    "selective": 0.1,
-    "layer": 1 / 3,
-    "halves": 1 / 3,
-    "offload": 1 / 3,
-    "full": 2 / 3,
-}
-"""Share of forward and backward that runs again in a pipeline; in one stage "full" is "layer"."""
+_FORWARDS_AGAIN = {"none": 0, "selective": 0, "layer": 1, "halves": 1, "offload": 1, "full": 2}
+"""How often the forward of a layer runs again in a pipeline; in one stage "full" is "layer". The last time it leaves
+out a dense MLP's last product, which no gradient needs."""
 _SCORE_BYTES = {"none": 30}
 """Read and written a query, key and head, where attention makes scores: of two models at two lengths; 35 where
 the forward runs again."""
@@ -52,17 +48,25 @@ _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS = {"tpu": 0.28, "gpu": 0.35}
-"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products: on v5p,
-v6e and v5e 0.2 to 0.55 of 8B and 70B, on H100 0.30 to 0.39 of them and 0.71 of a pipeline."""
+_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.2, "gpu": 0.35}, {"tpu": 0.38}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products; on TPUs
+more of them where every residual is kept (8B on v5p)."""
+_HIDDEN_OVER_TENSOR = 16
+"""Reads and writes of the whole hidden state where `tensor` cuts a layer: of 70B and 405B, whose loops of products add
+up what each turn gives."""
 _RING_BYTES = 85
 """Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
 _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
 """Share of communication that nothing hides: on TPUs 0.05 to 0.16 of those whose compiler has options in
 `jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none; on H100 0.10 to 0.28 where
 layers are gathered ahead."""
-_ACCUMULATED = 12
-"""Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added."""
+_ACCUMULATED, _ACCUMULATED_IN_PRODUCTS, _SHARDS = 12, 2, 40
+"""Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added; what is left of
+them on TPUs, where products add up what they give, but for a tensor axis (8B and 70B on v5p); with FSDP's shards, what
+gathers and scatters take too."""
+_SCATTERS_OF_KEPT = 0.5
+"""Share of the scatters of gradients of layers whose weights stay gathered that nothing hides, on TPUs: 0.3 to 1 of 8B
+on v5p with half of its layers gathered."""
 
 
 def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topology) -> tuple[float, float]:
@@ -73,9 +77,10 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     again = mean_over_layers(
         config,
         sizes,
-        lambda remat: _RECOMPUTED["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
+        lambda remat: _FORWARDS_AGAIN["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
     )
-    layers = layers * (1 + again) + _flops_of_kernels(config, sizes, topology, again)
+    left_out = min(again, 1) * 2 * sizes.hidden_size * dense_width(sizes) * sizes.num_layers
+    layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head * of_head
 
 
@@ -111,7 +116,13 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         in_slots = {"none": _MOVED_WITH_RESIDUALS}
         moved = mean_over_layers(config, sizes, lambda remat: in_slots.get(remat, _MOVED_IN_PIPELINE))
     share = _BESIDE_PRODUCTS.get(topology.platform, 1.0)
-    read = 2 * moved * share * product_width(sizes) * sizes.num_layers + _score_bytes(config, sizes, topology)
+    with_residuals = {"none": _BESIDE_WITH_RESIDUALS.get(topology.platform, share)}
+    of_products = mean_over_layers(config, sizes, lambda remat: with_residuals.get(remat, share))
+    read = 2 * moved * of_products * product_width(sizes) * sizes.num_layers + _score_bytes(
+        config, sizes, topology
+    )
+    if config.mesh.tensor > 1:
+        read += 2 * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
         read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
         + _LOGIT_BYTES * share * sizes.vocab_size * of_head
@@ -119,15 +130,28 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     if context_method(config, sizes, topology) == "ring" and runs_flash(config, sizes, topology):
         turns = (config.mesh.context - 1) * sizes.num_layers
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
-    return (
-        step_flops(config, sizes, topology) / chip.flops
-        + (tokens * read + _accumulated_bytes(config, sizes) + _expert_bytes(config, sizes)) / chip.bandwidth
+    beside = (
+        _accumulated_bytes(config, sizes, topology)
+        + _expert_bytes(config, sizes)
+        + _copied_bytes(config, sizes)
     )
+    return step_flops(config, sizes, topology) / chip.flops + (tokens * read + beside) / chip.bandwidth
 
 
-def _accumulated_bytes(config: Config, sizes: TransformerConfig) -> float:
+def _accumulated_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what is read and written to add each microbatch's gradient to the sums."""
-    return _ACCUMULATED / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
+    in_products = topology.platform == "tpu" and config.mesh.tensor == 1
+    whole = _ACCUMULATED_IN_PRODUCTS if in_products else _ACCUMULATED
+    each = _SHARDS if gathers_layers(config) else whole
+    return each / 4 * gradient_bytes(config, sizes) * num_microbatches(config)
+
+
+def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts the copies, in two bytes a number, of weights that stay gathered while others do not: of each layer
+    forward and backward, as measured of 8B on v5p (0.18 s of 8.66 s with half of the layers).
+    """
+    kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
+    return 2 * 4 * kept * num_microbatches(config)
 
 
 def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -191,6 +215,15 @@ def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> fl
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
     sent = 2 * sizes.hidden_size * rows * _exchange_ways(config, sizes) * _expert_runs(config, sizes)
     return sent * _turn(config, chip, "expert")
+
+
+def kept_scatter_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the time that scatters of gradients of layers which stay gathered are waited for, on TPUs."""
+    if topology.chip is None or topology.platform != "tpu":
+        return 0.0
+    kept = trained_numbers(config, sizes)[0] * share_gathered(config, sizes)
+    sent = reduced_bytes(config) * kept * num_microbatches(config)
+    return _SCATTERS_OF_KEPT * sent * _turn(config, topology.chip, "fsdp", "expert", "context")
 
 
 def exposed_seconds(config: Config, topology: Topology, wire: float, work: float) -> float:

@@ -70,19 +70,20 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
     "config, topology, gigabytes, seconds",
     [
         # rows of benchmarks/results/real_sizes_tpu.json
-        ("8b", "v5p:4x4x4", 6.69, 9.88),
+        ("8b", "v5p:4x4x4", 6.69, 9.86),
         ("8b", "v6e:8x8", 6.99, 5.69),
-        ("8b", "v5e:16x16", 5.10, 7.33),
+        ("8b", "v5e:16x16", 4.83, 7.20),
+        ("8b parallel.remat=selective", "v5p:4x4x4", 19.88, 8.40),
         ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 15.55, 10.05),
         (
             "8b data.sequence_length=131072 batch.rows=32 mesh.fsdp=4 mesh.cp=16",
             "v5p:4x4x4",
-            10.19,
-            36.01,
+            7.98,
+            35.93,
         ),
-        ("70b", "v5p:8x8x8", 4.63, 11.67),
-        ("400b model.sequence_parallel=true", "v5p:8x8x16", 14.29, 68.46),
-        ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.61, 8.34),
+        ("70b", "v5p:8x8x8", 4.16, 11.25),
+        ("400b model.sequence_parallel=true", "v5p:8x8x16", 12.20, 66.70),
+        ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.27, 7.99),
         (f"8b {LONG_STAGES}", "v5p:2x2x2", 70.16, 97.04),
         (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq_abreast", "v5p:2x2x2", 70.10, 45.91),
         (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq1f1b", "v5p:2x2x2", 50.76, 55.48),
@@ -92,7 +93,23 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
     name, *layout = config.split()
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
     assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
-    assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.1)
+
+
+def test_layouts_are_in_the_order_of_the_compiler():
+    """8B on v5p:4x4x4: 7.91, 8.18, 8.40, 8.74 and 9.86 s a step (libtpu 0.0.48)."""
+    layouts = (
+        "parallel.remat=selective parallel.fsdp_gather=step",
+        "parallel.remat=none parallel.fsdp_gather=step",
+        "parallel.remat=selective",
+        "parallel.remat=none",
+        "parallel.fsdp_gather=layer",
+    )
+    found = [
+        estimated(load_config("configs/8b.yaml", one.split()), parse_topology("v5p:4x4x4")).step_seconds
+        for one in layouts
+    ]
+    assert found == sorted(found)
 
 
 @pytest.mark.parametrize(
@@ -129,15 +146,16 @@ def test_selective_keeps_what_the_backward_reads():
 
 
 def test_gradients_wait_for_their_scatter_in_the_dtype_of_its_sum():
-    """Of two layers: the one being computed, and the one before it on its way."""
+    """Of the layer being computed, and of attention of the layer behind it, which is on its way."""
     rounded, exact = (
         estimated(
             load_config("configs/70b.yaml", [f"precision.reduce_dtype={dtype}"]), parse_topology("v5p:8x8x8")
         ).estimate
         for dtype in ("bfloat16", "float32")
     )
-    a_layer = (2 * 8192 * (8192 + 1024) + 3 * 8192 * 28672 + 2 * 8192) / 8
-    assert exact.working - rounded.working == pytest.approx(HOLES["tpu"] * 2 * (4 - 2) * a_layer, rel=1e-3)
+    attention, mlp = (2 * 8192 * (8192 + 1024) + 2 * 8192) / 8, 3 * 8192 * 28672 / 8
+    waiting = (4 - 2) * (2 * attention + mlp)
+    assert exact.working - rounded.working == pytest.approx(HOLES["tpu"] * waiting, rel=1e-3)
 
 
 @pytest.mark.parametrize("rows, slots", [(4, 5), (8, 9), (16, 15), (64, 15)])

@@ -1,5 +1,6 @@
 """Memory that a layout leaves is used: less recomputation, weights that stay gathered, each with its price."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -46,10 +47,10 @@ def test_prices_name_each_step_and_what_it_takes():
     lines = prices(least(config_of()), model_sizes(config_of()), TOPOLOGY)
     assert any(line.startswith("remat=selective*8+full: +") for line in lines)
     assert any(line.startswith("fsdp_gather=16: +") for line in lines)
-    # whole gradients are read and written in every microbatch, which takes longer than gathers that are hidden
-    changes = {" GB, +" if line.startswith("fsdp_gather=step") else " GB, -": line for line in lines}
-    assert len(changes) == 2 and all(line.endswith(" s") and sign in line for sign, line in changes.items())
-    assert sum(" GB, -" in line for line in lines) == len(lines) - 1
+    # weights that stay gathered of some layers are copied, and nothing hides the half of their gradients' scatters
+    slower = {line for line in lines if re.match(r"fsdp_gather=\d", line)}
+    assert slower and all(re.search(r" GB, \+[\d.]+ s$", line) for line in slower)
+    assert all(re.search(r" GB, -[\d.]+ s$", line) for line in {*lines} - slower)
 
 
 def test_what_is_left_is_only_offered_where_it_can_run():

@@ -45,7 +45,7 @@ def compiler(monkeypatch):
 
 
 def run(directory):
-    return main(["plan", *SMALL, "--out", str(directory), *SIZES])
+    return main(["plan", *SMALL, "--out", str(directory), *SIZES, "parallel.remat=full"])
 
 
 def answered(directory):
