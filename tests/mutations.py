@@ -660,6 +660,13 @@ MUTATIONS = (
         "training/test_own_model.py::test_a_run_that_an_evaluation_stops_is_saved_and_says_how_to_continue",
     ),
     Mutation(
+        "a_refused_command_leaves_what_it_made",
+        "training/undo.py",
+        "self._back(self._before)",
+        "pass",
+        "training/test_run_dir.py::test_an_update_that_memory_cannot_hold_leaves_the_directory_as_it_was",
+    ),
+    Mutation(
         "saved_while_updates_fail",
         "training/loop.py",
         "if self._saves and not self._guard.failed:",

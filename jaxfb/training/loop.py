@@ -34,8 +34,9 @@ from jaxfb.training.log import Log
 from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.report import command
 from jaxfb.training.run_dir import RunDirectory, write_json
-from jaxfb.training.run_lock import RunLock, claim, move_aside
+from jaxfb.training.run_lock import RunLock, claim
 from jaxfb.training.session import Result, Run
+from jaxfb.training.undo import Undo
 from jaxfb.training.work import Work
 from jaxfb.update.train_step import StepMetrics
 
@@ -72,7 +73,7 @@ def run(make_work: MakeWork, config: Any, start: Start, callbacks: Iterable[Call
       callbacks: called at every hook on every process, after the trainer's own logging.
     Raises:
       ValueError: an impossible size, a missing file, a saved run in run.dir or one in progress, a checkpoint that does
-        not fit; no file was changed then.
+        not fit; before the first update run.dir is then as it was.
       LostProcess: another process of the job is gone; what was saved is whole.
       GuardAbort: a guard ends the run: too many updates in a row were not finite or the state is not (NonFiniteAbort),
         spikes come again and again (SpikeAbort), a device computes wrongly (DeviceFault); of that nothing is saved.
@@ -113,13 +114,12 @@ def _run(
         _change_gradients(work, callbacks)
         work.check_program = attribute_of(*_CHECK_PROGRAM)(config)
         hosts.agree("text, plan or devices", work.facts)
-        if start.fresh:
-            hosts.first(lambda: move_aside(directory, lock))
         interrupt.limit(config.run.minutes, config.run.stop_at)
-        with Run(work, directory, hosts.say) as run_:
+        with Undo(directory, lock) as undo, Run(work, directory, hosts.say) as run_:
+            hosts.first(lambda: undo.begin(start.fresh))
             hosts.advise(lambda: _after_a_loss(directory, run_.newest_saved))
             try:
-                return _Loop(hosts, run_, callbacks, interrupt).start(start)
+                return _Loop(hosts, run_, callbacks, interrupt, undo).start(start)
             except Stopped as stopped:  # checkpoints that were passed over as damaged are known by now
                 stopped.newest = lambda: run_.newest_saved
                 raise
@@ -132,8 +132,9 @@ class _Loop:
     it waits for each before it starts the next, since XLA:CPU can deadlock with several queued.
     """
 
-    def __init__(self, hosts: Hosts, run_: Run, callbacks: Callback, interrupt: Interrupt):
+    def __init__(self, hosts: Hosts, run_: Run, callbacks: Callback, interrupt: Interrupt, undo: Undo):
         self._hosts, self._run, self._callbacks, self._interrupt = hosts, run_, callbacks, interrupt
+        self._undo = undo
         self._work, self._pending = run_.work, Pending()
         self._on_cpu = self._work.mesh.devices.flat[0].platform == "cpu"
         self._began = time.monotonic()
@@ -224,6 +225,7 @@ class _Loop:
             run_.done = number + 1
         else:
             self._update(number, batch)
+        self._undo.forget()
         # asked on every process and after every update: it meets the others where there are several
         ends = self._interrupt.is_due(run_.done) or run_.stopped is not None
         evaluates, locally = run_.is_due("eval"), run_.is_due_locally()

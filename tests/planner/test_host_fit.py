@@ -114,8 +114,7 @@ def test_every_command_refuses_an_update_larger_than_what_is_free(kind, monkeypa
         r"jaxfb: \[memory\] the compiled update needs 0\.0 GB beside its state, but 0\.0 of this", said
     )
     assert "; use " in said
-    checkpoints = tmp_path / "run" / "checkpoints"
-    assert not checkpoints.exists() or not list(checkpoints.iterdir())  # of a run that never ran
+    assert not (tmp_path / "run").exists()
     monkeypatch.setattr(
         host_fit, "free_swap", lambda: 2**30
     )  # it fits with that, and the same command trains
