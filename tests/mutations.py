@@ -822,9 +822,9 @@ MUTATIONS = (
     ),
     Mutation(
         "memory_of_an_update_unchecked_on_cpus",
-        "training/base_work.py",
-        "step.check_program = self.check_program",
-        "step.check_program = None",
+        "training/setup.py",
+        "attribute_of(*_CHECK_PROGRAM)(config)",
+        "None",
         "planner/test_host_fit.py::test_every_command_refuses_an_update_larger_than_what_is_free",
     ),
     Mutation(

@@ -31,23 +31,15 @@ class BaseWork:
     starts_with_evaluation = False
     in_program = False
     limits: Limits | None = None
-    check_program: Callable[[Any], None] | None = None
 
     def __init__(self):
         self.say: Say = print
-        self._applied: set[TrainStep] = set()
         self.train_state: TrainState = None  # type: ignore[assignment]  # until `start` or `restore`
 
     def apply(
         self, step: TrainStep, batch: Any, rows: int | None = None
     ) -> tuple[StepMetrics, dict[str, float]]:
-        """Applies one update to the state; returns its numbers and, with log.split_update, the seconds of its parts.
-
-        The loop's `check_program` sees the first program of each step.
-        """
-        if step not in self._applied:
-            self._applied.add(step)
-            step.check_program = self.check_program
+        """Applies one update to the state; returns its numbers and, with log.split_update, the seconds of its parts."""
         if not self.config.log.split_update:
             self.train_state, metrics = step(self.train_state, batch, rows, self.limits)
             return metrics, {}

@@ -43,7 +43,6 @@ from jaxfb.update.train_step import StepMetrics
 MakeWork = Callable[[Any, Hosts], Work]
 OWN = ("data_wait", "callbacks", "logging")  # phases in which a process does not wait for others
 _CHECK_HOST = "jaxfb.planner.host_fit", "check_host"
-_CHECK_PROGRAM = "jaxfb.planner.host_fit", "check_of_programs"
 """By name, since the planner is made of what the trainer runs."""
 SHARED_WITHIN_SECONDS = 30  # a network file system may show late what another host wrote
 
@@ -112,7 +111,6 @@ def _run(
         attribute_of(*_CHECK_HOST)(config, hosts.say)
         work = make_work(config, hosts)
         _change_gradients(work, callbacks)
-        work.check_program = attribute_of(*_CHECK_PROGRAM)(config)
         hosts.agree("text, plan or devices", work.facts)
         interrupt.limit(config.run.minutes, config.run.stop_at)
         with Undo(directory, lock) as undo, Run(work, directory, hosts.say) as run_:

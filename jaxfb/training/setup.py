@@ -47,6 +47,7 @@ from jaxfb.parallel.expert import check_expert_divides
 from jaxfb.parallel.tensor import check_tensor_divides
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
+from jaxfb.registry import attribute_of
 from jaxfb.shared_options import LayoutOptions, PrecisionOptions
 from jaxfb.trainable import stored
 from jaxfb.training.machine import check_continuation, check_model, check_rows
@@ -57,6 +58,8 @@ PyTree = Any
 AnyConfig = Config | PostTrainingConfig | CustomConfig
 Sizes = TypeVar("Sizes", bound=TransformerConfig)
 POST_TRAINING = ("post-training", "train it with jaxfb.Trainer")
+_CHECK_PROGRAM = "jaxfb.planner.host_fit", "check_of_programs"
+"""By name, since the planner is made of what the trainer runs."""
 VOCAB_MULTIPLE = (
     128  # the vocabulary is rounded up, so that its size does not depend on the mesh that cuts it
 )
@@ -387,6 +390,7 @@ def enable_float64(config: AnyConfig) -> None:
 def step_options(config: AnyConfig) -> dict[str, Any]:
     """Returns what `make_train_step` takes from the config whatever it updates: policy, critic or model."""
     more = {"loss_scale": loss_scale(config), "count_zeros": config.log.count_zeros}
+    more |= {"check_program": attribute_of(*_CHECK_PROGRAM)(config)}
     more |= {"trainable": trained_patterns(config)}
     more |= {"optimizer_memory": config.optimizer.memory if config.optimizer else "device"}
     return {**more, **engine_options(config)}

@@ -13,7 +13,7 @@ from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.run_lock import RunLock, move_aside
 
 KEPT = 2**24
-"""The largest file, in bytes, whose contents are put back: larger ones, such as pictures of a trace, no start changes."""
+"""The largest file, in bytes, whose contents are put back: a run overwrites no larger one at its start."""
 
 
 class Undo:

@@ -33,7 +33,6 @@ class Work(Protocol):
     tokenizer:      is saved with the run; None where there is no text.
     say:            prints a line above the progress; the loop sets it.
     limits:         with which the next update is applied, None for any; the guards set it.
-    check_program:  is given the compiled program of an update before it runs for the first time; the loop sets it.
     train_state:    what the next update reads; the guards put an earlier one back.
     starts_with_evaluation: the untrained parameters are evaluated and saved before the first update.
     in_program:     it has parts that a program made, so that no command can continue it.
@@ -56,7 +55,6 @@ class Work(Protocol):
 
     say: Say
     limits: Limits | None
-    check_program: Callable[[Any], None] | None
     train_state: TrainState
 
     @property

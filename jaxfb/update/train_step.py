@@ -53,6 +53,7 @@ def make_train_step(
     change_gradients: Callable[[PyTree, TrainState], PyTree] | None = None,
     layer_order: str | None = None,
     optimizer_memory: str = "device",
+    check_program: Callable[[jax.stages.Compiled], None] | None = None,
     **forward_backward_options: Unpack[ScheduledKeywords],
 ) -> TrainStep:
     """Compiles `(TrainState, batch) -> (TrainState, StepMetrics)`; the state is donated.
@@ -79,6 +80,9 @@ def make_train_step(
         devices during each; the numbers are those of "device", to rounding. With `make_optimizer`'s adamw, lion, muon
         and sgd, without functions of your own, and a `Pipelined`: one layer's at a time. Any other optimizer's state is
         whole on the devices during the update.
+      check_program: is given the program of the first update, compiled, before it runs, such as to look at its
+        `memory_analysis()`; what it raises ends that call, and the state is still the caller's. Not called where the
+        parts of a batch have programs of their own, which is with `max_context`.
       forward_backward_options: as for `get_forward_backward_func`.
 
     Raises:
@@ -89,6 +93,8 @@ def make_train_step(
     check_options(max_grad_norm, clip_convention, loss_scale, dropout=dropout, count_zeros=count_zeros)
     if change_gradients is not None:
         function("change_gradients", change_gradients, "from (gradients, state) to gradients")
+    if check_program is not None:
+        function("check_program", check_program, "that is given the compiled program of an update")
     fb = get_forward_backward_func(mesh, **forward_backward_options)
     fb.check_plan(model, plan)
     if plan.packing and dropout:
@@ -105,17 +111,11 @@ def make_train_step(
     update = Update(optimizer, fb.trained, counted, *options)
     if check_memory(optimizer_memory, fb.mesh) == "host":
         update = streamed(update, model)
-    return TrainStep(fb, model, plan, dropout, update, stores, optimizer_memory)
+    return TrainStep(fb, model, plan, dropout, update, stores, optimizer_memory, check_program)
 
 
 class TrainStep(SplitStep):
-    """A compiled update, and where its state lives; made by `make_train_step`.
-
-    check_program: is given the program of the first update, compiled, before it runs; what it raises ends the call, and
-      the state is still the caller's.
-    """
-
-    check_program: Callable[[jax.stages.Compiled], None] | None = None
+    """A compiled update, and where its state lives; made by `make_train_step`."""
 
     def __init__(
         self,
@@ -126,8 +126,10 @@ class TrainStep(SplitStep):
         update: Update,
         layer_order: str = "model",
         optimizer_memory: str = "device",
+        check_program: Callable[[jax.stages.Compiled], None] | None = None,
     ):
         self.model, self.plan, self.optimizer = model, plan, update.optimizer
+        self._check_program = check_program
         stores = layer_order, optimizer_memory
         self._placement = StatePlacement(forward_backward, model, plan, update, *stores, self._compile)
         self._programs = Programs(self._placement, dropout, update)
@@ -217,7 +219,7 @@ class TrainStep(SplitStep):
 
     def _checked_first(self, program: Any, *arguments: Any) -> Any:
         """Calls a program, the first one after `check_program` saw it compiled; the call finds it compiled then."""
-        check, self.check_program = self.check_program, None
+        check, self._check_program = self._check_program, None
         if check is not None:
             check(program.lower(*arguments).compile())
         return program(*arguments)

@@ -107,6 +107,7 @@ CALLS = [
             "loss_scale": maybe(nothing),
             "dropout": boolean,
             "count_zeros": boolean,
+            "check_program": maybe(functions),
             "normalize": one_of(("global", "microbatch", "none")),
             "compute_dtype": dtypes,
         },

@@ -361,14 +361,14 @@ def test_a_step_compiles_once_and_its_result_is_where_the_next_wants_it(caplog, 
 
 @pytest.mark.parametrize("way", ["__call__", "timed"])
 def test_the_first_program_is_seen_compiled_and_may_be_refused(way):
-    step, batch, seen = make_train_step(loss, optax.adam(1e-2), None, plan_of()), batch_of(0), []
-    state = step.init(W)
+    batch, seen = batch_of(0), []
 
     def refuse(program):
         seen.append(program.memory_analysis().temp_size_in_bytes)
         raise ValueError("too large")
 
-    step.check_program = refuse
+    step = make_train_step(loss, optax.adam(1e-2), None, plan_of(), check_program=refuse)
+    state = step.init(W)
     with pytest.raises(ValueError, match="too large"):
         getattr(step, way)(state, batch)
     state = getattr(step, way)(state, batch)[0]  # it was not donated
