@@ -19,7 +19,7 @@ ORDER = (
 WITHIN = {
     "platforms": "compat cpu compiler",
     "update": "arguments train_state pipeline_state attempt conditional apply streamed placement programs on_mesh "
-    "timed states split_step train_step",
+    "states split_step train_step",
     "checkpoint": "manifest stored_parts record step_directories store",
     "cli": "bench supervisor options given memory training models checks layouts commands __main__",
 }

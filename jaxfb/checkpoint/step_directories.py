@@ -39,13 +39,6 @@ def remove_unfinished(directory: epath.Path) -> None:
             log.warning("[checkpoint] %s, left by a save that failed, cannot be removed: %s", path, error)
 
 
-def remove_step(directory: epath.Path, step: int) -> None:
-    """Removes the directory of a step if there is one; it counts as never committed before anything in it is gone."""
-    if (path := directory / str(step)).is_dir():
-        path.rename(directory / f"{step}{UNFINISHED_SUFFIX}")
-        remove_unfinished(directory)
-
-
 def _remove(path: epath.Path) -> None:
     """Removes a directory into which the threads of a save that failed may go on writing for a moment."""
     for left in reversed(range(REMOVALS)):

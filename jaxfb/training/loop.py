@@ -261,8 +261,7 @@ class _Loop:
 
     def _or_save_first(self, read: Callable[[], Any]) -> Any:
         """Returns what `read` returns; where it refuses, such as rows that cannot be read or an update that memory
-        cannot hold, saves what is done before the refusal continues. Of a run that is refused its first update no
-        checkpoint stays.
+        cannot hold, saves what is done before the refusal continues. If nothing is, `Undo` takes the start back.
 
         On several processes the others wait in the next update, so that there is nobody to save with.
         """
@@ -270,8 +269,6 @@ class _Loop:
             return read()
         except ValueError as error:
             self._arrive()
-            if isinstance(error, Refused):
-                self._run.take_back_start()
             if self._hosts.count > 1 or self._guard.failed or not self._run.done:
                 raise
             self._save()

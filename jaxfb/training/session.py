@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 
-from jaxfb.checkpoint.step_directories import remove_step
 from jaxfb.checkpoint.store import CannotWrite, CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.process.fault_points import reach
@@ -307,14 +306,6 @@ class Run:
             self._store.save(self.done, self._sound_state(), self.record(self.done))
         self._saved = self.done
         return True
-
-    def take_back_start(self) -> None:
-        """Removes the checkpoint of update 0 where a run that began here has made no update."""
-        if not self.done and not self.resumed:
-            self.wait_saved()
-            self._saved = None
-            if jax.process_index() == 0:
-                remove_step(self._store.directory, 0)
 
     def _sound_state(self) -> Any:
         state = self.work.state()

@@ -8,6 +8,7 @@ The rest of a step's interface: `states.py` makes states, `split_step.py` makes 
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import Any, Unpack
 
@@ -33,7 +34,6 @@ from jaxfb.update.placement import StatePlacement
 from jaxfb.update.programs import Programs
 from jaxfb.update.split_step import SplitStep
 from jaxfb.update.streamed import streamed
-from jaxfb.update.timed import timed_parts
 from jaxfb.update.train_state import Limits, StepMetrics, TrainState
 
 PyTree = Any
@@ -184,10 +184,11 @@ class TrainStep(SplitStep):
           ValueError: as for a call.
         """
         state, batch, plan, real_rows, bounds = self._taken(state, batch, rows, limits)
-        return timed_parts(
-            lambda: self._gradients_as_stored(state, batch, plan),
-            lambda out: self._apply_as_stored(state, out, real_rows, bounds),
-        )
+        began = time.monotonic()
+        out = jax.block_until_ready(self._gradients_as_stored(state, batch, plan))
+        between = time.monotonic()
+        new, metrics = jax.block_until_ready(self._apply_as_stored(state, out, real_rows, bounds))
+        return new, metrics, {"forward_backward": between - began, "optimizer": time.monotonic() - between}
 
     def _taken(self, state: TrainState, batch: PyTree, rows: int | None, limits: Limits | None) -> tuple:
         """Returns state, batch, the batch's plan, rows and limits as the programs take them."""
