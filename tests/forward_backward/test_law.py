@@ -6,6 +6,7 @@ program is compiled once and then run on many batches: ragged masks, empty rows,
 
 import dataclasses
 import sys
+from dataclasses import replace
 from functools import lru_cache
 
 import jax
@@ -24,6 +25,7 @@ import jaxfb
 from jaxfb.forward_backward import accumulate, weights
 from jaxfb.forward_backward.microbatches import row_keys, split_keys
 from jaxfb.parallel import data
+from jaxfb.types import Halves
 
 ROWS, LAYERS = 48, 2
 KEY = jax.random.key(11)
@@ -62,10 +64,21 @@ class Program:
         return fb(self.model, params(self.tied), batch, self.plan, rng, **call)
 
 
+def second_half(weights, hidden, microbatch, keys, beside=()):
+    return toy.layer(weights, hidden, microbatch, keys), beside
+
+
+IN_HALVES = replace(
+    toy.model, halves=Halves(lambda weights, hidden, microbatch, keys: hidden, second_half, ("w",))
+)
+
+
 def program(mesh, num_microbatches, plain=False, tied=True, dropout=False, **options):
     if "tensor" in mesh:
         options["param_specs"] = tensor_specs
     model = plain_loss if plain else toy.model
+    if options.get("gather_ahead") == "half":
+        model = IN_HALVES
     return Program(tuple(mesh.items()), num_microbatches, model, tied, dropout, tuple(options.items()))
 
 

@@ -132,6 +132,12 @@ CASES = {  # mesh, options, documents in a row, sizes
         False,
         {"tied_embeddings": True, "pattern": PATTERN},
     ),
+    "fsdp, half a layer ahead": (
+        {"pipe": 2, "fsdp": 2},
+        {"num_pieces": 2, "remat": "layer", "gather_ahead": "half"},
+        True,
+        {},
+    ),
     "chunks, selective, latent": (
         {"pipe": 2},
         {"num_pieces": 2, "num_chunks": 2, "remat": "selective"},
