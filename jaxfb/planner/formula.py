@@ -18,6 +18,7 @@ from jaxfb.planner.formula_memory import (
     gradient_bytes,
     kept_bytes,
     relaid_bytes,
+    streamed_bytes,
     whole_bytes,
     working_bytes,
 )
@@ -103,6 +104,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         gradients=gradients,
         activations=activations,
         working=working
+        + streamed_bytes(config, sizes)
         + holes * (working - whole_bytes(config, sizes))
         + relaid_bytes(config, sizes, topology),
         flops=step_flops(config, sizes, topology),

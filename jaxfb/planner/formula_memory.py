@@ -82,6 +82,16 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     return whole + of_layer + of_head + beside + (2 * layer * ahead if gathers else 0)
 
 
+def streamed_bytes(config: Config, sizes: TransformerConfig) -> float:
+    """Counts two moments in float32 that an update has on the device at a time if its state is in the host's memory:
+    of a layer, and of what is beside the layers. 8B on v5e:4x4 takes 0.64 GB for them by the compiler.
+    """
+    if config.optimizer.memory != "host":
+        return 0.0
+    layers, outer = stored(trained_numbers, config, sizes)
+    return 8 * (layers / layers_here(config, sizes) + outer)
+
+
 def _head_gradient_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Returns the bytes of a sum over the head's chunks in float32, or of its logits' gradient where these are
     fewer.

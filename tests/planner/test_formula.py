@@ -212,7 +212,8 @@ def test_a_state_on_the_host_takes_its_link_in_place_of_memory():
         for memory in ("device", "host")
     )
     assert there.estimate.host == pytest.approx(here.estimate.optimizer, rel=1e-3)
-    assert there.needed + there.estimate.host == pytest.approx(here.needed, rel=1e-3)
+    on_its_way = there.needed + there.estimate.host - here.needed
+    assert 0 < on_its_way < there.estimate.host / 4  # of a layer and of what is beside the layers
     assert there.estimate.host_seconds == 2 * there.estimate.host / 64e9  # PCIe 5.0, each way
     assert there.step_seconds == pytest.approx(here.step_seconds + there.estimate.host_seconds)
     assert "of optimizer state: 0.251 s a step, 0.031 s a GB" in "\n".join(memory_table(there))
