@@ -17,9 +17,9 @@ KEPT = 2**24
 
 
 class Undo:
-    """What lay in the directory of a run before it; a context that puts it back where a ValueError ends it.
+    """Puts the directory of a run back as it was if a ValueError ends the context; use it as a context manager.
 
-    Nothing happens before `begin`, which process 0 calls, and after `forget`.
+    It does nothing before `begin`, which process 0 calls, and after `forget`.
     """
 
     def __init__(self, directory: RunDirectory, lock: RunLock):
@@ -41,11 +41,11 @@ class Undo:
         self._before = {path: _contents(path) for path in self._entries()}
 
     def forget(self) -> None:
-        """Leaves what the run makes from now on: it has made an update."""
+        """Keeps what the run makes from now on, since it has made an update."""
         self._before = None
 
     def _back(self, before: dict[Path, bytes | None]) -> None:
-        """Removes what the run made, puts back what it changed, and brings the older run back."""
+        """Removes what the run made, puts back what it changed, and moves the older run back to its place."""
         for path in self._entries():
             if path not in before:
                 _remove(path)
