@@ -23,8 +23,10 @@ gradients once:
 | 8B, v6e:8x8, fsdp 64 | 6.99 -> 5.64 | 5.69 -> 6.32 |
 | like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 46.49 -> 38.23 | 15.76 -> 15.66 |
 | Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 31.05 -> 27.80 | 52.55 -> 53.89 |
+| 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
-With a tensor axis it is faster as well: the collectives of both axes come to lie apart.
+With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's
+0.38 s were exposed, and 0.00 s are.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Leaves a run's directory as it was before a command that is refused before its first update.
 
-A run writes its config, its plan and the checkpoint of update 0 before the first update has compiled, and only then is
+A run writes its config, its plan and the checkpoint of update 0 before the first update has compiled. Only then it is
 known that memory cannot hold it, or that its rows cannot be read.
 """
 
