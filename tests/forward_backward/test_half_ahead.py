@@ -90,17 +90,13 @@ def test_gradients_are_those_of_a_layer_ahead(options):
 
 
 def carried_shapes(topology, ahead, *over, of="quickstart"):
-    """The shapes of all that loops over layers carry, of a config's model on four devices."""
+    """The shapes of all that turns of loops hand on, of a config's model on four devices."""
     shape = ("data.tokenizer=bytes", "parallel.remat=full", f"parallel.gather_ahead={ahead}", *over)
     config = load_config(f"configs/{of}.yaml", shape)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology(topology))))
     program = job.step.trace(job.state, job.batch).jaxpr
-    found = set()
-    for eqn in equations(program):
-        if eqn.primitive.name == "scan":
-            first, number = eqn.params["num_consts"], eqn.params["num_carry"]
-            found |= {var.aval.shape for var in eqn.params["jaxpr"].jaxpr.invars[first : first + number]}
-    return found
+    bodies = [eqn.params["jaxpr"].jaxpr for eqn in equations(program) if eqn.primitive.name == "scan"]
+    return {var.aval.shape for body in bodies for var in body.outvars}
 
 
 ATTENTION, MLP = {(96, 96), (96, 48)}, {(96, 256), (256, 96)}
