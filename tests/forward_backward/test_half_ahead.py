@@ -90,13 +90,17 @@ def test_gradients_are_those_of_a_layer_ahead(options):
 
 
 def carried_shapes(topology, ahead, *over, of="quickstart"):
-    """The shapes of all that turns of loops hand on, of a config's model on four devices."""
+    """The shapes of all that loops carry from turn to turn, of a config's model on four devices."""
     shape = ("data.tokenizer=bytes", "parallel.remat=full", f"parallel.gather_ahead={ahead}", *over)
     config = load_config(f"configs/{of}.yaml", shape)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology(topology))))
     program = job.step.trace(job.state, job.batch).jaxpr
-    bodies = [eqn.params["jaxpr"].jaxpr for eqn in equations(program) if eqn.primitive.name == "scan"]
-    return {var.aval.shape for body in bodies for var in body.outvars}
+    loops = [eqn for eqn in equations(program) if eqn.primitive.name == "scan"]
+    pairs = [
+        pair for eqn in loops for pair in zip(eqn.outvars, eqn.params["jaxpr"].jaxpr.outvars, strict=True)
+    ]
+    # what is stacked has one dim more outside than in a turn
+    return {inner.aval.shape for outer, inner in pairs if outer.aval.shape == inner.aval.shape}
 
 
 ATTENTION, MLP = {(96, 96), (96, 48)}, {(96, 256), (256, 96)}
