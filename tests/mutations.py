@@ -773,17 +773,24 @@ MUTATIONS = (
     ),
     Mutation(
         "coordinator_on_every_interface",
-        "training/hosts.py",
+        "training/join.py",
         'return coordinator if host == "localhost" or _is_of_this_machine(host) else None',
         "return None",
         "training/test_hosts.py::test_a_coordinator_at_the_address_of_a_card_listens_there_alone",
     ),
     Mutation(
         "port_in_use_not_noticed",
-        "training/hosts.py",
+        "training/join.py",
         "if error.errno != errno.EADDRINUSE:",
         "if True:",
         "training/test_hosts.py::test_a_port_that_is_in_use_is_said",
+    ),
+    Mutation(
+        "end_waits_for_the_lost",
+        "training/hosts.py",
+        "if other in watch.gone():",
+        "if False:",
+        "training/test_hosts.py::test_a_process_that_ends_early_is_not_waited_for",
     ),
     Mutation(
         "model_beyond_the_machine",

@@ -15,25 +15,37 @@ ROOT = Path(__file__).parent.parent
 PATIENCE = 280
 
 
-def start(directory, processes, devices, *arguments, verb="train", own=None):
+def start(directory, processes, devices, *arguments, verb="train", own=None, environments=None):
     """`jaxfb train directory/tiny.yaml` as so many processes; a list of Popen, their output in directory/log<i>.
 
-    own: index -> arguments that only that process gets.
+    own: index -> arguments that only that process gets. environments: of each, added to this process's.
     """
     place = ["--coordinator", f"127.0.0.1:{free_port()}", "--processes", processes]
     if processes == 1:
         return [launch(directory, 0, devices, verb, *arguments)]
     return [
-        launch(directory, k, devices, verb, *arguments, *(own or {}).get(k, ()), *place, "--process-id", k)
-        for k in range(processes)
+        launch(
+            directory,
+            k,
+            devices,
+            verb,
+            *arguments,
+            *(own or {}).get(k, ()),
+            *place,
+            "--process-id",
+            k,
+            **more,
+        )
+        for k, more in enumerate(environments or [{}] * processes)
     ]
 
 
-def launch(directory, index, devices, verb, *arguments):
-    """One of them."""
+def launch(directory, index, devices, verb, *arguments, **more):
+    """One of them; more: of its environment."""
     command = [sys.executable, "-m", "jaxfb.cli", verb, str(directory / "tiny.yaml"), *map(str, arguments)]
     environment = {
         **os.environ,
+        **more,
         "XLA_FLAGS": flags(devices),
         "JAX_PLATFORMS": "cpu",
         "PYTHONPATH": str(ROOT),

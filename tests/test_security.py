@@ -16,6 +16,7 @@ NEVER_IMPORTED = {
 CONNECT = {
     "training/abort.py",
     "training/hosts.py",
+    "training/join.py",
     "training/local_tier.py",
     "training/run_lock.py",
     "process/loopback.py",

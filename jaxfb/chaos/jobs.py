@@ -37,7 +37,7 @@ _ROLLOUTS = tuple(
     plans.logprob_old.rows_per_microbatch=16 plans.logprob_ref.rows_per_microbatch=16 lr.name=constant lr.warmup=0
     optimizer.learning_rate=0.01 log.every=1 eval.every=4 checkpoint.every=3 mesh.data=1""".split()
 )
-_ONCE = dict.fromkeys(("start", "start.ready", "restore", "restore.done"), 1)
+_ONCE = dict.fromkeys(("start", "start.ready", "restore", "restore.done", "end"), 1)
 _UPDATE, _SAVE = ("read", "update", "logged"), ("save", "save.writing", "save.renaming", "save.done")
 _EVAL, _LOCAL, _ROLLOUT = ("eval", "eval.done"), ("local", "local.done"), ("rollout", "rollout.done")
 

@@ -313,7 +313,7 @@ def _add_check(verbs) -> None:
 def _add_chaos(verbs) -> None:
     text = "inject faults into small runs: killed processes, flipped bits, devices that compute wrongly"
     chaos = _verb(verbs, "chaos", text)
-    chaos.add_argument("--kills", type=int, default=17, metavar="N", help="processes to kill (default: 17)")
+    chaos.add_argument("--kills", type=int, default=18, metavar="N", help="processes to kill (default: 18)")
     chaos.add_argument(
         "--skip",
         type=int,

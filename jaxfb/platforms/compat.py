@@ -231,6 +231,16 @@ def coordination() -> tuple[Any, int, int, str | None]:
     return state.client, state.process_id, state.num_processes, state.coordinator_address
 
 
+_left: list[Any] = []  # what `leave_coordination` has taken: freed, its threads would end the process
+
+
+def leave_coordination() -> None:
+    """Lets this process end without waiting for the others, which jax does at exit until all have come."""
+    state = distributed.global_state
+    _left.extend([state.client, state.service, state.preemption_sync_manager])
+    state.client = state.service = state.preemption_sync_manager = None
+
+
 def find_cluster(name: str | None = None, skipped: tuple[str, ...] = ()):
     """Returns the cluster this process was started in, as jax detects them, or None.
 

@@ -8,35 +8,32 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import errno
-import ipaddress
 import itertools
 import json
 import socket
 import sys
-import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 import jax
 
 from jaxfb.config.operation import HostsConfig
-from jaxfb.platforms.compat import backends_are_made, coordination
+from jaxfb.platforms.compat import coordination, leave_coordination
 from jaxfb.process.exit_codes import LOST, RESUMABLE
+from jaxfb.process.fault_points import reach
 from jaxfb.process.position import here
 from jaxfb.refusal import Refused
-from jaxfb.training.abort import is_listening, report_before_abort
+from jaxfb.training.abort import report_before_abort
 from jaxfb.training.agreement import check_agreement
-from jaxfb.training.cluster import Place, find_place
 from jaxfb.training.interrupt import Stopped
+from jaxfb.training.join import join
 from jaxfb.training.watch import FAILED, STOPPED, LostProcess, Watch, leave, start_again
 
 __all__ = ["LOST", "Hosts", "LostProcess", "leave"]
 
 Value = TypeVar("Value")
 SLICE = 5.0  # seconds between two looks at whether there is still time
-RUNTIME_PATIENCE = 100  # seconds: jax's own heartbeat, which ends a process without a word, comes after ours
 _rounds = itertools.count()  # the store outlives a `Hosts`, so each has its own keys
 
 
@@ -49,7 +46,7 @@ class Hosts:
     def __init__(self, config: HostsConfig):
         self.config = config
         here.reset()
-        _join(config)
+        join(config)
         self._client, self.index, self.count, self._coordinator = coordination()
         self._prefix, self._calls = f"jaxfb/{next(_rounds)}", itertools.count()
         self._watch: Watch | None = None
@@ -76,6 +73,9 @@ class Hosts:
             return
         if error is not None:
             self._fail(watch, error)
+        else:
+            reach("end")
+            self._end_together(watch)
         watch.stop()
 
     def advise(self, how_to_go_on: Callable[[], str]) -> None:
@@ -146,13 +146,16 @@ class Hosts:
 
         self.first(compare)
 
-    def _hear_together(self, key: str) -> None:
-        """Waits, on process 0, at most SLICE seconds until the others have read the refusal: its store ends with it."""
+    def _hear_together(self, key: str, without: Sequence[int] = ()) -> None:
+        """Waits, on process 0, at most SLICE seconds until the others have read what it wrote: its store ends with it.
+
+        without: processes that are gone.
+        """
         self._client.key_value_set(f"{key}/{self.index}", "")
         if self.is_first:
             deadline = time.monotonic() + SLICE
             with contextlib.suppress(LostProcess):
-                for other in range(self.count):
+                for other in set(range(self.count)) - set(without):
                     self._wait(f"{key}/{other}", f"process {other} to read it", deadline)
 
     def _without_coordinator(self) -> str:
@@ -198,6 +201,55 @@ class Hosts:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise
 
+    def _end_together(self, watch: Watch) -> None:
+        """Waits until all have come to their end. Whoever is gone by then is not waited for by jax either.
+
+        It would wait for minutes and then abort the process, after a run of which nothing is missing.
+
+        Raises:
+          LostProcess: process 0 is gone, without which nobody knows whether all was written.
+        """
+        if self.count == 1:
+            return
+        key = f"{self._prefix}/ended"
+        try:
+            with here.waiting():
+                gone = self._gather_at_the_end(key, watch)
+                if gone:
+                    self._hear_together(f"{key}/heard", without=gone)
+                    leave_coordination()
+        except jax.errors.JaxRuntimeError as error:
+            self._fail(watch, error)
+            raise
+
+    def _gather_at_the_end(self, key: str, watch: Watch) -> list[int]:
+        """Returns, on every process, whom process 0 has found gone while it waited for all."""
+        self._client.key_value_set(f"{key}/{self.index}", "")
+        if not self.is_first:
+            if (told := self._await(f"{key}/gone", 0, watch)) is None:
+                raise LostProcess(f"{watch.cause(SLICE)}; {self._advice()}")
+            return json.loads(told)
+        gone = [k for k in range(1, self.count) if self._await(f"{key}/{k}", k, watch) is None]
+        self._client.key_value_set(f"{key}/gone", json.dumps(gone))
+        if gone:
+            lost = f"process{'es' * (len(gone) > 1)} {', '.join(map(str, gone))} of {self.count}"
+            print(
+                f"jaxfb: [hosts] {lost} ended early; all was written before, nothing is missing",
+                file=sys.stderr,
+            )
+        return gone
+
+    def _await(self, key: str, other: int, watch: Watch) -> str | None:
+        """Returns what another process writes, or None once it is gone."""
+        while True:
+            try:
+                return self._client.blocking_key_value_get(key, 500)
+            except jax.errors.JaxRuntimeError as error:
+                if "DEADLINE_EXCEEDED" not in str(error):
+                    raise
+            if other in watch.gone():
+                return None
+
     def _fail(self, watch: Watch, error: BaseException) -> None:
         """Notifies the others; where a collective broke, names the process that broke it."""
         if self.count == 1:
@@ -219,112 +271,3 @@ def _outcome(function: Callable[[], Any]) -> dict[str, Any]:
         return {"value": function()}
     except ValueError as error:
         return {"refused": str(error)}
-
-
-def _join(config: HostsConfig) -> None:
-    """Makes this process one of its job; nothing where it is alone, or has joined already.
-
-    Raises:
-      ValueError: too little is known of the job, or jax has made its devices already.
-      LostProcess: the coordinator cannot be reached in time, or cannot listen.
-    """
-    if jax.distributed.is_initialized():
-        return
-    place = find_place(config)
-    if place is None:
-        return
-    if backends_are_made():
-        raise Refused(
-            f"[hosts] process {place.process_id} of {place.processes} cannot join the others once jax has made its "
-            "devices; call jaxfb, or jax.distributed.initialize, before the first computation"
-        )
-    if place.process_id:
-        _reach(place, config.timeout)
-    else:
-        _check_port(place)
-    with _patience(place, config.timeout):
-        jax.distributed.initialize(
-            place.coordinator,
-            place.processes,
-            place.process_id,
-            local_device_ids=place.local_devices,
-            cluster_detection_method="deactivate",
-            initialization_timeout=int(config.timeout) + RUNTIME_PATIENCE,
-            coordinator_bind_address=_bind_address(place.coordinator),
-            heartbeat_timeout_seconds=int(2 * config.lost_after) + RUNTIME_PATIENCE,
-        )
-
-
-def _bind_address(coordinator: str) -> str | None:
-    """Returns where process 0 listens: at the coordinator's address where that is one of this machine's, on loopback
-    alone if it is there; else None, which is everywhere.
-
-    A name may resolve to loopback here and to another address on the other hosts, so for a name it is everywhere.
-    Nobody has to prove who they are there, so the port is to be closed to all but the job's hosts.
-    """
-    host = coordinator.rpartition(":")[0].strip("[]")
-    return coordinator if host == "localhost" or _is_of_this_machine(host) else None
-
-
-def _is_of_this_machine(host: str) -> bool:
-    """Returns whether it is an IP address at which this machine can listen."""
-    try:
-        address = ipaddress.ip_address(host)
-        family = socket.AF_INET6 if address.version == 6 else socket.AF_INET
-        socket.create_server((host, 0), family=family).close()
-    except (ValueError, OSError):
-        return False
-    return not address.is_unspecified
-
-
-def _reach(place: Place, timeout: float) -> None:
-    """Waits until process 0 listens; the runtime itself would abort without a word."""
-    deadline = time.monotonic() + timeout
-    while time.monotonic() < deadline:
-        if is_listening(place.coordinator, SLICE):
-            return
-        time.sleep(min(0.5, timeout / 10))
-    raise LostProcess(
-        f"[hosts] process {place.process_id} of {place.processes} on {socket.gethostname()} could not reach the "
-        f"coordinator, process 0 at {place.coordinator}, within {timeout:g} s; look at process 0's log, name and "
-        "port, or raise hosts.timeout"
-    )
-
-
-def _check_port(place: Place) -> None:
-    """Refuses a port that process 0 cannot listen at, where newer runtimes crash."""
-    host, _, port = (_bind_address(place.coordinator) or place.coordinator).rpartition(":")
-    host = host.strip("[]") if _bind_address(place.coordinator) else ""
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        socket.create_server((host, int(port)), family=family).close()
-    except OSError as error:
-        if error.errno != errno.EADDRINUSE:
-            return
-        raise LostProcess(
-            f"[hosts] process 0 on {socket.gethostname()} cannot listen at {place.coordinator}: the port is in use; "
-            "use another port in hosts.coordinator"
-        ) from None
-
-
-class _patience:
-    """Ends the process with a sentence where the others do not come in time; the runtime would abort."""
-
-    def __init__(self, place: Place, timeout: float):
-        self._timer = threading.Timer(timeout, self._give_up)
-        self._timer.daemon = True
-        self._said = (
-            f"jaxfb: [hosts] not all of the {place.processes} processes came to {place.coordinator} within "
-            f"{timeout:g} s; this one is process {place.process_id} on {socket.gethostname()}; start them all with "
-            "the same hosts.processes, or raise hosts.timeout"
-        )
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_) -> None:
-        self._timer.cancel()
-
-    def _give_up(self) -> None:
-        print(self._said, file=sys.stderr)
-        leave(LOST)

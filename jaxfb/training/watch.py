@@ -96,6 +96,13 @@ class Watch:
         self._found.wait(seconds)
         return self._verdict
 
+    def gone(self) -> set[int]:
+        """Returns the others that were lost or have ended early; this process no longer ends because of them."""
+        self._main_decides = True
+        self._signs.who_is_lost()
+        coordinator = {0} if self._coordinator_is_silent() else set()
+        return (self._signs.lost | set(self._reports) | coordinator) - {self._index}
+
     def pace(self) -> tuple[list[float] | None, dict[int, str]]:
         """Returns the seconds of an update that each process spends on its own, and a sentence for each slow one."""
         return self._pace
@@ -146,8 +153,9 @@ class Watch:
                 self._found.set()
                 self._ended.wait(GRACE)
                 if self._kind != STUCK or self._look():  # a moment later it may have moved after all
-                    return self._end()
-                self._found.clear()
+                    self._end()
+                else:
+                    self._found.clear()
 
     def _look(self) -> str | None:
         """Returns why this process ends, None while it continues; `_kind` is how."""
@@ -171,12 +179,16 @@ class Watch:
         unanswered = time.monotonic() - self._answered
         if self._client is None or not self._index or unanswered <= 2 * self._every:
             return self._signs.who_is_lost()
-        if unanswered <= self._lost_after:
+        if not self._coordinator_is_silent():
             return None
         return (
             f"[hosts] {self._names[0]}, which runs the coordinator, has not answered for {self._lost_after:g} s and "
             f"counts as lost; {self._names[self._index]} ends"
         )
+
+    def _coordinator_is_silent(self) -> bool:
+        unanswered = time.monotonic() - self._answered
+        return self._client is not None and self._index > 0 and unanswered > self._lost_after
 
     def _slept(self, seconds: float) -> None:
         self._answered += seconds

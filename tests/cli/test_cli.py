@@ -89,7 +89,7 @@ def test_config_show(capsys):
         (["train"], "err", "required: CONFIG; for example: jaxfb train quickstart --smoke\n"),
         (["generate", "runs/a"], "err", "is required; for example: jaxfb generate runs/quickstart --prompt"),
         (["config"], "err", "required: {show,reference}; for example: jaxfb config show quickstart\n"),
-        (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 17, got 'x'\n"),
+        (["chaos", "--kills", "x"], "err", "argument --kills: must be a whole number, such as 18, got 'x'\n"),
         (["chat", "a", "--top-p", "x"], "err", "argument --top-p: must be a number, such as 1, got 'x'\n"),
         (["config", "shw"], "err", "did you mean show?"),
         (

@@ -23,7 +23,8 @@ from jaxfb.process.position import Position
 from jaxfb.training.agreement import check_agreement, what_runs
 from jaxfb.training.batches import rows_here
 from jaxfb.training.cluster import Place, find_place
-from jaxfb.training.hosts import Hosts, _bind_address
+from jaxfb.training.hosts import Hosts
+from jaxfb.training.join import _bind_address
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.watch import Watch
 
@@ -236,6 +237,40 @@ def of_two(store, index):
     hosts._client, hosts.index, hosts.count, hosts.config = store, index, 2, HostsConfig()
     hosts._prefix, hosts._calls = "job", itertools.count()
     return hosts
+
+
+def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
+    """jax would wait for it, and abort the others minutes after they have done everything."""
+    left, store = [], Store()
+    monkeypatch.setattr("jaxfb.training.hosts.leave_coordination", lambda: left.append(1))
+    hosts, one = of_two(store, 0), watch(store, 0, lost_after=1.0)
+    watch(store, 2, lost_after=60.0).fail("OSError: disk full")
+    try:
+        thread = threading.Thread(target=hosts._end_together, args=[one])
+        thread.start()
+        thread.join(0.2)
+        assert thread.is_alive() and left == []
+        thread.join(20)
+        assert not thread.is_alive() and left == [1]
+    finally:
+        one.stop()
+    assert "process 1 of 2 ended early; all was written before, nothing is missing" in capsys.readouterr().err
+
+
+def test_processes_that_all_come_to_the_end_leave_it_to_jax(monkeypatch, capsys):
+    left, store = [], Store()
+    monkeypatch.setattr("jaxfb.training.hosts.leave_coordination", lambda: left.append(1))
+    hosts = [of_two(store, index) for index in (0, 1)]
+    watches = [watch(store, index, lost_after=60.0) for index in (0, 1)]
+    threads = [
+        threading.Thread(target=one._end_together, args=[its])
+        for one, its in zip(hosts, watches, strict=True)
+    ]
+    [thread.start() for thread in threads]
+    [thread.join(10) for thread in threads]
+    [one.stop() for one in watches]
+    assert not any(thread.is_alive() for thread in threads) and left == []
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.slow

@@ -133,6 +133,21 @@ def test_a_killed_process_ends_the_other_and_what_is_saved_goes_on(tmp_path, dat
         assert {key: goes_on[key] for key in began} == pytest.approx(began, rel=1e-10, abs=0)
 
 
+@pytest.mark.parametrize(("lost", "code"), [(0, 76), (1, 0)])
+def test_a_process_lost_after_the_last_update_takes_nothing_with_it(tmp_path, data, whole, lost, code):
+    """Whether all was written only process 0 knows."""
+    write(tmp_path, data, HYBRID_FSDP, hosts={"lost_after": 5})
+    kill = ({} if k == 1 - lost else {"JAXFB_KILL_AT": "end"} for k in range(2))
+    codes = finish(start(tmp_path, 2, 4, environments=list(kill)))
+    assert codes[lost] == -signal.SIGKILL and codes[1 - lost] == code, logs(tmp_path, 2)
+    said = logs(tmp_path, 2)[1 - lost]
+    assert lost == 0 or "Check failure" not in said
+    assert (
+        "process 1 of 2 ended early; all was written" if lost else "start the run again with --resume"
+    ) in said
+    assert curve(tmp_path) == pytest.approx(curve(whole), rel=1e-10, abs=0)
+
+
 def launched(directory, processes, *arguments, **environment):
     """`jaxfb launch` without a restart, each process with one device; (exit code, what was printed)."""
     command = [sys.executable, "-m", "jaxfb.cli", "launch", "--processes", str(processes), "--restarts", "0"]
