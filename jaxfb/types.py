@@ -159,6 +159,8 @@ class Pipelined:
            `embed` and `head` too, whose terms and metrics must be sums over tokens and outputs [rows, tokens, ...].
            `own` is a tree of float arrays [rows, tokens, ...], such as keys and values, that later pieces read.
     halves: optional, the layer as two functions, one after the other; what remat="halves" keeps is between them.
+    tables: optional, outer -> tree like it of int: the vocabulary's dim of each leaf that `embed` and `head` accept as
+           a `jaxfb.parallel.table.Table` too, of which they gather a part at a time; -1 for the others.
     check: optional, (microbatch of shapes [rows, ...], num_parts) -> None: raises ValueError if the head would not give
            the same of a global batch split into so many parts. Asked before a training call is compiled.
 
@@ -175,6 +177,7 @@ class Pipelined:
     layer_piece: Callable[..., tuple[PyTree, PyTree]] | None = None
     check: Callable[[PyTree, int], None] | None = None
     halves: Halves | None = None
+    tables: Callable[[PyTree], PyTree] | None = None
 
 
 class Halves(NamedTuple):

@@ -27,6 +27,7 @@ from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offlo
 from jaxfb.forward_backward.sequential import as_is, layer_output, num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT, Stage
 from jaxfb.parallel import data, pipe, sharding
+from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import is_trained, joined, like
@@ -146,11 +147,29 @@ class Execution:
             lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
         )
 
-    def gather_outer(self):
-        """Returns `gather` of what is beside the layers; None where it is in no shards, or the loop gets it whole."""
+    def gather_outer(self, tables: Callable[[PyTree], PyTree] | None = None):
+        """Returns `gather` of what is beside the layers; None where it is in no shards, or the loop gets it whole.
+
+        tables: of the model; of large ones the gathered tree has a `Table` in place of the whole.
+        """
         specs = jax.tree.leaves(outer_params(self.specs), is_leaf=lambda x: isinstance(x, P))
         is_cut = any(sharding.shards_of(spec) is not None for spec in specs)
-        return self.gather("outer") if self.gathers_in_loop and is_cut else None
+        if not self.gathers_in_loop or not is_cut:
+            return None
+        return self.gather("outer") if tables is None else partial(self._with_tables, tables)
+
+    def _with_tables(self, tables: Callable[[PyTree], PyTree], shards: PyTree) -> PyTree:
+        def one(dim: int, shard: jax.Array, spec: P, dtype: Any, trained: bool) -> Table | None:
+            if dim < 0 or not trained or sharding.shards_of(spec) is None or _names(spec, "tensor"):
+                return None
+            table = Table(shard, spec, dim, dtype, self.reduce_dtype)
+            return table if table.num_parts > 1 else None
+
+        sums, dtypes, specs = map(outer_params, (self.sums, self.dtypes, self.specs))
+        found = jax.tree.map(one, tables(shards), shards, specs, dtypes, is_trained(sums, dtypes))
+        rest = jax.tree.map(lambda table, shard: None if table else shard, found, shards, is_leaf=_is_table)
+        whole = self.gather("outer")(rest)
+        return jax.tree.map(lambda table, leaf: table or leaf, found, whole, is_leaf=_is_table)
 
     def keep_layers(self, layers: PyTree, lead: int = 0) -> PyTree:
         """Returns the first layers of each stage that stay gathered, [..., kept, ...]; None if there are none.
@@ -232,8 +251,12 @@ def _of_gathered(half: Callable, gather: Callable[[PyTree], PyTree]) -> Callable
     return lambda shards, *rest: half(gather(shards), *rest)
 
 
-def _over_pipe(spec: P) -> bool:
-    return any("pipe" in sharding.axes_of(entry) for entry in spec)
+def _names(spec: P, axis: str) -> bool:
+    return any(axis in sharding.axes_of(entry) for entry in spec)
+
+
+def _is_table(leaf: Any) -> bool:
+    return leaf is None or isinstance(leaf, Table)
 
 
 @dataclass(frozen=True)
@@ -257,7 +280,9 @@ class Accumulation:
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
             stage = execution.stage(self.model, num_layers(prepared), in_pipeline=False)
-            in_place = InPlace(self.model, stage, execution.gather_outer(), execution.keep_layers)
+            in_place = InPlace(
+                self.model, stage, execution.gather_outer(self.model.tables), execution.keep_layers
+            )
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 return in_place.run(prepared, *rest, so_far)
         scatter = None
@@ -341,7 +366,7 @@ class Pipelining:
         stage = execution.stage(self.model, self.layout.longest, True, schedule.num_pieces, **options)
         specs = outer_params(execution.specs)
         specs = specs if model is None else execution.trained(specs, "outer")
-        cut = jax.tree.map(_over_pipe, specs, is_leaf=lambda x: isinstance(x, P))
+        cut = jax.tree.map(partial(_names, axis="pipe"), specs, is_leaf=lambda x: isinstance(x, P))
         model = self.model if model is None else model
         placement = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         executor = Executor if schedule.num_pieces == 1 else PieceExecutor

@@ -22,6 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.losses.by_parts import Head, cross_entropy_by_parts, takes
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -34,6 +35,7 @@ from jaxfb.losses.logits import (
     token_ids,
     vocab_size,
 )
+from jaxfb.parallel.table import Table
 from jaxfb.platforms.compat import custom_vjp
 
 
@@ -57,7 +59,7 @@ class CrossEntropy(NamedTuple):
 
 def chunked_cross_entropy(
     hidden: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | Table,
     targets: jax.Array,
     loss_mask: jax.Array,
     *,
@@ -73,7 +75,8 @@ def chunked_cross_entropy(
 
     Args:
       hidden: float[rows, seq, width].
-      kernel: float[width, vocab/tensor].
+      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a part at a time is gathered
+        where that takes less memory.
       targets: i32[rows, seq].
       loss_mask: float[rows, seq], weight of each token; no gradient flows to it.
       chunk: tokens whose logits exist at one time.
@@ -85,8 +88,9 @@ def chunked_cross_entropy(
       CrossEntropy.
     """
     loss_mask = lax.stop_gradient(loss_mask).astype(sum_dtype(hidden))
-    head = _Head(chunk, axis, logit_softcap, regularizers)
-    sums, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, head)
+    sums, correct, log_probs = _sums_of(
+        hidden, kernel, targets, loss_mask, _Head(chunk, axis, logit_softcap, regularizers)
+    )
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
     log_probs = lax.stop_gradient(jnp.where(counted, log_probs, 0))
@@ -117,6 +121,16 @@ class _Scores(NamedTuple):
     target_logit: jax.Array
     correct: jax.Array
     mean_logit: jax.Array | None
+
+
+def _sums_of(hidden, kernel, targets, mask, head: _Head):
+    """Returns (_Sums, correct [rows, seq], log_probs [rows, seq]), in parts of the vocabulary where that pays."""
+    if not isinstance(kernel, Table):
+        return _cross_entropy(hidden, kernel, targets, mask, head)
+    if head.regularizers or not takes(kernel, targets.size):
+        return _cross_entropy(hidden, kernel.as_head(kernel.whole()), targets, mask, head)
+    lost, scores = cross_entropy_by_parts(hidden, kernel, targets, mask, Head(head.chunk, head.softcap))
+    return _Sums(lost), scores.correct, scores.target_logit - scores.normalizer
 
 
 @custom_vjp(4)

@@ -20,7 +20,7 @@ from jax import lax
 from jaxfb.parallel.tensor import constrain
 
 # float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
-_FLOAT16_SCALE = 1024.0
+FLOAT16_SCALE = 1024.0
 # The logit of an id that cannot be drawn. Finite, so that a probability of 0 times its log is 0 and not NaN.
 _NEVER = -1e30
 
@@ -125,7 +125,7 @@ def _products(
 
 
 def _scale(kernel: jax.Array) -> float:
-    return _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
+    return FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:

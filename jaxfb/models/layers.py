@@ -20,6 +20,7 @@ from jaxfb.models.activations import gated
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.products import product_of_tokens
 from jaxfb.parallel.context import own_part, size_here
+from jaxfb.parallel.table import Table, look_up
 from jaxfb.parallel.tensor import constrain, residual_stream
 
 fan_in_init = nnx.initializers.lecun_normal()
@@ -97,12 +98,16 @@ class Embed(nnx.Module):
         self.scale, self.sequence_parallel = config.variant.embedding_scale, config.sequence_parallel
 
     def __call__(self, tokens_RT: jax.Array) -> jax.Array:
-        # annotated where it is read, so that its gradient (a scatter) is made in shards as well
-        embedding_VD = constrain(self.embedding[...], "tensor", None)
-        found_RTD = embedding_VD[tokens_RT]
+        found_RTD = self._found(tokens_RT)
         if self.scale is not None:
             found_RTD *= jnp.asarray(self.scale, found_RTD.dtype)
         return residual_stream(found_RTD, self.sequence_parallel)
+
+    def _found(self, tokens_RT: jax.Array) -> jax.Array:
+        if isinstance(table := self.embedding.get_value(), Table):
+            return look_up(table, tokens_RT)
+        # annotated where it is read, so that its gradient (a scatter) is made in shards as well
+        return constrain(self.embedding[...], "tensor", None)[tokens_RT]
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
         """Embeds with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""
@@ -125,7 +130,14 @@ class Outer(nnx.Module):
     @property
     def head_kernel(self) -> jax.Array:
         """Returns the head's matrix [D, V], V split over `tensor`."""
-        return self.embed.embedding[...].T if self.tied else self.head.kernel[...]
+        kernel = self.head_table
+        return kernel.as_head(kernel.whole()) if isinstance(kernel, Table) else kernel
+
+    @property
+    def head_table(self) -> jax.Array | Table:
+        """Returns the same, or the table that it was given as, which may be the embedding's."""
+        kernel = (self.embed.embedding if self.tied else self.head.kernel).get_value()
+        return kernel.T if self.tied and not isinstance(kernel, Table) else kernel
 
 
 def dropout(x: jax.Array, rate: float, keys: jax.Array | None, site: int) -> jax.Array:

@@ -76,6 +76,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         counted_leaves(config),
         layer_piece,
         halves=layers.halves,
+        tables=vocabulary_dims,
     )
 
 
@@ -122,7 +123,7 @@ class _EmbedAndHead:
     """Computes what comes before and after the layers: embedding, head and loss, over `outer` parameters."""
 
     def __init__(self, config: TransformerConfig, loss: HeadLoss | None):
-        self._config, self._loss = config, loss or _own_loss(config)
+        self._config, self._loss, self._takes_table = config, loss or _own_loss(config), loss is None
         self._module, self.leading, self.multi_token = rebuilder(Outer, config), _leading_of(config), None
         self._last = stack_of(config).period[-1]
         if loss is None and config.mtp_depth:
@@ -137,7 +138,8 @@ class _EmbedAndHead:
 
     def head(self, outer, hidden, microbatch, rng=None, **axis):
         module = self._module(outer)
-        out = self._loss(whole(module.norm(hidden)), module.head_kernel, microbatch, **axis)
+        kernel = module.head_table if self._takes_table else module.head_kernel
+        out = self._loss(whole(module.norm(hidden)), kernel, microbatch, **axis)
         if self.multi_token is None:
             return out
         given = mtp.Read(*self._read(microbatch, rng), partial(attend_to, self._last))

@@ -1,0 +1,169 @@
+"""Softmax cross entropy with one part of a head's vocabulary at a time: neither the head nor its gradient exists whole.
+
+Part of the head in forward_backward, for a head that FSDP has cut into shards. Equals `chunked_cross_entropy` of the
+gathered head, with as many products: a first pass over the parts makes each part's logits and keeps exp(logit - the
+part's largest) for all tokens, a second turns that into the gradient of the logits once the normalizer is known. The
+head is gathered once more for it.
+
+Shapes: T = all tokens, W = vocabulary of a part, D = width. Dtypes: what is kept has the head's dtype, like the
+gradient of the logits elsewhere; that of a token's own target is exact. All else is float32 (float64 for float64
+inputs).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.losses.logits import FLOAT16_SCALE, capped_slope, cut_tokens, join_tokens, project, sum_dtype
+from jaxfb.parallel.table import Table, after
+from jaxfb.platforms.compat import custom_vjp
+
+
+class Head(NamedTuple):
+    """chunk: tokens whose logits exist at one time. softcap: of the logits."""
+
+    chunk: int
+    softcap: float | None
+
+
+class PartScores(NamedTuple):
+    """What is known of the tokens' logits over one part of the vocabulary, all [T].
+
+    before, target, after: the largest of the ids below the target, at it, and above it; -inf without any.
+    top: the largest. total: the sum of exp(logit - top).
+    """
+
+    before: jax.Array
+    target: jax.Array
+    after: jax.Array
+    top: jax.Array
+    total: jax.Array
+
+
+class Scores(NamedTuple):
+    """The same over the whole vocabulary, [rows, seq]; correct: the target is the first of the likeliest tokens."""
+
+    normalizer: jax.Array
+    target_logit: jax.Array
+    correct: jax.Array
+
+
+def takes(table: Table, num_tokens: int) -> bool:
+    """Returns whether what is kept of the tokens takes less memory than the head and the sum of its gradients would."""
+    width = table.whole_shape[1 - table.vocabulary]
+    kept = num_tokens * jnp.dtype(table.dtype).itemsize
+    return kept <= width * (jnp.dtype(table.dtype).itemsize + jnp.dtype(table.sum_dtype).itemsize)
+
+
+@custom_vjp(4)
+def cross_entropy_by_parts(
+    hidden: jax.Array, table: Table, targets: jax.Array, mask: jax.Array, head: Head
+) -> tuple[jax.Array, Scores]:
+    """Computes (sum of mask * -log p(target), scores of every token).
+
+    Args:
+      hidden: float[rows, seq, D]. table: the head, [D, vocab] or tied [vocab, D]. targets: i32[rows, seq].
+      mask: float[rows, seq]; no gradient flows to it.
+    """
+    parts = [
+        _first_pass(hidden, after(table).part(k), table, k, targets, head)[0] for k in range(table.num_parts)
+    ]
+    return _summed_up(parts, mask)
+
+
+def _forward(hidden, table: Table, targets, mask, head: Head):
+    kept: list[jax.Array] = []
+    parts: list[PartScores] = []
+    for number in range(table.num_parts):
+        kernel = after(table, *kept[-2:-1]).part(number)
+        scores, exponentials = _first_pass(hidden, kernel, table, number, targets, head)
+        parts.append(scores)
+        kept.append(exponentials)
+    out = _summed_up(parts, mask)
+    return out, (
+        _gradients(hidden, table, targets, mask, head, parts, kept, out[1]),
+        jnp.zeros((0,), hidden.dtype),
+    )
+
+
+def _backward(head, residuals, cotangents):
+    (hidden_grad, table_grad), hidden = residuals
+    scale = cotangents[0]
+    table_grad = jax.tree.map(lambda leaf: (scale * leaf).astype(leaf.dtype), table_grad)
+    return (scale * hidden_grad).astype(hidden.dtype), table_grad, None, None
+
+
+cross_entropy_by_parts.defvjp(_forward, _backward)
+
+
+def _first_pass(
+    hidden, kernel, table: Table, number: int, targets, head: Head
+) -> tuple[PartScores, jax.Array]:
+    """Returns (scores [T], exp(logit - top) times the soft cap's slope [T, W]), both padded at the end."""
+    kernel, ids = table.as_head(kernel), table.ids(number)
+
+    def step(tokens):
+        logits, target = project(tokens[0], kernel, head.softcap), tokens[1][:, None]
+        before, at, above = (
+            jnp.max(jnp.where(part, logits, -jnp.inf), axis=-1)
+            for part in (ids < target, ids == target, ids > target)
+        )
+        top = jnp.maximum(jnp.maximum(before, at), above)
+        exponentials = jnp.exp(logits - top[:, None])
+        kept = exponentials * capped_slope(logits, head.softcap) * _scale(kernel)
+        return PartScores(before, at, above, top, exponentials.sum(-1)), kept.astype(kernel.dtype)
+
+    scores, kept = lax.map(step, cut_tokens(head.chunk, hidden, targets))
+    return jax.tree.map(lambda leaf: leaf.reshape(-1), scores), kept.reshape(-1, kept.shape[-1])
+
+
+def _gradients(
+    hidden, table: Table, targets, mask, head, parts, kept, scores: Scores
+) -> tuple[jax.Array, Table]:
+    """Returns gradients of the sum, of hidden [rows, seq, D] and of the head's shard, in the dtype of sums."""
+    wide, width = sum_dtype(hidden), hidden.shape[-1]
+    flat = jnp.where((mask != 0)[..., None], hidden, 0).reshape(-1, width)
+    hidden_grad, grads = jnp.zeros(flat.shape, wide), []
+    for number, (scored, exponentials) in enumerate(zip(parts, kept, strict=True)):
+        # one part after the other: else the compiler makes all gradients of logits, or gathers all parts, at once
+        kernel = table.as_head(after(table, hidden_grad, *grads[:-1]).part(number))
+        hidden_grad, exponentials = lax.optimization_barrier((hidden_grad, exponentials))
+        ids, scale = table.ids(number), _scale(kernel)
+        of_logits = _logits_grad(exponentials, scored.top, ids, targets, mask, head, scores)
+        added = jnp.matmul(of_logits, kernel.T, preferred_element_type=wide) / scale
+        # the part of the head is then not needed any more while its gradient is made
+        hidden_grad, of_logits = lax.optimization_barrier((hidden_grad + added, of_logits))
+        grad = jnp.matmul(flat.T, of_logits, preferred_element_type=wide) / scale
+        grads.append(table.scattered(grad if table.vocabulary == 1 else grad.T))
+    return hidden_grad.reshape(hidden.shape), table.joined(grads)
+
+
+def _logits_grad(kept, top, ids, targets, mask, head: Head, scores: Scores) -> jax.Array:
+    """Returns the sum's gradient of the logits before they are capped, [T, W], in the head's dtype."""
+    normalizer, target_logit, target, mask = (
+        leaf.reshape(-1)[:, None] for leaf in (scores.normalizer, scores.target_logit, targets, mask)
+    )
+    number = mask.shape[0]
+    factor = jnp.exp(top[:number, None] - normalizer)
+    exact = (jnp.exp(target_logit - normalizer) - 1) * capped_slope(target_logit, head.softcap) * _scale(kept)
+    grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)
+    return jnp.where(mask != 0, mask * grad, 0).astype(kept.dtype)
+
+
+def _summed_up(parts: Sequence[PartScores], mask: jax.Array) -> tuple[jax.Array, Scores]:
+    each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+    before, target, later, top = (leaf.max(0) for leaf in each[:4])
+    total = jnp.sum(each.total * jnp.exp(each.top - top), axis=0)
+    correct = (target > before) & (target >= later)
+    scores = Scores(*(join_tokens(leaf, mask.shape) for leaf in (top + jnp.log(total), target, correct)))
+    lost = mask * (scores.normalizer - scores.target_logit)
+    return jnp.sum(jnp.where(mask != 0, lost, 0)), scores
+
+
+def _scale(x: Any) -> float:
+    return FLOAT16_SCALE if x.dtype == jnp.float16 else 1.0

@@ -1,0 +1,169 @@
+"""An embedding or a head in shards, of whose vocabulary one part at a time is gathered and its gradient scattered.
+
+Whole they are the largest arrays of a step: 1.05 GB each, in 16 bits, of a model of 8B with 128,256 tokens, and as much
+again for the gradient. Part by part each takes a P-th of it, and the collectives of one part run beside the products of
+another.
+
+All functions here run inside `jax.shard_map` and see one device's shard.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.sharding import PartitionSpec as P
+
+from jaxfb.parallel import data
+from jaxfb.parallel.collectives import all_gather, reduce_scatter
+from jaxfb.parallel.sharding import shards_of
+from jaxfb.platforms.compat import custom_vjp
+
+MOST_PARTS = 8  # each is written out in the program
+_STATIC = {"static": True}
+
+
+@jax.tree_util.register_dataclass
+@dataclass(frozen=True)
+class Table:
+    """A matrix over the vocabulary, of which this device has a shard.
+
+    shard: in the dtype in which its gradient is summed over microbatches; whole it is [vocab, width] or [width, vocab].
+    spec:  where it lives; it names no automatic axis. vocabulary: the dim of the whole that is the vocabulary's.
+    dtype: in which parts are gathered. reduce_dtype: in which their gradients are summed over devices; None: the
+      shard's.
+    """
+
+    shard: jax.Array
+    spec: P = field(metadata=_STATIC)
+    vocabulary: int = field(metadata=_STATIC)
+    dtype: Any = field(metadata=_STATIC)
+    reduce_dtype: str | None = field(default=None, metadata=_STATIC)
+
+    def whole(self) -> jax.Array:
+        """Returns the whole matrix; the transpose is a reduce-scatter."""
+        return data.gather_shard(self.shard, self.spec, self.dtype, self.reduce_dtype)
+
+    @property
+    def num_parts(self) -> int:
+        """Returns how many parts there are: the fewest that are not too large."""
+        return num_parts(self.whole_shape, self.vocabulary, self._num_rows, self.shard.dtype)
+
+    def part(self, number: int) -> jax.Array:
+        """Gathers one part: the same columns, or rows, of every device's shard."""
+        size = self._num_rows // self.num_parts
+        own = lax.slice_in_dim(self.shard, number * size, (number + 1) * size, axis=self.vocabulary)
+        dim, axes = _shards(self.spec)
+        return all_gather(own.astype(self.dtype), axes, dim)
+
+    def as_head(self, matrix: jax.Array) -> jax.Array:
+        """Returns the whole, or a part, as [width, vocab]: its transpose if it is an embedding."""
+        return matrix if self.vocabulary == 1 else matrix.T
+
+    def ids(self, number: int) -> jax.Array:
+        """Returns the token of each row, or column, of a part: i32[vocab / num_parts]."""
+        size = self._num_rows // self.num_parts
+        own = number * size + jnp.arange(size, dtype=jnp.int32)
+        return (jnp.arange(self._num_cuts, dtype=jnp.int32)[:, None] * self._num_rows + own).reshape(-1)
+
+    def places(self, tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
+        """Returns (the number of the part in which each token is, its row or column there)."""
+        size = self._num_rows // self.num_parts
+        device, own = tokens // self._num_rows, tokens % self._num_rows
+        return own // size, device * size + own % size
+
+    def scattered(self, grad: jax.Array) -> jax.Array:
+        """Sums a part's gradient over the devices; returns what belongs to this one's shard, in the shard's dtype."""
+        dim, axes = _shards(self.spec)
+        grad = grad.astype(self.reduce_dtype or self.shard.dtype)
+        return reduce_scatter(grad, axes, dim, self.reduce_dtype).astype(self.shard.dtype)
+
+    def joined(self, parts: Sequence[jax.Array]) -> Table:
+        """Returns a table whose shard is made of `parts`, each as `scattered` returns it."""
+        return replace(self, shard=jnp.concatenate(parts, axis=self.vocabulary))
+
+    @property
+    def _num_rows(self) -> int:
+        return self.shard.shape[self.vocabulary]
+
+    @property
+    def _num_cuts(self) -> int:
+        """Returns among how many devices the vocabulary is cut."""
+        dim, axes = _shards(self.spec)
+        return math.prod(map(lax.axis_size, axes)) if dim == self.vocabulary else 1
+
+    @property
+    def sum_dtype(self) -> jnp.dtype:
+        """Returns the dtype in which a part's gradient is made: float32, or float64 for float64."""
+        return jnp.promote_types(self.dtype, jnp.float32)
+
+    @property
+    def whole_shape(self) -> tuple[int, ...]:
+        """Returns the shape of the whole matrix."""
+        dim, axes = _shards(self.spec)
+        devices = math.prod(map(lax.axis_size, axes))
+        return tuple(size * (devices if one == dim else 1) for one, size in enumerate(self.shard.shape))
+
+
+def num_parts(shape: Sequence[int], vocabulary: int, own: int, dtype: Any) -> int:
+    """Returns how many parts a table has: the fewest, up to 8, of no more than `LARGEST_SCATTER` bytes in `dtype`.
+
+    shape: of the whole. own: rows or columns of the vocabulary in a shard, which the parts divide; of those that do the
+      ones that fill a TPU's tiles come first.
+    """
+    needed = -(-math.prod(shape) * jnp.dtype(dtype).itemsize // data.LARGEST_SCATTER)
+    tile = 128 if vocabulary == len(shape) - 1 else 16
+    for multiple in (tile, 1):
+        numbers = [n for n in range(2, MOST_PARTS + 1) if own % (n * multiple) == 0]
+        if needed > 1 and numbers:
+            return next((n for n in numbers if n >= needed), numbers[-1])
+    return 1
+
+
+def _shards(spec: P) -> tuple[int, tuple[str, ...]]:
+    found = shards_of(spec)
+    assert found is not None  # a table is in shards
+    return found
+
+
+def after(table: Table, *arrays: jax.Array | None) -> Table:
+    """Returns the same table, whose parts are gathered once these arrays are there: not all parts at one time."""
+    shard, _ = lax.optimization_barrier((table.shard, arrays))
+    return replace(table, shard=shard)
+
+
+@custom_vjp()
+def look_up(table: Table, tokens: jax.Array) -> jax.Array:
+    """Returns `table.whole()[tokens]`, float[..., width], for tokens of any shape; the vocabulary is dim 0."""
+    number, place = table.places(tokens)
+    found, before = jnp.zeros((*tokens.shape, table.shard.shape[1]), table.dtype), None
+    for index in range(table.num_parts):
+        here = number == index
+        rows = after(table, before).part(index)[jnp.where(here, place, 0)]
+        found, before = jnp.where(here[..., None], rows, found), found
+    return found
+
+
+def _look_up_forward(table: Table, tokens: jax.Array):
+    return look_up(table, tokens), (table, tokens)
+
+
+def _look_up_backward(residuals: tuple[Table, jax.Array], cotangent: jax.Array):
+    table, tokens = residuals
+    number, place = table.places(tokens)
+    rows = table.whole_shape[0] // table.num_parts
+    parts: list[jax.Array] = []
+    for index in range(table.num_parts):
+        cotangent, _ = lax.optimization_barrier((cotangent, parts[:-1]))
+        own = jnp.where((number == index)[..., None], cotangent, 0).astype(table.sum_dtype)
+        grad = jnp.zeros((rows, cotangent.shape[-1]), table.sum_dtype)
+        parts.append(table.scattered(grad.at[jnp.where(number == index, place, rows)].add(own, mode="drop")))
+    return table.joined(parts), None
+
+
+look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -1,0 +1,193 @@
+"""An embedding and a head of which a part of the vocabulary at a time is gathered: the gradients of one device."""
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from comparisons import close
+
+import jaxfb
+from jaxfb.losses import heads
+from jaxfb.losses.cross_entropy import chunked_cross_entropy
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parallel import data, table
+from jaxfb.platforms.compat import equations
+
+ROWS, LENGTH, VOCAB = 8, 12, 192
+SIZES = {
+    "vocab_size": VOCAB,
+    "num_layers": 2,
+    "hidden_size": 16,
+    "num_heads": 2,
+    "mlp_size": 32,
+    "loss_chunk": 5,
+}
+TIED, CAPPED = {"tied_embeddings": True}, {"logit_softcap": 2.0}
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch):
+    """Parts of 48 tokens in float64."""
+    monkeypatch.setattr(data, "LARGEST_SCATTER", 48 * 16 * 8)
+
+
+@cache
+def batch():
+    rng = np.random.default_rng(0)
+    tokens = rng.integers(0, VOCAB, (ROWS, LENGTH), dtype=np.int32)
+    mask = rng.random((ROWS, LENGTH)) > 0.2
+    targets = np.where(mask, np.roll(tokens, -1, 1), -100).astype(np.int32)
+    return {"tokens": tokens, "targets": targets, "loss_mask": mask.astype(np.float64)}
+
+
+def gradients(mesh, sizes=None, dtype=np.float64, num_microbatches=2, model=None, **options):
+    config = TransformerConfig(**SIZES | (sizes or {}))
+    params = init_params(config, jax.random.key(1), dtype)
+    plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas(mesh), num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), fsdp_gather="layer", **options)
+    return fb(model or transformer(config), params, batch(), plan)
+
+
+def replicas(mesh):
+    return mesh.get("data", 1) * mesh.get("fsdp", 1)
+
+
+@cache
+def of_one_device(sizes=()):
+    """Whole tables: nothing is in shards."""
+    return gradients({"data": 1}, dict(sizes), num_microbatches=1)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes", "options"),
+    [
+        ({"fsdp": 4}, {}, {"gather_ahead": True}),
+        ({"fsdp": 2}, TIED, {}),
+        slow({"fsdp": 2}, CAPPED, {}),
+        slow({"fsdp": 2}, TIED | CAPPED, {"num_microbatches": 4}),
+        slow({"data": 2, "fsdp": 2}, {}, {"optimizer_sharding": "data"}),
+        slow({"fsdp": 2, "context": 2}, {}, {}),
+        slow({"fsdp": 2, "tensor": 2}, {}, {}),
+        slow({"fsdp": 4}, {"mtp_depth": 1}, {"num_microbatches": 2}),
+        slow({"fsdp": 4}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {}),
+        slow({"fsdp": 4}, {}, {"num_microbatches": 1, "gather_ahead": "half"}),
+    ],
+    ids=str,
+)
+def test_gradients_are_those_of_one_device(mesh, sizes, options):
+    out, wanted = gradients(mesh, sizes, **options), of_one_device(tuple(sizes.items()))
+    close(out.loss, wanted.loss)
+    close(out.grads, wanted.grads)
+    close(out.metrics, wanted.metrics)
+
+
+@pytest.mark.parametrize("trainable", [["layers"], ["head", "layers"], ["embed", "layers"]], ids=str)
+@pytest.mark.slow
+def test_a_frozen_table_is_gathered_whole(trainable):
+    wanted = of_one_device().grads
+    out = gradients({"fsdp": 2}, trainable=trainable).grads
+    for name in trainable:
+        close(out[name], wanted[name])
+
+
+@pytest.mark.parametrize(
+    ("options", "tolerance"),
+    [
+        ({"compute_dtype": "bfloat16"}, 0.1),
+        slow({"compute_dtype": "bfloat16", "reduce_dtype": "bfloat16"}, 0.1),
+        slow({"compute_dtype": "float16"}, 0.01),
+        slow({"dtype": np.float32}, 3e-6),
+    ],
+    ids=str,
+)
+def test_in_other_dtypes_gradients_are_as_close_as_those_of_whole_tables(options, tolerance, monkeypatch):
+    options = {"dtype": np.float32} | options
+    wanted = of_one_device().grads
+    in_parts = gradients({"fsdp": 2}, **options).grads
+    monkeypatch.setattr(data, "LARGEST_SCATTER", 2**28)
+    whole = gradients({"fsdp": 2}, **options).grads
+
+    def error(grads):
+        """Relative to the largest of each leaf, of the worst leaf."""
+        worst = jax.tree.map(
+            lambda a, b: np.abs(a - b).max() / np.abs(b).max(), *map(jax.device_get, (grads, wanted))
+        )
+        return max(jax.tree.leaves(worst))
+
+    assert error(in_parts) < min(tolerance, 1.3 * error(whole))
+
+
+def test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit():
+    """exp(logit - top) is rounded to bfloat16 for all tokens but the target, whose probability of 0.998 less 1 would be
+    all error."""
+    mesh = jaxfb.make_mesh(fsdp=2)
+    hidden, kernel = np.ones((1, 1, 8), np.float32), np.zeros((8, VOCAB), np.float32)
+    kernel[:, 70] = np.log(190 * 500) / 8
+    given = {"targets": np.full((1, 1), 70, np.int32), "loss_mask": np.ones((1, 1), np.float32)}
+
+    def loss(shard):
+        made = table.Table(shard, jax.P("fsdp"), 1, jnp.dtype("bfloat16"))
+        sums = chunked_cross_entropy(jnp.asarray(hidden, jnp.bfloat16), made, *given.values())
+        return sums.loss_sum / 2  # on both devices
+
+    run = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"), check_vma=False
+    )
+    grad = np.asarray(jax.jit(run)(kernel))
+    logits = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64).sum(0)
+    wanted = np.exp(logits[70]) / np.exp(logits).sum() - 1
+    np.testing.assert_allclose(grad[:, 70], wanted, rtol=2**-8)
+
+
+def test_no_table_exists_whole():
+    """Nor its gradient, nor the logits; what is kept of the tokens' logits is the largest array of the vocabulary."""
+
+    def largest(part):
+        data.LARGEST_SCATTER = part
+        config = TransformerConfig(**SIZES)
+        params = jax.eval_shape(lambda: init_params(config, jax.random.key(1), jnp.float32))
+        fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(fsdp=2), fsdp_gather="layer")
+        plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=2, num_microbatches=4)
+        program = jax.make_jaxpr(lambda p, b: fb(transformer(config), p, b, plan).grads)(params, batch())
+        (inside,) = (
+            one.params["jaxpr"] for one in equations(program.jaxpr) if one.primitive.name == "shard_map"
+        )
+        shapes = [var.aval.shape for one in equations(inside) for var in one.outvars]
+        return max(max(shape) for shape in shapes if len(shape) > 1 and set(shape) & {16})
+
+    assert largest(2**28) == VOCAB
+    assert largest(48 * 16 * 4) < VOCAB
+
+
+@pytest.mark.parametrize(
+    ("shape", "vocabulary", "own", "number"),
+    [
+        ((4096, 128256), 1, 128256, 6),  # 167 columns of 128 each
+        ((128256, 4096), 0, 2004, 6),  # a shard of 64; no number of parts fills tiles
+        ((128256, 4096), 0, 501, 3),
+        ((6144, 32768), 1, 32768, 4),
+        ((1024, 32000), 1, 32000, 1),
+        ((16384, 128257), 1, 128257, 1),  # 11 x 89 x 131
+    ],
+)
+def test_the_number_of_parts(shape, vocabulary, own, number, monkeypatch):
+    monkeypatch.setattr(data, "LARGEST_SCATTER", 2**28)
+    assert table.num_parts(shape, vocabulary, own, "float32") == number
+
+
+@pytest.mark.slow
+def test_a_loss_of_your_own_gets_the_whole_head():
+    model = transformer(TransformerConfig(**SIZES))
+
+    def loss(log_probs, entropy, microbatch):
+        return jaxfb.Sum(-(microbatch["loss_mask"] * log_probs).sum(), microbatch["loss_mask"].sum())
+
+    own = heads.policy_loss_fn(model, loss)
+    close(gradients({"fsdp": 2}, model=own).grads, of_one_device().grads)
