@@ -32,7 +32,7 @@ class Head(NamedTuple):
 
 
 class PartScores(NamedTuple):
-    """What is known of the tokens' logits over one part of the vocabulary, all [T].
+    """Describes the tokens' logits over one part of the vocabulary, all [T].
 
     before, target, after: the largest of the ids below the target, at it, and above it; -inf without any.
     top: the largest. total: the sum of exp(logit - top).
@@ -51,13 +51,6 @@ class Scores(NamedTuple):
     normalizer: jax.Array
     target_logit: jax.Array
     correct: jax.Array
-
-
-def takes(table: Table, num_tokens: int) -> bool:
-    """Returns whether what is kept of the tokens takes less memory than the head and the sum of its gradients would."""
-    width = table.whole_shape[1 - table.vocabulary]
-    kept = num_tokens * jnp.dtype(table.dtype).itemsize
-    return kept <= width * (jnp.dtype(table.dtype).itemsize + jnp.dtype(table.sum_dtype).itemsize)
 
 
 @custom_vjp(4)

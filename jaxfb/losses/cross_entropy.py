@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.by_parts import Head, cross_entropy_by_parts, takes
+from jaxfb.losses.by_parts import Head, cross_entropy_by_parts
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -35,7 +35,7 @@ from jaxfb.losses.logits import (
     token_ids,
     vocab_size,
 )
-from jaxfb.parallel.table import Table
+from jaxfb.parallel.table import Table, pays
 from jaxfb.platforms.compat import custom_vjp
 
 
@@ -127,7 +127,7 @@ def _sums_of(hidden, kernel, targets, mask, head: _Head):
     """Returns (_Sums, correct [rows, seq], log_probs [rows, seq]), in parts of the vocabulary where that pays."""
     if not isinstance(kernel, Table):
         return _cross_entropy(hidden, kernel, targets, mask, head)
-    if head.regularizers or not takes(kernel, targets.size):
+    if head.regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype):
         return _cross_entropy(hidden, kernel.as_head(kernel.whole()), targets, mask, head)
     lost, scores = cross_entropy_by_parts(hidden, kernel, targets, mask, Head(head.chunk, head.softcap))
     return _Sums(lost), scores.correct, scores.target_logit - scores.normalizer

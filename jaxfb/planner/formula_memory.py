@@ -6,6 +6,7 @@ import jax.numpy as jnp
 
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig, seen_share
+from jaxfb.parallel.table import num_parts, pays
 from jaxfb.planner.counts import (
     context_method,
     gathers_layers,
@@ -66,20 +67,39 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     weights, what a layer's backward and a block of logits take.
 
     Gathered a layer ahead, a second layer's weights and gradient; half a layer ahead, those of its first half. Where
-    layers are gathered without a pipeline, that of a layer or that of the head, the larger.
+    layers are gathered without a pipeline, that of a layer or that of the head, the larger; of a large head one part of
+    the vocabulary at a time.
     """
     (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, ahead = gathers_layers(config), 1 + share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
     waiting = reduced_bytes(config) if gathers else 2
-    of_layer = waiting * gradient * ahead + _layer_work_bytes(config, sizes, topology)
+    late = (
+        ahead if topology.chip is None or topology.chip.kind != "TPU v5 lite" else 1
+    )  # no scatter waits there
+    of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1:
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
-        return whole + max(2 * layer * ahead + of_layer, table + of_head)
+        at_head = _head_in_parts_bytes(config, sizes) or table + of_head
+        return whole + max(2 * layer * ahead + of_layer, at_head)
     beside = 2 * outer if gathers and config.mesh.pipe == 1 else 0
     return whole + of_layer + of_head + beside + (2 * layer * ahead if gathers else 0)
+
+
+def _head_in_parts_bytes(config: Config, sizes: TransformerConfig) -> float | None:
+    """Counts what `cross_entropy_by_parts` keeps of all tokens, and takes for one part; None where it does not run."""
+    width, vocabulary, tokens = sizes.hidden_size, sizes.vocab_size, tokens_of_piece(config)
+    parts = num_parts((width, vocabulary), 1, vocabulary, "float32")
+    if config.mesh.tensor > 1 or parts == 1 or sizes.mtp_depth or sizes.z_loss or sizes.label_smoothing:
+        return None
+    if not pays(tokens, width, "bfloat16"):
+        return None
+    of_part = (
+        2 * 2 * width + 4 * width + 2 * tokens + 8 * min(tokens, sizes.loss_chunk)
+    )  # two parts of the head
+    return (2 * tokens + of_part / parts) * vocabulary
 
 
 def streamed_bytes(config: Config, sizes: TransformerConfig) -> float:

@@ -125,24 +125,25 @@ def test_in_other_dtypes_gradients_are_as_close_as_those_of_whole_tables(options
 
 
 def test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit():
-    """exp(logit - top) is rounded to bfloat16 for all tokens but the target, whose probability of 0.998 less 1 would be
+    """Probabilities times the cap's slope are kept in bfloat16 but for the target, where that less the slope would be
     all error."""
-    mesh = jaxfb.make_mesh(fsdp=2)
+    mesh, cap = jaxfb.make_mesh(fsdp=2), 30.0
     hidden, kernel = np.ones((1, 1, 8), np.float32), np.zeros((8, VOCAB), np.float32)
-    kernel[:, 70] = np.log(190 * 500) / 8
-    given = {"targets": np.full((1, 1), 70, np.int32), "loss_mask": np.ones((1, 1), np.float32)}
+    kernel[:, 70] = 1.5
+    targets, mask = np.full((1, 1), 70, np.int32), np.ones((1, 1), np.float32)
 
     def loss(shard):
         made = table.Table(shard, jax.P("fsdp"), 1, jnp.dtype("bfloat16"))
-        sums = chunked_cross_entropy(jnp.asarray(hidden, jnp.bfloat16), made, *given.values())
-        return sums.loss_sum / 2  # on both devices
+        given = jnp.asarray(hidden, jnp.bfloat16), made, targets, mask
+        return chunked_cross_entropy(*given, logit_softcap=cap).loss_sum / 2  # on both devices
 
     run = jax.shard_map(
         jax.grad(loss), mesh=mesh, in_specs=jax.P("fsdp"), out_specs=jax.P("fsdp"), check_vma=False
     )
     grad = np.asarray(jax.jit(run)(kernel))
-    logits = np.asarray(jnp.asarray(kernel, jnp.bfloat16), np.float64).sum(0)
-    wanted = np.exp(logits[70]) / np.exp(logits).sum() - 1
+    capped = cap * np.tanh(kernel.astype(np.float64).sum(0) / cap)
+    slope = 1 - (capped[70] / cap) ** 2
+    wanted = slope * (np.exp(capped[70]) / np.exp(capped).sum() - 1)
     np.testing.assert_allclose(grad[:, 70], wanted, rtol=2**-8)
 
 
