@@ -128,12 +128,15 @@ class Unembedding:
     kernel:  float[width, vocab/tensor].
     softcap: None leaves the logits as they are.
     chunk:   how many tokens' logits may exist at one time.
+    table:   the kernel, or its transpose, as a `jaxfb.parallel.table.Table`, of which a part at a time can be gathered;
+             None: it is whole already.
     """
 
     hidden: jax.Array
     kernel: jax.Array
     softcap: float | None = field(default=None, metadata={"static": True})
     chunk: int = field(default=1024, metadata={"static": True})
+    table: Any = None
 
 
 @dataclass(frozen=True)

@@ -794,14 +794,14 @@ MUTATIONS = (
     ),
     Mutation(
         "target_from_what_is_kept",
-        "losses/by_parts.py",
+        "losses/cross_entropy_by_parts.py",
         "grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)",
-        "grad = kept[:number].astype(factor.dtype) * factor - (ids == target) * _scale(kept)",
+        "grad = kept[:number].astype(factor.dtype) * factor - (ids == target) * half_scale(kept)",
         "forward_backward/test_tables.py::test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit",
     ),
     Mutation(
         "largest_of_one_part",
-        "losses/by_parts.py",
+        "losses/cross_entropy_by_parts.py",
         "total = jnp.sum(each.total * jnp.exp(each.top - top), axis=0)",
         "total = jnp.sum(each.total, axis=0)",
         "forward_backward/test_tables.py::test_gradients_are_those_of_one_device",

@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.by_parts import Head, cross_entropy_by_parts
+from jaxfb.losses.cross_entropy_by_parts import Head, cross_entropy_by_parts
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,

@@ -59,7 +59,7 @@ def policy_loss_fn(
     def head_loss(unembedding: Unembedding, microbatch: Mapping, axis: str | None) -> LossOutput | Sum:
         scores = token_log_probs(
             unembedding.hidden,
-            unembedding.kernel,
+            unembedding.kernel if unembedding.table is None else unembedding.table,
             microbatch["targets"],
             microbatch["loss_mask"],
             chunk=unembedding.chunk,

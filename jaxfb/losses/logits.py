@@ -17,10 +17,11 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.parallel.table import Table, after
 from jaxfb.parallel.tensor import constrain
 
 # float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
-FLOAT16_SCALE = 1024.0
+_FLOAT16_SCALE = 1024.0
 # The logit of an id that cannot be drawn. Finite, so that a probability of 0 times its log is 0 and not NaN.
 _NEVER = -1e30
 
@@ -74,7 +75,7 @@ def gradients_by_chunk(
 
     def rounded(hidden, counted, *others):
         grad, kept = logits_grad(hidden, *others)
-        return (jnp.where(counted[:, None], grad, 0) * _scale(kernel)).astype(kernel.dtype), kept
+        return (jnp.where(counted[:, None], grad, 0) * half_scale(kernel)).astype(kernel.dtype), kept
 
     tokens = cut_tokens(chunk, hidden, counted, *others)
     run = _at_once if _keeps_all(tokens[1].size, kernel) else _summed_over_chunks
@@ -118,14 +119,42 @@ def _products(
 
     That of hidden first: the kernel is then not needed any more while its gradient is made.
     """
-    scale, hidden = _scale(kernel), jnp.where(counted[:, None], hidden, 0)
+    scale, hidden = half_scale(kernel), jnp.where(counted[:, None], hidden, 0)
     matmul = partial(jnp.matmul, preferred_element_type=sum_dtype(kernel))
     hidden_grad, grad = lax.optimization_barrier((matmul(grad, kernel.T) / scale, grad))
     return hidden_grad, constrain(matmul(hidden.T, grad) / scale, None, "tensor")
 
 
-def _scale(kernel: jax.Array) -> float:
-    return FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
+def gradients_by_part(
+    logits_grad: Callable[[int, jax.Array], jax.Array], hidden: jax.Array, counted: jax.Array, table: Table
+) -> tuple[jax.Array, Table]:
+    """Computes gradients of both factors of hidden @ head, with one part of the head's vocabulary at a time.
+
+    Args:
+      logits_grad: (number of the part, kernel [D, W]) -> [T or more, W] of all tokens, times `half_scale` and in the
+        kernel's dtype; 0 where not counted.
+      hidden: float[rows, seq, D]. counted: bool[rows, seq], where a gradient flows.
+    Returns:
+      (float32[rows, seq, D], that of the table's shard).
+    """
+    wide = sum_dtype(hidden)
+    flat = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
+    hidden_grad, grads = jnp.zeros(flat.shape, wide), []
+    for number in range(table.num_parts):
+        # one part after the other: the compiler would gather them, and make their gradients, all at once
+        kernel = table.as_head(after(table, hidden_grad, *grads[:-1]).part(number))
+        grad, scale = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
+        added = jnp.matmul(grad, kernel.T, preferred_element_type=wide) / scale
+        # the part of the head is then not needed any more while its gradient is made
+        hidden_grad, grad = lax.optimization_barrier((hidden_grad + added, grad))
+        kernel_grad = jnp.matmul(flat.T, grad, preferred_element_type=wide) / scale
+        grads.append(table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))
+    return hidden_grad.reshape(hidden.shape), table.joined(grads)
+
+
+def half_scale(kernel: jax.Array) -> float:
+    """Returns what a gradient of logits is multiplied by before it is rounded to the kernel's dtype."""
+    return _FLOAT16_SCALE if kernel.dtype == jnp.float16 else 1.0
 
 
 def summed(x: jax.Array, axis: str | None) -> jax.Array:
@@ -152,11 +181,9 @@ def is_within(ranges: IdRanges, ids: jax.Array) -> jax.Array:
     return inside
 
 
-def without(absent: IdRanges, logits: jax.Array, axis: str | None) -> jax.Array:
-    """Returns the logits [T, V] with those of the absent ids so low that their probability is 0."""
-    if not absent:
-        return logits
-    return jnp.where(is_within(absent, token_ids(logits, jnp.int32, axis)), _NEVER, logits)
+def without(absent: IdRanges, logits: jax.Array, ids: jax.Array) -> jax.Array:
+    """Returns the logits [T, V] of those ids with those of the absent ones so low that their probability is 0."""
+    return jnp.where(is_within(absent, ids), _NEVER, logits) if absent else logits
 
 
 def vocab_size(logits: jax.Array, axis: str | None) -> int:

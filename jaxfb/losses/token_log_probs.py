@@ -15,9 +15,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.losses.log_probs_by_parts import log_probs_by_parts
 from jaxfb.losses.logits import (
     IdRanges,
-    capped_slope,
     cut_tokens,
     gradients_by_chunk,
     join_tokens,
@@ -26,9 +26,10 @@ from jaxfb.losses.logits import (
     sum_dtype,
     summed,
     token_ids,
-    without,
 )
+from jaxfb.losses.scoring import Scoring, in_units, logits_gradient, picked
 from jaxfb.losses.settings import check_positive
+from jaxfb.parallel.table import Table
 from jaxfb.platforms.compat import custom_vjp
 
 
@@ -45,7 +46,7 @@ class TokenLogProbs(NamedTuple):
 
 def token_log_probs(
     hidden: jax.Array,
-    kernel: jax.Array,
+    kernel: jax.Array | Table,
     targets: jax.Array,
     loss_mask: jax.Array,
     *,
@@ -62,7 +63,7 @@ def token_log_probs(
 
     Args:
       hidden: float[rows, seq, width].
-      kernel: float[width, vocab/tensor].
+      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a part at a time is gathered.
       targets: i32[rows, seq], or i32[rows, seq, K] to score K tokens at each position (each costs a pass over
         the chunk's logits); -1 is none, its log-prob is 0.
       loss_mask: float[rows, seq]; only whether it is 0 matters.
@@ -81,8 +82,9 @@ def token_log_probs(
     check_temperature(temperature)
     one = targets.ndim == 2
     ids = targets[..., None] if one else targets
-    scoring = _Scoring(chunk, axis, logit_softcap, temperature, absent_ids)
-    log_probs, entropy = _token_log_probs(hidden, kernel, ids, loss_mask != 0, scoring)
+    scoring = Scoring(chunk, axis, logit_softcap, temperature, absent_ids)
+    compute = log_probs_by_parts if isinstance(kernel, Table) else _token_log_probs
+    log_probs, entropy = compute(hidden, kernel, ids, loss_mask != 0, scoring)
     return TokenLogProbs(log_probs[..., 0] if one else log_probs, entropy)
 
 
@@ -101,22 +103,8 @@ def check_temperature(temperature: float) -> None:
     check_positive("loss", "1.0 for the model's own probabilities", temperature=temperature)
 
 
-class _Scoring(NamedTuple):
-    """Settings of the logits: the arguments that shape the program."""
-
-    chunk: int
-    axis: str | None
-    softcap: float | None
-    temperature: float
-    absent: IdRanges
-
-    def scaled(self, logits: jax.Array) -> jax.Array:
-        """Returns the log-probs of the sampler but for their normalizer, from the model's logits [T, V]."""
-        return without(self.absent, logits / self.temperature, self.axis)
-
-
 @custom_vjp(4)
-def _token_log_probs(hidden, kernel, ids, counted, scoring: _Scoring):
+def _token_log_probs(hidden, kernel, ids, counted, scoring: Scoring):
     log_probs, entropy, _ = _scores(hidden, kernel, ids, counted, scoring)
     return log_probs, entropy
 
@@ -128,17 +116,15 @@ def _forward(hidden, kernel, ids, counted, scoring):
 
 def _backward(scoring, residuals, cotangents):
     hidden, kernel, ids, counted, normalizer, entropy = residuals
-    scale = _largest_of(cotangents, counted)
-    # in units of the largest, so that a half-precision product does not flush 1 / tokens to zero
-    log_prob_seed, entropy_seed = (jnp.where(scale > 0, seed / scale, 0) for seed in cotangents)
+    scale, seeds = in_units(cotangents, counted)
 
     def logits_grad(hidden, ids, normalizer, entropy, log_prob_seed, entropy_seed):
         logits = project(hidden, kernel, scoring.softcap)
-        log_p = scoring.scaled(logits) - normalizer[:, None]
-        grad = _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring)
-        return grad * capped_slope(logits, scoring.softcap) / scoring.temperature, None
+        vocab = token_ids(logits, ids.dtype, scoring.axis)
+        given = ids, normalizer, entropy, log_prob_seed, entropy_seed
+        return logits_gradient(logits, vocab, *given, scoring), None
 
-    others = (ids, normalizer, entropy, log_prob_seed, entropy_seed)
+    others = (ids, normalizer, entropy, *seeds)
     hidden_grad, kernel_grad, _ = gradients_by_chunk(
         logits_grad, hidden, counted, kernel, others, chunk=scoring.chunk, axis=scoring.axis
     )
@@ -153,48 +139,19 @@ def _scores(hidden, kernel, ids, counted, scoring):
 
     def step(tokens):
         hidden, ids = tokens
-        logits = scoring.scaled(project(hidden, kernel, scoring.softcap))
+        logits = project(hidden, kernel, scoring.softcap)
+        vocab = token_ids(logits, ids.dtype, scoring.axis)
+        logits = scoring.scaled(logits, vocab)
         top = largest(jnp.max(logits, axis=-1, keepdims=True), scoring.axis)
         weights = jnp.exp(logits - top)
         total = summed(jnp.sum(weights, axis=-1), scoring.axis)
         mean = summed(jnp.sum(weights * (logits - top), axis=-1), scoring.axis) / total
         normalizer = top[:, 0] + jnp.log(total)
-        return _picked(logits, ids, scoring.axis) - normalizer[:, None], jnp.log(total) - mean, normalizer
+        found = summed(picked(logits, ids, vocab), scoring.axis)
+        return found - normalizer[:, None], jnp.log(total) - mean, normalizer
 
     scores = lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
     shapes = (ids.shape, counted.shape, counted.shape)
     log_probs, entropy, normalizer = map(join_tokens, scores, shapes)
     there = counted[..., None] & (ids != -1)
     return jnp.where(there, log_probs, 0), jnp.where(counted, entropy, 0), normalizer
-
-
-def _picked(logits, ids, axis):
-    """Picks the logits of the ids: [T, V], [T, K] -> [T, K].
-
-    Compares with an iota instead of gathering, so a vocabulary split over devices stays split.
-    """
-    vocab = token_ids(logits, ids.dtype, axis)
-    one = lambda target: jnp.sum(jnp.where(vocab == target[:, None], logits, 0), axis=-1)  # noqa: E731
-    return summed(lax.map(one, ids.T).T, axis)
-
-
-def _log_p_grad(log_p, ids, entropy, log_prob_seed, entropy_seed, scoring):
-    """Turns cotangents of log-probs [T, K] and entropy [T] into that of logits / temperature, [T, V].
-
-    d log p_i / dz_j = [i = j] - p_j;  d entropy / dz_j = -p_j (log p_j + entropy).
-    """
-    vocab = token_ids(log_p, ids.dtype, scoring.axis)
-    log_prob_seed = jnp.where(ids != -1, log_prob_seed, 0)
-    from_all = log_prob_seed.sum(-1, keepdims=True) + entropy_seed[:, None] * (log_p + entropy[:, None])
-
-    def add(grad, target_and_seed):
-        target, seed = target_and_seed
-        return grad + jnp.where(vocab == target[:, None], seed[:, None], 0), None
-
-    return lax.scan(add, -jnp.exp(log_p) * from_all, (ids.T, log_prob_seed.T))[0]
-
-
-def _largest_of(cotangents, counted):
-    log_prob_seed, entropy_seed = cotangents
-    size = jnp.maximum(jnp.max(jnp.abs(log_prob_seed), axis=-1), jnp.abs(entropy_seed))
-    return jnp.max(jnp.where(counted, size, 0))

@@ -41,6 +41,7 @@ from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
 from jaxfb.models.pieces import layer_piece_of, runs_on_pieces
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import token_index
+from jaxfb.parallel.table import Table
 from jaxfb.parallel.tensor import transformer_param_specs, vocabulary_dims
 from jaxfb.types import Halves, LossOutput, Pipelined, Unembedding, VocabularyParallel
 
@@ -161,7 +162,8 @@ class _EmbedAndHead:
     def unembed(self, outer, hidden):
         module, config = self._module(outer), self._config
         normed = whole(module.norm(hidden))
-        return Unembedding(normed, module.head_kernel, config.logit_softcap, config.loss_chunk)
+        table = module.head_table if isinstance(module.head_table, Table) else None
+        return Unembedding(normed, module.head_kernel, config.logit_softcap, config.loss_chunk, table)
 
     def _read(self, microbatch, rng):
         return _read(microbatch, rng, bool(self._config.num_experts))

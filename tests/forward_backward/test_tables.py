@@ -11,10 +11,11 @@ from comparisons import close
 import jaxfb
 from jaxfb.losses import heads
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
+from jaxfb.losses.token_log_probs import log_probs_of_logits
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import data, table
-from jaxfb.platforms.compat import equations
+from jaxfb.platforms.compat import cut_down, equations
 
 ROWS, LENGTH, VOCAB = 8, 12, 192
 SIZES = {
@@ -147,24 +148,25 @@ def test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit(
     np.testing.assert_allclose(grad[:, 70], wanted, rtol=2**-8)
 
 
-def test_no_table_exists_whole():
-    """Nor its gradient, nor the logits; what is kept of the tokens' logits is the largest array of the vocabulary."""
-
-    def largest(part):
-        data.LARGEST_SCATTER = part
-        config = TransformerConfig(**SIZES)
+def largest_array(make, sizes, part):
+    """Returns the largest dim of any array of a device with a dim of the width. make: config -> model, a new one."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data, "LARGEST_SCATTER", part)
+        config = TransformerConfig(**SIZES | sizes)
         params = jax.eval_shape(lambda: init_params(config, jax.random.key(1), jnp.float32))
         fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(fsdp=2), fsdp_gather="layer")
         plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=2, num_microbatches=4)
-        program = jax.make_jaxpr(lambda p, b: fb(transformer(config), p, b, plan).grads)(params, batch())
-        (inside,) = (
-            one.params["jaxpr"] for one in equations(program.jaxpr) if one.primitive.name == "shard_map"
-        )
-        shapes = [var.aval.shape for one in equations(inside) for var in one.outvars]
-        return max(max(shape) for shape in shapes if len(shape) > 1 and set(shape) & {16})
+        program = jax.make_jaxpr(lambda p, b: fb(make(config), p, b, plan).grads)(params, batch())
+        program, _ = cut_down(program, [True] * len(program.jaxpr.outvars))
+    (inside,) = (one.params["jaxpr"] for one in equations(program.jaxpr) if one.primitive.name == "shard_map")
+    shapes = [var.aval.shape for one in equations(inside) for var in one.outvars]
+    return max(max(shape) for shape in shapes if len(shape) > 1 and SIZES["hidden_size"] in shape)
 
-    assert largest(2**28) == VOCAB
-    assert largest(48 * 16 * 4) < VOCAB
+
+@pytest.mark.parametrize("sizes", [{}, TIED], ids=str)
+def test_no_table_exists_whole(sizes):
+    """Nor its gradient."""
+    assert largest_array(transformer, sizes, 48 * 16 * 4) < VOCAB == largest_array(transformer, sizes, 2**28)
 
 
 @pytest.mark.parametrize(
@@ -183,12 +185,35 @@ def test_the_number_of_parts(shape, vocabulary, own, number, monkeypatch):
     assert table.num_parts(shape, vocabulary, own, "float32") == number
 
 
-@pytest.mark.slow
-def test_a_loss_of_your_own_gets_the_whole_head():
-    model = transformer(TransformerConfig(**SIZES))
+@pytest.mark.parametrize("sizes", [{}, TIED | CAPPED], ids=str)
+def test_log_probs_and_entropies_are_made_in_parts_too(sizes):
+    """Of a sampler with a temperature, that never draws some ids."""
 
     def loss(log_probs, entropy, microbatch):
-        return jaxfb.Sum(-(microbatch["loss_mask"] * log_probs).sum(), microbatch["loss_mask"].sum())
+        total = jnp.sum(jnp.exp(log_probs) - 0.1 * entropy * microbatch["loss_mask"])
+        return jaxfb.LossOutput(
+            {"loss": jaxfb.Sum(total, microbatch["loss_mask"].sum())}, outputs=(log_probs, entropy)
+        )
 
-    own = heads.policy_loss_fn(model, loss)
-    close(gradients({"fsdp": 2}, model=own).grads, of_one_device().grads)
+    def make(config):
+        return heads.policy_loss_fn(
+            transformer(config), loss, temperature=0.7, absent_ids=((40, 60), (180, VOCAB))
+        )
+
+    own = make(TransformerConfig(**SIZES | sizes))
+    out, wanted = (gradients(mesh, sizes, model=own) for mesh in ({"fsdp": 2}, {"data": 1}))
+    close(out.outputs, wanted.outputs)
+    close(out.grads, wanted.grads)
+    assert largest_array(make, sizes, 48 * 16 * 4) < VOCAB == largest_array(make, sizes, 2**28)
+
+
+@pytest.mark.slow
+def test_a_loss_of_your_own_on_the_logits_gets_the_whole_head():
+    model = transformer(TransformerConfig(**SIZES))
+
+    def loss(unembedding, microbatch, axis):
+        logits = (unembedding.hidden @ unembedding.kernel).astype(np.float64)
+        scores = log_probs_of_logits(logits, jnp.maximum(microbatch["targets"], 0)).log_probs
+        return jaxfb.Sum(-(microbatch["loss_mask"] * scores).sum(), microbatch["loss_mask"].sum())
+
+    close(gradients({"fsdp": 2}, model=heads.with_head(model, loss)).grads, of_one_device().grads)

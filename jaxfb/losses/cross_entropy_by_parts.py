@@ -13,13 +13,13 @@ inputs).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.logits import FLOAT16_SCALE, capped_slope, cut_tokens, join_tokens, project, sum_dtype
+from jaxfb.losses.logits import capped_slope, cut_tokens, gradients_by_part, half_scale, join_tokens, project
 from jaxfb.parallel.table import Table, after
 from jaxfb.platforms.compat import custom_vjp
 
@@ -78,10 +78,13 @@ def _forward(hidden, table: Table, targets, mask, head: Head):
         parts.append(scores)
         kept.append(exponentials)
     out = _summed_up(parts, mask)
-    return out, (
-        _gradients(hidden, table, targets, mask, head, parts, kept, out[1]),
-        jnp.zeros((0,), hidden.dtype),
-    )
+
+    def of_logits(number: int, kernel: jax.Array) -> jax.Array:
+        _, exponentials = lax.optimization_barrier((kernel, kept[number]))  # else of all parts at once
+        of_part = exponentials, parts[number].top, table.ids(number)
+        return _logits_grad(*of_part, targets, mask, head, out[1])
+
+    return out, (gradients_by_part(of_logits, hidden, mask != 0, table), jnp.zeros((0,), hidden.dtype))
 
 
 def _backward(head, residuals, cotangents):
@@ -108,32 +111,11 @@ def _first_pass(
         )
         top = jnp.maximum(jnp.maximum(before, at), above)
         exponentials = jnp.exp(logits - top[:, None])
-        kept = exponentials * capped_slope(logits, head.softcap) * _scale(kernel)
+        kept = exponentials * capped_slope(logits, head.softcap) * half_scale(kernel)
         return PartScores(before, at, above, top, exponentials.sum(-1)), kept.astype(kernel.dtype)
 
     scores, kept = lax.map(step, cut_tokens(head.chunk, hidden, targets))
     return jax.tree.map(lambda leaf: leaf.reshape(-1), scores), kept.reshape(-1, kept.shape[-1])
-
-
-def _gradients(
-    hidden, table: Table, targets, mask, head, parts, kept, scores: Scores
-) -> tuple[jax.Array, Table]:
-    """Returns gradients of the sum, of hidden [rows, seq, D] and of the head's shard, in the dtype of sums."""
-    wide, width = sum_dtype(hidden), hidden.shape[-1]
-    flat = jnp.where((mask != 0)[..., None], hidden, 0).reshape(-1, width)
-    hidden_grad, grads = jnp.zeros(flat.shape, wide), []
-    for number, (scored, exponentials) in enumerate(zip(parts, kept, strict=True)):
-        # one part after the other: else the compiler makes all gradients of logits, or gathers all parts, at once
-        kernel = table.as_head(after(table, hidden_grad, *grads[:-1]).part(number))
-        hidden_grad, exponentials = lax.optimization_barrier((hidden_grad, exponentials))
-        ids, scale = table.ids(number), _scale(kernel)
-        of_logits = _logits_grad(exponentials, scored.top, ids, targets, mask, head, scores)
-        added = jnp.matmul(of_logits, kernel.T, preferred_element_type=wide) / scale
-        # the part of the head is then not needed any more while its gradient is made
-        hidden_grad, of_logits = lax.optimization_barrier((hidden_grad + added, of_logits))
-        grad = jnp.matmul(flat.T, of_logits, preferred_element_type=wide) / scale
-        grads.append(table.scattered(grad if table.vocabulary == 1 else grad.T))
-    return hidden_grad.reshape(hidden.shape), table.joined(grads)
 
 
 def _logits_grad(kept, top, ids, targets, mask, head: Head, scores: Scores) -> jax.Array:
@@ -143,7 +125,9 @@ def _logits_grad(kept, top, ids, targets, mask, head: Head, scores: Scores) -> j
     )
     number = mask.shape[0]
     factor = jnp.exp(top[:number, None] - normalizer)
-    exact = (jnp.exp(target_logit - normalizer) - 1) * capped_slope(target_logit, head.softcap) * _scale(kept)
+    exact = (
+        (jnp.exp(target_logit - normalizer) - 1) * capped_slope(target_logit, head.softcap) * half_scale(kept)
+    )
     grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)
     return jnp.where(mask != 0, mask * grad, 0).astype(kept.dtype)
 
@@ -156,7 +140,3 @@ def _summed_up(parts: Sequence[PartScores], mask: jax.Array) -> tuple[jax.Array,
     scores = Scores(*(join_tokens(leaf, mask.shape) for leaf in (top + jnp.log(total), target, correct)))
     lost = mask * (scores.normalizer - scores.target_logit)
     return jnp.sum(jnp.where(mask != 0, lost, 0)), scores
-
-
-def _scale(x: Any) -> float:
-    return FLOAT16_SCALE if x.dtype == jnp.float16 else 1.0
