@@ -89,9 +89,20 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
             command = f"jaxfb {options.verb}"
             takes_keys = hasattr(options, "overrides")
             keys = " and the config's keys are written as run.updates=100;" if takes_keys else ""
-            parser.error(f"`{command}` does not take {text!r};{keys} `{command} --help` lists what it takes")
+            near = _near(parser, options.verb, text)
+            parser.error(
+                f"`{command}` does not take {text!r}{near};{keys} `{command} --help` lists what it takes"
+            )
         options.overrides.append(text)
     return options
+
+
+def _near(parser: argparse.ArgumentParser, verb: str, text: str) -> str:
+    """Returns ` (did you mean --chunks?)` for an option of that command which is like the text, or nothing."""
+    (commands,) = (one for one in parser._actions if isinstance(one.choices, dict))
+    known = [option for action in commands.choices[verb]._actions for option in action.option_strings]
+    close = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.7)
+    return f" (did you mean {close[0]}?)" if close else ""
 
 
 class _Parser(argparse.ArgumentParser):

@@ -81,11 +81,15 @@ def test_refusals_are_one_sentence_and_code_2(arguments, words, capsys):
     assert not printed
 
 
-@pytest.mark.parametrize("wrong", ["1f1b", "--stages"])
-def test_an_argument_that_the_command_does_not_take_is_named_with_the_command(wrong, capsys):
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("1f1b", ""), ("--stages", ""), ("--num-chunks=2", " (did you mean --chunks?)")]
+)
+def test_an_argument_that_the_command_does_not_take_is_named_with_the_command(wrong, near, capsys):
     with pytest.raises(SystemExit):
         main(["schedule", wrong])
-    assert f"`jaxfb schedule` does not take '{wrong}'; `jaxfb schedule --help`" in capsys.readouterr().err
+    assert (
+        f"`jaxfb schedule` does not take '{wrong}'{near}; `jaxfb schedule --help`" in capsys.readouterr().err
+    )
 
 
 @pytest.mark.processes
