@@ -99,8 +99,8 @@ def parse(arguments: Sequence[str] | None = None) -> argparse.Namespace:
 
 def _near(parser: argparse.ArgumentParser, verb: str, text: str) -> str:
     """Returns ` (did you mean --chunks?)` for an option of that command which is like the text, or nothing."""
-    (commands,) = (one for one in parser._actions if isinstance(one.choices, dict))
-    known = [option for action in commands.choices[verb]._actions for option in action.option_strings]
+    (commands,) = (one.choices for one in parser._actions if isinstance(one.choices, dict))
+    known = [option for action in commands[verb]._actions for option in action.option_strings]
     close = difflib.get_close_matches(text.partition("=")[0], known, n=1, cutoff=0.7)
     return f" (did you mean {close[0]}?)" if close else ""
 
