@@ -174,9 +174,11 @@ def _look_up_backward(residuals: tuple[Table, jax.Array], cotangent: jax.Array):
     rows = table.whole_shape[0] // table.num_parts
     parts: list[jax.Array] = []
     for index in range(table.num_parts):
-        cotangent, _ = lax.optimization_barrier((cotangent, parts[:-1]))
+        # the zeros too, which a compiler may otherwise make of all parts before the first of them is needed
+        zero = jnp.zeros((), table.sum_dtype)
+        cotangent, zero, _ = lax.optimization_barrier((cotangent, zero, parts[:-1]))
         own = jnp.where((number == index)[..., None], cotangent, 0).astype(table.sum_dtype)
-        grad = jnp.zeros((rows, cotangent.shape[-1]), table.sum_dtype)
+        grad = jnp.full((rows, cotangent.shape[-1]), zero)
         parts.append(table.scattered(grad.at[jnp.where(number == index, place, rows)].add(own, mode="drop")))
     return table.joined(parts), None
 
