@@ -19,8 +19,8 @@ gradients once:
 | 8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4 | 8.62 -> 7.91 | 15.65 -> 15.58 |
 | 8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16 | 10.19 -> 7.98 | 36.01 -> 35.93 |
 | 8B, v5e:16x16, fsdp 256, sums in bfloat16 | 5.10 -> 4.83 | 6.50 -> 6.48 |
-| 8B, v5p:4x4x4, fsdp 64 | 6.69 -> 5.65 | 9.86 -> 10.60 |
-| 8B, v6e:8x8, fsdp 64 | 6.99 -> 5.64 | 5.69 -> 6.32 |
+| 8B, v5p:4x4x4, fsdp 64 | 6.71 -> 5.60 | 9.70 -> 10.45 |
+| 8B, v6e:8x8, fsdp 64 | 7.00 -> 5.60 | 5.39 -> 6.04 |
 | like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 46.49 -> 38.23 | 15.76 -> 15.66 |
 | Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 31.05 -> 27.80 | 52.55 -> 53.89 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |

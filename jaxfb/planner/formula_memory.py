@@ -71,21 +71,21 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     the vocabulary at a time.
     """
     (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
-    gathers, ahead = gathers_layers(config), 1 + share_ahead(config, sizes, topology)
+    gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
     waiting = reduced_bytes(config) if gathers else 2
-    late = (
-        ahead if topology.chip is None or topology.chip.kind != "TPU v5 lite" else 1
-    )  # no scatter waits there
+    # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
+    at_once = topology.chip is not None and topology.chip.kind == "TPU v5 lite"
+    late = max(share, 1 - share) if at_once else 1 + share
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1:
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
         at_head = _head_in_parts_bytes(config, sizes) or table + of_head
-        return whole + max(2 * layer * ahead + of_layer, at_head)
+        return whole + max(2 * layer * (1 + share) + of_layer, at_head)
     beside = 2 * outer if gathers and config.mesh.pipe == 1 else 0
-    return whole + of_layer + of_head + beside + (2 * layer * ahead if gathers else 0)
+    return whole + of_layer + of_head + beside + (2 * layer * (1 + share) if gathers else 0)
 
 
 def _head_in_parts_bytes(config: Config, sizes: TransformerConfig) -> float | None:
