@@ -30,7 +30,7 @@ POINTS = {
     "restore.done": "a checkpoint was read",
     "rollout": "a rollout is about to be sampled",
     "rollout.done": "a rollout was sampled and rewarded, none of it was trained on",
-    "end": "all is written, the process has not yet taken leave of the others",
+    "end": "all is done and written, the process has not ended",
 }
 _reached: Counter[str] = Counter()
 

@@ -212,6 +212,7 @@ class Hosts:
         if self.count == 1:
             return
         key = f"{self._prefix}/ended"
+        watch.gone()  # from here on this thread decides how the process ends
         try:
             with here.waiting():
                 gone = self._gather_at_the_end(key, watch)

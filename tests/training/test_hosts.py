@@ -243,9 +243,9 @@ def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
     """jax would wait for it, and abort the others minutes after they have done everything."""
     left, store = [], Store()
     monkeypatch.setattr("jaxfb.training.hosts.leave_coordination", lambda: left.append(1))
-    hosts, one = of_two(store, 0), watch(store, 0, lost_after=1.0)
-    watch(store, 2, lost_after=60.0).fail("OSError: disk full")
+    hosts, one, two = of_two(store, 0), watch(store, 0, lost_after=1.0), watch(store, 2, lost_after=60.0)
     try:
+        two.fail("OSError: disk full")  # that of another process hides nothing
         thread = threading.Thread(target=hosts._end_together, args=[one])
         thread.start()
         thread.join(0.2)
@@ -253,7 +253,7 @@ def test_a_process_that_ends_early_is_not_waited_for(capsys, monkeypatch):
         thread.join(20)
         assert not thread.is_alive() and left == [1]
     finally:
-        one.stop()
+        one.stop(), two.stop()
     assert "process 1 of 2 ended early; all was written before, nothing is missing" in capsys.readouterr().err
 
 
