@@ -11,6 +11,7 @@ from comparisons import close
 import jaxfb
 from jaxfb.losses import heads
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
+from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.token_log_probs import log_probs_of_logits
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
@@ -205,6 +206,43 @@ def test_log_probs_and_entropies_are_made_in_parts_too(sizes):
     close(out.outputs, wanted.outputs)
     close(out.grads, wanted.grads)
     assert largest_array(make, sizes, 48 * 16 * 4) < VOCAB == largest_array(make, sizes, 2**28)
+
+
+def test_a_model_of_your_own_has_its_tables_in_parts():
+    """Its embedding and its head each accept a `Table`; on one device they are given arrays."""
+    given = []
+
+    def embed(outer, microbatch, rng):
+        words = outer["words"]
+        given.append(isinstance(words, table.Table))
+        return table.look_up(words, microbatch["tokens"]) if given[-1] else words[microbatch["tokens"]]
+
+    def head(outer, hidden, microbatch, rng):
+        return next_token_loss(jnp.tanh(hidden), outer["answers"], microbatch, chunk=5)
+
+    def layer(weights, hidden, microbatch, rng):
+        return hidden + jnp.tanh(hidden @ weights["w"])
+
+    model = jaxfb.Pipelined(embed, layer, head, tables=lambda outer: {"words": 0, "answers": 1})
+    keys = jax.random.split(jax.random.key(3), 3)
+    shapes = {"words": (VOCAB, 16), "answers": (16, VOCAB), "w": (3, 16, 16)}
+    arrays = {
+        name: jax.random.normal(key, shape, np.float64) / 4
+        for key, (name, shape) in zip(keys, shapes.items(), strict=True)
+    }
+    params = {"words": arrays["words"], "answers": arrays["answers"], "layers": {"w": arrays["w"]}}
+
+    def run(mesh):
+        plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas(mesh), num_microbatches=2)
+        fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), fsdp_gather="layer")
+        return fb(model, params, batch(), plan)
+
+    wanted = run({"data": 1})
+    assert not any(given)
+    out = run({"fsdp": 2})
+    assert any(given)
+    close(out.loss, wanted.loss)
+    close(out.grads, wanted.grads)
 
 
 @pytest.mark.slow
