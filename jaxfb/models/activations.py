@@ -17,8 +17,27 @@ def _clamped_silu(gate: jax.Array, up: jax.Array) -> jax.Array:
     return (up + 1) * (gate * jax.nn.sigmoid(gate * _ALPHA))
 
 
+@jax.custom_jvp
+def _silu(gate: jax.Array) -> jax.Array:
+    """Computes gate * sigmoid(gate), whose derivative is written in few operations.
+
+    So few XLA computes again in each product that reads the gradient of `gate`. What JAX derives from `jax.nn.silu` it
+    computes once, in a pass through HBM between the products: 8B on v5p:4x4x4 then took 9.70 s and 6.71 GB in place of
+    9.61 s and 6.55 GB (libtpu 0.0.48).
+    """
+    return jax.nn.silu(gate)
+
+
+@_silu.defjvp
+def _of_silu(primals: tuple, tangents: tuple) -> tuple[jax.Array, jax.Array]:
+    (gate,), (tangent,) = primals, tangents
+    sigmoid = jax.nn.sigmoid(gate)
+    silu = gate * sigmoid
+    return silu, tangent * (sigmoid + silu * (1 - sigmoid))
+
+
 _GATES: Mapping[str, Callable[[jax.Array], jax.Array]] = {
-    "silu": jax.nn.silu,
+    "silu": _silu,
     "gelu_tanh": partial(jax.nn.gelu, approximate=True),
     "gelu": partial(jax.nn.gelu, approximate=False),
 }
