@@ -552,6 +552,20 @@ MUTATIONS = (
         "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
     ),
     Mutation(
+        "slope_of_silu_without_its_second_factor",
+        "models/activations.py",
+        "gate * sigmoid * (1 - sigmoid)",
+        "gate * sigmoid * sigmoid",
+        "models/test_activations.py::test_gradients_are_those_that_jax_derives",
+    ),
+    Mutation(
+        "slope_of_gelu_by_a_third_of_its_cubic",
+        "models/activations.py",
+        "(1 + 3 * _CUBIC * square)",
+        "(1 + _CUBIC * square)",
+        "models/test_activations.py::test_gradients_are_those_that_jax_derives",
+    ),
+    Mutation(
         "long_documents_turned_as_short",
         "models/rope.py",
         "jnp.where(is_long[:, :, None, None], of_long, angle)",

@@ -25,17 +25,21 @@ def test_first_and_second_derivatives_are_those_of_the_function(activation):
     check_grads(partial(gated, activation), (gate[:60], up[:60]), order=2, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("dtype, rtol", [(jnp.float64, 1e-14), (jnp.float32, 2e-6), (jnp.bfloat16, 3e-2)])
-def test_silu_is_that_of_jax_with_its_gradient(dtype, rtol):
+OF_JAX = {
+    "silu": jax.nn.silu,
+    "gelu_tanh": partial(jax.nn.gelu, approximate=True),
+    "gelu": partial(jax.nn.gelu, approximate=False),
+}
+
+
+@pytest.mark.parametrize("activation", OF_JAX)
+@pytest.mark.parametrize("dtype, rtol", [(jnp.float64, 1e-13), (jnp.float32, 2e-5), (jnp.bfloat16, 5e-2)])
+def test_gradients_are_those_that_jax_derives(activation, dtype, rtol):
     gate, up = numbers(dtype)
-
-    def value_and_grads(act, *inputs):
-        return jax.value_and_grad(lambda gate, up: jnp.sum(act(gate) * up), (0, 1))(*inputs)
-
-    ours = jax.value_and_grad(lambda *both: jnp.sum(gated("silu", *both)), (0, 1))(gate, up)
+    value, grads = jax.value_and_grad(lambda *both: jnp.sum(gated(activation, *both)), (0, 1))(gate, up)
+    chex.assert_trees_all_equal_dtypes(grads, (gate, up))
+    chex.assert_tree_all_finite((value, grads))
     wide = gate.astype(jnp.float64), up.astype(jnp.float64)
-    chex.assert_trees_all_equal_dtypes(ours[1], (gate, up))
-    chex.assert_tree_all_finite(ours)
-    theirs = value_and_grads(jax.nn.silu, *wide)[1]
-    for mine, its in zip(ours[1], theirs, strict=True):
-        np.testing.assert_allclose(np.asarray(mine, np.float64), its, rtol=rtol, atol=rtol)
+    derived = jax.grad(lambda gate, up: jnp.sum(OF_JAX[activation](gate) * up), (0, 1))(*wide)
+    for ours, theirs in zip(grads, derived, strict=True):
+        np.testing.assert_allclose(np.asarray(ours, np.float64), theirs, rtol=rtol, atol=rtol)
