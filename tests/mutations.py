@@ -559,10 +559,10 @@ MUTATIONS = (
         "models/test_activations.py::test_gradients_are_those_that_jax_derives",
     ),
     Mutation(
-        "slope_of_gelu_by_a_third_of_its_cubic",
+        "slope_of_gelu_without_its_second_factor",
         "models/activations.py",
-        "(1 + 3 * _CUBIC * square)",
-        "(1 + _CUBIC * square)",
+        "+ gate * density",
+        "+ density",
         "models/test_activations.py::test_gradients_are_those_that_jax_derives",
     ),
     Mutation(

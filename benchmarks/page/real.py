@@ -218,10 +218,11 @@ SECTIONS = (
           some of its recipes do. Compared like that, jaxfb's step takes {shipped_least:.2f} to {shipped_most:.2f} times
           as long.
         - **With sums in {dtype}.** MaxText sums FSDP's gradients over the chips in the compute dtype, jaxfb in the
-          wider accum dtype, which sends twice the bytes and holds them while they wait. With
+          wider accum dtype: twice the bytes are sent, and gradients that wait for their sum take twice the memory. With
           `precision.reduce_dtype={dtype}` jaxfb does as MaxText: in the {rounded_count} rows "{dtype} sums" its step
-          takes {rounded_least:.2f} to {rounded_most:.2f} times as long, in {rounded_memory_least:.2f} to
-          {rounded_memory_most:.2f} times the HBM (without the jobs "memory used").
+          takes {rounded_least:.2f} to {rounded_most:.2f} times as long as MaxText's. Its HBM is
+          {rounded_memory_least:.2f} to {rounded_memory_most:.2f} times MaxText's in those of them that are not "memory
+          used".
         - **What is possible.** The column "bound" is the least ratio to MaxText's step that any program could reach:
           the products that the model needs without recomputation, at the chip's peak, divided by MaxText's step. It is
           {bound_least:.2f} to {bound_most:.2f}, the largest for {bound_of}.
