@@ -7,10 +7,13 @@ from jaxfb.hlo.calls import SELDOM, callees
 from jaxfb.hlo.communication import (
     KINDS,
     Collective,
+    begins_chain,
     chain_of,
     collective,
     collective_kind,
     collectives,
+    is_collective,
+    of_chain,
     traffic,
 )
 from jaxfb.hlo.host import HostTransfer, host_transfer
@@ -23,6 +26,7 @@ __all__ = [
     "Collective",
     "HostTransfer",
     "Instruction",
+    "begins_chain",
     "bytes_of",
     "callees",
     "chain_of",
@@ -30,6 +34,8 @@ __all__ = [
     "collective_kind",
     "collectives",
     "host_transfer",
+    "is_collective",
+    "of_chain",
     "operand_names",
     "parse",
     "traffic",

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from jaxfb.hlo.calls import times_run
+from jaxfb.hlo.calls import callees, times_run
 from jaxfb.hlo.groups import groups_of
 from jaxfb.hlo.text import Instruction, arrays_of, bytes_of, closing, has_array, parse
 from jaxfb.refusal import Refused
@@ -26,6 +26,9 @@ KINDS = (
     "collective-permute",
     "collective-broadcast",
 )
+
+_SCATTER = "all-reduce-scatter"
+"""How the names of the computations begin that are an all-reduce fused with the slice behind it."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def traffic(found: list[Collective]) -> dict[str, tuple[int, int]]:
 def collective_kind(opcode: str, computation: str = "") -> str | None:
     """Returns the kind, such as "all-reduce", of a collective or of its start; None for other operations."""
     opcode = opcode.removesuffix("-start")
-    if opcode == "all-reduce" and computation.startswith("all-reduce-scatter"):
+    if opcode == "all-reduce" and computation.startswith(_SCATTER):
         return "reduce-scatter"
     return opcode if opcode in KINDS else None
 
@@ -107,6 +110,24 @@ def chain_of(instruction: Instruction) -> str | None:
     """
     link = re.search(r'chain_id="?(\d+)', instruction.rest)
     return link[1] if link else None
+
+
+def of_chain(instruction: Instruction) -> bool:
+    """Returns whether this is the first or the last instruction of a chain, which move nothing themselves."""
+    return "AsyncCollectiveStart" in instruction.rest or "AsyncCollectiveDone" in instruction.rest
+
+
+def begins_chain(body: list[Instruction]) -> bool:
+    """Returns whether a fusion does nothing but begin a collective, which a chain of fusions then carries out."""
+    return any("AsyncCollectiveStart" in one.rest for one in body if one.is_root)
+
+
+def is_collective(instruction: Instruction, computations: dict[str, list[Instruction]]) -> bool:
+    """Returns whether an instruction only communicates: a collective, or a fusion that is one or begins one."""
+    if instruction.opcode != "fusion":
+        return collective_kind(instruction.opcode) is not None
+    inner = callees(instruction, computations)[0][0]
+    return inner.startswith(_SCATTER) or begins_chain(computations[inner])
 
 
 def _is_first(instruction: Instruction, chains: set[str]) -> bool:

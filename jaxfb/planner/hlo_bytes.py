@@ -1,7 +1,8 @@
 """Bytes that the instructions of a compiled program read and write in HBM, from the program's text.
 
 A fusion is charged for what it reads and not for what it is given: where it takes a slice of a stack, in itself or in a
-fusion inside it, the slice; where it updates an array in place, the update.
+fusion inside it, the slice; where it updates an array in place, the update. What a chain of fusions gathers beside their
+products is charged where the chain begins, and not again in every fusion that it is handed through.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Bytes:
         self._computations = computations
         self._types = {name: hlo.types(body) for name, body in computations.items()}
         self._uses: dict[str, dict[int, _Use]] = {}
+        self._handed_on: dict[str, set[str]] = {}
 
     def of(self, instruction: Instruction, name: str) -> float:
         """Returns the bytes read and written by one run of an instruction of the computation `name`."""
@@ -72,7 +74,11 @@ class Bytes:
             return 0.0
         if opcode == "fusion":
             inner = hlo.callees(instruction, self._computations)[0][0]
-            return self._of_fusion(instruction.result, operands, self._uses_in(inner))
+            if hlo.begins_chain(self._computations[inner]):
+                return sum(hbm_bytes(one.result) for one in self._computations[inner] if _is_link(one)) + sum(
+                    map(hbm_bytes, operands)
+                )
+            return self._of_fusion(self._written_by(instruction, inner), operands, self._uses_in(inner))
         return hbm_bytes(gpu_calls.result(instruction)) + sum(map(hbm_bytes, operands))
 
     def _of_start(self, instruction: Instruction, operands: list[str]) -> float:
@@ -98,15 +104,30 @@ class Bytes:
                 in_place += size if use.updated and not use.whole else 0.0
         return total + max(0.0, hbm_bytes(result) - in_place)
 
+    def _written_by(self, fusion: Instruction, inner: str) -> str:
+        """Returns the types of a fusion's results without those that its chain hands on."""
+        handed_on = self._handed_on_by(inner)
+        if not handed_on:
+            return fusion.result
+        (root,) = (one for one in self._computations[inner] if one.is_root)
+        names = hlo.operand_names(root) if root.opcode == "tuple" else [root.name]
+        return " ".join(self._types[inner][name] for name in names if name not in handed_on)
+
+    def _handed_on_by(self, name: str) -> set[str]:
+        if name not in self._handed_on:
+            self._handed_on[name] = _handed_on(self._computations[name])
+        return self._handed_on[name]
+
     def _uses_in(self, name: str) -> dict[int, _Use]:
         """Returns the bytes of each operand of a fusion, by its place."""
         if name not in self._uses:
             body = self._computations[name]
             places = {one.name: int(one.rest.split(")")[0]) for one in body if one.opcode == "parameter"}
-            readers = _readers(body)
+            readers, handed_on = _readers(body), self._handed_on_by(name)
             self._uses[name] = {
                 place: sum((self._use(*reader, name) for reader in readers[parameter]), _Use())
                 for parameter, place in places.items()
+                if parameter not in handed_on
             }
         return self._uses[name]
 
@@ -123,6 +144,27 @@ class Bytes:
             inner = hlo.callees(reader, self._computations)[0][0]
             return self._uses_in(inner).get(place, _Use())
         return _Use(whole=True)
+
+
+def _is_link(instruction: Instruction) -> bool:
+    return hlo.collective_kind(instruction.opcode) is not None and hlo.chain_of(instruction) is not None
+
+
+def _handed_on(body: list[Instruction]) -> set[str]:
+    """Returns the values of a fusion that belong to a collective which a chain of fusions carries out: what it gathers,
+    and the operands that are only handed on.
+    """
+    links = {one.name for one in body if _is_link(one)}
+    if not links:
+        return set()
+    links |= {one.name for one in body if hlo.of_chain(one)}
+    at_root = {one.name for one in body if one.is_root and one.opcode == "tuple"}
+    readers = _readers(body)
+    return links | {
+        one.name
+        for one in body
+        if one.opcode == "parameter" and {reader.name for reader, _ in readers[one.name]} <= links | at_root
+    }
 
 
 def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]]:

@@ -132,7 +132,7 @@ class _Reader:
         flops, size = self._products.of(instruction, name), self._bytes.of(instruction, name)
         if self._chip is None:
             return Cost(flops, size)
-        beside = instruction.opcode.endswith("-start") or hlo.collective_kind(instruction.opcode)
+        beside = instruction.opcode.endswith("-start") or hlo.is_collective(instruction, self._computations)
         if beside:  # prefetches run beside the work; collectives are counted apart
             return Cost(flops, size)
         products = flops / self._chip.flops

@@ -44,6 +44,58 @@ ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[2000,1000] {
 }
 """
 
+# as XLA writes a gather for a v5e, and shortened: a chain of fusions carries it out and hands on what it gathers
+LINK = """ (shard: f32[500,1000], space: f32[1000,1000], mark: u32[]) -> f32[1000,1000] {
+  %shard = f32[500,1000]{1,0} parameter(0)
+  %space = f32[1000,1000]{1,0} parameter(1)
+  %mark = u32[]{:S(2)} parameter(2)
+  %gather = f32[1000,1000]{1,0} all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
+"""
+IN_A_CHAIN = """HloModule m, is_scheduled=true
+%begin (shard: f32[500,1000]) -> (f32[500,1000], f32[1000,1000], u32[]) {
+  %shard = f32[500,1000]{1,0} parameter(0)
+  %gather = f32[1000,1000]{1,0} all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
+  ROOT %begun = (f32[500,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) custom-call(%gather), CALL="AsyncCollectiveStart"
+}
+%beside@LINK@  %a.1 = f32[1000,1000]{1,0} parameter(3)
+  %b.1 = f32[1000,1000]{1,0} parameter(4)
+  %product = f32[1000,1000]{1,0} convolution(%a.1, %b.1), dim_labels=bf_io->bf
+  ROOT %all = (f32[1000,1000]{1,0}, f32[500,1000]{1,0}, f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) tuple(%product, %shard, %space, %gather, %mark)
+}
+%end@LINK@  ROOT %there = f32[1000,1000]{1,0} custom-call(%shard, %space, %gather, %mark), CALL="AsyncCollectiveDone"
+}
+ENTRY %main (s: f32[500,1000], a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
+  %s = f32[500,1000]{1,0} parameter(0)
+  %a = f32[1000,1000]{1,0} parameter(1)
+  %b = f32[1000,1000]{1,0} parameter(2)
+  %start = (f32[500,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) fusion(%s), kind=kCustom, calls=%begin
+  %s.1 = f32[500,1000]{1,0} get-tuple-element(%start), index=0
+  %w.1 = f32[1000,1000]{1,0} get-tuple-element(%start), index=1
+  %m.1 = u32[]{:S(2)} get-tuple-element(%start), index=2
+  %both = (f32[1000,1000]{1,0}, f32[500,1000]{1,0}, f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) fusion(%s.1, %w.1, %m.1, %a, %b), kind=kOutput, calls=%beside
+  %s.2 = f32[500,1000]{1,0} get-tuple-element(%both), index=1
+  %w.2 = f32[1000,1000]{1,0} get-tuple-element(%both), index=2
+  %m.2 = u32[]{:S(2)} get-tuple-element(%both), index=4
+  ROOT %done = f32[1000,1000]{1,0} fusion(%s.2, %w.2, %m.2), kind=kCustom, calls=%end
+}
+"""
+for old, new in {"@LINK@": LINK, "CHAIN": 'frontend_attributes={chain_id="3"}', "CALL": "custom_call_target"}.items():
+    IN_A_CHAIN = IN_A_CHAIN.replace(old, new)
+
+# a reduce-scatter on a v5e: an all-reduce fused with the slice behind it
+SCATTER = """HloModule m, is_scheduled=true
+%all-reduce-scatter.1 (p: f32[1000,1000]) -> f32[500,1000] {
+  %p = f32[1000,1000]{1,0} parameter(0)
+  %sum = f32[1000,1000]{1,0} all-reduce(%p), replica_groups={{0,1}}, to_apply=%add
+  %zero = s32[] constant(0)
+  ROOT %own = f32[500,1000]{1,0} dynamic-slice(%sum, %zero, %zero), dynamic_slice_sizes={500,1000}
+}
+ENTRY %main (a: f32[1000,1000]) -> f32[500,1000] {
+  %a = f32[1000,1000]{1,0} parameter(0)
+  ROOT %r = f32[500,1000]{1,0} fusion(%a), kind=kCustom, calls=%all-reduce-scatter.1
+}
+"""
+
 
 def chip(flops=1e30, bandwidth=1e30, axis_bandwidth=1e30) -> Chip:
     return Chip("made up", flops, 1e9, bandwidth, axis_bandwidth, source="")
@@ -82,6 +134,23 @@ def test_what_a_sparsecore_sends_is_hidden_from_the_update_on_that_gives_it_its_
         1,
         ((0, 1), (2, 3), (4, 5), (6, 7)),
     )
+
+
+def test_what_a_chain_of_fusions_gathers_is_moved_once_and_beside_their_products():
+    mesh, megabyte = jaxfb.make_mesh(data=2), 1e6
+    # the product takes 2 s, the gather of half of 4 MB 2 s
+    cost = cost_of(IN_A_CHAIN, mesh, chip(flops=1e9, axis_bandwidth=1e6))
+    assert (cost.work_seconds, cost.exposed_seconds) == (2, 0)
+    assert cost.traffic["data", "all-gather"].seconds == 2
+    gathered, product = (2 + 4) * megabyte, 3 * 4 * megabyte
+    assert cost.bytes == gathered + product
+    slow = cost_of(IN_A_CHAIN, mesh, chip(bandwidth=1e6))
+    assert slow.work_seconds == 12  # of the product alone
+
+
+def test_a_scatter_that_is_a_fusion_is_communication_and_no_work():
+    cost = cost_of(SCATTER, jaxfb.make_mesh(data=2), chip(bandwidth=1e6, axis_bandwidth=1e6))
+    assert (cost.work_seconds, cost.exposed_seconds, cost.bytes) == (0, 2, 6e6)
 
 
 def test_collectives_among_the_same_devices_follow_one_another():
