@@ -20,7 +20,8 @@ from jaxfb.models.activations import gated
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.products import product_of_tokens
 from jaxfb.parallel.context import own_part, size_here
-from jaxfb.parallel.table import Table, look_up
+from jaxfb.parallel.look_up import look_up
+from jaxfb.parallel.table import Table
 from jaxfb.parallel.tensor import constrain, residual_stream
 
 fan_in_init = nnx.initializers.lecun_normal()
@@ -104,10 +105,11 @@ class Embed(nnx.Module):
         return residual_stream(found_RTD, self.sequence_parallel)
 
     def _found(self, tokens_RT: jax.Array) -> jax.Array:
-        if isinstance(table := self.embedding.get_value(), Table):
-            return look_up(table, tokens_RT)
-        # annotated where it is read, so that its gradient (a scatter) is made in shards as well
-        return constrain(self.embedding[...], "tensor", None)[tokens_RT]
+        matrix = self.embedding.get_value()
+        if not isinstance(matrix, Table):
+            # annotated where it is read, so that its gradient (a scatter) is made in shards as well
+            matrix = constrain(matrix, "tensor", None)
+        return look_up(matrix, tokens_RT)
 
     def part(self, tokens_RT: jax.Array, axis: str) -> jax.Array:
         """Embeds with V cut over a manual axis: zero for tokens elsewhere, so the sum over `axis` is whole."""

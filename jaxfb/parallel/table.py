@@ -31,7 +31,6 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.parallel import data
 from jaxfb.parallel.collectives import all_gather, reduce_scatter
 from jaxfb.parallel.sharding import shards_of
-from jaxfb.platforms.compat import custom_vjp
 
 MOST_PARTS = 8  # each is written out in the program
 _STATIC = {"static": True}
@@ -152,37 +151,3 @@ def after(table: Table, *arrays: jax.Array | None) -> Table:
     """Returns the same table, whose parts are gathered once these arrays are there: not all parts at one time."""
     shard, _ = lax.optimization_barrier((table.shard, arrays))
     return replace(table, shard=shard)
-
-
-@custom_vjp()
-def look_up(table: Table, tokens: jax.Array) -> jax.Array:
-    """Returns `table.whole()[tokens]`, float[..., width], for tokens of any shape; the vocabulary is dim 0."""
-    number, place = table.places(tokens)
-    found, before = jnp.zeros((*tokens.shape, table.shard.shape[1]), table.dtype), None
-    for index in range(table.num_parts):
-        here = number == index
-        rows = after(table, before).part(index)[jnp.where(here, place, 0)]
-        found, before = jnp.where(here[..., None], rows, found), found
-    return found
-
-
-def _look_up_forward(table: Table, tokens: jax.Array):
-    return look_up(table, tokens), (table, tokens)
-
-
-def _look_up_backward(residuals: tuple[Table, jax.Array], cotangent: jax.Array):
-    table, tokens = residuals
-    number, place = table.places(tokens)
-    rows = table.whole_shape[0] // table.num_parts
-    parts: list[jax.Array] = []
-    for index in range(table.num_parts):
-        # the zeros too, which a compiler may otherwise make of all parts before the first of them is needed
-        zero = jnp.zeros((), table.sum_dtype)
-        cotangent, zero, _ = lax.optimization_barrier((cotangent, zero, parts[:-1]))
-        own = jnp.where((number == index)[..., None], cotangent, 0).astype(table.sum_dtype)
-        grad = jnp.full((rows, cotangent.shape[-1]), zero)
-        parts.append(table.scattered(grad.at[jnp.where(number == index, place, rows)].add(own, mode="drop")))
-    return table.joined(parts), None
-
-
-look_up.defvjp(_look_up_forward, _look_up_backward)

@@ -1,8 +1,8 @@
 """Bytes that the instructions of a compiled program read and write in HBM, from the program's text.
 
 A fusion is charged for what it reads and not for what it is given: where it takes a slice of a stack, in itself or in a
-fusion inside it, the slice; where it updates an array in place, the update. What a chain of fusions gathers beside their
-products is charged where the chain begins, and not again in every fusion that it is handed through.
+fusion inside it, the slice; where it updates an array in place, the update. What a chain of fusions gathers is charged
+where the chain begins, and not again in every fusion that it is handed through.
 """
 
 from __future__ import annotations

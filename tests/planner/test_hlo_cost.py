@@ -46,40 +46,48 @@ ENTRY %main (a: f32[1000,1000], b: f32[1000,1000]) -> f32[2000,1000] {
 
 # as XLA writes a gather for a v5e, and shortened: a chain of fusions carries it out and hands on what it gathers
 LINK = """ (shard: f32[500,1000], space: f32[1000,1000], mark: u32[]) -> f32[1000,1000] {
-  %shard = f32[500,1000]{1,0} parameter(0)
-  %space = f32[1000,1000]{1,0} parameter(1)
-  %mark = u32[]{:S(2)} parameter(2)
-  %gather = f32[1000,1000]{1,0} all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
+  %shard = SHARD parameter(0)
+  %space = WHOLE parameter(1)
+  %mark = MARK parameter(2)
+  %gather = WHOLE all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
 """
 IN_A_CHAIN = """HloModule m, is_scheduled=true
 %begin (shard: f32[500,1000]) -> (f32[500,1000], f32[1000,1000], u32[]) {
-  %shard = f32[500,1000]{1,0} parameter(0)
-  %gather = f32[1000,1000]{1,0} all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
-  ROOT %begun = (f32[500,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) custom-call(%gather), CALL="AsyncCollectiveStart"
+  %shard = SHARD parameter(0)
+  %gather = WHOLE all-gather(%shard), replica_groups={{0,1}}, dimensions={0}, CHAIN
+  ROOT %begun = (SHARD, WHOLE, MARK) custom-call(%gather), CALL="AsyncCollectiveStart"
 }
-%beside@LINK@  %a.1 = f32[1000,1000]{1,0} parameter(3)
-  %b.1 = f32[1000,1000]{1,0} parameter(4)
-  %product = f32[1000,1000]{1,0} convolution(%a.1, %b.1), dim_labels=bf_io->bf
-  ROOT %all = (f32[1000,1000]{1,0}, f32[500,1000]{1,0}, f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) tuple(%product, %shard, %space, %gather, %mark)
+%beside@LINK@  %a.1 = WHOLE parameter(3)
+  %b.1 = WHOLE parameter(4)
+  %product = WHOLE convolution(%a.1, %b.1), dim_labels=bf_io->bf
+  ROOT %all = (WHOLE, HANDED_ON) tuple(%product, %shard, %space, %gather, %mark)
 }
-%end@LINK@  ROOT %there = f32[1000,1000]{1,0} custom-call(%shard, %space, %gather, %mark), CALL="AsyncCollectiveDone"
+%end@LINK@  ROOT %there = WHOLE custom-call(%shard, %space, %gather, %mark), CALL="AsyncCollectiveDone"
 }
 ENTRY %main (s: f32[500,1000], a: f32[1000,1000], b: f32[1000,1000]) -> f32[1000,1000] {
-  %s = f32[500,1000]{1,0} parameter(0)
-  %a = f32[1000,1000]{1,0} parameter(1)
-  %b = f32[1000,1000]{1,0} parameter(2)
-  %start = (f32[500,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) fusion(%s), kind=kCustom, calls=%begin
-  %s.1 = f32[500,1000]{1,0} get-tuple-element(%start), index=0
-  %w.1 = f32[1000,1000]{1,0} get-tuple-element(%start), index=1
-  %m.1 = u32[]{:S(2)} get-tuple-element(%start), index=2
-  %both = (f32[1000,1000]{1,0}, f32[500,1000]{1,0}, f32[1000,1000]{1,0}, f32[1000,1000]{1,0}, u32[]{:S(2)}) fusion(%s.1, %w.1, %m.1, %a, %b), kind=kOutput, calls=%beside
-  %s.2 = f32[500,1000]{1,0} get-tuple-element(%both), index=1
-  %w.2 = f32[1000,1000]{1,0} get-tuple-element(%both), index=2
-  %m.2 = u32[]{:S(2)} get-tuple-element(%both), index=4
-  ROOT %done = f32[1000,1000]{1,0} fusion(%s.2, %w.2, %m.2), kind=kCustom, calls=%end
+  %s = SHARD parameter(0)
+  %a = WHOLE parameter(1)
+  %b = WHOLE parameter(2)
+  %start = (SHARD, WHOLE, MARK) fusion(%s), kind=kCustom, calls=%begin
+  %s.1 = SHARD get-tuple-element(%start), index=0
+  %w.1 = WHOLE get-tuple-element(%start), index=1
+  %m.1 = MARK get-tuple-element(%start), index=2
+  %both = (WHOLE, HANDED_ON) fusion(%s.1, %w.1, %m.1, %a, %b), kind=kOutput, calls=%beside
+  %s.2 = SHARD get-tuple-element(%both), index=1
+  %w.2 = WHOLE get-tuple-element(%both), index=2
+  %m.2 = MARK get-tuple-element(%both), index=4
+  ROOT %done = WHOLE fusion(%s.2, %w.2, %m.2), kind=kCustom, calls=%end
 }
 """
-for old, new in {"@LINK@": LINK, "CHAIN": 'frontend_attributes={chain_id="3"}', "CALL": "custom_call_target"}.items():
+for old, new in {
+    "@LINK@": LINK,
+    "HANDED_ON": "SHARD, WHOLE, WHOLE, MARK",
+    "WHOLE": "f32[1000,1000]{1,0}",
+    "SHARD": "f32[500,1000]{1,0}",
+    "MARK": "u32[]{:S(2)}",
+    "CHAIN": 'frontend_attributes={chain_id="3"}',
+    "CALL": "custom_call_target",
+}.items():
     IN_A_CHAIN = IN_A_CHAIN.replace(old, new)
 
 # a reduce-scatter on a v5e: an all-reduce fused with the slice behind it

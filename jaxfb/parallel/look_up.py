@@ -1,0 +1,103 @@
+"""Finds the rows of tokens in an embedding, and sums its gradient over the tokens in float32.
+
+A token that a microbatch has a thousand times adds a thousand terms to one row. Autodiff of `matrix[tokens]` adds them
+in the dtype of the matrix: in bfloat16 the row of the commonest byte of a Python file, 1,902 of 8,192, came out 7%
+wrong. Here the terms of a row are added in float32, and their sum is rounded once.
+
+All functions here run inside `jax.shard_map` and see one device's shard.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxfb.parallel.table import Table, after
+from jaxfb.platforms.compat import custom_vjp
+
+
+def look_up(matrix: jax.Array | Table, tokens: jax.Array) -> jax.Array:
+    """Returns `matrix[tokens]`, float[..., width], for tokens of any shape.
+
+    Args:
+      matrix: float[vocab, width], or a table of it in shards, whose parts are gathered one after the other. Its
+        gradient is summed over the tokens in float32, or in its own dtype if that is wider.
+      tokens: int[...].
+    """
+    if isinstance(matrix, Table):
+        return _in_parts(matrix, tokens)
+    exact = jnp.promote_types(matrix.dtype, jnp.float32) == matrix.dtype
+    return matrix[tokens] if exact else _rows(matrix, tokens)
+
+
+@custom_vjp()
+def _rows(matrix: jax.Array, tokens: jax.Array) -> jax.Array:
+    return matrix[tokens]
+
+
+def _rows_forward(matrix, tokens):
+    # not the matrix, which may have been gathered for this alone
+    like = jnp.zeros((matrix.shape[0], 0), matrix.dtype)
+    return matrix[tokens], (like, tokens)
+
+
+def _rows_backward(residuals, cotangent):
+    like, tokens = residuals
+    vocab, width = like.shape[0], cotangent.shape[-1]
+    places, sums = _summed_by_token(tokens.reshape(-1), cotangent.reshape(-1, width), vocab)
+    zeros = jnp.zeros((vocab, width), like.dtype)
+    return zeros.at[places].add(sums.astype(like.dtype), mode="drop"), None
+
+
+_rows.defvjp(_rows_forward, _rows_backward)
+
+
+def _summed_by_token(tokens: jax.Array, rows: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
+    """Sums the rows of each token in float32.
+
+    A sum of only as many rows as there are tokens: one of [vocab, width] would take twice the memory of the gradient.
+
+    Returns:
+      (the token of each sum, int[n], beyond the vocabulary where there is none; the sums, float32[n, width]), for n
+      tokens.
+    """
+    number = tokens.shape[0]
+    order = jnp.argsort(tokens)
+    tokens = tokens[order]
+    run = jnp.cumsum(jnp.diff(tokens, prepend=tokens[:1]) != 0)
+    sums = jnp.zeros(rows.shape, jnp.float32).at[run].add(rows[order].astype(jnp.float32), mode="drop")
+    return jnp.full((number,), vocab, tokens.dtype).at[run].set(tokens, mode="drop"), sums
+
+
+@custom_vjp()
+def _in_parts(table: Table, tokens: jax.Array) -> jax.Array:
+    number, place = table.places(tokens)
+    found, before = jnp.zeros((*tokens.shape, table.shard.shape[1]), table.dtype), None
+    for index in range(table.num_parts):
+        here = number == index
+        rows = after(table, before).part(index)[jnp.where(here, place, 0)]
+        found, before = jnp.where(here[..., None], rows, found), found
+    return found
+
+
+def _in_parts_forward(table: Table, tokens: jax.Array):
+    return _in_parts(table, tokens), (table, tokens)
+
+
+def _in_parts_backward(residuals: tuple[Table, jax.Array], cotangent: jax.Array):
+    table, tokens = residuals
+    number, place = table.places(tokens)
+    rows = table.whole_shape[0] // table.num_parts
+    parts: list[jax.Array] = []
+    for index in range(table.num_parts):
+        # the zeros too, which a compiler may otherwise make of all parts before the first of them is needed
+        zero = jnp.zeros((), table.sum_dtype)
+        cotangent, zero, _ = lax.optimization_barrier((cotangent, zero, parts[:-1]))
+        own = jnp.where((number == index)[..., None], cotangent, 0).astype(table.sum_dtype)
+        grad = jnp.full((rows, cotangent.shape[-1]), zero)
+        parts.append(table.scattered(grad.at[jnp.where(number == index, place, rows)].add(own, mode="drop")))
+    return table.joined(parts), None
+
+
+_in_parts.defvjp(_in_parts_forward, _in_parts_backward)
