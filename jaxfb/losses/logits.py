@@ -80,7 +80,9 @@ def gradients_by_chunk(
     tokens = cut_tokens(chunk, hidden, counted, *others)
     run = _at_once if _keeps_all(tokens[1].size, kernel) else _summed_over_chunks
     hidden_grad, kernel_grad, kept = run(rounded, tokens, kernel)
-    return summed(join_tokens(hidden_grad, hidden.shape), axis), kernel_grad, kept
+    # split by tokens over `tensor`, so that what its devices add up is scattered, and `axis` adds up the parts
+    hidden_grad = constrain(join_tokens(hidden_grad, hidden.shape), None, "tensor", None)
+    return summed(hidden_grad, axis), kernel_grad, kept
 
 
 def _keeps_all(num_tokens: int, kernel: jax.Array) -> bool:

@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.parallel.table import Table, after
+from jaxfb.parallel.tensor import AXIS, constrain, num_shards
 from jaxfb.platforms.compat import custom_vjp
 
 
@@ -44,9 +45,14 @@ def _rows_forward(matrix, tokens):
 
 def _rows_backward(residuals, cotangent):
     like, tokens = residuals
-    vocab, width = like.shape[0], cotangent.shape[-1]
-    places, sums = _summed_by_token(tokens.reshape(-1), cotangent.reshape(-1, width), vocab)
-    zeros = jnp.zeros((vocab, width), like.dtype)
+    (vocab, _), width = like.shape, cotangent.shape[-1]
+    # whole, since its rows are taken in another order: split by tokens, each device would send zeros for the others'
+    rows, tokens = constrain(cotangent.reshape(-1, width), None, None), tokens.reshape(-1)
+    if vocab <= tokens.size * num_shards():
+        zeros = constrain(jnp.zeros((vocab, width), jnp.float32), AXIS, None)
+        return zeros.at[tokens].add(rows.astype(jnp.float32), mode="drop").astype(like.dtype), None
+    places, sums = _summed_by_token(tokens, rows, vocab)
+    zeros = constrain(jnp.zeros((vocab, width), like.dtype), AXIS, None)
     return zeros.at[places].add(sums.astype(like.dtype), mode="drop"), None
 
 
@@ -56,7 +62,8 @@ _rows.defvjp(_rows_forward, _rows_backward)
 def _summed_by_token(tokens: jax.Array, rows: jax.Array, vocab: int) -> tuple[jax.Array, jax.Array]:
     """Sums the rows of each token in float32.
 
-    A sum of only as many rows as there are tokens: one of [vocab, width] would take twice the memory of the gradient.
+    Sums of as many rows as there are tokens, for a device with more rows of the vocabulary: those of [vocab, width]
+    would take twice the memory of the gradient.
 
     Returns:
       (the token of each sum, int[n], beyond the vocabulary where there is none; the sums, float32[n, width]), for n

@@ -51,15 +51,20 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
     """
     if len(spec) != x.ndim:
         raise Refused(f"[tensor] constrain needs one entry per dim: {spec=} for an array of {x.shape=}")
-    mesh = jax.sharding.get_abstract_mesh()
-    size = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
-    if size == 1 or not _is_automatic(mesh, AXIS):
+    mesh, size = jax.sharding.get_abstract_mesh(), num_shards()
+    if size == 1:
         return x
     if any(name == AXIS and dim % size for name, dim in zip(spec, x.shape, strict=True)):
         return x
     others = any(_is_automatic(mesh, name) for name in mesh.axis_names if name != AXIS)
     free = P.UNCONSTRAINED if others else None
     return jax.lax.with_sharding_constraint(x, P(*(AXIS if name == AXIS else free for name in spec)))
+
+
+def num_shards() -> int:
+    """Returns the size of the `tensor` axis where XLA partitions over it, otherwise 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[AXIS] if AXIS in automatic_axes() else 1
 
 
 def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P) -> jax.Array:
@@ -71,10 +76,8 @@ def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P)
     Args:
       function: keeps the number of dims, and the size of the split one.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    size = mesh.shape.get(AXIS, 1) if not mesh.empty else 1
-    split = [dim for dim, entry in enumerate(spec) if entry == AXIS]
-    if size == 1 or not _is_automatic(mesh, AXIS) or len(split) != 1 or x.shape[split[0]] % size:
+    size, split = num_shards(), [dim for dim, entry in enumerate(spec) if entry == AXIS]
+    if size == 1 or len(split) != 1 or x.shape[split[0]] % size:
         return function(x)
     only = P(*(AXIS if dim == split[0] else None for dim in range(x.ndim)))
     return jax.shard_map(function, in_specs=only, out_specs=only, axis_names={AXIS}, check_vma=False)(x)
