@@ -12,7 +12,7 @@ from typing import Annotated, ClassVar, Literal, get_args
 
 from jaxfb.parts import HEADS
 from jaxfb.recomputation import AHEAD, Gather, Half, Remat, checked_gather, checked_remat
-from jaxfb.refusal import choice
+from jaxfb.refusal import boolean, choice
 
 Float = Literal["float32", "bfloat16", "float16", "float64"]
 Normalization = Literal["global", "microbatch", "none"]
@@ -60,6 +60,10 @@ class LayoutOptions:
       while attention is computed, and their gradients scattered while attention's are. That takes less memory, and
       with fsdp alone more time. None: on GPUs and TPUs; "half" on TPUs with a tensor or context axis, and on v5e. Not
       with optimizer_sharding="gradients".
+    overlap_grad_reduce: sums a `Pipelined`'s gradients over the devices, a layer at a time, while the last microbatch's
+      backward computes those of the layer before; takes two layers' gradients in float32 and a larger program. None:
+      on GPUs and TPUs where gradients are whole until that reduction, over data or under fsdp_gather="step". Not in a
+      pipeline, where layers are gathered ahead, or with optimizer_sharding="gradients".
     compiler_options: name -> value of options of XLA that change those chosen by the kind of device
       (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
       inside the caller's own `jax.jit`, which takes such options itself.
@@ -78,6 +82,7 @@ class LayoutOptions:
     remat: Remat | str = "none"
     fsdp_gather: Gather | int = "layer"
     gather_ahead: bool | Half | None = None
+    overlap_grad_reduce: bool | None = None
     compiler_options: dict[str, bool | int | float | str | None] = field(default_factory=dict)
     head_placement: Annotated[str, HEADS] | None = None
     layers_per_stage: tuple[int, ...] | None = None
@@ -87,3 +92,5 @@ class LayoutOptions:
         object.__setattr__(self, "fsdp_gather", checked_gather(self.fsdp_gather, self.SECTION))
         if self.gather_ahead is not None:
             choice("gather_ahead", self.gather_ahead, AHEAD, who=self.SECTION)
+        if self.overlap_grad_reduce is not None:
+            boolean("overlap_grad_reduce", self.overlap_grad_reduce, who=self.SECTION)

@@ -559,6 +559,20 @@ MUTATIONS = (
         "parallel/test_look_up.py::test_a_narrow_gradient_is_the_sum_in_float32_rounded_once",
     ),
     Mutation(
+        "sums_of_other_microbatches_lost",
+        "forward_backward/stage.py",
+        "return read(leaf, at, (1, 1, *grad.shape))[0, 0] + grad.astype(leaf.dtype)",
+        "return 0 * read(leaf, at, (1, 1, *grad.shape))[0, 0] + grad.astype(leaf.dtype)",
+        "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "layers_reduced_in_the_loop_and_at_the_end",
+        "forward_backward/strategies.py",
+        "return self.reduce(grad, grad_spec, axes, spec) if cuts_layers(grad_spec) else grad",
+        "return self.reduce(grad, grad_spec, axes, spec)",
+        "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
         "slope_of_silu_without_its_second_factor",
         "models/activations.py",
         "gate * sigmoid * (1 - sigmoid)",

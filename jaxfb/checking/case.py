@@ -77,6 +77,7 @@ class Case:
     remat: str = "none"
     fsdp_gather: str = "layer"
     optimizer_sharding: str = "none"
+    overlap_grad_reduce: bool | None = None
     poison_bubbles: bool = False
     param_dtype: str = "float64"
     compute_dtype: str | None = None
@@ -172,7 +173,8 @@ class Case:
 
 ENGINE_OPTIONS = (
     *("schedule", "num_chunks", "layers_per_stage", "head_placement", "normalize", "remat", "fsdp_gather"),
-    *("optimizer_sharding", "poison_bubbles", "compute_dtype", "accum_dtype", "reduce_dtype"),
+    *("optimizer_sharding", "overlap_grad_reduce", "poison_bubbles"),
+    *("compute_dtype", "accum_dtype", "reduce_dtype"),
 )
 CLIPPING = ("max_grad_norm", "clip_convention")
 SIMPLEST = Case()

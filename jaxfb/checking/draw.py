@@ -88,6 +88,7 @@ def draw(seed: int, index: int, own: Own | None = None) -> Case:
     values |= _engine(dice, mesh)
     values |= _update(dice, values)
     values |= _reduction(dice, values)
+    values |= _overlap(dice, values)
     return Case(**values)
 
 
@@ -270,6 +271,14 @@ def _update(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
         "loss_scale": dice.weighted({None: 6, "static": 1, "dynamic": 1}),
         "second": dice.weighted(seconds),
     }
+
+
+def _overlap(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
+    """Draws whether the last microbatch's backward reduces gradients, where it can."""
+    can = values["model"] in PIPELINED and "pipe" not in values["mesh"]
+    if not can or values["optimizer_sharding"] == "gradients":
+        return {}
+    return {"overlap_grad_reduce": dice.weighted({None: 2, True: 1})}
 
 
 def _reduction(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:

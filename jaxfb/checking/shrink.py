@@ -100,6 +100,8 @@ def legal(after: Case, before: Case) -> Case:
         after = after.but(attention=None)
     if context > 1 and after.length % (2 * context):
         after = after.but(length=2 * context)
+    if after.optimizer_sharding == "gradients" or after.pipe > 1:
+        after = after.but(overlap_grad_reduce=None)
     if after.reduce_dtype and narrower(after.reduce_dtype, after.accumulates_in) != after.reduce_dtype:
         after = after.but(reduce_dtype=None)
     if "float64" in (after.param_dtype, after.compute_dtype, after.accum_dtype):

@@ -12,7 +12,7 @@ parameters in float32, temporaries of 85.8 MB in place of 119.4 MB.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -20,12 +20,13 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import empty_sums, split_totals
+from jaxfb.forward_backward.last_microbatch import LastMicrobatch
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.forward_backward.stage import Stage, Target, only_chunk
 from jaxfb.platforms.compat import cut_down
 from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, outer_params
@@ -40,20 +41,23 @@ class InPlace:
     gather_outer: makes whole parameters beside the layers out of shards (FSDP), for the embedding and again for the
       head, so that they take no memory while the layers run; None where they are whole.
     keep_layers: makes whole parameters of the layers that stay gathered for the whole call, or None.
+    last: runs the layers of the last microbatch where `run_reduced` is called.
     """
 
     model: Pipelined
     stage: Stage | MixedStage
     gather_outer: Callable[[PyTree], PyTree] | None
     keep_layers: Callable[[PyTree], PyTree] = lambda layers: None
+    last: LastMicrobatch | None = None
 
     def takes(
         self, params: PyTree, microbatches: PyTree, keys: jax.Array | None, accum_dtypes: PyTree
     ) -> bool:
-        """Returns whether there is something to add up in the layers or to gather ahead, and every leaf of hidden has a
-        cotangent (integers have none).
+        """Returns whether there is something to add up in the layers, to gather ahead or to reduce, and every leaf of
+        hidden has a cotangent (integers have none).
         """
-        pays = jax.tree.leaves(microbatches)[0].shape[0] > 1 or self.stage.gathers_ahead
+        several = jax.tree.leaves(microbatches)[0].shape[0] > 1
+        pays = several or self.stage.gathers_ahead or self.last is not None
         if not pays or not jax.tree.leaves(accum_dtypes["layers"]):
             return False
         hidden = self._hidden(params, _first(microbatches, keys))
@@ -69,21 +73,56 @@ class InPlace:
         so_far: PyTree | None = None,
     ) -> tuple[PyTree, LossOutput]:
         """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput."""
+        start = empty_sums(params, accum_dtypes) if so_far is None else so_far
+        kept = self._empty(params, _first(microbatches, keys))
+        (grads, _), out = self._loop(params, (start, kept), (microbatches, keys, seeds))
+        return grads, out
+
+    def _loop(self, params: PyTree, start: tuple[PyTree, PyTree], each: tuple) -> tuple:
+        """Runs (microbatch, keys, seeds) one after the other: ((sums of gradients, what layers kept), the answers)."""
+        layers = self._layers(params)
 
         def step(carry, xs):
             (grads, kept), (microbatch, row_keys, seed) = carry, xs
-            return self._microbatch(params, layers, grads, kept, StageInputs(microbatch, row_keys), seed)
+            target, inputs = only_chunk(grads["layers"]), StageInputs(microbatch, row_keys)
+            return self._microbatch(params, layers, outer_params(grads), target, kept, inputs, seed)
 
-        start = empty_sums(params, accum_dtypes) if so_far is None else so_far
-        layers = self._layers(params)
+        return lax.scan(step, start, each)
+
+    def run_reduced(
+        self,
+        params: PyTree,
+        microbatches: PyTree,
+        keys: jax.Array | None,
+        seeds: dict,
+        accum_dtypes: PyTree,
+    ) -> tuple[PyTree, LossOutput]:
+        """Computes the same, but with gradients of the layers that are summed over the devices.
+
+        The last microbatch is written out behind the loop over the others.
+        """
+        assert self.last is not None
+        each, outs = (microbatches, keys, seeds), []
         kept = self._empty(params, _first(microbatches, keys))
-        (grads, _), out = lax.scan(step, (start, kept), (microbatches, keys, seeds))
-        return grads, out
+        before = empty_sums(outer_params(params), outer_params(accum_dtypes))
+        if jax.tree.leaves(microbatches)[0].shape[0] > 1:
+            start = empty_sums(params, accum_dtypes), kept
+            (before, kept), out = self._loop(params, start, jax.tree.map(lambda leaf: leaf[:-1], each))
+            outs.append(out)
+        microbatch, row_keys, seed = jax.tree.map(lambda leaf: leaf[-1], each)
+        target = self.last.target(params["layers"], accum_dtypes["layers"], before.get("layers"))
+        given = target, kept, StageInputs(microbatch, row_keys), seed
+        of_last = replace(self, stage=self.last.stage)
+        (grads, _), out = of_last._microbatch(params, self._layers(params), outer_params(before), *given)
+        outs.append(jax.tree.map(lambda leaf: leaf[None], out))
+        return grads, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
 
-    def _microbatch(self, params, layers: Layers, grads, kept, inputs: StageInputs, seeds: dict):
-        """Returns ((grads with this microbatch's added, what its layers kept), its answer)."""
-        slot = Slot(kept, jnp.int32(0))
-        outer, so_far = outer_params(params), outer_params(grads)
+    def _microbatch(self, params, layers: Layers, so_far, target: Target, kept, inputs: StageInputs, seeds):
+        """Returns ((gradients with this microbatch's added, what its layers kept), its answer).
+
+        so_far: the sums of the gradients beside the layers, to which this microbatch's are added; target: of theirs.
+        """
+        slot, outer = Slot(kept, jnp.int32(0)), outer_params(params)
         with jax.named_scope("forward"):
             embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, inputs))
             with jax.named_scope("layers"):
@@ -94,7 +133,7 @@ class InPlace:
         with jax.named_scope("backward"):
             of_head, cotangent = head_vjp(_seeded(totals, seeds))
             so_far, cotangent = self._in_this_turn(self._added(so_far, of_head), cotangent)
-            of_terms, target = _seeded(split_totals(of_layers)[0], seeds), _only_chunk(grads["layers"])
+            of_terms = _seeded(split_totals(of_layers)[0], seeds)
             with jax.named_scope("layers"):
                 sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, inputs, target)
             so_far = self._added(so_far, *embed_vjp(cotangent))
@@ -172,10 +211,6 @@ def _read_by(function: Callable, trained: PyTree) -> PyTree:
     program = jax.make_jaxpr(function)(trained)
     _, read = cut_down(program, [True] * len(program.jaxpr.outvars))
     return structure.unflatten([leaf if one else None for leaf, one in zip(leaves, read, strict=True)])
-
-
-def _only_chunk(sums: PyTree) -> Target:
-    return Target(jax.tree.map(lambda leaf: leaf[None], sums), jnp.int32(0), jnp.bool_(True))
 
 
 def _first(microbatches: PyTree, keys: jax.Array | None) -> StageInputs:

@@ -45,6 +45,7 @@ class EngineKeywords(TypedDict, total=False):
     remat: str | None
     fsdp_gather: str | int
     gather_ahead: bool | Half | None
+    overlap_grad_reduce: bool | None
     optimizer_sharding: str | None
     param_specs: Callable[[PyTree], PyTree] | None
     head_placement: str | None

@@ -14,6 +14,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.arguments import check_reduce_dtype, specs_like
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
+from jaxfb.forward_backward.last_microbatch import Obstacle, check_overlap, obstacle_to_overlap, overlaps
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
@@ -96,6 +97,23 @@ class Resolved:
         by_default = asked is None and _names_halves(self.model) and halves_pay(kind, *sizes)
         return "half" if asked == "half" or by_default else True
 
+    @property
+    def overlaps_grad_reduce(self) -> bool:
+        """Returns whether the last microbatch's backward reduces the layers' gradients over the devices."""
+        if not isinstance(self.model, Pipelined):
+            return False
+        asked, device = self.options.overlap_grad_reduce, self.mesh.abstract_mesh.abstract_device
+        in_shards = self.options.fsdp_gather == "step" and bool(shard_axes(self.mesh))
+        reduces = in_shards or axis_size(self.mesh, "data") > 1
+        return overlaps(asked, None if device is None else device.platform, self.obstacle_to_overlap, reduces)
+
+    @property
+    def obstacle_to_overlap(self) -> Obstacle | None:
+        """Returns what is in the way of reducing gradients beside the last microbatch, None if nothing is."""
+        options = self.options
+        given = options.fsdp_gather, options.optimizer_sharding, bool(self.gathers_ahead)
+        return obstacle_to_overlap(axis_size(self.mesh, "pipe"), *given)
+
     def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""
         options, dtypes = self.options, self.dtypes.tree
@@ -105,7 +123,7 @@ class Resolved:
         if isinstance(gather, int):
             kept = 0 if forward_only or not shard_axes(self.mesh) else gather
             gather = "layer"
-        how = (gather, remat, self.gathers_ahead, kept, options.reduce_dtype)
+        how = (gather, remat, self.gathers_ahead, kept, options.reduce_dtype, self.overlaps_grad_reduce)
         execution = Execution(self.specs.tree, dtypes, sums, *how)
         model, schedule, layout, placement = self.model, self.schedule, self.layout, self.placement
         if (
@@ -154,7 +172,7 @@ def resolve(
     sums = grad_dtypes(options, params)
     for dtype in sorted(set(jax.tree.leaves(sums)), key=str):
         check_reduce_dtype(options.reduce_dtype, dtype)
-    return Resolved(
+    resolved = Resolved(
         mesh,
         options,
         model,
@@ -167,6 +185,9 @@ def resolve(
         layout=layout,
         placement=placement,
     )
+    pipelined, obstacle = isinstance(model, Pipelined), resolved.obstacle_to_overlap
+    check_overlap(options.overlap_grad_reduce, pipelined, obstacle)
+    return resolved
 
 
 def _names_halves(model: Pipelined) -> bool:

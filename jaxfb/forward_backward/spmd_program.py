@@ -145,30 +145,32 @@ class _OneDevice:
 
     def run(self, params, microbatches, keys, grad_scale, given) -> tuple:
         """Returns (grads, loss, terms, metrics, per_microbatch, outputs)."""
-        sums, *results = self._sums(params, microbatches, keys, grad_scale, given)
         program = self.program
-        if program.grad_specs is None:
-            return None, *results
-        return program.strategy.reduce(sums, program.grad_specs, split_axes(program.mesh)), *results
+        cut = {"grad_specs": program.grad_specs, "axes": split_axes(program.mesh)}
+        run = partial(program.strategy.reduced, **cut)
+        return self._results(params, microbatches, keys, grad_scale, given, run)
 
     def add(self, params, microbatches, keys, grad_scale, given, sums) -> tuple:
         """Returns what `run` does, with this device's sums, [1, ...] leaves, in place of gradients."""
-        so_far = None if sums is None else _own(sums)
-        sums, *results = self._sums(params, microbatches, keys, grad_scale, given, so_far)
+        run = partial(self.program.strategy.forward_backward, so_far=None if sums is None else _own(sums))
+        sums, *results = self._results(params, microbatches, keys, grad_scale, given, run)
         return jax.tree.map(lambda leaf: leaf[None], sums), *results
 
-    def _sums(self, params, microbatches, keys, grad_scale, given, so_far=None) -> tuple:
-        """Returns (sums of gradients, loss, terms, metrics, per_microbatch, outputs)."""
+    def _results(self, params, microbatches, keys, grad_scale, given, run: Callable) -> tuple:
+        """Returns (gradients, loss, terms, metrics, per_microbatch, outputs).
+
+        run: (prepared, microbatches, keys, seeds, accum_dtypes) -> (gradients, answers).
+        """
         weights = term_weights(self.traced, microbatches, keys, self.num_parts, self.context)
         strategy = self.program.strategy
         prepared, data = strategy.prepare(params), (microbatches, keys)
         if self.program.grad_specs is None:
-            sums, out = None, strategy.forward(prepared, *data)
+            grads, out = None, strategy.forward(prepared, *data)
         else:
             seeds = self._seeds(weights, grad_scale, given)
-            sums, out = strategy.forward_backward(prepared, *data, seeds, strategy.execution.sums, so_far)
+            grads, out = run(prepared, *data, seeds, strategy.execution.sums)
         out = out if self.context is None else self.context.answer(out)
-        return sums, *self._records(out, weights, given), out.outputs
+        return grads, *self._records(out, weights, given), out.outputs
 
     def weights(self, microbatches, keys) -> dict:
         """Returns the weights over the whole batch of the terms that have one."""

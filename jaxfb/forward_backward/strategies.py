@@ -14,10 +14,11 @@ import jax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
-from jaxfb.forward_backward.ahead import Ahead, Gathered
+from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
+from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers, late_reduce
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.piece_executor import PieceExecutor
@@ -55,6 +56,12 @@ class Strategy(Protocol):
         """
         ...
 
+    def reduced(
+        self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs: PyTree, axes: tuple[str, ...]
+    ) -> tuple[PyTree, LossOutput]:
+        """Returns `reduce` of the gradients, and the answers."""
+        ...
+
     def forward(self, prepared, microbatches, keys) -> LossOutput:
         """Returns the answers alone."""
         ...
@@ -74,6 +81,7 @@ class Execution:
       half.
     kept: number of a stage's first layers whose parameters are gathered once a call, under fsdp_gather="layer".
     reduce_dtype: in which one microbatch's gradients are summed over devices; None: as `sums`.
+    overlap_grad_reduce: whether the layers' gradients are reduced while the last microbatch's backward runs.
     """
 
     specs: PyTree
@@ -84,6 +92,7 @@ class Execution:
     ahead: bool | Half = False
     kept: int = 0
     reduce_dtype: str | None = None
+    overlap_grad_reduce: bool = False
 
     @property
     def gathers_in_loop(self) -> bool:
@@ -140,6 +149,12 @@ class Execution:
         return lambda grads: data.before_scatter(
             grads, like(grads, specs), like(grads, sums), self.reduce_dtype
         )
+
+    def late_reduce(self, grad_specs: PyTree, axes: tuple[str, ...]) -> Late:
+        """Returns how the gradients of one layer, of which grad_specs are those of all, are summed over `axes` late."""
+        sums = self.sums["layers"]
+        reduce = partial(data.reduce_gradients, axes=axes, gather=self.fsdp_gather)
+        return late_reduce(like(sums, self._layer_specs()), grad_specs, sums, reduce)
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
@@ -232,7 +247,7 @@ class Execution:
         ahead = Ahead(*there_and_back, in_turn) if self.ahead else None
         ahead = Gathered(as_is, *there_and_back[1:], in_turn) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
-        options = options | {"trained": of_layers, "ahead": ahead, "on_host": on_host}
+        options = {"ahead": ahead} | options | {"trained": of_layers, "on_host": on_host}
         if halves is not None:
             return StageOfHalves(layer, keep, **options)
         return (
@@ -279,10 +294,7 @@ class Accumulation:
     def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if isinstance(self.model, Pipelined) and self.scattered is None:
-            stage = execution.stage(self.model, num_layers(prepared), in_pipeline=False)
-            in_place = InPlace(
-                self.model, stage, execution.gather_outer(self.model.tables), execution.keep_layers
-            )
+            in_place = self._in_place(self.model, num_layers(prepared))
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 return in_place.run(prepared, *rest, so_far)
         scatter = None
@@ -292,12 +304,49 @@ class Accumulation:
             self._loss_of_trained(prepared), execution.trained(prepared), *rest, scatter, so_far
         )
 
+    def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
+        execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
+        if execution.overlap_grad_reduce and isinstance(self.model, Pipelined):
+            in_place = self._in_place(self.model, num_layers(prepared))
+            in_place = replace(
+                in_place, last=self._last(self.model, num_layers(prepared), grad_specs["layers"], axes)
+            )
+            if in_place.takes(prepared, microbatches, keys, accum_dtypes):
+                grads, out = in_place.run_reduced(prepared, *rest)
+                return self._reduce_rest(grads, grad_specs, axes), out
+        grads, out = self.forward_backward(prepared, *rest)
+        return self.reduce(grads, grad_specs, axes), out
+
+    def _reduce_rest(self, grads: PyTree, grad_specs: PyTree, axes: tuple[str, ...]) -> PyTree:
+        """Reduces what the last microbatch's backward leaves: all but the layers, and leaves cut among these."""
+        specs = self.execution.trained(self.execution.specs)
+
+        def one(grad: jax.Array, spec: P, grad_spec: P) -> jax.Array:
+            return self.reduce(grad, grad_spec, axes, spec) if cuts_layers(grad_spec) else grad
+
+        layers = jax.tree.map(one, grads["layers"], specs["layers"], grad_specs["layers"])
+        outer = self.reduce(outer_params(grads), outer_params(grad_specs), axes, outer_params(specs))
+        return outer | {"layers": layers}
+
+    def _in_place(self, model: Pipelined, number: int) -> InPlace:
+        """Returns the runner that adds gradients of so many layers in place."""
+        execution = self.execution
+        stage = execution.stage(model, number, in_pipeline=False)
+        return InPlace(model, stage, execution.gather_outer(model.tables), execution.keep_layers)
+
+    def _last(
+        self, model: Pipelined, number: int, grad_specs: PyTree, axes: tuple[str, ...]
+    ) -> LastMicrobatch:
+        """Returns the runner of the last microbatch's layers, whose backward reduces their gradients over `axes`."""
+        late = self.execution.late_reduce(grad_specs, axes)
+        return LastMicrobatch(self.execution.stage(model, number, in_pipeline=False, ahead=late), late)
+
     def forward(self, prepared, microbatches, keys):
         return accumulate.forward(self._loss_fn(), prepared, microbatches, keys)
 
-    def reduce(self, grads, grad_specs, axes):
+    def reduce(self, grads, grad_specs, axes, specs=None):
         mode, in_loop = self.execution.fsdp_gather, self.scattered is not None
-        specs = self.execution.trained(self.execution.specs)
+        specs = self.execution.trained(self.execution.specs) if specs is None else specs
         return data.reduce_gradients(grads, specs, grad_specs, axes, mode, in_loop)
 
     def _loss_of_trained(self, prepared: PyTree) -> CheckedLossFn:
@@ -345,6 +394,11 @@ class Pipelining:
         trained = prepared._replace(outer=execution.trained(outer, "outer"))
         executor = self._executor(self.schedule, prepared, of_trained(self.model, outer))
         return executor.run(trained, microbatches, keys, seeds, dtypes, so_far)
+
+    def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
+        grads, out = self.forward_backward(prepared, microbatches, keys, seeds, accum_dtypes)
+        assert grads is not None  # there are seeds
+        return self.reduce(grads, grad_specs, axes), out
 
     def forward(self, prepared, microbatches, keys):
         executor = self._executor(self.schedule.forward_only(), prepared)

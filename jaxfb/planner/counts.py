@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
+from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.layout import layers_of_stages
@@ -117,6 +118,16 @@ def gathers_before_use(config: Config, topology: Topology) -> bool:
     return num_shards(config) > 1 and gathers_ahead(
         parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
     )
+
+
+def reduces_beside(config: Config, topology: Topology) -> bool:
+    """Returns True if the last microbatch's backward reduces the layers' gradients."""
+    mesh, gather = config.mesh, config.parallel.fsdp_gather
+    obstacle = obstacle_to_overlap(
+        mesh.pipe, gather, config.optimizer.sharding, gathers_before_use(config, topology)
+    )
+    reduces = mesh.data > 1 or (gather == "step" and num_shards(config) > 1)
+    return overlaps(config.parallel.overlap_grad_reduce, topology.platform, obstacle, reduces)
 
 
 def share_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -18,6 +18,7 @@ from jaxfb.planner.counts import (
     num_microbatches,
     product_width,
     reduced_bytes,
+    reduces_beside,
     runs_flash,
     schedule_kind,
     share_ahead,
@@ -74,10 +75,12 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
-    waiting = reduced_bytes(config) if gathers else 2
+    waiting, beside_last = reduced_bytes(config) if gathers else 2, reduces_beside(config, topology)
     # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
     at_once = topology.chip is not None and topology.chip.kind == "TPU v5 lite"
     late = max(share, 1 - share) if at_once else 1 + share
+    # of the last microbatch, a layer's gradients with those of the others added, and those of the layer behind it
+    waiting, late = (4, 2) if beside_last else (waiting, late)
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1:

@@ -24,6 +24,7 @@ from jaxfb.planner.counts import (
     num_shards,
     product_width,
     reduced_bytes,
+    reduces_beside,
     runs_flash,
     share_gathered,
     share_of_layers,
@@ -60,6 +61,9 @@ _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
 """Share of communication that nothing hides: on TPUs 0.05 to 0.16 of those whose compiler has options in
 `jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none; on H100 0.10 to 0.28 where
 layers are gathered ahead."""
+_EXPOSED_BESIDE_LAST = 0.35
+"""The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
+8B on 64 H100."""
 _ACCUMULATED, _ACCUMULATED_IN_PRODUCTS, _SHARDS = 12, 2, 40
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added; what is left of
 them on TPUs, where products add up what they give, but for a tensor axis (8B and 70B on v5p); with FSDP's shards, what
@@ -237,7 +241,8 @@ def exposed_share(config: Config, topology: Topology) -> float:
         return 1.0
     ahead = gathers_before_use(config, topology)
     if topology.platform == "gpu":
-        return _EXPOSED if ahead and config.mesh.pipe == 1 else 1.0
+        beside = _EXPOSED_BESIDE_LAST if reduces_beside(config, topology) else 1.0
+        return _EXPOSED if ahead and config.mesh.pipe == 1 else beside
     if topology.chip.kind not in compiler.TABLE:
         return _EXPOSED_BY_DEFAULT
     waits = num_shards(config) > 1 and config.parallel.fsdp_gather == "layer" and not ahead

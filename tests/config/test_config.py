@@ -210,6 +210,7 @@ def test_every_shared_option_reaches_the_engine():
         "parallel.remat": ("full", "remat"),
         "parallel.fsdp_gather": ("step", "fsdp_gather"),
         "parallel.gather_ahead": ("half", "gather_ahead"),
+        "parallel.overlap_grad_reduce": (False, "overlap_grad_reduce"),
         "parallel.compiler_options": ({"xla_a": None}, "compiler_options"),
         "parallel.head_placement": ("rows", "head_placement"),
         "parallel.layers_per_stage": ((4, 2, 1, 1), "layers_per_stage"),

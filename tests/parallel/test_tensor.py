@@ -170,7 +170,11 @@ def test_fsdp_brings_together_what_tensor_leaves_a_device(gather):
     meshes = [jaxfb.make_mesh(fsdp=2, tensor=size, devices=jax.devices()[: 2 * size]) for size in (1, 2)]
     of_head = 2 * 16 * 64 * 4  # the gradient of what the head is given: two rows in float32
     found = [
-        [one for one in gathers_and_scatters(mesh, gather) if one.axes(mesh) != ("tensor",) or one.bytes != of_head]
+        [
+            one
+            for one in gathers_and_scatters(mesh, gather)
+            if one.axes(mesh) != ("tensor",) or one.bytes != of_head
+        ]
         for mesh in meshes
     ]
     assert all(one.axes(meshes[1]) == ("fsdp",) for one in found[1])
