@@ -77,7 +77,9 @@ def late_reduce(
         return jax.tree.map(one, grads, like(grads, specs), like(grads, grad_specs))
 
     def before(grads: PyTree) -> PyTree:
-        return data.before_scatter(grads, like(grads, specs), like(grads, sums))
+        dtypes = like(grads, sums)
+        annotated = data.before_scatter(grads, like(grads, specs), dtypes)
+        return jax.tree.map(lambda grad, dtype: grad.astype(dtype), annotated, dtypes)
 
     return Late(as_is, (reduce_all,), before)
 

@@ -63,6 +63,7 @@ def test_gradients_are_those_of_one_device(mesh, options):
         ({"dtype": np.float32, "compute_dtype": "bfloat16"}, 3e-2),
         slow({"dtype": np.float32, "reduce_dtype": "bfloat16"}, 2e-6),
         slow({"dtype": np.float32, "accum_dtype": "float64"}, 2e-6),
+        ({"dtype": np.float64, "accum_dtype": "float32"}, 2e-6),
     ],
     ids=str,
 )
