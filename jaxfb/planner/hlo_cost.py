@@ -13,6 +13,7 @@ import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from jax.sharding import Mesh
 
@@ -96,13 +97,45 @@ def cost_of(text: str, mesh: Mesh, chip: Chip | None = None, routed: Routed | No
     return _Reader(computations, mesh, chip, routed or Routed()).cost(entry)
 
 
+class Executed(NamedTuple):
+    """An instruction that runs by itself: its computation, the cost of one run, and how often it runs."""
+
+    computation: str
+    instruction: Instruction
+    cost: Cost
+    times: float
+
+    @property
+    def beside_products(self) -> float:
+        """Returns the seconds, of all runs, that it takes longer than its products at the peak rate."""
+        return self.times * (self.cost.work_seconds - self.cost.product_seconds)
+
+
+def executed(text: str, chip: Chip, routed: Routed | None = None) -> Iterator[Executed]:
+    """Yields the instructions of `compiled.as_text()`: of a loop with its length, of a conditional those of all
+    branches.
+    """
+    computations, entry = hlo.parse(text)
+    reader = _Reader(computations, None, chip, routed or Routed())
+
+    def of(name: str, times: float) -> Iterator[Executed]:
+        for one in computations[name]:
+            if one.opcode in hlo.REGIONS:
+                for callee, length in hlo.callees(one, computations):
+                    yield from of(callee, times * (1 if length is None else length))
+            else:
+                yield Executed(name, one, reader.alone(one, name), times)
+
+    return of(entry, 1)
+
+
 def _rows_of(loop: Instruction) -> set[int]:
     """Returns the numbers of rows of the matrices that a loop carries."""
     return {int(rows) for rows in re.findall(r"\[(\d+),\d+\]", loop.result)}
 
 
 class _Reader:
-    def __init__(self, computations, mesh: Mesh, chip: Chip | None, routed: Routed):
+    def __init__(self, computations, mesh: Mesh | None, chip: Chip | None, routed: Routed):
         self._computations, self._mesh, self._chip = computations, mesh, chip
         self._routed = routed
         self._products, self._bytes = Products(computations, routed), Bytes(computations)
@@ -149,12 +182,14 @@ class _Reader:
                     yield from self.collectives(one, inner)
 
     def key(self, one: Collective) -> tuple[str, str]:
+        assert self._mesh is not None  # whoever follows collectives has one
         return "+".join(one.axes(self._mesh)) or "none", one.kind
 
     def wire_seconds(self, one: Collective) -> float:
         if self._chip is None:
             return 0.0
-        groups = one.replica_groups or (tuple(range(self._mesh.size)),)
+        size = self._mesh.size if self._mesh is not None else 1
+        groups = one.replica_groups or (tuple(range(size)),)
         rate = min(map(self._chip.group_bandwidth, groups))
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 

@@ -11,7 +11,7 @@ import jaxfb
 from jaxfb.hlo import collectives
 from jaxfb.planner.chips import GPUS, Chip
 from jaxfb.planner.compiled import too_large
-from jaxfb.planner.hlo_cost import HOST, cost_of
+from jaxfb.planner.hlo_cost import HOST, cost_of, executed
 from jaxfb.planner.hlo_products import product_flops
 
 OVERLAPPED = """HloModule m, is_scheduled=true
@@ -116,6 +116,21 @@ def test_a_loop_of_products_costs_its_length():
     text = jax.jit(chain).lower(jnp.ones((64, 128)), jnp.ones((7, 128, 128))).compile().as_text()
     cost = cost_of(text, jaxfb.make_mesh(data=2), chip(flops=1.0))
     assert cost.flops == cost.work_seconds == 7 * 2 * 64 * 128 * 128
+
+
+def test_instructions_that_take_longer_than_their_products_are_found():
+    def chain(x, weights):
+        return jnp.sin(lax.scan(lambda y, w: (y @ w, None), x, weights)[0])
+
+    text = jax.jit(chain).lower(jnp.ones((64, 128)), jnp.ones((7, 128, 128))).compile().as_text()
+    mesh, slow = jaxfb.make_mesh(data=2), chip(flops=1e6, bandwidth=1e6)
+    found = [*executed(text, slow)]
+    total = sum(one.times * one.cost.work_seconds for one in found)
+    assert total == pytest.approx(cost_of(text, mesh, slow).work_seconds)
+    (product,) = (one for one in found if one.cost.product_seconds)
+    assert product.times == 7 and product.beside_products == 0
+    (sine,) = (one for one in found if "sin" in one.instruction.name)
+    assert sine.times == 1 and sine.beside_products == pytest.approx(2 * 64 * 128 * 4 / 1e6)
 
 
 def test_work_between_start_and_done_hides_the_wait():
