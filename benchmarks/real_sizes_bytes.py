@@ -151,7 +151,8 @@ def pipe(one: Layout) -> float:
     turns, head = turns_of_layers_and_head(one.config)
     cut = one.size("tensor") if one.sizes.sequence_parallel else 1
     handed_on = 2 * turns * one.config.chunks * one.hidden / cut
-    around = (4 * head if one.ours else 2 / cut) * one.share("pipe") * one.hidden
+    # ours: the sum of the head's gradients in float32, and hidden states around it and the embedding
+    around = (10 * head / one.size("tensor") if one.ours else 2 / cut) * one.share("pipe") * one.hidden
     return num_microbatches(one.config) * (handed_on + around)
 
 

@@ -206,9 +206,9 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     seconds += 8 * sum(stored(trained_numbers, config, sizes)) * _turn(config, chip, "data")
     seconds += sums * _turn(config, chip, "tensor")
     if mesh.pipe > 1:
-        # a stage's result there and its gradient back; around the head, sums of about five hidden states
+        # a stage's result there and its gradient back; around the head, sums of five hidden states, cut over `tensor`
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
-        seconds += 10 * hidden * of_head * _turn(config, chip, "pipe")
+        seconds += 10 / mesh.tensor * hidden * of_head * _turn(config, chip, "pipe")
     return seconds
 
 
