@@ -21,6 +21,7 @@ from jaxfb.data.config import DataConfig, SourceConfig
 from jaxfb.data.loader import Loader
 from jaxfb.forward_backward.equivalence import _check_dtype
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
+from jaxfb.forward_backward.last_microbatch import check_overlap, obstacle_to_overlap
 from jaxfb.forward_backward.offered import check_offers_pieces
 from jaxfb.forward_backward.pieces import check_lengths
 from jaxfb.losses.kl import kl_in_reward
@@ -207,6 +208,17 @@ def half_a_function_ahead(gather_ahead):
     return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
 
 
+def reduced_late(overlap_grad_reduce=True, pipe=1, fsdp_gather="step", optimizer_sharding="none"):
+    obstacle = obstacle_to_overlap(pipe, fsdp_gather, optimizer_sharding, fsdp_gather == "layer")
+    check_overlap(overlap_grad_reduce, True, obstacle)
+
+
+def reduced_of_a_function(overlap_grad_reduce):
+    fb = jaxfb.get_forward_backward_func(overlap_grad_reduce=overlap_grad_reduce)
+    params, batch = {"w": np.ones(2)}, {"x": np.ones((8, 2))}
+    return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
+
+
 def pieces_on(context=2, num_pieces=2, schedule=None):
     return jaxfb.get_forward_backward_func(
         make_mesh(pipe=2, context=context), schedule, num_pieces=num_pieces
@@ -352,6 +364,11 @@ REFUSED = [
     ),
     (gathered_of_a_function, dict(fsdp_gather=2)),
     (half_a_function_ahead, dict(gather_ahead="half")),
+    (reduced_of_a_function, dict(overlap_grad_reduce=True)),
+    (lambda overlap_grad_reduce: reduced_late(overlap_grad_reduce, pipe=2), dict(overlap_grad_reduce=True)),
+    (reduced_late, dict(optimizer_sharding="gradients")),
+    (reduced_late, dict(fsdp_gather=1)),
+    (reduced_late, dict(fsdp_gather="layer")),
     (lambda gather_ahead: jaxfb.get_forward_backward_func(gather_ahead=gather_ahead), dict(gather_ahead="hafl")),
     (
         lambda remat: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, remat=remat),

@@ -75,6 +75,7 @@ OPTIONS = {
     "remat": one_of((None, *REMAT_POLICIES)),
     "fsdp_gather": lambda value: one_of(("layer", "step"))(value) or positive_int(value),
     "gather_ahead": one_of((None, True, False, "half")),
+    "overlap_grad_reduce": one_of((None, True, False)),
     "compiler_options": maybe(lambda value: isinstance(value, dict | tuple)),
     "optimizer_sharding": one_of((None, "none", "data", "gradients")),
     "param_specs": lambda value: value is None or (callable(value) and not isinstance(value, type)),
