@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
+from operator import attrgetter
 from pathlib import Path
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
@@ -31,9 +32,10 @@ def main() -> None:
     chip = parse_topology(asked.topology).chip
     if chip is None:
         parser.error(f"{asked.topology} has no known peak; name a kind of chip such as v5p:4x4x4")
-    found = sorted(hlo_cost.executed(asked.text.read_text(), chip), key=_seconds)
+    beside = attrgetter("beside_products")
+    found = sorted(hlo_cost.executed(asked.text.read_text(), chip), key=beside, reverse=True)
     work = sum(one.times * one.cost.work_seconds for one in found)
-    print(f"{work:.3f} s of work, {sum(map(_beside, found)):.3f} s of it beside products")
+    print(f"{work:.3f} s of work, {sum(map(beside, found)):.3f} s of it beside products")
     for one in found[: asked.most]:
         print(described(one))
 
@@ -41,17 +43,9 @@ def main() -> None:
 def described(one: Executed) -> str:
     """Returns two lines about an instruction."""
     came_from = re.search(r'op_name="([^"]*)"', one.instruction.rest)
-    numbers = f"{_beside(one):.4f} s  {one.times:g} x {one.cost.bytes / 1e6:.0f} MB"
+    numbers = f"{one.beside_products:.4f} s  {one.times:g} x {one.cost.bytes / 1e6:.0f} MB"
     where = came_from[1][-110:] if came_from else ""
     return f"{numbers}  {one.instruction.name}  {one.instruction.result[:80]}\n    {where}"
-
-
-def _beside(one: Executed) -> float:
-    return one.beside_products
-
-
-def _seconds(one: Executed) -> float:
-    return -one.beside_products
 
 
 if __name__ == "__main__":

@@ -143,7 +143,7 @@ class Ahead:
 
 @dataclass(frozen=True)
 class Late(Ahead):
-    """The same for layers whose parameters are there: gradients alone are scattered, a layer late."""
+    """The same for layers whose parameters need no gather: gradients alone are scattered, or reduced, a layer late."""
 
     def scan(
         self,

@@ -62,8 +62,8 @@ class Stage:
     on_host: slots are in the host's memory.
     written_out: backwards of at most so many layers are written out, of more they are a loop.
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
-    ahead: where layers are shards that are gathered a layer ahead of their use, or stay gathered; `layer` is then given
-      whole ones.
+    ahead: where layers are gathered a layer ahead of their use, or gradients are scattered or reduced a layer late;
+      `layer` is then given what `ahead.scan` makes of the parameters.
     first, end: it runs the layers from first to before end (None: to the last) of those that it is given. Places are
       those among all that it is given; buffers and metrics are of its own layers.
     """
@@ -263,8 +263,8 @@ class Stage:
     def _add_up(self, one: Callable, carry: PyTree, layers: Layers, target: Target) -> tuple[PyTree, PyTree]:
         """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
 
-        Returns (what it carries, target.sums with all gradients added). Those of shards that are gathered ahead are
-        summed over fsdp, and added, a layer late (`LateScatter`).
+        Returns (what it carries, target.sums with all gradients added). With `ahead` they are summed over devices, and
+        added, a layer late (`LateScatter`).
         """
         return (self._add_at_once if self._ahead is None else self._add_late)(one, carry, layers, target)
 

@@ -204,6 +204,8 @@ class Execution:
     ) -> Stage | MixedStage:
         """Returns a run of so many of the model's layers, whose parts are recomputed as `remat` has them; of a piece of
         the sequences, where there are several.
+
+        options: arguments of `Stage`; `ahead`, if it is given, takes the place of what FSDP needs.
         """
         stages = []
         for remat, first, end in self._parts(number):

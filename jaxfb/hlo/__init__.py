@@ -13,7 +13,7 @@ from jaxfb.hlo.communication import (
     collective_kind,
     collectives,
     is_collective,
-    of_chain,
+    marks_end_of_chain,
     traffic,
 )
 from jaxfb.hlo.host import HostTransfer, host_transfer
@@ -35,7 +35,7 @@ __all__ = [
     "collectives",
     "host_transfer",
     "is_collective",
-    "of_chain",
+    "marks_end_of_chain",
     "operand_names",
     "parse",
     "traffic",

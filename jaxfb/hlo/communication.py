@@ -29,6 +29,8 @@ KINDS = (
 
 _SCATTER = "all-reduce-scatter"
 """How the names of the computations begin that are an all-reduce fused with the slice behind it."""
+_CHAIN_BEGINS, _CHAIN_IS_DONE = "AsyncCollectiveStart", "AsyncCollectiveDone"
+"""Calls with which XLA for TPUs marks the ends of a collective that a chain of fusions carries out."""
 
 
 @dataclass(frozen=True)
@@ -112,14 +114,14 @@ def chain_of(instruction: Instruction) -> str | None:
     return link[1] if link else None
 
 
-def of_chain(instruction: Instruction) -> bool:
-    """Returns whether this is the first or the last instruction of a chain, which move nothing themselves."""
-    return "AsyncCollectiveStart" in instruction.rest or "AsyncCollectiveDone" in instruction.rest
+def marks_end_of_chain(instruction: Instruction) -> bool:
+    """Returns whether this call marks where a chain begins or is done; it moves nothing itself."""
+    return _CHAIN_BEGINS in instruction.rest or _CHAIN_IS_DONE in instruction.rest
 
 
 def begins_chain(body: list[Instruction]) -> bool:
     """Returns whether a fusion does nothing but begin a collective, which a chain of fusions then carries out."""
-    return any("AsyncCollectiveStart" in one.rest for one in body if one.is_root)
+    return any(_CHAIN_BEGINS in one.rest for one in body if one.is_root)
 
 
 def is_collective(instruction: Instruction, computations: dict[str, list[Instruction]]) -> bool:

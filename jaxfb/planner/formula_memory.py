@@ -75,12 +75,12 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
-    waiting, beside_last = reduced_bytes(config) if gathers else 2, reduces_beside(config, topology)
+    waiting = reduced_bytes(config) if gathers else 2
     # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
     at_once = topology.chip is not None and topology.chip.kind == "TPU v5 lite"
     late = max(share, 1 - share) if at_once else 1 + share
-    # of the last microbatch, a layer's gradients with those of the others added, and those of the layer behind it
-    waiting, late = (4, 2) if beside_last else (waiting, late)
+    if reduces_beside(config, topology):
+        waiting, late = 4, 2  # of a layer and the one behind it, with those of the other microbatches added
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1:

@@ -75,9 +75,7 @@ class Bytes:
         if opcode == "fusion":
             inner = hlo.callees(instruction, self._computations)[0][0]
             if hlo.begins_chain(self._computations[inner]):
-                return sum(hbm_bytes(one.result) for one in self._computations[inner] if _is_link(one)) + sum(
-                    map(hbm_bytes, operands)
-                )
+                return sum(map(hbm_bytes, operands)) + self._of_links(inner)
             return self._of_fusion(self._written_by(instruction, inner), operands, self._uses_in(inner))
         return hbm_bytes(gpu_calls.result(instruction)) + sum(map(hbm_bytes, operands))
 
@@ -103,6 +101,10 @@ class Bytes:
                 total += use.written
                 in_place += size if use.updated and not use.whole else 0.0
         return total + max(0.0, hbm_bytes(result) - in_place)
+
+    def _of_links(self, name: str) -> float:
+        """Returns the bytes of what a chain gathers that begins with this fusion."""
+        return sum(hbm_bytes(one.result) for one in self._computations[name] if _is_link(one))
 
     def _written_by(self, fusion: Instruction, inner: str) -> str:
         """Returns the types of a fusion's results without those that its chain hands on."""
@@ -147,6 +149,7 @@ class Bytes:
 
 
 def _is_link(instruction: Instruction) -> bool:
+    """Returns whether a fusion carries out a part of this collective, and others of its chain the rest."""
     return hlo.collective_kind(instruction.opcode) is not None and hlo.chain_of(instruction) is not None
 
 
@@ -157,7 +160,7 @@ def _handed_on(body: list[Instruction]) -> set[str]:
     links = {one.name for one in body if _is_link(one)}
     if not links:
         return set()
-    links |= {one.name for one in body if hlo.of_chain(one)}
+    links |= {one.name for one in body if hlo.marks_end_of_chain(one)}
     at_root = {one.name for one in body if one.is_root and one.opcode == "tuple"}
     readers = _readers(body)
     return links | {

@@ -142,6 +142,12 @@ class _Reader:
         self._costs: dict[str, Cost] = {}
         self._chains: dict[str, float] = {}
 
+    @property
+    def mesh(self) -> Mesh:
+        """Returns the mesh, which is needed for collectives alone."""
+        assert self._mesh is not None
+        return self._mesh
+
     def cost(self, name: str) -> Cost:
         """Returns the cost of one run of a computation."""
         if name not in self._costs:
@@ -182,14 +188,12 @@ class _Reader:
                     yield from self.collectives(one, inner)
 
     def key(self, one: Collective) -> tuple[str, str]:
-        assert self._mesh is not None  # whoever follows collectives has one
-        return "+".join(one.axes(self._mesh)) or "none", one.kind
+        return "+".join(one.axes(self.mesh)) or "none", one.kind
 
     def wire_seconds(self, one: Collective) -> float:
         if self._chip is None:
             return 0.0
-        size = self._mesh.size if self._mesh is not None else 1
-        groups = one.replica_groups or (tuple(range(size)),)
+        groups = one.replica_groups or (tuple(range(self.mesh.size)),)
         rate = min(map(self._chip.group_bandwidth, groups))
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 

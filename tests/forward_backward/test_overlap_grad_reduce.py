@@ -10,9 +10,17 @@ import toy
 from comparisons import close
 
 import jaxfb
+from jaxfb.config import load_config
+from jaxfb.forward_backward.options import EngineOptions
+from jaxfb.forward_backward.resolved import resolve
 from jaxfb.hlo import collectives
+from jaxfb.mesh import data_parallel
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.planner import parse_topology
+from jaxfb.planner.counts import reduces_beside
+from jaxfb.planner.job import abstract_device, abstract_mesh, model_sizes
+from jaxfb.training.setup import engine_options
 
 KEY = jax.random.key(5)
 
@@ -139,6 +147,30 @@ def test_it_is_the_default_on_accelerators_where_gradients_are_whole():
     assert not overlaps(None, "tpu", free, False) and not overlaps(False, "tpu", free, True)
     ahead = obstacle_to_overlap(1, "layer", "none", gathers_ahead=True)
     assert ahead is not None and not overlaps(None, "tpu", ahead, True)
+
+
+@pytest.mark.parametrize(
+    ("topology", "overrides", "expected"),
+    [
+        ("v5p:2x2x1", ("mesh.data=4",), True),
+        ("gpu:h100x4", ("mesh.data=4",), True),
+        ("v5p:2x2x1", ("mesh.data=1", "mesh.fsdp=4", "parallel.fsdp_gather=step"), True),
+        ("v5p:2x2x1", ("mesh.data=2", "mesh.fsdp=2"), False),  # layers are gathered ahead
+        ("v5p:2x2x1", ("mesh.data=2", "mesh.pp=2"), False),
+        ("v5p:2x2x1", ("mesh.data=4", "optimizer.sharding=gradients"), False),
+        ("v5p:2x2x1", ("mesh.data=4", "parallel.overlap_grad_reduce=false"), False),
+        ("cpu:4", ("mesh.data=4",), False),
+    ],
+)
+def test_the_planner_and_the_step_have_the_same_default(topology, overrides, expected):
+    where = parse_topology(topology)
+    config = load_config("configs/quickstart.yaml", ("data.tokenizer=bytes", *overrides))
+    assert reduces_beside(config, where) == expected
+    mesh, model = abstract_mesh(config, 4, abstract_device(where)), model_sizes(config)
+    params = jax.eval_shape(lambda: init_params(model, KEY))
+    options = EngineOptions(**engine_options(config))
+    plan = jaxfb.BatchPlan(rows=16, num_microbatches=2, data_parallel=data_parallel(mesh))
+    assert resolve(mesh, options, transformer(model), params, plan).overlaps_grad_reduce == expected
 
 
 @pytest.mark.parametrize(

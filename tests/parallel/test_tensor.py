@@ -12,6 +12,7 @@ from whole import apply
 
 import jaxfb
 from jaxfb.hlo import collectives
+from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.tensor import check_tensor_divides, constrain, transformer_param_specs
@@ -82,6 +83,23 @@ def test_gradients_equal_one_device_and_no_weight_is_gathered(mesh, tied):
     assert {one.kind for one in found} == {"all-reduce", "all-gather"}
     (gathered,) = (one for one in found if one.kind == "all-gather")
     assert gathered.bytes == ROWS // 2 * LENGTH * 16 * 8  # the gradient of what the head is given
+
+
+def test_the_gradient_of_the_heads_input_is_split_over_tensor(mesh):
+    """Each device has its tokens' sums alone: what adds them up over a pipeline's stages has a part of the bytes."""
+    draw = np.random.default_rng(2).normal
+    hidden, head = draw(size=(ROWS, LENGTH, 16)), draw(size=(16, 32))
+    targets, mask = np.ones((ROWS, LENGTH), np.int32), np.ones((ROWS, LENGTH))
+
+    def gradient(hidden, head):
+        loss = lambda hidden: chunked_cross_entropy(hidden, head, targets, mask).loss_sum  # noqa: E731
+        return jax.grad(loss)(hidden)
+
+    expected = gradient(jnp.asarray(hidden), jnp.asarray(head))
+    with jax.set_mesh(mesh):
+        grad = jax.jit(gradient)(hidden, jax.device_put(head, NamedSharding(mesh, P(None, "tensor"))))
+    np.testing.assert_allclose(grad, expected, atol=1e-13)
+    assert grad.sharding.spec[1] == "tensor"
 
 
 def test_the_embedding_gradient_is_a_plain_scatter_add(mesh):
