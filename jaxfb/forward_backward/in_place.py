@@ -41,7 +41,8 @@ class InPlace:
     gather_outer: makes whole parameters beside the layers out of shards (FSDP), for the embedding and again for the
       head, so that they take no memory while the layers run; None where they are whole.
     keep_layers: makes whole parameters of the layers that stay gathered for the whole call, or None.
-    last: runs the layers of the last microbatch where `run_reduced` is called.
+    last: runs the layers of the last microbatch, whose backward sums all their gradients over the devices; None: they
+      stay this replica's.
     """
 
     model: Pipelined
@@ -72,10 +73,15 @@ class InPlace:
         accum_dtypes: PyTree,
         so_far: PyTree | None = None,
     ) -> tuple[PyTree, LossOutput]:
-        """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput."""
+        """Computes, as `accumulate`, gradients of this replica's rows and every microbatch's LossOutput.
+
+        so_far: what they are added to; not with `last`.
+        """
+        each, kept = (microbatches, keys, seeds), self._empty(params, _first(microbatches, keys))
+        if self.last is not None:
+            return self._run_reduced(params, self.last, each, kept, accum_dtypes)
         start = empty_sums(params, accum_dtypes) if so_far is None else so_far
-        kept = self._empty(params, _first(microbatches, keys))
-        (grads, _), out = self._loop(params, (start, kept), (microbatches, keys, seeds))
+        (grads, _), out = self._loop(params, (start, kept), each)
         return grads, out
 
     def _loop(self, params: PyTree, start: tuple[PyTree, PyTree], each: tuple) -> tuple:
@@ -89,30 +95,17 @@ class InPlace:
 
         return lax.scan(step, start, each)
 
-    def run_reduced(
-        self,
-        params: PyTree,
-        microbatches: PyTree,
-        keys: jax.Array | None,
-        seeds: dict,
-        accum_dtypes: PyTree,
-    ) -> tuple[PyTree, LossOutput]:
-        """Computes the same, but with gradients of the layers that are summed over the devices.
-
-        The last microbatch is written out behind the loop over the others.
-        """
-        assert self.last is not None
-        each, outs = (microbatches, keys, seeds), []
-        kept = self._empty(params, _first(microbatches, keys))
-        before = empty_sums(outer_params(params), outer_params(accum_dtypes))
-        if jax.tree.leaves(microbatches)[0].shape[0] > 1:
+    def _run_reduced(self, params, last: LastMicrobatch, each: tuple, kept: PyTree, accum_dtypes: PyTree):
+        """Runs the last microbatch behind the loop over the others."""
+        outs, before = [], empty_sums(outer_params(params), outer_params(accum_dtypes))
+        if jax.tree.leaves(each)[0].shape[0] > 1:
             start = empty_sums(params, accum_dtypes), kept
             (before, kept), out = self._loop(params, start, jax.tree.map(lambda leaf: leaf[:-1], each))
             outs.append(out)
         microbatch, row_keys, seed = jax.tree.map(lambda leaf: leaf[-1], each)
-        target = self.last.target(params["layers"], accum_dtypes["layers"], before.get("layers"))
+        target = last.target(params["layers"], accum_dtypes["layers"], before.get("layers"))
         given = target, kept, StageInputs(microbatch, row_keys), seed
-        of_last = replace(self, stage=self.last.stage)
+        of_last = replace(self, stage=last.stage)
         (grads, _), out = of_last._microbatch(params, self._layers(params), outer_params(before), *given)
         outs.append(jax.tree.map(lambda leaf: leaf[None], out))
         return grads, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)

@@ -314,7 +314,7 @@ class Accumulation:
                 in_place, last=self._last(self.model, num_layers(prepared), grad_specs["layers"], axes)
             )
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
-                grads, out = in_place.run_reduced(prepared, *rest)
+                grads, out = in_place.run(prepared, *rest)
                 return self._reduce_rest(grads, grad_specs, axes), out
         grads, out = self.forward_backward(prepared, *rest)
         return self.reduce(grads, grad_specs, axes), out
