@@ -62,8 +62,8 @@ class LayoutOptions:
       with optimizer_sharding="gradients".
     overlap_grad_reduce: sums a `Pipelined`'s gradients over the devices, a layer at a time, while the last microbatch's
       backward computes those of the layer before; takes two layers' gradients in float32 and a larger program. None:
-      on GPUs and TPUs where gradients are whole until that reduction, over data or under fsdp_gather="step". Not in a
-      pipeline, where layers are gathered ahead, or with optimizer_sharding="gradients".
+      on GPUs and TPUs where something is left to sum after the last microbatch, over data or under
+      fsdp_gather="step". Not in a pipeline, or with optimizer_sharding="gradients".
     compiler_options: name -> value of options of XLA that change those chosen by the kind of device
       (`jaxfb/platforms/compiler.py`); None in place of a value leaves the compiler its default. They have no effect
       inside the caller's own `jax.jit`, which takes such options itself.

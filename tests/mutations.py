@@ -519,15 +519,15 @@ MUTATIONS = (
     Mutation(
         "last_late_gradients_lost",
         "forward_backward/late_scatter.py",
-        "in reversed([*enumerate(waiting)]):",
+        "in reversed([*enumerate(waiting, start=1)]):",
         "in ():",
         "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
         "first_steps_of_scatters_lost",
         "forward_backward/late_scatter.py",
-        "_run(self.ahead.to_shards[number:], one)",
-        "_run(self.ahead.to_shards[-1:], one)",
+        "_run(self._steps[number:], one)",
+        "_run(self._steps[-1:], one)",
         "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
     ),
     Mutation(
@@ -540,8 +540,8 @@ MUTATIONS = (
     Mutation(
         "gradients_of_the_second_half_lost",
         "forward_backward/late_scatter.py",
-        "sums = self.add(sums, _run(self.ahead.to_shards, made._replace(grads=in_turn)))",
-        "sums = self.add(sums, _run(self.ahead.to_shards, made._replace(grads=jax.tree.map(jnp.zeros_like, in_turn))))",
+        "return self.add(sums, _run(self._steps[1:], in_turn)), (late, *waiting)",
+        "return sums, (late, *waiting)",
         "forward_backward/test_half_ahead.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
@@ -588,9 +588,24 @@ MUTATIONS = (
     ),
     Mutation(
         "sums_of_other_microbatches_lost",
+        "forward_backward/target.py",
+        "return read(before, self._at(of, grad), (1, 1, *grad.shape))[0, 0] + grad",
+        "return 0 * read(before, self._at(of, grad), (1, 1, *grad.shape))[0, 0] + grad",
+        "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "zeros_reduced_for_nothing_are_added",
         "forward_backward/stage.py",
-        "return read(leaf, at, (1, 1, *grad.shape))[0, 0] + grad.astype(leaf.dtype)",
-        "return 0 * read(leaf, at, (1, 1, *grad.shape))[0, 0] + grad.astype(leaf.dtype)",
+        "scatter = LateScatter(self._ahead, target.put, target.of_all)",
+        "scatter = LateScatter(self._ahead, partial(target.add, padded=False), target.of_all)",
+        "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "shards_reduced_before_the_others_are_added",
+        "forward_backward/late_scatter.py",
+        "return [*firsts, lambda of: self.of_all(last(of)), *map(_of_grads, self.ahead.reduce)]",
+        "return [*firsts, last, *map(_of_grads, self.ahead.reduce[:-1]), *(\n"
+        "            lambda of: self.of_all(_of_grads(step)(of)) for step in self.ahead.reduce)]",
         "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(

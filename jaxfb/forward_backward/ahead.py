@@ -80,12 +80,15 @@ class Ahead:
       exchange them in every turn.
     in_turn: patterns of names of the parameters that are gathered, and whose gradients are scattered, in the turn of
       their layer; all others a layer ahead, and a layer late.
+    reduce: of the last microbatch, one step more (`last_microbatch.py`): gradients of the shards of all microbatches ->
+      their sums over the devices that have the same shards.
     """
 
     gather: Callable[[PyTree], PyTree]
     to_shards: tuple[Callable[[PyTree], PyTree], ...]
     before_scatter: Callable[[PyTree], PyTree]
     in_turn: tuple[str, ...] = ()
+    reduce: tuple[Callable[[PyTree], PyTree], ...] = ()
 
     def parts(self, tree: PyTree) -> tuple[PyTree, PyTree]:
         """Returns a tree like parameters or gradients, pruned to what is ahead or late, and to what is in its turn."""

@@ -26,7 +26,8 @@ from jaxfb.forward_backward.loss import as_loss_output
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import num_layers, with_layers
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage, Target, only_chunk
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.target import Target, only_chunk
 from jaxfb.platforms.compat import cut_down
 from jaxfb.trainable import joined, like
 from jaxfb.types import LossOutput, Pipelined, outer_params

@@ -2,32 +2,27 @@
 
 A backward's loop over layers takes each layer's gradients, and carries them on until the next turn, in which the
 collectives that sum them run beside the products of another layer. Gradients of the second half of a layer need not
-wait where they can be summed beside the backward of its first half (`Ahead.in_turn`).
+wait where they can be summed beside the backward of its first half (`Ahead.in_turn`). Those of the last microbatch go
+a step further: with the sums of the others added they are reduced (`Ahead.reduce`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead
+from jaxfb.forward_backward.target import OfLayer
 
 PyTree = Any
 
 
-class OfLayer(NamedTuple):
-    """The gradients of one layer, or of some of its leaves: its place i32[], whether it is a real layer bool[]."""
-
-    place: jax.Array
-    real: jax.Array
-    grads: PyTree
-
-
+Step = Callable[[OfLayer], OfLayer]
 Waiting = tuple[OfLayer, ...]
 """Gradients that wait, one layer for each step of the scatter: the newest, on which none has run, first."""
 
@@ -38,21 +33,22 @@ class LateScatter:
 
     ahead: with the steps.
     add: (sums, gradients of one layer's shards) -> sums with them added.
+    of_all: gradients of one layer's shards -> those that `ahead.reduce` sums over devices.
     """
 
     ahead: Ahead
     add: Callable[[PyTree, OfLayer], PyTree]
+    of_all: Callable[[OfLayer], OfLayer]
 
     def nothing_yet(self, shapes: OfLayer) -> Waiting:
         """Returns what waits before the first turn: zero gradients of the layer that the turn is for.
 
         shapes: with the shapes of its trained parameters in place of gradients.
         """
-        late, _ = self.ahead.parts(jax.eval_shape(self.ahead.before_scatter, shapes.grads))
-        zeros = [_zeros(late)]
-        for step in self.ahead.to_shards[:-1]:
-            zeros.append(_zeros(jax.eval_shape(step, zeros[-1])))
-        return tuple(shapes._replace(grads=grads) for grads in zeros)
+        waiting = [jax.eval_shape(lambda of: self._parts(of)[0], shapes)]
+        for step in self._steps[1:-1]:
+            waiting.append(jax.eval_shape(step, waiting[-1]))
+        return tuple(shapes._replace(grads=_zeros(one.grads)) for one in waiting)
 
     def step_further(self, sums: PyTree, waiting: Waiting) -> tuple[PyTree, Waiting]:
         """Runs the next step for all that wait, and adds to `sums` what the last step has completed.
@@ -60,30 +56,42 @@ class LateScatter:
         Returns (sums, what still waits).
         """
         *firsts, last = waiting
-        sums = self.add(sums, _run(self.ahead.to_shards[-1:], last))
-        return sums, tuple(
-            _run((step,), one) for one, step in zip(firsts, self.ahead.to_shards, strict=False)
-        )
+        sums = self.add(sums, _run(self._steps[-1:], last))
+        return sums, tuple(step(one) for one, step in zip(firsts, self._steps[1:], strict=False))
 
     def take(self, sums: PyTree, waiting: Waiting, made: OfLayer) -> tuple[PyTree, Waiting]:
         """Returns (sums, what waits) with a layer's gradients in one or the other."""
-        # cast here, the product that makes them writes them so; cast where they are added, it takes another pass
-        late, in_turn = self.ahead.parts(self.ahead.before_scatter(made.grads))
-        sums = self.add(sums, _run(self.ahead.to_shards, made._replace(grads=in_turn)))
-        return sums, (made._replace(grads=late), *waiting)
+        late, in_turn = self._parts(made)
+        return self.add(sums, _run(self._steps[1:], in_turn)), (late, *waiting)
 
     def to_the_end(self, sums: PyTree, waiting: Waiting) -> PyTree:
         """Returns the sums with all that waits after the last turn."""
-        for number, one in reversed([*enumerate(waiting)]):
-            sums = self.add(sums, _run(self.ahead.to_shards[number:], one))
+        for number, one in reversed([*enumerate(waiting, start=1)]):
+            sums = self.add(sums, _run(self._steps[number:], one))
         return sums
 
+    def _parts(self, made: OfLayer) -> tuple[OfLayer, OfLayer]:
+        """Returns what waits of a layer's gradients, and what is summed in its turn, behind the first step."""
+        made = self._steps[0](made)
+        late, in_turn = self.ahead.parts(made.grads)
+        return made._replace(grads=late), made._replace(grads=in_turn)
 
-def _run(steps: tuple[Callable[[PyTree], PyTree], ...], of: OfLayer) -> OfLayer:
-    grads = of.grads
+    @property
+    def _steps(self) -> list[Step]:
+        """Returns what makes of a layer's gradients those that are added; the first waits for nothing."""
+        # cast there, the product that makes them writes them so; cast where they are added, it takes another pass
+        *firsts, last = map(_of_grads, (self.ahead.before_scatter, *self.ahead.to_shards))
+        return [*firsts, lambda of: self.of_all(last(of)), *map(_of_grads, self.ahead.reduce)]
+
+
+def _of_grads(step: Callable[[PyTree], PyTree]) -> Step:
+    return lambda of: of._replace(grads=step(of.grads))
+
+
+def _run(steps: Sequence[Step], of: OfLayer) -> OfLayer:
     for step in steps:
-        grads = step(grads)
-    return of._replace(grads=grads)
+        of = step(of)
+    return of
 
 
 def _zeros(shapes: PyTree) -> PyTree:

@@ -10,7 +10,8 @@ from typing import Any
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import joined_parts
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.target import Target
 from jaxfb.types import LossOutput
 
 PyTree = Any

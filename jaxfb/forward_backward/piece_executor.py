@@ -13,7 +13,7 @@ from jaxfb.forward_backward.piece_stage import Cache, PieceInputs, PieceSlot, Pi
 from jaxfb.forward_backward.pieces import check_outputs, piece_of, whole_records
 from jaxfb.forward_backward.pipeline import Buffers, Executor, Shapes, Tick
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Target
+from jaxfb.forward_backward.target import Target
 from jaxfb.types import LossOutput
 
 PyTree = Any

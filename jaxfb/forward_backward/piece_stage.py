@@ -15,7 +15,8 @@ import jax.numpy as jnp
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.sequential import sum_of_layers
 from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, write
-from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.target import Target
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, Piece
 

@@ -23,7 +23,8 @@ from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
-from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.target import Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program

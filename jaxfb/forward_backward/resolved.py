@@ -110,9 +110,7 @@ class Resolved:
     @property
     def obstacle_to_overlap(self) -> Obstacle | None:
         """Returns what is in the way of reducing gradients beside the last microbatch, None if nothing is."""
-        options = self.options
-        given = options.fsdp_gather, options.optimizer_sharding, bool(self.gathers_ahead)
-        return obstacle_to_overlap(axis_size(self.mesh, "pipe"), *given)
+        return obstacle_to_overlap(axis_size(self.mesh, "pipe"), self.options.optimizer_sharding)
 
     def strategy(self, forward_only: bool) -> Strategy:
         """Returns the way from seeds to gradients on this mesh."""

@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered
-from jaxfb.forward_backward.late_scatter import LateScatter, OfLayer
+from jaxfb.forward_backward.late_scatter import LateScatter
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
-from jaxfb.forward_backward.sequential import sum_of_layers
-from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, read_one, write
+from jaxfb.forward_backward.sequential import as_is, sum_of_layers
+from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
+from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput
 
 PyTree = Any
@@ -27,28 +28,6 @@ WRITTEN_OUT = 4
 """In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
 carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit
 into VMEM otherwise. More layers make the program larger for nothing: their sums do not fit."""
-
-
-class Target(NamedTuple):
-    """The sums to which weight gradients are added, a layer at a time, so that those of a whole stage never exist
-    at once.
-
-    sums:  tree like the trained parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
-    chunk: i32[], which of them.
-    valid: bool[], whether what is computed counts.
-    before: sums of other microbatches in their place, [num_chunks, l, ...], which are added to each layer's gradients
-      before these are scattered and added to `sums`; None: there are none. Only where gradients are scattered late.
-    """
-
-    sums: PyTree
-    chunk: jax.Array
-    valid: jax.Array
-    before: PyTree = None
-
-
-def only_chunk(sums: PyTree) -> Target:
-    """Returns the target of layers that are all in one chunk; sums: [l, ...] leaves."""
-    return Target(jax.tree.map(lambda leaf: leaf[None], sums), jnp.int32(0), jnp.bool_(True))
 
 
 class Stage:
@@ -274,7 +253,7 @@ class Stage:
         def turn(carried, xs):
             (carry, sums), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             carry, grads = one(carry, place, layer)
-            return (carry, self._add(target, sums, OfLayer(place, layer.real, grads))), None
+            return (carry, target.add(sums, OfLayer(place, layer.real, grads), self._padded)), None
 
         return self._backwards(turn, (carry, target.sums), layers)
 
@@ -282,7 +261,10 @@ class Stage:
         self, one: Callable, carry: PyTree, layers: Layers, target: Target
     ) -> tuple[PyTree, PyTree]:
         assert self._ahead is not None
-        scatter = LateScatter(self._ahead, partial(self._add, target))
+        if self._ahead.reduce:
+            scatter = LateScatter(self._ahead, target.put, target.of_all)
+        else:
+            scatter = LateScatter(self._ahead, partial(target.add, padded=self._padded), as_is)
 
         def turn(carried, xs):
             (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
@@ -290,7 +272,6 @@ class Stage:
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
             sums, waiting = scatter.step_further(sums, waiting)
             carry, grads = one(carry, place, layer)
-            grads = _with_before(target, place, grads)
             return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads))), None
 
         last, shapes = self._places(layers)[-1], jax.eval_shape(self._first, layers).params
@@ -323,39 +304,12 @@ class Stage:
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
-    def _add(self, target: Target, sums: PyTree, of: OfLayer) -> PyTree:
-        """Adds one layer's gradients to sums[chunk, place], in place; nothing where they do not count."""
-        counts = target.valid & of.real if self._padded else target.valid
-
-        def add(grad, leaf):
-            if grad is None:
-                return leaf
-            at = (target.chunk, of.place, *FROM_START * grad.ndim)
-            so_far = read(leaf, at, (1, 1, *grad.shape))
-            grad = jnp.where(counts, grad.astype(leaf.dtype), 0)
-            return write(leaf, so_far + grad[None, None], at)
-
-        with jax.named_scope("accumulate"):
-            return jax.tree.map(add, of.grads, sums, is_leaf=lambda leaf: leaf is None)
-
     def _masked(self, layer: Layers, tree: PyTree) -> PyTree:
         return (
             jax.tree.map(lambda a: jnp.where(layer.real, a, jnp.zeros_like(a)), tree)
             if self._padded
             else tree
         )
-
-
-def _with_before(target: Target, place: jax.Array, grads: PyTree) -> PyTree:
-    """Returns one layer's gradients with those that the other microbatches have summed up."""
-    if target.before is None:
-        return grads
-
-    def add(grad: jax.Array, leaf: jax.Array) -> jax.Array:
-        at = (target.chunk, place, *FROM_START * grad.ndim)
-        return read(leaf, at, (1, 1, *grad.shape))[0, 0] + grad.astype(leaf.dtype)
-
-    return jax.tree.map(add, grads, target.before)
 
 
 def _part(places: range) -> slice:

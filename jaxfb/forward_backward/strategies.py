@@ -18,7 +18,7 @@ from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
 from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
-from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers, late_reduce
+from jaxfb.forward_backward.last_microbatch import LastMicrobatch, Reduce, cuts_layers, reduce_layer
 from jaxfb.forward_backward.loss import checked
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.piece_executor import PieceExecutor
@@ -140,21 +140,20 @@ class Execution:
 
         return tuple(partial(to_shards, step) for step in steps)
 
-    def layer_before_scatter(self):
+    def layer_before_scatter(self, reduce_dtype: str | None):
         """Returns a function that casts and annotates gradients of one whole layer, or of some of its leaves, for
         `layer_to_shards`.
         """
         sums = self.sums["layers"]
         specs = like(sums, self._layer_specs())
-        return lambda grads: data.before_scatter(
-            grads, like(grads, specs), like(grads, sums), self.reduce_dtype
-        )
+        return lambda grads: data.before_scatter(grads, like(grads, specs), like(grads, sums), reduce_dtype)
 
-    def late_reduce(self, grad_specs: PyTree, axes: tuple[str, ...]) -> Late:
-        """Returns how the gradients of one layer, of which grad_specs are those of all, are summed over `axes` late."""
-        sums = self.sums["layers"]
-        reduce = partial(data.reduce_gradients, axes=axes, gather=self.fsdp_gather)
-        return late_reduce(like(sums, self._layer_specs()), grad_specs, sums, reduce)
+    def reduce_layer(self, grad_specs: PyTree, axes: tuple[str, ...]) -> Reduce:
+        """Returns what sums the gradients of one layer over `axes`; grad_specs: of the gradients of all layers."""
+        specs = like(self.sums["layers"], self._layer_specs())
+        return reduce_layer(
+            specs, grad_specs, partial(data.reduce_gradients, axes=axes, gather=self.fsdp_gather)
+        )
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
@@ -200,20 +199,41 @@ class Execution:
         return data.gather_parameters(first, specs, dtypes, jax.tree.map(lambda _: False, dtypes))
 
     def stage(
-        self, model: Pipelined, number: int, in_pipeline: bool, num_pieces: int = 1, **options
+        self,
+        model: Pipelined,
+        number: int,
+        in_pipeline: bool,
+        num_pieces: int = 1,
+        reduce: Reduce | None = None,
+        **options,
     ) -> Stage | MixedStage:
         """Returns a run of so many of the model's layers, whose parts are recomputed as `remat` has them; of a piece of
         the sequences, where there are several.
 
-        options: arguments of `Stage`; `ahead`, if it is given, takes the place of what FSDP needs.
+        reduce: of a layer's gradients of all microbatches, in the last one's backward. options: arguments of `Stage`.
         """
         stages = []
         for remat, first, end in self._parts(number):
             keep = PIPELINE_KEEPS[remat]
             keep = "inputs" if keep == "input" and not in_pipeline else keep
-            part = options | {"first": first, "end": end}
+            part = options | {
+                "first": first,
+                "end": end,
+                "ahead": self._ahead(model, first < self.kept, reduce),
+            }
             stages.append(self._stage_of_part(model, remat, keep, num_pieces, first < self.kept, part))
         return stages[0] if len(stages) == 1 and not self.kept else MixedStage(stages)
+
+    def _ahead(self, model: Pipelined, is_kept: bool, reduce: Reduce | None) -> Ahead | None:
+        """Returns what is gathered ahead, scattered or reduced late, of layers that stay gathered or do not."""
+        in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
+        steps = self.layer_to_shards(), self.layer_before_scatter(self.reduce_dtype), in_turn
+        last = () if reduce is None else (reduce,)
+        if is_kept:
+            return Gathered(as_is, *steps, last)
+        if self.ahead:
+            return Ahead(self.gather_layer(), *steps, last)
+        return Late(as_is, (), self.layer_before_scatter(None), (), last) if last else None
 
     def _parts(self, number: int) -> Iterator[tuple[str, int, int]]:
         """Returns (remat, first, end) of each run of layers that are alike, of so many."""
@@ -244,12 +264,8 @@ class Execution:
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, remat, bool(self.ahead) or is_kept or not self.gathers_in_loop)
-        there_and_back = self.gather_layer(), self.layer_to_shards(), self.layer_before_scatter()
-        in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
-        ahead = Ahead(*there_and_back, in_turn) if self.ahead else None
-        ahead = Gathered(as_is, *there_and_back[1:], in_turn) if is_kept else ahead
         of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
-        options = {"ahead": ahead} | options | {"trained": of_layers, "on_host": on_host}
+        options = options | {"trained": of_layers, "on_host": on_host}
         if halves is not None:
             return StageOfHalves(layer, keep, **options)
         return (
@@ -340,8 +356,8 @@ class Accumulation:
         self, model: Pipelined, number: int, grad_specs: PyTree, axes: tuple[str, ...]
     ) -> LastMicrobatch:
         """Returns the runner of the last microbatch's layers, whose backward reduces their gradients over `axes`."""
-        late = self.execution.late_reduce(grad_specs, axes)
-        return LastMicrobatch(self.execution.stage(model, number, in_pipeline=False, ahead=late), late)
+        reduce = self.execution.reduce_layer(grad_specs, axes)
+        return LastMicrobatch(self.execution.stage(model, number, in_pipeline=False, reduce=reduce), reduce)
 
     def forward(self, prepared, microbatches, keys):
         return accumulate.forward(self._loss_fn(), prepared, microbatches, keys)

@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from marks import some_slow
 
 import jaxfb
-from jaxfb.forward_backward import head_placement, pipeline, stage
+from jaxfb.forward_backward import head_placement, pipeline, stage, target
 from jaxfb.parallel import pipe
 
 KEY = jax.random.key(3)
@@ -363,7 +363,7 @@ def test_garbage_in_a_bubble_is_noticed_where_a_mask_is_missing(breaks):
 
 @pytest.mark.slow
 def test_a_weight_gradient_of_a_bubble_is_noticed(breaks):
-    always = lambda sums, chunk, valid: stage.Target(sums, chunk, jnp.ones_like(valid))  # noqa: E731
+    always = lambda sums, chunk, valid: target.Target(sums, chunk, jnp.ones_like(valid))  # noqa: E731
     breaks(pipeline, "Target", always)
 
 

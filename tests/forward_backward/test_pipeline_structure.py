@@ -12,7 +12,8 @@ from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.slot import Slot
-from jaxfb.forward_backward.stage import Stage, Target
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.target import Target
 from jaxfb.hlo import collectives, traffic
 from jaxfb.schedules import make
 

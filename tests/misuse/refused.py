@@ -208,9 +208,8 @@ def half_a_function_ahead(gather_ahead):
     return fb(lambda p, mb, rng: jaxfb.Sum((mb["x"] * p["w"]).sum(), 1.0), params, batch, PLAN)
 
 
-def reduced_late(overlap_grad_reduce=True, pipe=1, fsdp_gather="step", optimizer_sharding="none"):
-    obstacle = obstacle_to_overlap(pipe, fsdp_gather, optimizer_sharding, fsdp_gather == "layer")
-    check_overlap(overlap_grad_reduce, True, obstacle)
+def reduced_late(overlap_grad_reduce=True, pipe=1, optimizer_sharding="none"):
+    check_overlap(overlap_grad_reduce, True, obstacle_to_overlap(pipe, optimizer_sharding))
 
 
 def reduced_of_a_function(overlap_grad_reduce):
@@ -367,8 +366,6 @@ REFUSED = [
     (reduced_of_a_function, dict(overlap_grad_reduce=True)),
     (lambda overlap_grad_reduce: reduced_late(overlap_grad_reduce, pipe=2), dict(overlap_grad_reduce=True)),
     (reduced_late, dict(optimizer_sharding="gradients")),
-    (reduced_late, dict(fsdp_gather=1)),
-    (reduced_late, dict(fsdp_gather="layer")),
     (lambda gather_ahead: jaxfb.get_forward_backward_func(gather_ahead=gather_ahead), dict(gather_ahead="hafl")),
     (
         lambda remat: jaxfb.get_forward_backward_func(make_mesh(pipe=2), num_pieces=2, remat=remat),
