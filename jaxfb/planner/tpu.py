@@ -40,9 +40,9 @@ def devices(topology: Topology) -> list:
     """
     from jax.experimental import topologies
 
-    options: dict[str, Any] = (
-        {"chip_config_name": "megacore"} if topology.chip and topology.chip.name == "v4" else {}
-    )
+    options: dict[str, Any] = {"wrap": wraps(topology)}
+    if topology.chip and topology.chip.name == "v4":
+        options["chip_config_name"] = "megacore"
     if max(topology.shape) == 1:
         options["chips_per_host_bounds"] = (1, 1, 1)
     try:
@@ -52,6 +52,20 @@ def devices(topology: Topology) -> list:
         raise Refused(
             f"[plan] libtpu does not make {topology.text}: {first}; use a shape such as 4x4x4"
         ) from None
+
+
+def wraps(topology: Topology) -> tuple[bool, bool, bool]:
+    """Returns in which dimensions of a slice the last chip is linked to the first.
+
+    A torus of three dimensions consists of cubes of 4x4x4, whose faces optical switches join; smaller slices are
+    meshes. One of two dimensions has such links along its whole side of 16 chips. Left out, the compiler takes the
+    slice for a mesh: no permute along a ring runs beside anything, and gathers over all of it are all-reduces.
+    """
+    shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
+    if topology.chip is not None and topology.chip.torus == 3:
+        return (all(size % 4 == 0 for size in shape),) * 3
+    x, y, _ = (size == 16 for size in shape)
+    return x, y, False
 
 
 def tiled_bytes(shape: Sequence[int], itemsize: int) -> int:

@@ -105,8 +105,8 @@ ENTRY %main (a: f32[1000,1000]) -> f32[500,1000] {
 """
 
 
-def chip(flops=1e30, bandwidth=1e30, axis_bandwidth=1e30) -> Chip:
-    return Chip("made up", flops, 1e9, bandwidth, axis_bandwidth, source="")
+def chip(flops=1e30, bandwidth=1e30, axis_bandwidth=1e30, torus=0) -> Chip:
+    return Chip("made up", flops, 1e9, bandwidth, axis_bandwidth, source="", torus=torus)
 
 
 def test_a_loop_of_products_costs_its_length():
@@ -142,6 +142,15 @@ def test_work_between_start_and_done_hides_the_wait():
     assert (total.seconds, total.exposed_seconds, total.asynchronous) == (4, 4, 0)
     assert (permute.beside_products, total.beside_products) == (4e6, 0)
     assert cost.exposed_seconds == 6
+
+
+def test_a_permute_on_a_torus_takes_one_of_the_two_links_along_an_axis():
+    mesh = jaxfb.make_mesh(data=2)
+    permutes = [
+        cost_of(OVERLAPPED, mesh, chip(axis_bandwidth=1e6, torus=dims)).traffic["data", "collective-permute"]
+        for dims in (0, 2)
+    ]
+    assert [one.seconds for one in permutes] == [4, 8]
 
 
 def test_what_a_sparsecore_sends_is_hidden_from_the_update_on_that_gives_it_its_operands():

@@ -42,6 +42,23 @@ def test_the_memory_of_a_program_is_read_from_its_report(tmp_path):
     assert tpu.reported_bytes(tmp_path) == 9973785664
 
 
+@pytest.mark.parametrize(
+    ("topology", "expected"),
+    [
+        ("v5p:4x4x4", (True, True, True)),
+        ("v5p:8x8x16", (True, True, True)),
+        ("v5p:2x4x4", (False, False, False)),
+        ("v5p:2x2x1", (False, False, False)),
+        ("v4:4x4x8", (True, True, True)),
+        ("v5e:16x16", (True, True, False)),
+        ("v5e:8x16", (False, True, False)),
+        ("v6e:8x8", (False, False, False)),
+    ],
+)
+def test_the_compiler_is_told_which_sides_of_a_slice_are_closed(topology, expected):
+    assert tpu.wraps(parse_topology(topology)) == expected
+
+
 @compiler
 @pytest.mark.slow
 def test_the_compiler_answers_without_a_tpu():
