@@ -1,9 +1,10 @@
-"""Provides all-gather and reduce-scatter along a mesh axis, in two steps where the TPU compiler has no such collective.
+"""Provides all-gather and reduce-scatter along a mesh axis, in two steps where the TPU compiler has no good collective.
 
-Among all the devices of a TPU slice XLA makes a reduce-scatter, and on a three-dimensional torus an all-gather too,
-an all-reduce of the whole array: twice the bytes on the wire. Among any fewer devices it does not. So where a group is
-the whole mesh it is taken as a grid, and the collective runs across its rows, then within them, for the same bytes; of
-a group over several axes, along one after the other.
+Among all the devices of a TPU slice XLA makes a reduce-scatter an all-reduce of the whole array, twice the bytes on the
+wire, and on a three-dimensional torus it runs an all-gather beside nothing: 8B on v5p:4x4x4 takes 12.1 s in place of
+9.6 s (libtpu 0.0.48). Among any fewer devices it does neither. So where a group is the whole mesh it is taken as a
+grid, and the collective runs across its rows, then within them, for the same bytes; of a group over several axes, along
+one after the other.
 
 All functions here run inside `jax.shard_map`.
 """
@@ -155,7 +156,7 @@ def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
 
 
 def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
-    """Returns whether XLA would make this an all-reduce; seen in what libtpu 0.0.42 compiles for v5e, v6e and v5p."""
+    """Returns whether XLA's collective among these devices is one that two steps are better than."""
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
