@@ -136,7 +136,7 @@ JOBS = {
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches": Job(
         "70b",
         "v5p:8x8x8",
-        (*STAGES, "batch.rows=128"),
+        (*STAGES, "batch.rows=128", "parallel.remat=layer"),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4},
     ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(
