@@ -124,6 +124,13 @@ JOBS = {
         "70b", "v5p:8x8x8", INPUTS_ON_HOST, TENSOR | INPUTS_OFFLOADED
     ),
     "70B, v5p:8x8x8, fsdp 64 x tensor 8, memory used": Job("70b", "v5p:8x8x8", IN_STEP, TENSOR | LESS_REMAT),
+    "70B, v5p:8x8x8, fsdp 512, memory used": Job(
+        "70b",
+        "v5p:8x8x8",
+        ("mesh.fsdp=512", "mesh.tp=1", "batch.rows_per_microbatch=1", *IN_STEP[:1]),
+        {"ici_fsdp_parallelism": 512, "per_device_batch_size": 1, "gradient_accumulation_steps": 2}
+        | LESS_REMAT,
+    ),  # the layout that the planner's search finds
     "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8": Job(
         "70b", "v5p:8x8x8", (*STAGES, "batch.rows=512"), None
     ),  # MaxText keeps each layer's input, as the next row does

