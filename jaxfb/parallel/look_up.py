@@ -80,7 +80,7 @@ def _summed_by_token(tokens: jax.Array, rows: jax.Array, vocab: int) -> tuple[ja
 @custom_vjp()
 def _in_parts(table: Table, tokens: jax.Array) -> jax.Array:
     number, place = table.places(tokens)
-    found, before = jnp.zeros((*tokens.shape, table.shard.shape[1]), table.dtype), None
+    found, before = jnp.zeros((*tokens.shape, table.whole_shape[1]), table.dtype), None
     for index in range(table.num_parts):
         here = number == index
         rows = after(table, before).part(index)[jnp.where(here, place, 0)]

@@ -29,6 +29,8 @@ SIZES = {
     "loss_chunk": 5,
 }
 TIED, CAPPED = {"tied_embeddings": True}, {"logit_softcap": 2.0}
+WIDTH_CUT = {"vocab_size": VOCAB + 6}
+"""Not divided by four devices, which share out the width instead."""
 
 
 def slow(*case):
@@ -73,6 +75,8 @@ def of_one_device(sizes=()):
     [
         ({"fsdp": 4}, {}, {"gather_ahead": True}),
         ({"fsdp": 2}, TIED, {}),
+        ({"fsdp": 4}, WIDTH_CUT, {}),
+        slow({"fsdp": 4}, TIED | WIDTH_CUT, {"gather_ahead": True}),
         slow({"fsdp": 2}, CAPPED, {}),
         slow({"fsdp": 2}, TIED | CAPPED, {"num_microbatches": 4}),
         slow({"data": 2, "fsdp": 2}, {}, {"optimizer_sharding": "data"}),
