@@ -57,9 +57,9 @@ class Target(NamedTuple):
         """Returns the sums with one layer's gradients in their place; zeros that were there before are overwritten."""
 
         def put(grad: jax.Array | None, leaf: jax.Array) -> jax.Array:
-            return (
-                leaf if grad is None else write(leaf, grad.astype(leaf.dtype)[None, None], self._at(of, grad))
-            )
+            if grad is None:
+                return leaf
+            return write(leaf, grad.astype(leaf.dtype)[None, None], self._at(of, grad))
 
         return _map(put, of.grads, sums)
 

@@ -63,7 +63,8 @@ def wraps(topology: Topology) -> tuple[bool, bool, bool]:
     """
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
     if topology.chip is not None and topology.chip.torus == 3:
-        return (all(size % 4 == 0 for size in shape),) * 3
+        closed = all(size % 4 == 0 for size in shape)
+        return closed, closed, closed
     x, y, _ = (size == 16 for size in shape)
     return x, y, False
 
