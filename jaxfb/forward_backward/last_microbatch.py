@@ -5,8 +5,8 @@ microbatch is written out behind the loop over the others. Its backward adds wha
 gradients, and reduces these while it computes those of the layer before: still once, and in the same order. Megatron-LM
 does so under the same name, in buckets. What is beside the layers is reduced after them.
 
-The price is a larger program, and on TPUs two layers' gradients in float32. With fsdp_gather="step", but for the last, by the compilers
-of libtpu 0.0.48 and jax-cuda13-pjrt 0.10.2:
+The price is a larger program, and on TPUs two layers' gradients in float32. By the compilers of libtpu 0.0.48 and
+jax-cuda13-pjrt 0.10.2, with fsdp_gather="step" but for the last row:
 
 | at the end -> beside the last microbatch | s a step | memory, GB |
 | --- | --- | --- |
