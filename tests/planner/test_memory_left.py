@@ -62,7 +62,7 @@ def test_what_is_left_is_only_offered_where_it_can_run():
 
 @pytest.mark.slow
 def test_the_search_fills_what_is_left():
-    found = search(config_of(), TOPOLOGY, layouts=12, compiled=0)
+    found = search(config_of(), TOPOLOGY, layouts=24, compiled=0)
     parts = [
         one
         for one in found
