@@ -914,7 +914,7 @@ MUTATIONS = (
     ),
     Mutation(
         "all_parts_at_once",
-        "forward_backward/strategies.py",
+        "forward_backward/execution.py",
         "return table if table.num_parts > 1 else None",
         "return None",
         "forward_backward/test_vocabulary_parts.py::test_no_table_exists_whole",

@@ -13,12 +13,13 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.arguments import check_reduce_dtype, specs_like
+from jaxfb.forward_backward.execution import Execution
 from jaxfb.forward_backward.head_placement import check_rows, choose_placement
 from jaxfb.forward_backward.last_microbatch import Obstacle, check_overlap, obstacle_to_overlap, overlaps
 from jaxfb.forward_backward.offered import counted_of
 from jaxfb.forward_backward.options import EngineOptions
 from jaxfb.forward_backward.sequential import num_layers
-from jaxfb.forward_backward.strategies import Accumulation, Execution, Pipelining, Strategy
+from jaxfb.forward_backward.strategies import Accumulation, Pipelining, Strategy
 from jaxfb.mesh import axis_size, shard_axes
 from jaxfb.parallel import annotations, pipe, sharding
 from jaxfb.parts import HEADS

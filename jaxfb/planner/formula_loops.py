@@ -21,7 +21,7 @@ from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 
 _WAITS = 1.36
-"""By how much the programs of 70B and 405B on v5p wait longer: 1.33 to 1.38."""
+"""How many times as long as counted here the compiled loops of 70B and 405B on v5p wait: 1.33 to 1.38."""
 _BETWEEN_TWO = 0.7
 """Share of the collectives between two devices that nothing hides; there are no loops then (70B on v6e:4x8)."""
 

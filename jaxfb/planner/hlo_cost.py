@@ -195,10 +195,8 @@ class _Reader:
             return 0.0
         groups = one.replica_groups or (tuple(range(self.mesh.size)),)
         rate = min(map(self._chip.group_bandwidth, groups))
-        if (
-            one.kind == "collective-permute" and self._chip.torus
-        ):  # to one of the two neighbours along an axis
-            rate /= 2
+        if one.kind == "collective-permute" and self._chip.torus:
+            rate /= 2  # to one of the two neighbours along an axis
         return wire_bytes(one.kind, one.bytes, len(groups[0])) / rate
 
     def host_seconds(self, moved: hlo.HostTransfer) -> float:

@@ -58,8 +58,8 @@ def wraps(topology: Topology) -> tuple[bool, bool, bool]:
     """Returns in which dimensions of a slice the last chip is linked to the first.
 
     A torus of three dimensions consists of cubes of 4x4x4, whose faces optical switches join; smaller slices are
-    meshes. One of two dimensions has such links along its whole side of 16 chips. Left out, the compiler takes the
-    slice for a mesh: no permute along a ring runs beside anything, and gathers over all of it are all-reduces.
+    meshes. One of two dimensions has such links along a side of 16 chips. A compiler that is not given this takes
+    the slice for a mesh: no permute along a ring runs beside anything, and gathers over all of it are all-reduces.
     """
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
     if topology.chip is not None and topology.chip.torus == 3:
