@@ -94,7 +94,10 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
     name, *layout = config.split()
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
     assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
-    assert found.step_seconds == pytest.approx(seconds, rel=0.12)
+    wire_bound = (
+        "v6e" in topology and "selective" in config
+    )  # 11% above: two steps of a scatter have a link each
+    assert found.step_seconds == pytest.approx(seconds, rel=0.12 if wire_bound else 0.1)
 
 
 def test_layouts_are_in_the_order_of_the_compiler():
