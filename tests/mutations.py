@@ -220,7 +220,7 @@ MUTATIONS = (
     Mutation(
         "experts_scatters_in_one_go",
         "parallel/collectives.py",
-        "(before_experts and kind in _V5P)",
+        "(on_v5p and kind in _V5P)",
         "False",
         "parallel/test_collectives.py::test_steps_of_a_scatter_run_a_layer_apart_where_that_gains",
     ),
@@ -519,16 +519,30 @@ MUTATIONS = (
     Mutation(
         "last_late_gradients_lost",
         "forward_backward/late_scatter.py",
-        "in reversed([*enumerate(waiting, start=1)]):",
+        "in reversed([*enumerate(waiting)]):",
         "in ():",
         "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
         "first_steps_of_scatters_lost",
         "forward_backward/late_scatter.py",
-        "_run(self._steps[number:], one)",
-        "_run(self._steps[-1:], one)",
+        "_run(self._late_steps[number:], one)",
+        "_run(self._late_steps[-1:], one)",
         "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
+    ),
+    Mutation(
+        "gradients_of_another_layer_scattered_again",
+        "forward_backward/overwriting.py",
+        "return lax.dynamic_update_slice(buffer, grad, (0,) * grad.ndim)",
+        "return buffer",
+        "forward_backward/test_overwriting.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "gradients_overwritten_before_their_scatter",
+        "forward_backward/late_scatter.py",
+        "free, grads = lax.optimization_barrier((waiting[0].grads, further[0].grads))",
+        "free, grads = waiting[0].grads, further[0].grads",
+        "forward_backward/test_overwriting.py::test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter",
     ),
     Mutation(
         "second_half_gathered_ahead_too",

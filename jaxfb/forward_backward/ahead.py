@@ -41,6 +41,7 @@ from jax import lax
 from jax.experimental.layout import Layout, with_layout_constraint
 from jax.sharding import get_abstract_mesh
 
+from jaxfb.forward_backward.overwriting import Overwriting
 from jaxfb.forward_backward.slot import read_one
 from jaxfb.mesh import platform_here
 from jaxfb.recomputation import Half
@@ -82,6 +83,7 @@ class Ahead:
       their layer; all others a layer ahead, and a layer late.
     reduce: of the last microbatch, one step more (`last_microbatch.py`): gradients of the shards of all microbatches ->
       their sums over the devices that have the same shards.
+    overwriting: of gradients that are scattered a layer late, where one layer's are written over those of another.
     """
 
     gather: Callable[[PyTree], PyTree]
@@ -89,6 +91,7 @@ class Ahead:
     before_scatter: Callable[[PyTree], PyTree]
     in_turn: tuple[str, ...] = ()
     reduce: tuple[Callable[[PyTree], PyTree], ...] = ()
+    overwriting: Overwriting | None = None
 
     def parts(self, tree: PyTree) -> tuple[PyTree, PyTree]:
         """Returns a tree like parameters or gradients, pruned to what is ahead or late, and to what is in its turn."""

@@ -12,16 +12,18 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
+from jax.sharding import get_abstract_mesh
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
 from jaxfb.forward_backward.last_microbatch import Reduce, reduce_layer
 from jaxfb.forward_backward.mixed_stage import MixedStage
+from jaxfb.forward_backward.overwriting import Overwriting, overwriting_pays
 from jaxfb.forward_backward.piece_stage import PieceStage
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
 from jaxfb.forward_backward.sequential import as_is, layer_output
 from jaxfb.forward_backward.stage import Stage
-from jaxfb.parallel import data, sharding
+from jaxfb.parallel import data, sharding, tensor
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.trainable import is_trained, joined, like
@@ -188,10 +190,13 @@ class Execution:
         in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
         steps = self.layer_to_shards(), self.layer_before_scatter(self.reduce_dtype), in_turn
         last = () if reduce is None else (reduce,)
+        device = get_abstract_mesh().abstract_device
+        pays = overwriting_pays(None if device is None else device.device_kind, tensor.num_shards())
+        overwriting = Overwriting(like(self.sums["layers"], self._layer_specs())) if pays else None
         if is_kept:
-            return Gathered(as_is, *steps, last)
+            return Gathered(as_is, *steps, last, overwriting)
         if self.ahead:
-            return Ahead(self.gather_layer(), *steps, last)
+            return Ahead(self.gather_layer(), *steps, last, overwriting)
         return Late(as_is, (), self.layer_before_scatter(None), (), last) if last else None
 
     def _parts(self, number: int) -> Iterator[tuple[str, int, int]]:

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead
+from jaxfb.forward_backward.overwriting import Overwriting
 from jaxfb.forward_backward.target import OfLayer
 
 PyTree = Any
@@ -46,28 +47,36 @@ class LateScatter:
         shapes: with the shapes of its trained parameters in place of gradients.
         """
         waiting = [jax.eval_shape(lambda of: self._parts(of)[0], shapes)]
-        for step in self._steps[1:-1]:
+        if self._overwriting is not None:
+            waiting[0] = _of_grads(self._overwriting.buffers)(waiting[0])
+        for step in self._late_steps[:-1]:
             waiting.append(jax.eval_shape(step, waiting[-1]))
         return tuple(shapes._replace(grads=_zeros(one.grads)) for one in waiting)
 
-    def step_further(self, sums: PyTree, waiting: Waiting) -> tuple[PyTree, Waiting]:
+    def step_further(self, sums: PyTree, waiting: Waiting) -> tuple[PyTree, Waiting, PyTree]:
         """Runs the next step for all that wait, and adds to `sums` what the last step has completed.
 
-        Returns (sums, what still waits).
+        Returns (sums, what still waits, buffers that are free when the newest gradients have been read).
         """
-        *firsts, last = waiting
-        sums = self.add(sums, _run(self._steps[-1:], last))
-        return sums, tuple(step(one) for one, step in zip(firsts, self._steps[1:], strict=False))
+        further = [step(one) for one, step in zip(waiting, self._late_steps, strict=True)]
+        free = None
+        if self._overwriting is not None:
+            free, grads = lax.optimization_barrier((waiting[0].grads, further[0].grads))
+            further[0] = further[0]._replace(grads=grads)
+        *still, last = further
+        return self.add(sums, last), tuple(still), free
 
-    def take(self, sums: PyTree, waiting: Waiting, made: OfLayer) -> tuple[PyTree, Waiting]:
-        """Returns (sums, what waits) with a layer's gradients in one or the other."""
+    def take(self, sums: PyTree, waiting: Waiting, made: OfLayer, free: PyTree) -> tuple[PyTree, Waiting]:
+        """Returns (sums, what waits) with a layer's gradients in one or the other; free: of `step_further`."""
         late, in_turn = self._parts(made)
+        if self._overwriting is not None:
+            late = late._replace(grads=self._overwriting.write(free, late.grads))
         return self.add(sums, _run(self._steps[1:], in_turn)), (late, *waiting)
 
     def to_the_end(self, sums: PyTree, waiting: Waiting) -> PyTree:
         """Returns the sums with all that waits after the last turn."""
-        for number, one in reversed([*enumerate(waiting, start=1)]):
-            sums = self.add(sums, _run(self._steps[number:], one))
+        for number, one in reversed([*enumerate(waiting)]):
+            sums = self.add(sums, _run(self._late_steps[number:], one))
         return sums
 
     def _parts(self, made: OfLayer) -> tuple[OfLayer, OfLayer]:
@@ -79,9 +88,26 @@ class LateScatter:
     @property
     def _steps(self) -> list[Step]:
         """Returns what makes of a layer's gradients those that are added; the first waits for nothing."""
+        return self._steps_with(self.ahead.to_shards)
+
+    @property
+    def _late_steps(self) -> list[Step]:
+        """Returns the steps after the first, of gradients that wait."""
+        to_shards = self.ahead.to_shards
+        if self._overwriting is not None:
+            *firsts, last = to_shards
+            read = self._overwriting.read
+            to_shards = (*firsts, lambda grads: read(last(grads)))
+        return self._steps_with(to_shards)[1:]
+
+    def _steps_with(self, to_shards: Sequence[Callable[[PyTree], PyTree]]) -> list[Step]:
         # cast there, the product that makes them writes them so; cast where they are added, it takes another pass
-        *firsts, last = map(_of_grads, (self.ahead.before_scatter, *self.ahead.to_shards))
+        *firsts, last = map(_of_grads, (self.ahead.before_scatter, *to_shards))
         return [*firsts, lambda of: self.of_all(last(of)), *map(_of_grads, self.ahead.reduce)]
+
+    @property
+    def _overwriting(self) -> Overwriting | None:
+        return self.ahead.overwriting
 
 
 def _of_grads(step: Callable[[PyTree], PyTree]) -> Step:

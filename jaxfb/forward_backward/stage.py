@@ -270,9 +270,9 @@ class Stage:
             (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
             # no barrier with the cotangent: were the scatters over before this layer's gradients are made, a step of
             # 8B on v5p:4x4x4 would take 11.6 s in place of 9.9 s
-            sums, waiting = scatter.step_further(sums, waiting)
+            sums, waiting, free = scatter.step_further(sums, waiting)
             carry, grads = one(carry, place, layer)
-            return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads))), None
+            return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads), free)), None
 
         last, shapes = self._places(layers)[-1], jax.eval_shape(self._first, layers).params
         nothing = OfLayer(jnp.int32(last), layers.real[last], self._trained(shapes))

@@ -56,22 +56,23 @@ def reduce_scatter(
 def steps_apart(axes: Axes, in_halves: bool = False) -> int:
     """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
 
-    On v6e each collective is a step: 8B on v6e:8x8 takes 5.69 s and 6.99 GB in place of 6.60 s and 6.72 GB. Elsewhere
-    that gains nothing for one axis: 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4; on v5e:16x16, where
-    the compiler lets no scatter run beside anything, 6.57 s in place of 6.50 s, gradients sent in bfloat16.
+    On v6e and v5p each collective is a step: the next layer's gradients then wait for the first alone
+    (`forward_backward/overwriting.py`), and what waits for the second is small. 8B on v6e:8x8 takes 5.69 s in place of
+    6.60 s, on v5p:4x4x4 9.64 s in place of 10.32 s. On v5e:16x16, where the compiler lets no scatter run beside
+    anything, it is 6.57 s in place of 6.50 s, gradients sent in bfloat16.
 
-    in_halves: whether a layer's backward begins with its second half (remat="halves"). On v5p each collective is then a
-      step if experts are cut too, since the first of two would end before the experts' products begin: six layers of
+    in_halves: whether a layer's backward begins with its second half (remat="halves"). On v5p with experts each
+      collective is a step only then, since the first of two would end before the experts' products begin: six layers of
       Mixtral 8x22B on v5p:4x4x8 take 752 ms and 12.5 GB in place of 770 ms and 12.1 GB; with full recomputation it
       would be 762 ms and 11.8 GB in place of 763 ms and 11.3 GB (libtpu 0.0.48).
     """
-    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves and "expert" in axes)
+    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves or "expert" not in axes)
     return len(_steps(axes, "scatter")) if gains else 1
 
 
-def _gains_by_steps_apart(mesh: AbstractMesh, before_experts: bool) -> bool:
+def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
     kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
-    return kind == "TPU v6 lite" or (before_experts and kind in _V5P)
+    return kind == "TPU v6 lite" or (on_v5p and kind in _V5P)
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:
@@ -128,19 +129,27 @@ def _on_cpu() -> bool:
     return device is None or device.platform == "cpu"
 
 
-def two_steps(size: int) -> tuple[Groups, Groups] | None:
-    """Returns (groups across, groups within) of 0..size-1: scattering across and then within hands out shards in order.
+def two_steps(size: int, inner: int) -> tuple[Groups, Groups]:
+    """Returns (groups across, groups within) of 0..size-1, which are `inner` neighbours each.
 
-    Four groups where they divide, since a torus is a multiple of 4 in each dimension once it is large; None where
-    there is nothing to split.
+    Scattering across and then within hands out shards in order.
     """
-    parts = next((n for n in (4, 2) if size % n == 0 and size > n), None)
-    if parts is None:
-        return None
-    inner = size // parts
-    across = [[part * inner + place for part in range(parts)] for place in range(inner)]
-    within = [[part * inner + place for place in range(inner)] for part in range(parts)]
+    outer = size // inner
+    across = [[part * inner + place for part in range(outer)] for place in range(inner)]
+    within = [[part * inner + place for place in range(inner)] for part in range(outer)]
     return across, within
+
+
+def neighbours(size: int, kind: str, dims: int) -> int | None:
+    """Returns how many devices the groups within have, of a whole slice of a torus; None: the size is a prime.
+
+    A gather ends with 4 across, since a torus is a multiple of 4 in each dimension once it is large. The first step of
+    a scatter leaves the less for the second the more devices it runs across: all dimensions but the last.
+    """
+    divisors = [n for n in range(2, size) if size % n == 0]
+    if kind == "gather":
+        return next((size // n for n in (4, 2) if n in divisors), None)
+    return max((n for n in divisors if n**dims <= size), default=min(divisors, default=None))
 
 
 def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
@@ -151,8 +160,9 @@ def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
         return [(axes, None)]
     if len(names) > 1:
         return [(axis, None) for axis in names]
-    groups = two_steps(lax.axis_size(names[0]))
-    return [(names[0], some) for some in groups] if groups else [(names[0], None)]
+    size = lax.axis_size(names[0])
+    inner = neighbours(size, kind, 2 if _is_flat(mesh) else 3)
+    return [(names[0], some) for some in two_steps(size, inner)] if inner else [(names[0], None)]
 
 
 def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
@@ -160,4 +170,9 @@ def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
-    return kind == "scatter" or "lite" not in device.device_kind  # lite: a torus of two dimensions
+    return kind == "scatter" or not _is_flat(mesh)
+
+
+def _is_flat(mesh: AbstractMesh) -> bool:
+    """Returns whether the devices form a torus of two dimensions."""
+    return mesh.abstract_device is None or "lite" in mesh.abstract_device.device_kind

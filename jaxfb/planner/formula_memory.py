@@ -5,6 +5,7 @@ from __future__ import annotations
 import jax.numpy as jnp
 
 from jaxfb.config import Config
+from jaxfb.forward_backward.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.parallel.table import num_parts, pays
 from jaxfb.planner.counts import (
@@ -77,8 +78,9 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     whole = whole_bytes(config, sizes)
     waiting = reduced_bytes(config) if gathers else 2
     # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
-    at_once = topology.chip is not None and topology.chip.kind == "TPU v5 lite"
-    late = max(share, 1 - share) if at_once else 1 + share
+    kind = topology.chip.kind if topology.chip else None
+    overwritten = gathers and overwriting_pays(kind, config.mesh.tensor)
+    late = max(share, 1 - share) if kind == "TPU v5 lite" else 1 if overwritten else 1 + share
     if reduces_beside(config, topology):
         waiting, late = 4, 2  # of a layer and the one behind it, with those of the other microbatches added
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)

@@ -84,7 +84,7 @@ def test_gradients_are_those_of_one_device(mesh, options):
 def test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device(mesh, options, monkeypatch):
     """As on v6e where fsdp is a whole slice."""
     monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
-    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, before_experts: True)
+    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
     out = gradients(mesh, **options, gather_ahead=True)
     loss, grads = toy.gradient(options.get("layers", LAYERS), seed=5)
     close(out.loss, loss)

@@ -13,11 +13,15 @@ from jaxfb.parallel import collectives
 
 
 def test_groups_form_a_grid():
-    across, within = collectives.two_steps(8)
+    across, within = collectives.two_steps(8, 2)
     assert across == [[0, 2, 4, 6], [1, 3, 5, 7]] and within == [[0, 1], [2, 3], [4, 5], [6, 7]]
-    assert collectives.two_steps(6) == ([[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]])
-    assert [len(groups) for groups in collectives.two_steps(64)] == [16, 4]
-    assert collectives.two_steps(2) is collectives.two_steps(7) is None
+    assert collectives.two_steps(6, 3) == ([[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]])
+
+
+def test_a_gather_ends_across_4_and_a_scatter_begins_across_all_dimensions_but_one():
+    assert [collectives.neighbours(size, "gather", 3) for size in (64, 8, 6, 2, 7)] == [16, 2, 3, None, None]
+    assert [collectives.neighbours(size, "scatter", 3) for size in (64, 512, 128, 8, 6)] == [4, 8, 4, 2, 2]
+    assert [collectives.neighbours(size, "scatter", 2) for size in (64, 256, 32, 9, 7)] == [8, 16, 4, 3, None]
 
 
 @pytest.mark.parametrize(
@@ -66,7 +70,8 @@ def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
         ("TPU v6 lite", ("fsdp", "expert"), False, 2),
         ("TPU v5", ("fsdp", "expert"), True, 2),
         ("TPU v5", ("fsdp", "expert"), False, 1),
-        ("TPU v5", ("fsdp", "context"), True, 1),
+        ("TPU v5", ("fsdp", "context"), True, 2),
+        ("TPU v5p", ("fsdp",), False, 2),
         ("TPU v5 lite", ("fsdp", "expert"), True, 1),
     ],
 )
@@ -74,8 +79,9 @@ def test_steps_of_a_scatter_run_a_layer_apart_where_that_gains(kind, axes, in_ha
     mesh = SimpleNamespace(
         abstract_device=SimpleNamespace(device_kind=kind, platform="tpu"),
         size=8,
-        shape=dict.fromkeys(axes, 2),
+        shape=dict.fromkeys(axes, 8 // len(axes)),
     )
     monkeypatch.setattr(collectives, "get_abstract_mesh", lambda: mesh)
     monkeypatch.setattr(collectives, "_falls_back", lambda *_: True)
+    monkeypatch.setattr(collectives.lax, "axis_size", mesh.shape.get)
     assert collectives.steps_apart(axes, in_halves) == steps

@@ -1,0 +1,91 @@
+"""Writes gradients that wait for their scatter over those of the layer before, so that one layer's memory is enough.
+
+A loop over pairs of layers has memory for the gradients of both: of the one that it carries to the next pair, and of
+the one in between. But the products that make a layer's gradients come at the end of its backward, when the scatter of
+those before is long over. Here they write a part of a buffer that is a little wider. XLA would replace a write of all
+of it by an array of its own; that of a part it fuses into the product, in place, and starts it when the first
+collective of the scatter has read what was there. What is beside them stays zero, and is sent along: 0.4 to
+3% more bytes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+from jax import lax
+from jax.sharding import PartitionSpec
+
+from jaxfb.parallel.sharding import shards_of
+from jaxfb.trainable import like
+
+PyTree = Any
+_TILE = {-1: 128, -2: 16}
+"""By which a dim becomes wider: by no more than a TPU's tile, since memory is in tiles."""
+
+
+def overwriting_pays(kind: str | None, tensor: int) -> bool:
+    """Returns whether a layer's gradients are written over those of another on such devices.
+
+    Only the TPU's compiler is known to fuse the write into a product. On v5e, where no scatter runs beside a product,
+    8B on v5e:16x16 would take 3.68 GB and 6.98 s in place of 3.64 GB and 6.88 s. A tensor axis cuts the dim that would
+    be wider.
+    """
+    return kind is not None and "TPU" in kind and kind != "TPU v5 lite" and tensor == 1
+
+
+@dataclass(frozen=True)
+class Overwriting:
+    """Makes, fills and reads the buffers of one layer's gradients, or of some of its leaves.
+
+    specs: PartitionSpecs of the trained parameters of a layer. The buffer of a leaf is wider along the last dim that no
+      axis cuts; leaves in no shards, and those with one dim alone, have buffers of their own size.
+    """
+
+    specs: PyTree
+
+    def buffers(self, grads: PyTree) -> PyTree:
+        """Returns the shapes of the buffers for gradients of such shapes."""
+
+        def one(leaf: Any, spec: PartitionSpec) -> jax.ShapeDtypeStruct:
+            shape = [*leaf.shape]
+            if dim := _wider_dim(leaf, spec):
+                shape[dim] += _TILE[dim]
+            return jax.ShapeDtypeStruct(tuple(shape), leaf.dtype)
+
+        return self._map(one, grads)
+
+    def write(self, buffers: PyTree, grads: PyTree) -> PyTree:
+        """Returns the buffers with gradients in place of what is in them."""
+
+        def one(grad: jax.Array, spec: PartitionSpec, buffer: jax.Array) -> jax.Array:
+            if not _wider_dim(grad, spec):
+                return grad
+            return lax.dynamic_update_slice(buffer, grad, (0,) * grad.ndim)
+
+        return self._map(one, grads, buffers)
+
+    def read(self, buffers: PyTree) -> PyTree:
+        """Returns the gradients in buffers, or in the shards of them that a scatter has made.
+
+        The barrier is for libtpu 0.0.48, which ends with an error where it moves the slice into a reduce-scatter.
+        """
+
+        def one(buffer: jax.Array, spec: PartitionSpec) -> jax.Array:
+            if not (dim := _wider_dim(buffer, spec)):
+                return buffer
+            return lax.slice_in_dim(buffer, 0, buffer.shape[dim] - _TILE[dim], axis=dim)
+
+        return self._map(one, lax.optimization_barrier(buffers))
+
+    def _map(self, function: Any, grads: PyTree, *trees: PyTree) -> PyTree:
+        return jax.tree.map(function, grads, like(grads, self.specs), *trees)
+
+
+def _wider_dim(leaf: Any, spec: PartitionSpec) -> int | None:
+    """Returns the dim along which a leaf's buffer is wider, counted from the last."""
+    if leaf.ndim < 2 or shards_of(spec) is None:
+        return None
+    entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
+    return next((dim for dim in _TILE if entries[dim] is None), None)

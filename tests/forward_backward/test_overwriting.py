@@ -1,0 +1,103 @@
+"""Gradients that wait for their scatter in the memory of another layer's: the same numbers, and one buffer for all."""
+
+import jax
+import numpy as np
+import pytest
+import toy
+from comparisons import close
+
+import jaxfb
+from jaxfb.forward_backward import execution
+from jaxfb.parallel import collectives
+from jaxfb.platforms.compat import equations
+
+KEY = jax.random.key(5)
+
+
+@pytest.fixture(autouse=True)
+def on_any_platform(monkeypatch):
+    monkeypatch.setattr(execution, "overwriting_pays", lambda kind, tensor: True)
+
+
+@pytest.fixture
+def in_two_steps(monkeypatch):
+    """As on v6e where fsdp is a whole slice."""
+    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
+    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
+
+
+def call(mesh, layers, num_microbatches=2, schedule=None, dtype=np.float64, **options):
+    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
+    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
+    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, gather_ahead=True, **options)
+    return fb, (toy.model, toy.params(layers=layers, dtype=dtype), toy.batch(), plan, KEY)
+
+
+def gradients(*args, **options):
+    fb, arguments = call(*args, **options)
+    return fb(*arguments)
+
+
+def slow(*case):
+    return pytest.param(*case, marks=pytest.mark.slow)
+
+
+CASES = [
+    ({"fsdp": 4}, 3, {"remat": "full"}),
+    slow({"fsdp": 4}, 1, {"remat": "full"}),
+    slow({"fsdp": 2}, 4, {"remat": "none"}),
+    slow({"fsdp": 4}, 5, {"remat": "layer", "reduce_dtype": "float64"}),
+    slow({"fsdp": 4}, 3, {"remat": "full", "fsdp_gather": 2}),
+    slow({"data": 2, "fsdp": 4}, 3, {"remat": "full", "overlap_grad_reduce": True}),
+    slow({"pipe": 2, "fsdp": 4}, 10, {"remat": "full", "schedule": "1f1b"}),
+    slow({"pipe": 2, "fsdp": 2}, 4, {"remat": "none", "schedule": "zero_bubble"}),
+]
+
+
+@pytest.mark.parametrize(("mesh", "layers", "options"), CASES, ids=str)
+def test_gradients_are_those_of_one_device(mesh, layers, options):
+    out = gradients(mesh, layers, **options)
+    loss, grads = toy.gradient(layers, seed=5)
+    close(out.loss, loss)
+    close(out.grads, grads)
+
+
+@pytest.mark.parametrize(("mesh", "layers", "options"), CASES[:6], ids=str)
+def test_gradients_are_those_of_one_device_with_a_scatter_in_two_steps(mesh, layers, options, in_two_steps):
+    test_gradients_are_those_of_one_device(mesh, layers, options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"trainable": ["layers.b"]},
+        {"trainable": ["layers.w", "embed"]},
+        {"dtype": np.float32, "compute_dtype": "bfloat16"},
+        {"dtype": np.float32, "reduce_dtype": "bfloat16"},
+    ],
+    ids=str,
+)
+def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
+    with_it = gradients({"fsdp": 4}, 3, remat="full", **options)
+    monkeypatch.setattr(execution, "overwriting_pays", lambda kind, tensor: False)
+    without = gradients({"fsdp": 4}, 3, remat="full", **options)
+    jax.tree.map(np.testing.assert_array_equal, with_it.grads, without.grads)
+
+
+def test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter():
+    fb, arguments = call({"fsdp": 4}, 4, remat="full")
+    program = jax.make_jaxpr(lambda *given: fb(*given).grads, static_argnums=(0, 3))(*arguments).jaxpr
+    made_by = {id(var): eqn for eqn in equations(program) for var in eqn.outvars}
+    writes = [
+        [var.aval.shape for var in eqn.invars[:2]] + [made_by.get(id(eqn.invars[0]))]
+        for eqn in equations(program)
+        if eqn.primitive.name == "dynamic_update_slice"
+    ]
+    wider = [(buffer, grad, by) for buffer, grad, by in writes if buffer[0] == grad[0] + 16]
+    # the matrix of each of the two layers that are a turn of the loop
+    assert [(buffer, grad) for buffer, grad, _ in wider] == [((24, 8), (8, 8))] * 2
+    for _, _, barrier in wider:
+        assert barrier.primitive.name == "optimization_barrier"
+        waited_for = {made_by[id(var)].primitive.name for var in barrier.invars if id(var) in made_by}
+        assert "slice" in waited_for  # the part of the shard that is scattered
