@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -23,6 +23,21 @@ from jaxfb.parallel.tensor import residual_stream
 from jaxfb.types import LossOutput
 
 whole = partial(residual_stream, sequence_parallel=False)
+
+
+class Read(NamedTuple):
+    """Holds the inputs of layers besides hidden states, for the rows that this device works on."""
+
+    positions: jax.Array
+    segments: jax.Array | None
+    counted: jax.Array | None
+    keys: jax.Array | None
+
+    def of_layer(self, number: jax.Array | int) -> Read:
+        """Returns the same with row keys folded with a number."""
+        if self.keys is None:
+            return self
+        return self._replace(keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
 
 
 class Block(nnx.Module):

@@ -23,19 +23,22 @@ Shapes: R = rows, or this device's share of them; T = tokens of a row; D = hidde
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
 
 from jaxfb.losses.language_model import next_token_loss
+from jaxfb.models.attend import attend_to
 from jaxfb.models.attention import Attend
+from jaxfb.models.block import Block, Read, init_module, rebuilder
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, Outer, RMSNorm, fan_in_init
+from jaxfb.models.pattern import stack_of
 from jaxfb.parallel import rows as shared_rows
 from jaxfb.parallel.context import later
 from jaxfb.parallel.tensor import residual_stream
@@ -44,23 +47,16 @@ from jaxfb.types import LossOutput, Sum
 NAME = "mtp"
 
 
-class Layer(Protocol):
-    """A layer of the model's kind, such as `transformer.Block`."""
-
-    @property
-    def with_router(self) -> Callable[..., tuple[jax.Array, Any, LossOutput]]: ...
-
-
 class Depth(nnx.Module):
     """A depth: two norms, a projection of both halves, a layer of the model's kind, the norm before the head."""
 
-    def __init__(self, config: TransformerConfig, block: Callable[..., Layer], *, rngs: nnx.Rngs):
+    def __init__(self, config: TransformerConfig, *, rngs: nnx.Rngs):
         width = config.hidden_size
         self.hidden_norm, self.token_norm = RMSNorm(width, config), RMSNorm(width, config)
         self.project = Linear(2 * width, width, kernel_init=fan_in_init, rngs=rngs)
         # what is counted over the whole batch is counted in the model's own layers
         alone = replace(config, batch_balance_coefficient=0.0, router_bias_rate=0.0)
-        self.block = block(alone, rngs=rngs)
+        self.block = Block(alone, rngs=rngs)
         self.norm = RMSNorm(width, config)
         self.sequence_parallel, self.as_published = config.sequence_parallel, config.mtp_as_published
 
@@ -73,26 +69,12 @@ class Depth(nnx.Module):
         return x_RTD, router.terms
 
 
-@dataclass(frozen=True)
-class Read:
-    """The inputs of the layers of all depths besides hidden states, for the rows that this device works on.
-
-    attend_to: segments i32[R, T] -> Attend.
-    """
-
-    positions: jax.Array
-    segments: jax.Array | None
-    counted: jax.Array | None
-    keys: jax.Array | None
-    attend_to: Callable[[Any], Attend]
-
-
-@dataclass(frozen=True)
 class MultiToken:
-    """The heads of one model. depth_of: a depth's arrays -> Depth."""
+    """The heads of one model, whose layers are like its last."""
 
-    config: TransformerConfig
-    depth_of: Callable[[dict], Depth]
+    def __init__(self, config: TransformerConfig):
+        self.config, self._layer = config, stack_of(config).period[-1]
+        self._depth_of = rebuilder(Depth, self._layer)
 
     def terms(
         self, outer: Outer, depths: dict, hidden: jax.Array, microbatch: Mapping, read: Read, axis: str | None
@@ -109,10 +91,10 @@ class MultiToken:
         read, x = split.read(read), split.take(outer.norm(hidden) if self.config.mtp_as_published else hidden)
         out: dict[str, Any] = {"terms": {}, "metrics": {}}
         for depth in range(1, self.config.mtp_depth + 1):
-            module = self.depth_of(depths[str(depth)])
+            module = self._depth_of(depths[str(depth)])
             embedded = split.embed(outer, later(microbatch["tokens"], depth))
-            keys = _keys_of_layer(read.keys, self.config.num_layers + depth - 1)
-            attend = read.attend_to(read.segments)
+            keys = read.of_layer(self.config.num_layers + depth - 1).keys
+            attend = attend_to(self._layer, read.segments)
             x, terms = module(x, embedded, read.positions, attend, keys, read.counted)
             normed = module.norm(x)
             answer = self._loss(
@@ -138,11 +120,10 @@ class MultiToken:
         return LossOutput({"cross_entropy": scaled}, out.metrics)
 
 
-def init_depths(config: TransformerConfig, block: Callable[..., Layer], key: jax.Array) -> dict:
+def init_depths(config: TransformerConfig, key: jax.Array) -> dict:
     """Returns random arrays of every depth: {"1": ..., "2": ...}."""
     keys = jax.random.split(key, config.mtp_depth)
-    make = lambda key: Depth(config, block, rngs=nnx.Rngs(key))  # noqa: E731
-    return {str(i + 1): nnx.to_pure_dict(nnx.state(make(key))) for i, key in enumerate(keys)}
+    return {str(depth): init_module(Depth, config)(key) for depth, key in enumerate(keys, 1)}
 
 
 def shifted(microbatch: Mapping, depth: int) -> dict[str, jax.Array]:
@@ -178,13 +159,10 @@ class _Split:
     num_rows: int
 
     def read(self, read: Read) -> Read:
-        own = partial(shared_rows.own, axis=self.axis)
-        positions, segments, counted, keys = jax.tree.map(
-            own, (read.positions, read.segments, read.counted, read.keys)
-        )
-        if counted is not None:
-            counted &= shared_rows.is_real(self.num_rows, self.axis)[:, None]
-        return Read(positions, segments, counted, keys, read.attend_to)
+        own = jax.tree.map(partial(shared_rows.own, axis=self.axis), read)
+        if own.counted is None:
+            return own
+        return own._replace(counted=own.counted & shared_rows.is_real(self.num_rows, self.axis)[:, None])
 
     def take(self, x):
         return shared_rows.take(x, self.axis)
@@ -197,8 +175,3 @@ class _Split:
 
     def total(self, term: Sum) -> Sum:
         return jax.tree.map(lambda part: shared_rows.total(part, self.axis), term)
-
-
-def _keys_of_layer(keys: jax.Array | None, index: int) -> jax.Array | None:
-    """Returns row keys folded as those of a layer behind the last are."""
-    return None if keys is None else jax.vmap(jax.random.fold_in, (0, None))(keys, index)

@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -34,7 +34,7 @@ from jaxfb.models import lora, mtp
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.attend import attend_to
 from jaxfb.models.balance import LOAD, counted_leaves, counted_tokens
-from jaxfb.models.block import Block, init_module, rebuilder, whole
+from jaxfb.models.block import Block, Read, init_module, rebuilder, whole
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Outer
 from jaxfb.models.pattern import LEADING, layer_name, named, stack_of
@@ -126,10 +126,8 @@ class _EmbedAndHead:
     def __init__(self, config: TransformerConfig, loss: HeadLoss | None):
         self._config, self._loss, self._takes_table = config, loss or _own_loss(config), loss is None
         self._module, self.leading, self.multi_token = rebuilder(Outer, config), _leading_of(config), None
-        self._last = stack_of(config).period[-1]
         if loss is None and config.mtp_depth:
-            block = rebuilder(partial(mtp.Depth, block=Block), self._last)
-            self.multi_token = mtp.MultiToken(config, block)
+            self.multi_token = mtp.MultiToken(config)
 
     def embed(self, outer, microbatch, rng=None):
         hidden = self._module(outer).embed(microbatch["tokens"])
@@ -143,7 +141,7 @@ class _EmbedAndHead:
         out = self._loss(whole(module.norm(hidden)), kernel, microbatch, **axis)
         if self.multi_token is None:
             return out
-        given = mtp.Read(*self._read(microbatch, rng), partial(attend_to, self._last))
+        given = self._read(microbatch, rng)
         more = self.multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis.get("axis"))
         return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
 
@@ -204,33 +202,18 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
         made = [init_module(Block, one)(key) for one, key in zip(stack.leading, keys, strict=False)]
         params[LEADING] = named(made)
     if config.mtp_depth:
-        params[mtp.NAME] = mtp.init_depths(stack.period[-1], Block, jax.random.fold_in(key, 2))
+        params[mtp.NAME] = mtp.init_depths(stack.period[-1], jax.random.fold_in(key, 2))
     params = lora.with_adapters(lora_of(config), params, jax.random.fold_in(key, 3))
     return jax.tree.map(lambda x: x.astype(dtype), params)
 
 
-class _Read(NamedTuple):
-    """Holds the inputs of layers besides hidden states, for the rows that this device works on."""
-
-    positions: jax.Array
-    segments: jax.Array | None
-    counted: jax.Array | None
-    keys: jax.Array | None
-
-    def of_layer(self, number: int) -> _Read:
-        """Returns the same with row keys folded with a number."""
-        if self.keys is None:
-            return self
-        return self._replace(keys=jax.vmap(jax.random.fold_in, (0, None))(self.keys, number))
-
-
-def _read(microbatch: Mapping, rng: jax.Array | None, with_experts: bool) -> _Read:
+def _read(microbatch: Mapping, rng: jax.Array | None, with_experts: bool) -> Read:
     counted = counted_tokens(microbatch) if with_experts else None
-    return _Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
+    return Read(_positions(microbatch), microbatch.get("segments"), counted, rng)
 
 
-def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], tuple[jax.Array, LossOutput]]:
-    """Returns a function of a layer's parameters, hidden and `_Read` to (hidden, its router's terms and metrics)."""
+def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, Read], tuple[jax.Array, LossOutput]]:
+    """Returns a function of a layer's parameters, hidden and `Read` to (hidden, its router's terms and metrics)."""
     block_of = rebuilder(Block, config)
 
     def run(params, hidden, read):
@@ -242,7 +225,7 @@ def _layer_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], t
     return run
 
 
-def _leading_of(config: TransformerConfig) -> Callable[[dict, jax.Array, _Read], jax.Array] | None:
+def _leading_of(config: TransformerConfig) -> Callable[[dict, jax.Array, Read], jax.Array] | None:
     """Returns a function that runs the layers before the first period; None where there are none."""
     layers = [_layer_of(one) for one in stack_of(config).leading]
     behind = config.num_layers + config.mtp_depth  # numbers that no other layer's keys are folded with

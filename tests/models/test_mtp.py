@@ -10,7 +10,7 @@ from whole import apply, hidden_states
 
 import jaxfb
 from jaxfb.models.attention import packed_attention
-from jaxfb.models.block import Block, rebuilder
+from jaxfb.models.block import rebuilder
 from jaxfb.models.config import TransformerConfig, flops_per_token, num_params
 from jaxfb.models.mtp import Depth
 from jaxfb.models.transformer import init_params, transformer
@@ -66,7 +66,7 @@ def _plain(config, params, row):
 @partial(jax.jit, static_argnums=0)
 def _document(config, params, tokens, targets, places):
     """One document's losses of every depth that it is long enough for, [length - depth] each."""
-    depth_of = rebuilder(lambda config, rngs: Depth(config, Block, rngs=rngs), config)
+    depth_of = rebuilder(Depth, config)
     x = hidden_states(transformer(config), params, {"tokens": tokens[None], "positions": places[None]})
     table, losses = params["embed"]["embedding"], []
     for depth in range(1, min(DEPTH, len(tokens) - 1) + 1):
