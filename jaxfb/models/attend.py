@@ -7,7 +7,7 @@ from functools import partial
 
 import jax
 
-from jaxfb.models import splash_gather, splash_ring
+from jaxfb.models import splash, splash_gather, splash_ring
 from jaxfb.models.attention import Attend, choose_backend, packed_attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.parallel.context import context_attention, size_here
@@ -56,7 +56,7 @@ def _context_kernel(method: str, window: int | None, query: jax.Array, key: jax.
     """Returns a function by a TPU's kernels for attention over a context axis; None where they cannot run."""
     if method == "all_gather" and splash_gather.refusal(query, key) is None:
         return partial(splash_gather.splash_gathered, window=window)
-    ring = method == "ring" and window is None and splash_ring.refusal(query, key) is None
+    ring = method == "ring" and window is None and splash.refusal_of_halves(query, key) is None
     return splash_ring.splash_ring if ring else None
 
 

@@ -63,6 +63,14 @@ def refusal(query: Any, key: Any) -> str | None:
     return _refused_here(key.shape[2]) or refused_sizes(query.dtype, query.shape[1], query.shape[3])
 
 
+def refusal_of_halves(query: Any, key: Any) -> str | None:
+    """Returns `refusal` of half of a device's [R, T, H, K] and [R, T, G, K] over a context axis: of one piece each."""
+    halves = (
+        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in (query, key)
+    )
+    return refusal(*halves)
+
+
 def _refused_here(kv_heads: int) -> str | None:
     platform, automatic = platform_here(), automatic_axes()
     others = [axis for axis in automatic if axis != AXIS]
@@ -102,13 +110,6 @@ def block_size(length: int) -> int:
     fits the memory beside the matrix unit on every generation, and a product is large enough to keep that unit busy.
     """
     return next(size for size in range(LARGEST_BLOCK, 0, -LANES) if length % size == 0)
-
-
-def visible_pairs(length: int) -> int:
-    """Returns (query, key) pairs of the blocks that are computed: those on the diagonal whole, those above it not at
-    all.
-    """
-    return length * (length + block_size(length)) // 2
 
 
 def scaled(query: jax.Array) -> jax.Array:
@@ -158,3 +159,15 @@ def made(mask: Any, num_heads: int, softcap: float | None, interpret: bool, **mo
         )
     # numbers of which blocks to visit: on the host, so that a program for other devices may hold them
     return jax.tree.map(np.asarray, kernel)
+
+
+@lru_cache(maxsize=64)
+def for_sums(
+    num_heads: int, length: int, seen: int, softcap: float | None, interpret: bool
+) -> tuple[Any, Any]:
+    """Returns two kernels that give normalizers: a causal one of `length` tokens, one of `seen` without a mask."""
+    from jax.experimental.pallas.ops.tpu import splash_attention as splash
+
+    masks = splash.CausalMask((length, length)), splash.FullMask((seen, seen))
+    own, others = (made(mask, num_heads, softcap, interpret, save_residuals=True) for mask in masks)
+    return own, others

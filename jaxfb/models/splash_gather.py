@@ -32,11 +32,7 @@ LARGEST_TABLE = 2**16
 
 def refusal(query: Any, key: Any) -> str | None:
     """Returns why the kernels cannot take a device's [R, T, H, K] and [R, T, G, K], or None."""
-    half = query.shape[1] // 2
-    pieces = (jax.ShapeDtypeStruct((x.shape[0], half, *x.shape[2:]), x.dtype) for x in (query, key))
-    if refused := splash.refusal(*pieces):
-        return refused
-    return refused_length(query.shape[1], size_here())
+    return splash.refusal_of_halves(query, key) or refused_length(query.shape[1], size_here())
 
 
 def refused_length(length: int, size: int) -> str | None:
@@ -69,22 +65,17 @@ def splash_gathered(
     """
     groups = next(number for number in range(MOST_GROUPS, 0, -1) if key.shape[2] % number == 0)
     kernel = _kernel(query.shape[2] // groups, query.shape[1], window, scores.softcap, interpret)
-    ids = None if segments is None else (segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
+    ids = (None, None) if segments is None else (segments, lax.all_gather(segments, AXIS, axis=1, tiled=True))
     q, k, v = (jnp.split(jnp.swapaxes(x, 1, 2), groups, 1) for x in (splash.scaled(query), key, value))
     sinks = [None] * groups if scores.sinks is None else jnp.split(scores.sinks, groups)
     found = [_attend(kernel, *group, ids) for group in zip(q, k, v, sinks, strict=True)]
     return jnp.swapaxes(jnp.concatenate(found, 1), 1, 2)
 
 
-def _attend(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, ids: Any) -> jax.Array:
+def _attend(kernel: Any, q: jax.Array, k: jax.Array, v: jax.Array, sinks: Any, ids: tuple) -> jax.Array:
     """Returns [R, H, T, K] of a group of heads whose keys are gathered."""
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
     whole = (gather_summing_wide(x, AXIS, 2) for x in (k, v))
-
-    def one_row(qkv, ids):
-        return kernel(*qkv, None if ids is None else splash_attention.SegmentIds(*ids), sinks)
-
+    one_row = lambda qkv, ids: kernel(*qkv, splash.segment_ids(*ids), sinks)  # noqa: E731
     return jax.vmap(one_row)((q, *whole), ids)
 
 

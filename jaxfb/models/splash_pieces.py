@@ -94,7 +94,7 @@ def _to_all(q, k, v, past, sinks, number, softcap, interpret) -> jax.Array:
 
 
 def _forward(q, k, v, past: Keys, sinks, number, softcap, interpret):
-    own, earlier = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    own, earlier = splash.for_sums(q.shape[1], q.shape[2], q.shape[2], softcap, interpret)
     ids = _part(past.segments, number, q.shape[2])
     queries = Queries(q, ids)
 
@@ -109,7 +109,7 @@ def _forward(q, k, v, past: Keys, sinks, number, softcap, interpret):
 
 def _backward(softcap, interpret, saved, d_out):
     q, k, v, past, sinks, number, out, normalizer = saved
-    own, earlier = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    own, earlier = splash.for_sums(q.shape[1], q.shape[2], q.shape[2], softcap, interpret)
     ids = _part(past.segments, number, q.shape[2])
     queries = Queries(q, ids, out, normalizer, d_out)
 
@@ -137,16 +137,6 @@ def _piece(past: Keys, number: jax.Array, tokens: int) -> Keys:
 
 def _part(x: Any, number: jax.Array, tokens: int) -> Any:
     return None if x is None else lax.dynamic_slice_in_dim(x, number * tokens, tokens, axis=1)
-
-
-@lru_cache(maxsize=64)
-def _kernels(num_heads: int, length: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
-    """Returns (that of a piece's own keys, that of an earlier piece's)."""
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
-    masks = splash_attention.CausalMask((length, length)), splash_attention.FullMask((length, length))
-    own, earlier = (splash.made(mask, num_heads, softcap, interpret, save_residuals=True) for mask in masks)
-    return own, earlier
 
 
 @lru_cache(maxsize=64)

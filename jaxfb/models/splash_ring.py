@@ -10,7 +10,7 @@ Shapes: R = rows, T = tokens on this device, H = heads, G = kv heads, K = head s
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import partial
 from typing import Any, NamedTuple
 
 import jax
@@ -22,14 +22,6 @@ from jaxfb.models import splash
 from jaxfb.models.splash_sums import Keys, Queries, Sums, attend, begun, gradients, merged, sinks_gradient
 from jaxfb.parallel.context import AXIS, pass_on, size_here
 from jaxfb.parallel.scores import PLAIN, Scores
-
-
-def refusal(query: Any, key: Any) -> str | None:
-    """Returns why the kernels cannot take a device's [R, T, H, K] and [R, T, G, K], half of each at a time, or None."""
-    halves = (
-        jax.ShapeDtypeStruct((x.shape[0], x.shape[1] // 2, *x.shape[2:]), x.dtype) for x in (query, key)
-    )
-    return splash.refusal(*halves)
 
 
 def splash_ring(
@@ -62,7 +54,7 @@ def _ring(q, k, v, sinks, segments, softcap, interpret) -> jax.Array:
 
 
 def _forward(q, k, v, sinks, segments, softcap, interpret):
-    own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    own, half = splash.for_sums(q.shape[1], q.shape[2], q.shape[2] // 2, softcap, interpret)
     queries, keys = Queries(q, segments), Keys(k, v, segments)
 
     def add(sums, keys, step):
@@ -88,7 +80,7 @@ def _forward(q, k, v, sinks, segments, softcap, interpret):
 
 def _backward(softcap, interpret, residuals, d_out):
     q, k, v, sinks, segments, out, normalizer = residuals
-    own, half = _kernels(q.shape[1], q.shape[2], softcap, interpret)
+    own, half = splash.for_sums(q.shape[1], q.shape[2], q.shape[2] // 2, softcap, interpret)
     queries, keys = Queries(q, segments, out, normalizer, d_out), Keys(k, v, segments)
     wide = partial(jax.tree.map, lambda x: x.astype(jnp.float32))
 
@@ -122,19 +114,6 @@ def _backward(softcap, interpret, residuals, d_out):
 
 
 _ring.defvjp(_forward, _backward)
-
-
-@lru_cache(maxsize=64)
-def _kernels(num_heads: int, length: int, softcap: float | None, interpret: bool) -> tuple[Any, Any]:
-    """Returns (that of the device's own keys, that of half its queries and half of another's keys)."""
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
-    masks = (
-        splash_attention.CausalMask((length, length)),
-        splash_attention.FullMask((length // 2, length // 2)),
-    )
-    own, half = (splash.made(mask, num_heads, softcap, interpret, save_residuals=True) for mask in masks)
-    return own, half
 
 
 class _Places(NamedTuple):

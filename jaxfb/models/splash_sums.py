@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxfb.models import splash
 from jaxfb.platforms.compat import splash_backward
 
 
@@ -48,7 +49,8 @@ def attend(kernel: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax.Ar
     """Returns (out [R, H, T, K], normalizer f32[R, H, T]) of these keys alone."""
 
     def one_row(queries, keys):
-        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, _ids(queries, keys))
+        ids = splash.segment_ids(queries.segments, keys.segments)
+        out, (normalizer,) = kernel(queries.query, keys.key, keys.value, ids)
         return out, normalizer
 
     return jax.vmap(one_row)(queries, keys)
@@ -75,15 +77,8 @@ def gradients(kernel: Any, queries: Queries, keys: Keys) -> tuple[jax.Array, jax
     """Returns these keys' part of the gradients of (query, key, value), by the normalizers of all keys."""
 
     def one_row(queries, keys):
-        saved = (
-            queries.query,
-            keys.key,
-            keys.value,
-            _ids(queries, keys),
-            None,
-            queries.out,
-            queries.normalizer,
-        )
+        ids = splash.segment_ids(queries.segments, keys.segments)
+        saved = (queries.query, keys.key, keys.value, ids, None, queries.out, queries.normalizer)
         return splash_backward(kernel, saved, queries.d_out)
 
     return jax.vmap(one_row)(queries, keys)
@@ -95,11 +90,3 @@ def sinks_gradient(sinks: jax.Array, queries: Queries) -> jax.Array:
     delta = jnp.sum(queries.d_out.astype(jnp.float32) * queries.out.astype(jnp.float32), axis=-1)
     prob = jnp.exp(sinks[:, None] - queries.normalizer)
     return -jnp.sum(prob * delta, axis=(0, 2)).astype(sinks.dtype)
-
-
-def _ids(queries: Queries, keys: Keys) -> Any:
-    from jax.experimental.pallas.ops.tpu import splash_attention
-
-    if queries.segments is None or keys.segments is None:
-        return None
-    return splash_attention.SegmentIds(q=queries.segments, kv=keys.segments)

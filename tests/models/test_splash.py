@@ -180,8 +180,6 @@ def test_splash_is_for_tpus_and_never_for_the_partitioner():
 @pytest.mark.parametrize("length, block", [(128, 128), (384, 384), (640, 128), (768, 384), (4096, 512)])
 def test_a_block_divides_the_length(length, block):
     assert splash.block_size(length) == block
-    blocks = length // block
-    assert splash.visible_pairs(length) == block**2 * blocks * (blocks + 1) // 2
 
 
 def traced_step(mesh, remat, context_attention="auto", **options):

@@ -8,7 +8,7 @@ import pytest
 from jax.interpreters.partial_eval import dce_jaxpr
 
 from jaxfb.config import load_config
-from jaxfb.models.splash import _kernel, visible_pairs
+from jaxfb.models.splash import _kernel, block_size
 from jaxfb.models.splash_gather import _tables_of_all
 from jaxfb.planner import hlo_cost, tpu
 from jaxfb.planner.chips import Chip
@@ -34,6 +34,11 @@ def integers_of_32_bits():
     """As outside tests, where only float64 asks for more, and takes plain attention."""
     with jax.enable_x64(False):
         yield
+
+
+def visible_pairs(length: int) -> int:
+    """(query, key) pairs of the blocks that are computed: those on the diagonal whole, those above it not at all."""
+    return length * (length + block_size(length)) // 2
 
 
 def by(attention: str):
