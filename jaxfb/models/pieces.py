@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from jaxfb.models.adapted import lora_of
+from jaxfb.models.adapted import draws
+from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.pattern import Stack, layer_name
+from jaxfb.models.pattern import Stack
 from jaxfb.models.piece_attention import Keys, piece_attention
 from jaxfb.parallel.scores import PLAIN
-from jaxfb.types import Piece
-
-PyTree = Any
+from jaxfb.types import Piece, PyTree
 
 
 def runs_on_pieces(stack: Stack) -> bool:
@@ -27,30 +25,24 @@ def runs_on_pieces(stack: Stack) -> bool:
     """
 
     def can(config: TransformerConfig) -> bool:
-        adapters, scaling = lora_of(config), config.rope_scaling
-        is_drawn = config.dropout or (adapters is not None and adapters.dropout)
-        by_length = scaling is not None and scaling.kind == "longrope"
-        return not (is_drawn or by_length or config.num_experts or config.mtp_depth)
+        by_length = config.rope_scaling is not None and config.rope_scaling.kind == "longrope"
+        return not (draws(config) or by_length or config.num_experts or config.mtp_depth)
 
     return not stack.leading and all(map(can, stack.period))
 
 
-def layer_piece_of(
-    stack: Stack, blocks: Sequence[Callable[[Mapping], Any]]
-) -> Callable[..., tuple[jax.Array, PyTree]]:
-    """Returns `Pipelined.layer_piece` of a period of layers.
-
-    blocks: of each layer of the period, parameters -> its `Block`.
-    """
+def layer_piece_of(stack: Stack) -> Callable[..., tuple[jax.Array, PyTree]]:
+    """Returns `Pipelined.layer_piece` of a period of layers."""
+    blocks = [rebuilder(Block, one) for one in stack.period]
 
     def layer_piece(params, hidden, microbatch, rng, piece: Piece):
-        positions, several, kept = _positions(microbatch, piece), len(blocks) > 1, []
+        positions, kept = _positions(microbatch, piece), []
         pasts = [None] * len(blocks) if piece.past is None else stack.split(piece.past)
         for config, block_of, own, past in zip(stack.period, blocks, stack.split(params), pasts, strict=True):
             attend = partial(_attend, config=config, piece=piece, past=past)
             hidden, keys = block_of(own)(hidden, positions, attend)
             kept.append(keys)
-        return hidden, {layer_name(i): keys for i, keys in enumerate(kept)} if several else kept[0]
+        return hidden, stack.joined(kept)
 
     return layer_piece
 

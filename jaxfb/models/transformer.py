@@ -63,9 +63,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         without the latter.
     """
     layers, outer = _Layers(config), _EmbedAndHead(config, loss)
-    layer_piece = None
-    if loss is None and runs_on_pieces(layers.stack):
-        layer_piece = layer_piece_of(layers.stack, [rebuilder(Block, one) for one in layers.stack.period])
+    on_pieces = loss is None and runs_on_pieces(layers.stack)
     shared = _shares_rows if outer.multi_token or outer.leading else None
     return Pipelined(
         outer.embed,
@@ -75,7 +73,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         VocabularyParallel(vocabulary_dims, outer.embed_part, outer.head_part, shared),
         outer.unembed,
         counted_leaves(config),
-        layer_piece,
+        layer_piece_of(layers.stack) if on_pieces else None,
         halves=layers.halves,
         tables=vocabulary_dims,
     )
