@@ -25,7 +25,7 @@ from jax import lax
 
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.pattern import stack_of
-from jaxfb.parallel import expert
+from jaxfb.parallel.context import size_here
 from jaxfb.types import Counted, PyTree, Sum
 
 BALANCE, BATCH_BALANCE, ROUTER_Z = "balance", "batch_balance", "router_z"
@@ -196,7 +196,7 @@ def _counted_rows(routing: Routing, counted_RT) -> jax.Array:
     if counted_RT is None:
         return jnp.asarray(routing.logits.shape[0])
     rows = (_over_context(counted_RT.sum(1)) > 0).sum()
-    return rows if expert.manual_size("context") == 1 else jnp.where(lax.axis_index("context") == 0, rows, 0)
+    return rows if size_here() == 1 else jnp.where(lax.axis_index("context") == 0, rows, 0)
 
 
 def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:
@@ -204,7 +204,7 @@ def _counted_tokens(routing: Routing, counted_RT) -> jax.Array:
 
 
 def _over_context(x: jax.Array) -> jax.Array:
-    return x if expert.manual_size("context") == 1 else lax.psum(x, "context")
+    return x if size_here() == 1 else lax.psum(x, "context")
 
 
 def where_counted(counted_RT: jax.Array | None, values: jax.Array) -> jax.Array:

@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from jaxfb.parallel.collectives import gather_summing_wide
 from jaxfb.parallel.online_softmax import (
@@ -29,6 +28,7 @@ from jaxfb.parallel.online_softmax import (
     within_window,
 )
 from jaxfb.parallel.scores import PLAIN, Scores
+from jaxfb.parallel.tensor import manual_size
 from jaxfb.refusal import Refused
 
 AXIS = "context"
@@ -56,11 +56,7 @@ def zigzag(length: int, size: int) -> np.ndarray:
 
 def size_here() -> int:
     """Returns number of devices a sequence is cut over where this is traced; 1 outside a mesh that cuts it."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape.get(AXIS, 1) == 1:
-        return 1
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[AXIS] if types[AXIS] == AxisType.Manual else 1
+    return manual_size(AXIS)
 
 
 def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
@@ -73,6 +69,11 @@ def token_index(length: int, device: jax.Array | None = None) -> jax.Array:
     return jnp.concatenate([device * (length // 2) + piece, (2 * size - 1 - device) * (length // 2) + piece])
 
 
+def _places_of_all(length: int) -> jax.Array:
+    """Returns the places in the whole sequence of the `length` tokens of each device, one device after the other."""
+    return jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size_here())])
+
+
 def own_part(whole: jax.Array, dim: int) -> jax.Array:
     """Returns this device's tokens of an array with the whole sequence along `dim`."""
     size = size_here()
@@ -81,11 +82,10 @@ def own_part(whole: jax.Array, dim: int) -> jax.Array:
 
 def whole_rows(x: jax.Array) -> jax.Array:
     """Returns the whole rows [R, T] of an array of which this device has some tokens; `own_part` is its inverse."""
-    size = size_here()
-    if size == 1:
+    if size_here() == 1:
         return x
-    places = [token_index(x.shape[1], jnp.int32(device)) for device in range(size)]
-    return jnp.take(lax.all_gather(x, AXIS, axis=1, tiled=True), jnp.argsort(jnp.concatenate(places)), axis=1)
+    order = jnp.argsort(_places_of_all(x.shape[1]))
+    return jnp.take(lax.all_gather(x, AXIS, axis=1, tiled=True), order, axis=1)
 
 
 def later(x: jax.Array, distance: int) -> jax.Array:
@@ -164,13 +164,10 @@ def context_attention(
 def gathered(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
     """Computes attention with all keys and values gathered over context; the transpose scatters their gradients."""
     gather = lambda x: gather_summing_wide(x, AXIS, 1)  # noqa: E731
-    length, size = query.shape[1], size_here()
-    places = jnp.concatenate([token_index(length, jnp.int32(device)) for device in range(size)])
+    length = query.shape[1]
     everywhere = lax.all_gather(segments, AXIS, axis=1, tiled=True)
-    mask = visible(token_index(length), places, segments, everywhere, window)
-    q, k, v = grouped(query, key.shape[2]), gather(key), gather(value)
-    sums = attend(nothing(q, sinks), q, k, v, mask, softcap)
-    return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
+    mask = visible(token_index(length), _places_of_all(length), segments, everywhere, window)
+    return _attended(query, gather(key), gather(value), sinks, mask, softcap)
 
 
 def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> jax.Array:
@@ -182,21 +179,26 @@ def exchanged(query, key, value, sinks, segments, window=None, softcap=None) -> 
             'use method "ring"'
         )
     length = query.shape[1] * size
-    places = jnp.concatenate([token_index(query.shape[1], jnp.int32(device)) for device in range(size)])
-    order, back = jnp.argsort(places), places
+    back = _places_of_all(query.shape[1])
+    order = jnp.argsort(back)
 
     def to_heads(x):
         return jnp.take(lax.all_to_all(x, AXIS, split_axis=2, concat_axis=1, tiled=True), order, axis=1)
 
     q, k, v = to_heads(query), to_heads(key), to_heads(value)
     whole = jnp.take(lax.all_gather(segments, AXIS, axis=1, tiled=True), order, axis=1)
-    by_head = grouped(q, k.shape[2])
     mask = visible(jnp.arange(length), jnp.arange(length), whole, whole, window)
     if sinks is not None:
         sinks = lax.dynamic_slice_in_dim(sinks, lax.axis_index(AXIS) * q.shape[2], q.shape[2])
-    sums = attend(nothing(by_head, sinks), by_head, k, v, mask, softcap)
-    out = (sums.out / sums.total[..., None]).astype(query.dtype).reshape(q.shape)
+    out = _attended(q, k, v, sinks, mask, softcap)
     return lax.all_to_all(jnp.take(out, back, axis=1), AXIS, split_axis=1, concat_axis=2, tiled=True)
+
+
+def _attended(query, key, value, sinks, mask, softcap) -> jax.Array:
+    """Computes attention to keys that are all here, whose scores exist at once."""
+    q = grouped(query, key.shape[2])
+    sums = attend(nothing(q, sinks), q, key, value, mask, softcap)
+    return (sums.out / sums.total[..., None]).astype(query.dtype).reshape(query.shape)
 
 
 @partial(jax.custom_vjp, nondiff_argnums=(5, 6))

@@ -23,7 +23,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.sharding import AxisType
 
 from jaxfb.parallel.expert_exchange import (
     AXIS,
@@ -40,6 +39,7 @@ from jaxfb.parallel.expert_exchange import (
 )
 from jaxfb.parallel.expert_rounds import Rounds, RunExperts, State, further_rounds
 from jaxfb.parallel.expert_turns import where_not_differentiated
+from jaxfb.parallel.tensor import manual_size
 from jaxfb.platforms.compat import custom_vjp
 from jaxfb.refusal import Refused
 
@@ -58,15 +58,6 @@ TILE = 128  # rows; space is a multiple of it
 def shares_for(width: int) -> tuple[int, ...]:
     """Returns how tokens are cut into turns for experts of this width."""
     return SHARES_OF_NARROW if width <= NARROW else SHARES
-
-
-def manual_size(axis: str = AXIS) -> int:
-    """Returns size of the axis where this is traced, if collectives over it are written by hand there; otherwise 1."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.shape.get(axis, 1) == 1:
-        return 1
-    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
-    return mesh.shape[axis] if types[axis] == AxisType.Manual else 1
 
 
 def check_expert_divides(config: Any, expert: int) -> None:
@@ -325,7 +316,7 @@ collect.defvjp(
 
 
 def _num_owners(num_experts: int, num_local: int) -> int:
-    here = manual_size()
+    here = manual_size(AXIS)
     if num_local != num_experts and num_local * here != num_experts:
         raise Refused(
             f"[expert] {num_experts} experts over expert={here} are {num_experts / here:g} a device, "

@@ -56,7 +56,7 @@ def constrain(x: jax.Array, *spec: str | None) -> jax.Array:
         return x
     if any(name == AXIS and dim % size for name, dim in zip(spec, x.shape, strict=True)):
         return x
-    others = any(_is_automatic(mesh, name) for name in mesh.axis_names if name != AXIS)
+    others = any(mesh.shape[axis] > 1 for axis in automatic_axes() if axis != AXIS)
     free = P.UNCONSTRAINED if others else None
     return jax.lax.with_sharding_constraint(x, P(*(AXIS if name == AXIS else free for name in spec)))
 
@@ -108,6 +108,12 @@ def automatic_axes() -> list[str]:
     return [axis for axis, kind in types.items() if kind == AxisType.Auto]
 
 
+def manual_size(axis: str) -> int:
+    """Returns the size of an axis where collectives over it are written by hand in what is traced, otherwise 1."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return mesh.shape[axis] if _axis_types(mesh).get(axis) == AxisType.Manual else 1
+
+
 def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     """Annotates what is between the parts of a layer, [rows, tokens, width].
 
@@ -116,10 +122,6 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     all-gather before the next. Otherwise, and where `tensor` does not divide the tokens, whole.
     """
     return constrain(x, None, AXIS if sequence_parallel else None, None)
-
-
-def _is_automatic(mesh: Any, axis: str) -> bool:
-    return _axis_types(mesh)[axis] == AxisType.Auto and mesh.shape[axis] > 1
 
 
 def _axis_types(mesh: Any) -> dict[str, AxisType]:
