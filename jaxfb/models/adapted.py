@@ -8,6 +8,7 @@ from fnmatch import fnmatchcase
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
+from jaxfb.models.config_checks import check_rate
 from jaxfb.refusal import FLOAT32, INT32, Refused, integer, number
 
 A, B = "lora_a", "lora_b"
@@ -53,11 +54,7 @@ class LoRA:
                 [{"targets": ["query", "value"]}],
             )
         number("dropout", self.dropout, who="[lora]", least=0, most=FLOAT32)
-        if not self.dropout < 1:
-            raise Refused(
-                f"[lora] dropout={self.dropout} must be at least 0 and below 1; use 0 for none",
-                [{"dropout": 0.0}],
-            )
+        check_rate("dropout", self.dropout, who="[lora]")
 
     @property
     def scale(self) -> float:

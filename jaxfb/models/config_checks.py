@@ -64,6 +64,12 @@ def check_positive(config: TransformerConfig, names: tuple[str, ...]) -> None:
             )
 
 
+def check_rate(name: str, rate: float, who: str = "[model]") -> None:
+    """Refuses a rate outside [0, 1)."""
+    if not 0 <= rate < 1:
+        raise Refused(f"{who} {name}={rate} must be at least 0 and below 1; use 0 for none", [{name: 0.0}])
+
+
 def check_head_size_derives(config: TransformerConfig) -> None:
     """Refuses a width that the heads do not divide, where no head_size is given."""
     width, heads = config.hidden_size, config.num_heads
@@ -128,11 +134,7 @@ def _check_latent(config: TransformerConfig, latent: Latent) -> None:
 
 def check_choices(config: TransformerConfig) -> None:
     """Refuses a dropout rate outside [0, 1) and unknown names of attention."""
-    if not 0 <= config.dropout < 1:
-        raise Refused(
-            f"[model] dropout={config.dropout} must be at least 0 and below 1; use 0 for none",
-            [{"dropout": 0.0}],
-        )
+    check_rate("dropout", config.dropout)
     for name, legal in (("attention", ATTENTION_BACKENDS), ("context_attention", CONTEXT_ATTENTION)):
         _check_word(config, name, legal)
 
@@ -147,11 +149,7 @@ def _check_word(config: TransformerConfig, name: str, legal: tuple[str, ...]) ->
 
 def check_loss(config: TransformerConfig) -> None:
     """Refuses settings of the loss outside their ranges."""
-    if not 0 <= config.label_smoothing < 1:
-        raise Refused(
-            f"[model] label_smoothing={config.label_smoothing} must be at least 0 and below 1; use 0 for none",
-            [{"label_smoothing": 0.0}],
-        )
+    check_rate("label_smoothing", config.label_smoothing)
     balance = ("balance_coefficient", "batch_balance_coefficient", "router_bias_rate", "router_z_coefficient")
     for name in ("z_loss", "mtp_depth", "mtp_weight", *balance, "num_experts", "shared_expert_size"):
         if getattr(config, name) < 0:

@@ -18,7 +18,6 @@ from flax import nnx
 from jaxfb.models.attention import Attend, Attention
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.layers import Linear, RMSNorm, fan_in_init, residual_init
-from jaxfb.models.rope import rotate
 from jaxfb.parallel.tensor import constrain, residual_stream
 from jaxfb.refusal import Refused
 
@@ -75,11 +74,9 @@ class LatentAttention(Attention):
         return self.query_up(self.query_down_norm(self.query_down(x_RTD)))
 
     def _rotated(self, x: jax.Array, positions_RT: jax.Array) -> jax.Array:
-        if self.config.rope_theta is None:
-            return x
-        if self.latent.interleaved:
+        if self.latent.interleaved and self.config.rope_theta is not None:
             x = jnp.concatenate([x[..., ::2], x[..., 1::2]], axis=-1)
-        return rotate(x, positions_RT, self.config.rope_theta, self.config.rope_scaling)
+        return super()._rotated(x, positions_RT)
 
     def _heads(self, x: jax.Array) -> jax.Array:
         split = x.reshape(*x.shape[:2], self.config.num_heads, -1)

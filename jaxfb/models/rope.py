@@ -46,11 +46,9 @@ def amplitude(scaling: RopeScaling | None) -> float:
     if scaling.attention_factor is not None:
         return scaling.attention_factor
     grown = math.log(scaling.factor)
-    return 0.1 * grown + 1 if scaling.kind == "yarn" else math.sqrt(1 + grown / _log_length(scaling))
-
-
-def _log_length(scaling: RopeScaling) -> float:
-    return math.log(max(scaling.original_length or 0, 2))
+    if scaling.kind == "yarn":
+        return 0.1 * grown + 1
+    return math.sqrt(1 + grown / math.log(max(scaling.original_length or 0, 2)))
 
 
 def _kept_by_llama3(plain: np.ndarray, scaling: RopeScaling) -> np.ndarray:

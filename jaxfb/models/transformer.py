@@ -70,7 +70,7 @@ def transformer(config: TransformerConfig, *, loss: HeadLoss | None = None) -> P
         layers.run,
         outer.head,
         transformer_param_specs,
-        VocabularyParallel(vocabulary_dims, outer.embed_part, outer.head_part, shared),
+        VocabularyParallel(vocabulary_dims, outer.embed_part, outer.head, shared),
         outer.unembed,
         counted_leaves(config),
         layer_piece_of(layers.stack) if on_pieces else None,
@@ -133,14 +133,14 @@ class _EmbedAndHead:
             return hidden
         return jax.checkpoint(self.leading)(outer[LEADING], hidden, self._read(microbatch, rng))
 
-    def head(self, outer, hidden, microbatch, rng=None, **axis):
-        module = self._module(outer)
+    def head(self, outer, hidden, microbatch, rng=None, axis=None):
+        module, over = self._module(outer), {} if axis is None else {"axis": axis}
         kernel = module.head_table if self._takes_table else module.head_kernel
-        out = self._loss(whole(module.norm(hidden)), kernel, microbatch, **axis)
+        out = self._loss(whole(module.norm(hidden)), kernel, microbatch, **over)
         if self.multi_token is None:
             return out
         given = self._read(microbatch, rng)
-        more = self.multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis.get("axis"))
+        more = self.multi_token.terms(module, outer[mtp.NAME], hidden, microbatch, given, axis)
         return LossOutput({**out.terms, **more.terms}, {**out.metrics, **more.metrics}, out.outputs)
 
     def embed_part(self, outer, microbatch, rng, axis):
@@ -151,9 +151,6 @@ class _EmbedAndHead:
         own = jax.tree.map(partial(shared_rows.own, axis=axis), self._read(microbatch, rng))
         hidden = self.leading(outer[LEADING], shared_rows.take_sum(part, axis), own)
         return shared_rows.place(hidden, axis, part.shape[0])
-
-    def head_part(self, outer, hidden, microbatch, rng, axis):
-        return self.head(outer, hidden, microbatch, rng, axis=axis)
 
     def unembed(self, outer, hidden):
         module, config = self._module(outer), self._config
