@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from argparse import Namespace
+from pathlib import Path
 from typing import Any
 
 from jaxfb.config.operation import HostsConfig
@@ -13,8 +14,8 @@ from jaxfb.inference import complete, tasks
 from jaxfb.inference.chat import chat as converse
 from jaxfb.inference.chat import with_line_editing
 from jaxfb.inference.model import open_model
-from jaxfb.inference.scores import Scorer
-from jaxfb.inference.text import perplexity, read_text
+from jaxfb.inference.scores import Scorer, perplexity
+from jaxfb.refusal import Refused
 from jaxfb.training.compile_cache import use_compile_cache
 from jaxfb.training.hosts import Hosts
 
@@ -51,7 +52,8 @@ def generate(options: Namespace) -> None:
         if not hosts.is_first:
             return
     if options.out is not None:
-        complete.write_answers(options.out, prompts, found, print)
+        complete.write_answers(options.out, prompts, found)
+        print(f"wrote {options.out}")
         return
     between = "\n" if complete.is_answered(model, options.raw) else ""
     for prompt, texts in zip(prompts, found, strict=True):
@@ -60,9 +62,20 @@ def generate(options: Namespace) -> None:
             print(f"{shown}{between}{text}" + "\n" * (sum(map(len, found)) > 1))
 
 
+def _read_text(path: str | Path) -> str:
+    """Returns the text of a file; refuses one that is not there or not UTF-8."""
+    file = Path(path)
+    if not file.is_file():
+        raise Refused(f"[eval] there is no file {file}")
+    try:
+        return file.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise Refused(f"[eval] {file} is not UTF-8: {error.reason} at offset {error.start}") from None
+
+
 def evaluate(options: Namespace) -> None:
     """Prints the perplexity of a text and the scores of tasks."""
-    text = None if options.text is None else read_text(options.text)
+    text = None if options.text is None else _read_text(options.text)
     files = {path: tasks.read_task(path) for path in options.task or ()}
     with _hosts(options) as hosts:
         _agree(hosts, options, (text, files))

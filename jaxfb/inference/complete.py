@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
 
 from jaxfb.data.conversations import ROLES
 from jaxfb.inference.model import Model
@@ -90,64 +90,50 @@ def complete(
     encoded = [ids_of(model, prompt, raw) for prompt in prompts]
     rows = [(k, ids) for k, ids in enumerate(encoded) for _ in range(how.samples)]
     found: list[list[str]] = [[] for _ in prompts]
+    ends = (replace(model, chat=None) if raw else model).stop_tokens
     for first in range(0, len(rows), batch):
         part = rows[first : first + batch]
-        for (k, _), text in zip(part, _texts(model, part, first, how, raw, stops), strict=True):
-            found[k].append(text)
+        drawn = _drawn(model, [ids for _, ids in part], how, ends, first)
+        for (k, _), row in zip(part, drawn, strict=True):
+            found[k].append(until(text_of(model, row, ends), stops))
     return found
 
 
-def _texts(
-    model: Model, rows: list, first: int, how: Sampling, raw: bool, stops: Sequence[str]
-) -> Iterator[str]:
-    width = -(-max(len(ids) for _, ids in rows) // WIDTH) * WIDTH
-    tokens, lengths = np.zeros((len(rows), width), np.int32), np.ones(len(rows), np.int32)
-    for row, (_, ids) in enumerate(rows):
-        tokens[row, : len(ids)], lengths[row] = ids, len(ids)
-    ends = stop_tokens(model, raw)
+def _drawn(model: Model, prompts: list, how: Sampling, ends: tuple[int, ...], first: int) -> np.ndarray:
+    """Returns the tokens that continue the ids of prompts, in every process; first: the number of the first of them."""
     key = jax.random.key(how.seed) if not first else jax.random.fold_in(jax.random.key(how.seed), first)
-    drawn = generate(
-        model.sizes,
-        model.params,
-        tokens,
-        how.tokens,
-        prompt_lengths=lengths,
-        stop_token=ends,
-        absent_ids=model.absent_ids,
-        key=key,
+    tokens = generate(**_request(model, prompts, how, ends, key)).tokens
+    if not tokens.is_fully_addressable and model.mesh is not None:
+        whole = NamedSharding(model.mesh, PartitionSpec())
+        tokens = jax.jit(lambda same: same, out_shardings=whole)(tokens)
+    return np.asarray(jax.device_get(tokens))
+
+
+def _request(model: Model, prompts: list, how: Sampling, ends: tuple, key: jax.Array) -> dict[str, Any]:
+    """Returns the arguments with which `generate` and `stream` continue the ids of prompts."""
+    lengths = np.array([len(ids) for ids in prompts], np.int32)
+    tokens = np.zeros((len(prompts), -(-lengths.max() // WIDTH) * WIDTH), np.int32)
+    for row, ids in enumerate(prompts):
+        tokens[row, : len(ids)] = ids
+    return {
+        "config": model.sizes,
+        "params": model.params,
+        "prompt_tokens": tokens,
+        "max_new_tokens": how.tokens,
+        "prompt_lengths": lengths,
+        "stop_token": ends,
+        "absent_ids": model.absent_ids,
+        "key": key,
         **how.filters,
-    )
-    for row in np.asarray(jax.device_get(_in_every_process(drawn.tokens, model.mesh))):
-        yield until(text_of(model, row, ends), stops)
-
-
-def _in_every_process(tokens: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Returns an array that several processes have parts of, whole in each of them."""
-    if tokens.is_fully_addressable or mesh is None:
-        return tokens
-    return jax.jit(lambda same: same, out_shardings=NamedSharding(mesh, PartitionSpec()))(tokens)
+    }
 
 
 def answers(model: Model, messages: Sequence[Message], how: Sampling) -> Iterator[str]:
     """Yields one answer to a conversation piece by piece, as it is made."""
     check_continuation(model.sizes, how.tokens)
     ids = ids_of(model, messages, raw=False)
-    width = -(-len(ids) // WIDTH) * WIDTH
-    tokens = np.zeros((1, width), np.int32)
-    tokens[0, : len(ids)] = ids
     made, shown = [], ""
-    pieces = stream(
-        model.sizes,
-        model.params,
-        tokens,
-        how.tokens,
-        prompt_lengths=np.array([len(ids)], np.int32),
-        stop_token=model.stop_tokens,
-        absent_ids=model.absent_ids,
-        key=jax.random.key(how.seed),
-        **how.filters,
-    )
-    for piece in pieces:
+    for piece in stream(**_request(model, [ids], how, model.stop_tokens, jax.random.key(how.seed))):
         made.extend(piece[0].tolist())
         text = text_of(model, np.array(made), model.stop_tokens)
         whole = text.rstrip("\ufffd")  # the first bytes of a character, until the others come
@@ -180,13 +166,6 @@ def check_prompt(prompt: Prompt) -> None:
             refuse("prompt", text, "text in UTF-8", who="[generate]")
 
 
-def stop_tokens(model: Model, raw: bool) -> tuple[int, ...]:
-    """Returns the ids that end a continuation: those of the chat, and of a text alone the end of the document."""
-    if model.chat is not None and not raw:
-        return model.chat.stop_tokens
-    return () if model.tokenizer.eos_id is None else (model.tokenizer.eos_id,)
-
-
 def text_of(model: Model, row: np.ndarray, ends: Sequence[int]) -> str:
     """Returns the text before the first stop token."""
     at = np.flatnonzero(np.isin(row, ends))
@@ -215,12 +194,17 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     return [_prompt(line, f"line {number} of {file}") for number, line in enumerate(lines, 1)]
 
 
-def _prompt(line: str, where: str) -> Prompt:
+def record_of(line: str, where: str) -> dict[str, Any]:
+    """Returns the JSON object of a line, {} where it is none; refuses what is not JSON."""
     try:
         record = json.loads(line)
     except json.JSONDecodeError as error:
-        raise Refused(f"[generate] {where} is not JSON: {error}") from None
-    record = record if isinstance(record, dict) else {}
+        raise Refused(f"{where} is not JSON: {error}") from None
+    return record if isinstance(record, dict) else {}
+
+
+def _prompt(line: str, where: str) -> Prompt:
+    record = record_of(line, f"[generate] {where}")
     prompt, messages = record.get("prompt"), record.get("messages")
     if isinstance(prompt, str):
         return prompt
@@ -235,12 +219,9 @@ def _is_message(value: Any) -> bool:
     return isinstance(value, dict) and value.get("role") in ROLES and isinstance(value.get("content"), str)
 
 
-def write_answers(
-    path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]], say: Callable[[str], None]
-) -> None:
+def write_answers(path: str | Path, prompts: Sequence[Prompt], found: Sequence[list[str]]) -> None:
     """Writes one JSON object a line: the prompt or the messages, and the answers."""
     with Path(path).open("w", encoding="utf-8") as file:
         for prompt, texts in zip(prompts, found, strict=True):
             name = "prompt" if isinstance(prompt, str) else "messages"
             file.write(json.dumps({name: prompt, "answers": texts}, ensure_ascii=False) + "\n")
-    say(f"wrote {path}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
@@ -17,7 +18,7 @@ from jaxfb.losses.logits import cut_tokens, join_tokens, largest, project, summe
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.models.transformer import transformer
 from jaxfb.refusal import Refused, integer
-from jaxfb.types import LossOutput, Pipelined, Sum, Unembedding
+from jaxfb.types import LossOutput, Sum, Unembedding
 
 WIDTH = 64  # rows are padded to a multiple of it, so that few programs are compiled
 Ids = Sequence[int] | np.ndarray
@@ -48,7 +49,7 @@ class Scorer:
             rows_per_microbatch=rows,
             data_parallel=data_parallel(model.mesh),
         )
-        self._scored = _scored(transformer(model.sizes))
+        self._scored = with_head(transformer(model.sizes), _score)
         self._multiple = WIDTH * axis_size(model.mesh, "context")
 
     @property
@@ -135,6 +136,35 @@ def windows(ids: Ids, first_token: int, length: int) -> Iterator[tuple[Ids, Ids]
         yield ids[max(0, end - length - 1) : start], ids[start:end]
 
 
+def perplexity(scorer: Scorer, text: str) -> dict[str, float]:
+    """Returns nats a token, and the perplexities that lm-evaluation-harness calls so.
+
+    nats_per_token, token_perplexity: by this model's tokens. bits_per_byte, byte_perplexity, word_perplexity: the same
+    sum over the bytes of the UTF-8 and over the words between white space, which compare models with other tokenizers.
+
+    Raises:
+      ValueError: the text is empty.
+    """
+    ids = scorer.model.tokenizer.encode([text])[0]
+    if not len(ids):
+        raise Refused("[eval] the text is empty")
+    nats = -scorer.score_text(ids).log_prob
+    sizes = {"bytes": len(text.encode()), "words": len(text.split())}
+    return {
+        "nats_per_token": nats / len(ids),
+        "token_perplexity": _exp(nats / len(ids)),
+        "bits_per_byte": nats / math.log(2) / sizes["bytes"],
+        "byte_perplexity": _exp(nats / sizes["bytes"]),
+        "word_perplexity": _exp(nats / max(sizes["words"], 1)),
+        "tokens": len(ids),
+        **sizes,
+    }
+
+
+def _exp(value: float) -> float:
+    return math.exp(value) if value < 700 else math.inf
+
+
 def _length_of(model: Model) -> int:
     section = getattr(model.config, "data", None)
     for name in ("conversations", "preferences"):
@@ -142,12 +172,8 @@ def _length_of(model: Model) -> int:
     return getattr(section, "sequence_length", 1024)
 
 
-def _scored(model: Pipelined) -> Pipelined:
-    """Replaces the head by one whose outputs are the log-prob of each target, and whether it is the likeliest token."""
-    return with_head(model, _score)
-
-
 def _score(unembedding: Unembedding, microbatch, axis: str | None) -> LossOutput:
+    """Returns as outputs the log-prob of each target, and whether it is the likeliest token."""
     targets, mask = microbatch["targets"], microbatch["loss_mask"]
 
     def step(tokens):

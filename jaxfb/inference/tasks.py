@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import string
@@ -17,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxfb.data.tokenizer import Tokenizer
-from jaxfb.inference.complete import Sampling, complete
+from jaxfb.inference.complete import Sampling, complete, record_of
 from jaxfb.inference.model import Model
 from jaxfb.inference.scores import Score, Scorer
 from jaxfb.refusal import Refused
@@ -86,14 +85,14 @@ def choose(scorer: Scorer, items: Sequence[Choice]) -> dict[str, float]:
     return {**_mean("acc", right[:, 0]), **_mean("acc_norm", right[:, 1]), "questions": len(items)}
 
 
-def answer(model: Model, items: Sequence[Question], tokens: int, raw: bool = False) -> dict[str, float]:
+def answer(model: Model, items: Sequence[Question], tokens: int) -> dict[str, float]:
     """Returns exact_match with its standard error, and the number of questions.
 
-    A greedy continuation of at most `tokens` tokens, up to its first line break where there is no chat template (or
-    `raw`), is compared with the answers after `normalized`.
+    A greedy continuation of at most `tokens` tokens, up to its first line break where there is no chat template, is
+    compared with the answers after `normalized`.
     """
-    stops = ["\n"] if raw or model.chat is None else []
-    found = complete(model, [item.prompt for item in items], Sampling(tokens), raw=raw, stops=stops)
+    stops = ["\n"] if model.chat is None else []
+    found = complete(model, [item.prompt for item in items], Sampling(tokens), stops=stops)
     right = np.array(
         [
             normalized(texts[0]) in map(normalized, item.answers)
@@ -132,11 +131,7 @@ def _mean(name: str, right: np.ndarray) -> dict[str, float]:
 
 
 def _item(line: str, where: str) -> Choice | Question:
-    try:
-        record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise Refused(f"[eval] {where} is not JSON: {error}") from None
-    record = record if isinstance(record, dict) else {}
+    record = record_of(line, f"[eval] {where}")
     prompt, choices, found = (record.get(name) for name in ("prompt", "choices", "answer"))
     answers = _texts([found] if isinstance(found, str) else found)
     if isinstance(prompt, str) and choices is None and answers:

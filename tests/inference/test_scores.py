@@ -14,9 +14,8 @@ from whole import logits
 from jaxfb.cli.commands import main
 from jaxfb.inference.harness import HarnessModel
 from jaxfb.inference.model import open_model
-from jaxfb.inference.scores import Scorer, windows
+from jaxfb.inference.scores import Scorer, perplexity, windows
 from jaxfb.inference.tasks import encode_pair, normalized, read_task
-from jaxfb.inference.text import perplexity
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 SMALL = {"num_layers": 1, "hidden_size": 16, "num_heads": 2, "num_kv_heads": 1, "mlp_size": 16}

@@ -14,8 +14,7 @@ from tiny import write_tiny
 
 from jaxfb.inference import complete
 from jaxfb.inference.model import open_model
-from jaxfb.inference.scores import Scorer
-from jaxfb.inference.text import perplexity
+from jaxfb.inference.scores import Scorer, perplexity
 from jaxfb.metrics import read_jsonl
 
 pytestmark = [pytest.mark.slow, pytest.mark.processes]
