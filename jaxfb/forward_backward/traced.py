@@ -6,10 +6,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
+from jax.extend.core import jaxpr_as_fun
 from jax.sharding import Mesh
 
 from jaxfb.mesh import manual_axes
-from jaxfb.platforms.compat import cut_down, equations, opened, runnable, silent
+from jaxfb.platforms.compat import cut_down, equations, opened, silent
 from jaxfb.types import LossFn, LossOutput
 
 PyTree = Any
@@ -68,7 +69,7 @@ class Traced:
         params: may be None where no result depends on them.
         """
         program, used = self._cut(places)
-        run = runnable(program)
+        run = jaxpr_as_fun(program)
 
         def call(params, microbatch, rng):
             leaves = jax.tree.leaves(params) or [None] * self._num_params

@@ -115,16 +115,14 @@ def _annotation(node: Any) -> P | None:
     """Returns the spec that a box or a Variable was given, or None."""
     if hasattr(node, "get_partition_spec"):
         spec, linen = node.get_partition_spec(), sys.modules.get("flax.linen")
-        return linen.logical_to_mesh(spec) if linen and _is_logical(node, linen) else spec
+        if linen is not None and isinstance(node, linen.LogicallyPartitioned):
+            return linen.logical_to_mesh(spec)
+        return spec
     metadata = node.get_metadata()
     names = next(
         (metadata[key] for key in ("out_sharding", "sharding_names", "sharding") if metadata.get(key)), None
     )
     return None if names is None else P(*names)
-
-
-def _is_logical(node: Any, linen: Any) -> bool:
-    return isinstance(node, linen.LogicallyPartitioned)
 
 
 def _placement(leaf: Any) -> P:

@@ -36,9 +36,7 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
     """
 
     def prepare(leaf, spec, dtype, sum_dtype):
-        if shards_of(spec) is None:
-            return leaf.astype(dtype)
-        if gather == "layer":
+        if gather == "layer" and shards_of(spec) is not None:
             return leaf.astype(jnp.promote_types(leaf.dtype, sum_dtype))
         return _gather(leaf.astype(dtype), spec)
 

@@ -61,7 +61,8 @@ def further_rounds(
     """
     sizes = jnp.zeros(rounds.counts.shape[-1], jnp.int32)
     # biases and adapters, which `run` holds itself
-    run, held = jax.closure_convert(run, _empty(rows, space), sizes, state)
+    empty = Weighted(*(empty_like(one, space) for one in rows))
+    run, held = jax.closure_convert(run, empty, sizes, state)
     return _further(run, held, state, rows, out, rounds, space)
 
 
@@ -78,7 +79,9 @@ def _further(run, held, state, rows, out, rounds, space):
 
 
 def _further_forward(run, held, state, rows, out, rounds, space):
-    moving, still = _parted((held, state), lambda leaf: leaf.perturbed)
+    # each with None where the other has a value
+    moving = jax.tree.map(lambda leaf: leaf.value if leaf.perturbed else None, (held, state))
+    still = jax.tree.map(lambda leaf: None if leaf.perturbed else leaf.value, (held, state))
     held, state, rows, out, rounds = jax.tree.map(lambda leaf: leaf.value, (held, state, rows, out, rounds))
     return _further(run, held, state, rows, out, rounds, space), (moving, still, rows, rounds)
 
@@ -114,18 +117,8 @@ def _further_backward(run, space, kept, cotangents):
 _further.defvjp(_further_forward, _further_backward, symbolic_zeros=True)
 
 
-def _empty(rows: Weighted, size: int) -> Weighted:
-    return Weighted(*(empty_like(one, size) for one in rows))
-
-
 def _routed(rows: Weighted, window: Window, size: int) -> Weighted:
     return Weighted(*(route(one, window, empty_like(one, size)) for one in rows))
-
-
-def _parted(tree, is_first):
-    """Returns a tree of primals as two, each with None where the other has a value."""
-    first = jax.tree.map(lambda leaf: leaf.value if is_first(leaf) else None, tree)
-    return first, jax.tree.map(lambda leaf: None if is_first(leaf) else leaf.value, tree)
 
 
 def _joined(first, other):

@@ -72,15 +72,12 @@ def fetched(tree: PyTree, places: PyTree) -> PyTree:
 
 def put_back(tree: PyTree, places: PyTree) -> PyTree:
     """Returns, inside jit, arrays on the devices moved to their NamedShardings, in the host's memory or not."""
-    return jax.tree.map(
-        lambda leaf, place: (
-            jax.device_put(jax.lax.with_sharding_constraint(leaf, on_device(place)), place)
-            if is_on_host(place)
-            else jax.lax.with_sharding_constraint(leaf, place)
-        ),
-        tree,
-        places,
-    )
+
+    def put(leaf, place):
+        leaf = jax.lax.with_sharding_constraint(leaf, on_device(place))
+        return jax.device_put(leaf, place) if is_on_host(place) else leaf
+
+    return jax.tree.map(put, tree, places)
 
 
 def constrained(tree: PyTree, places: PyTree) -> PyTree:

@@ -13,7 +13,8 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel import pipe
 from jaxfb.parallel.host_memory import HOST, brought, is_on_host, on_device
-from jaxfb.parallel.sharding import in_layers, moment_specs, optimizer_specs
+from jaxfb.parallel.layer_slices import stacked_moments, stacked_params
+from jaxfb.parallel.sharding import in_layers, optimizer_specs
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
 
@@ -41,16 +42,15 @@ class LayerOrder:
         return self._params(params, back=True, donate=donate)
 
     def _params(self, params: PyTree, back: bool, donate: bool) -> PyTree:
-        return jax.tree_util.tree_map_with_path(
-            lambda path, leaf: self.move(leaf, back, donate) if in_layers(path) else leaf, params
-        )
+        return self._moved_where(stacked_params(params), params, back, donate)
 
     def moments(self, opt_state: PyTree, params: PyTree, back: bool, donate: bool = False) -> PyTree:
         """Returns an optimizer's state with all that mirrors a stacked parameter in the other order."""
-        places = jax.tree_util.tree_map_with_path(lambda path, _: STACKED if in_layers(path) else P(), params)
-        found = moment_specs(opt_state, params, places)
+        return self._moved_where(stacked_moments(opt_state, params), opt_state, back, donate)
+
+    def _moved_where(self, stacked: PyTree, tree: PyTree, back: bool, donate: bool) -> PyTree:
         return jax.tree.map(
-            lambda leaf, place: self.move(leaf, back, donate) if place == STACKED else leaf, opt_state, found
+            lambda leaf, moves: self.move(leaf, back, donate) if moves else leaf, tree, stacked
         )
 
     def empty(self, params: PyTree) -> int:

@@ -11,11 +11,10 @@ from jax import lax
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
-from jaxfb.parallel.host_memory import is_on_host, on_device
+from jaxfb.parallel.host_memory import fetched, put_back
 from jaxfb.parallel.sharding import axes_of, in_layers, moment_specs
 
 PyTree = Any
-_STACKED, _OTHER = P("layers"), P()
 
 
 @dataclass(frozen=True)
@@ -40,16 +39,11 @@ class Slices:
     def take(self, leaf: jax.Array, step: Any, place: NamedSharding) -> jax.Array:
         """Returns a slice of an opened leaf, on the devices; place: the whole leaf's."""
         part = lax.dynamic_slice_in_dim(leaf, step * self._size(leaf), self._size(leaf), self._dim)
-        if is_on_host(place):
-            part = jax.device_put(part, on_device(self._place(place)))
-        return self.closed(part)
+        return self.closed(fetched(part, self._place(place)))
 
     def put(self, leaf: jax.Array, part: jax.Array, step: Any, place: NamedSharding) -> jax.Array:
         """Returns an opened leaf with one slice replaced, which is moved to where the leaf is."""
-        part = self.opened(part)
-        part = lax.with_sharding_constraint(part, on_device(self._place(place)))
-        if is_on_host(place):
-            part = jax.device_put(part, self._place(place))
+        part = put_back(self.opened(part), self._place(place))
         return lax.dynamic_update_slice_in_dim(leaf, part, step * self._size(leaf), self._dim)
 
     def shape(self, leaf: Any) -> tuple[int, ...]:
@@ -85,9 +79,9 @@ def stacked_params(params: PyTree) -> PyTree:
 
 def stacked_moments(opt_state: PyTree, params: PyTree) -> PyTree:
     """Returns a tree of bool: which arrays of an optimizer's state mirror such a parameter."""
-    marks = jax.tree.map(lambda stacked: _STACKED if stacked else _OTHER, stacked_params(params))
+    marks = jax.tree.map(lambda stacked: P("layers") if stacked else P(), stacked_params(params))
     found = moment_specs(opt_state, params, marks)
-    return jax.tree.map(lambda mark: mark == _STACKED, found, is_leaf=lambda mark: isinstance(mark, P))
+    return jax.tree.map(lambda mark: mark != P(), found, is_leaf=lambda mark: isinstance(mark, P))
 
 
 def _shards(place: NamedSharding) -> int:

@@ -6,7 +6,7 @@ So the numbers are the same on every mesh, and a program has no collectives that
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import lru_cache, partial, reduce
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel.host_memory import brought, is_on_host
+from jaxfb.parallel.sharding import axes_of
 
 Places = Sequence[Any]
 Measure = Callable[[Sequence[jax.Array], Places], Sequence[jax.Array]]
@@ -67,8 +68,7 @@ def sums_by_device(leaves: Mapping[str, jax.Array]) -> dict[str, dict[int, tuple
         }
     leaves = {name: brought(leaf) for name, leaf in leaves.items()}
     mesh = _mesh_of(next(iter(leaves.values())))
-    shapes, specs = _shapes_and_specs(leaves.values())
-    rows = _gathered(_program(mesh, shapes, specs, _weighted, by_device=True)(*leaves.values()))
+    rows = _gathered(_on_mesh(mesh, leaves.values(), _weighted, by_device=True))
     devices = [device.id for device in mesh.devices.flat]
     return {
         name: {device: tuple(map(int, row[number])) for device, row in zip(devices, rows, strict=True)}
@@ -111,9 +111,10 @@ def totals(leaves: Sequence[jax.Array], measure: Measure) -> np.ndarray:
     return np.array([found[number] for number in range(len(leaves))], np.uint32)
 
 
-def _on_mesh(mesh: Mesh, leaves: list[jax.Array], measure: Measure) -> jax.Array:
-    shapes, specs = _shapes_and_specs(leaves)
-    return _program(mesh, shapes, specs, measure)(*leaves)
+def _on_mesh(
+    mesh: Mesh, leaves: Collection[jax.Array], measure: Measure, by_device: bool = False
+) -> jax.Array:
+    return _program(mesh, tuple(map(_spec_of, leaves)), measure, by_device)(*leaves)
 
 
 def _added_up(rows: jax.Array) -> np.ndarray:
@@ -123,12 +124,6 @@ def _added_up(rows: jax.Array) -> np.ndarray:
     if jax.process_count() > 1:
         total = multihost_utils.process_allgather(total).sum(0, dtype=np.uint32)
     return total
-
-
-def _shapes_and_specs(leaves: Iterable[jax.Array]) -> tuple[tuple, tuple[P, ...]]:
-    leaves = list(leaves)
-    specs = tuple(_spec_of(leaf) for leaf in leaves)
-    return tuple(leaf.shape for leaf in leaves), specs
 
 
 def _mesh_of(leaf: jax.Array) -> Mesh:
@@ -157,9 +152,7 @@ def _alone(leaves: list[jax.Array], measure: Measure) -> list[jax.Array]:
 
 
 @lru_cache(maxsize=32)
-def _program(
-    mesh: Mesh, shapes: tuple, specs: tuple[P, ...], measure: Measure, by_device: bool = False
-) -> Callable:
+def _program(mesh: Mesh, specs: tuple[P, ...], measure: Measure, by_device: bool) -> Callable:
     """Returns u32[devices, leaves, k]; by_device: of each device's blocks alone, copies of others included."""
 
     def measured(blocks: Sequence[jax.Array], numbers: Sequence[int]) -> jax.Array:
@@ -178,7 +171,7 @@ def _program(
         if by_device:
             return measured(blocks, range(len(blocks)))[None]
         rows: dict[int, Any] = {}
-        for used, numbers in _by_axes(mesh, specs).items():
+        for used, numbers in _by_axes(specs).items():
             first = jnp.bool_(True)  # of the replicas the first counts
             for axis in mesh.axis_names:
                 first &= (jax.lax.axis_index(axis) == 0) | (axis in used)
@@ -197,11 +190,11 @@ def _whole(block: jax.Array, measure: Measure) -> jax.Array:
     return measure([block], _places(block.shape, [0] * block.ndim))[0]
 
 
-def _by_axes(mesh: Mesh, specs: Sequence[P]) -> dict[frozenset[str], list[int]]:
+def _by_axes(specs: Sequence[P]) -> dict[frozenset[str], list[int]]:
     """Returns the numbers of the arrays by the axes that cut them."""
     groups: dict[frozenset[str], list[int]] = {}
     for number, spec in enumerate(specs):
-        axes = frozenset(axis for names in spec for axis in _names(names))
+        axes = frozenset(axis for entry in spec for axis in axes_of(entry))
         groups.setdefault(axes, []).append(number)
     return groups
 
@@ -209,16 +202,12 @@ def _by_axes(mesh: Mesh, specs: Sequence[P]) -> dict[frozenset[str], list[int]]:
 def _starts(mesh: Mesh, block: tuple[int, ...], spec: P) -> list[Any]:
     """Returns where this device's block begins in each dim of an array."""
     starts = []
-    for size, names in zip(block, [*spec, *[None] * (len(block) - len(spec))], strict=True):
+    for size, entry in zip(block, [*spec, *[None] * (len(block) - len(spec))], strict=True):
         number = jnp.uint32(0)
-        for name in _names(names):
+        for name in axes_of(entry):
             number = number * mesh.shape[name] + jax.lax.axis_index(name).astype(jnp.uint32)
         starts.append(number * np.uint32(size % 2**32))
     return starts
-
-
-def _names(names: Any) -> tuple[str, ...]:
-    return (names,) if isinstance(names, str) else tuple(names or ())
 
 
 def _places(block: tuple[int, ...], starts: Sequence[Any]) -> list[jax.Array]:

@@ -16,7 +16,7 @@ from jax._src.interpreters import mlir
 from jax._src.lax import parallel
 from jax._src.lib.mlir import ir  # pyright: ignore[reportPrivateImportUsage]  # the private name is meant
 from jax._src.lib.mlir.dialects import hlo
-from jax.extend.core import ClosedJaxpr, Literal, jaxpr_as_fun
+from jax.extend.core import ClosedJaxpr, Literal
 from jax.interpreters.partial_eval import dce_jaxpr, dce_rules
 
 Result = TypeVar("Result")
@@ -31,11 +31,6 @@ def cut_down(closed: ClosedJaxpr, used_outputs: list[bool]) -> tuple[ClosedJaxpr
     with _rule_for_while_loops():
         jaxpr, used_inputs = dce_jaxpr(closed.jaxpr, used_outputs)
     return ClosedJaxpr(jaxpr, closed.consts), used_inputs
-
-
-def runnable(closed: ClosedJaxpr) -> Callable[..., list]:
-    """Returns a program as a function: leaves -> list of results."""
-    return jaxpr_as_fun(closed)
 
 
 @contextlib.contextmanager
