@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from importlib import import_module
 
@@ -75,8 +76,6 @@ def _answer(model: Model, messages: list[Message], how: Sampling, write: Callabl
 
 def with_line_editing() -> Callable[[str], str]:
     """Returns `input` with the arrow keys, where Python was built with them."""
-    try:
+    with suppress(ImportError):
         import_module("readline")
-    except ImportError:
-        pass
     return input

@@ -19,13 +19,12 @@ from jaxfb.platforms.compat import custom_vjp
 
 def own(x: jax.Array, axis: str) -> jax.Array:
     """Returns this device's rows of replicated data (tokens, masks, keys): [R, ...] -> [n, ...]. No gradient."""
-    return x[_indices(x.shape[0], axis)]
+    return x[jnp.minimum(_places(x.shape[0], axis), x.shape[0] - 1)]
 
 
 def is_real(rows: int, axis: str) -> jax.Array:
     """Returns bool[n]: which of this device's rows are not repetitions."""
-    per_device = _per_device(rows, axis)
-    return lax.axis_index(axis) * per_device + jnp.arange(per_device) < rows
+    return _places(rows, axis) < rows
 
 
 @custom_vjp(1)
@@ -85,6 +84,7 @@ def _per_device(rows: int, axis: str) -> int:
     return -(-rows // lax.axis_size(axis))
 
 
-def _indices(rows: int, axis: str) -> jax.Array:
+def _places(rows: int, axis: str) -> jax.Array:
+    """Returns i32[n], where this device's rows are among all; those that are none of these R are repetitions."""
     per_device = _per_device(rows, axis)
-    return jnp.minimum(lax.axis_index(axis) * per_device + jnp.arange(per_device), rows - 1)
+    return lax.axis_index(axis) * per_device + jnp.arange(per_device)

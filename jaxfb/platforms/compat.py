@@ -181,18 +181,8 @@ def _opened(value: Any) -> Any:
     return opened(value) if isinstance(value, ClosedJaxpr) else value
 
 
-def evaluate(
-    eqns: list,
-    env: dict,
-    constants: dict,
-    outvars: list,
-    inline: bool = False,
-    seen: Callable[[Any, Any], Any] = lambda var, value: value,
-) -> list:
-    """Runs equations on an environment Var -> value and returns the values of `outvars`.
-
-    seen: (var, what an equation made of it) -> what is read of it from then on.
-    """
+def evaluate(eqns: list, env: dict, constants: dict, outvars: list, inline: bool = False) -> list:
+    """Runs equations on an environment Var -> value and returns the values of `outvars`."""
     env = {**constants, **env}
     read = lambda var: var.val if isinstance(var, Literal) else env[var]  # noqa: E731
     for eqn in eqns:
@@ -211,7 +201,7 @@ def evaluate(
             with eqn.ctx.manager:
                 out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
             out = out if eqn.primitive.multiple_results else [out]
-        env.update((var, seen(var, value)) for var, value in zip(eqn.outvars, out, strict=True))
+        env.update(zip(eqn.outvars, out, strict=True))
     return [read(var) for var in outvars]
 
 
