@@ -11,6 +11,7 @@ Scores, softmax and sums are float32 (float64 for float64), probabilities are ke
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import NamedTuple
 
 import jax
@@ -95,9 +96,7 @@ def causal_blocks(length: int, window: int | None = None) -> list[_Block]:
     size = max(_SMALLEST_BLOCK, size)
     ends = [min(first + size, length) for first in range(0, length, size)]
     back = length if window is None else window - 1
-    return [
-        _Block(first, end, max(first - back, 0), end) for first, end in zip([0, *ends], ends, strict=False)
-    ]
+    return [_Block(first, end, max(first - back, 0), end) for first, end in pairwise([0, *ends])]
 
 
 def _blocks(num_queries: int, num_keys: int, look: _Look) -> list[_Block]:

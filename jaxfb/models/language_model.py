@@ -19,9 +19,7 @@ from jaxfb.models.config import TransformerConfig, flops_per_token
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parts import MODELS
 from jaxfb.refusal import instance
-from jaxfb.types import LossFn, Pipelined
-
-PyTree = Any
+from jaxfb.types import LossFn, Pipelined, PyTree
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from itertools import accumulate, pairwise
 
 from jaxfb.models.config import TransformerConfig
-from jaxfb.models.pattern import Stack, stack_of
+from jaxfb.models.pattern import stack_of
 from jaxfb.refusal import Refused, instance, shown
 
 NAME = "layers_per_stage"
@@ -60,7 +61,7 @@ def layers_of_stages(layout: str, config: TransformerConfig | None = None) -> tu
             layout,
             f"has {sum(counts)} t and {depths} m, but the model has num_layers={config.num_layers} and "
             f"mtp_depth={config.mtp_depth}",
-            _nearest(counts, stack, config.num_layers, config.mtp_depth),
+            _nearest(counts, config),
         )
     first, period = len(stack.leading), len(stack.period)
     inner = [counts[0] - first, *counts[1:]]
@@ -69,11 +70,7 @@ def layers_of_stages(layout: str, config: TransformerConfig | None = None) -> tu
             f"{first} leading layers in the first stage and " * bool(first)
             + f"whole periods of {period} layers"
         )
-        raise _refused(
-            layout,
-            f"must have {kinds} in every stage",
-            _nearest(counts, stack, config.num_layers, config.mtp_depth),
-        )
+        raise _refused(layout, f"must have {kinds} in every stage", _nearest(counts, config))
     return tuple(count // period for count in inner)
 
 
@@ -128,15 +125,15 @@ def _repeated(layout: str, what: str, times: int) -> str:
     return what * (times - 1)
 
 
-def _nearest(counts: Sequence[int], stack: Stack, num_layers: int, depths: int) -> str:
+def _nearest(counts: Sequence[int], config: TransformerConfig) -> str:
     """Returns the legal layout whose stages end nearest to where these end."""
-    first, period, ends, done = len(stack.leading), len(stack.period), [], 0
-    for count in counts:
-        done += count
-        share = done / max(sum(counts), 1) * num_layers
+    stack, ends = stack_of(config), [0]
+    first, period = len(stack.leading), len(stack.period)
+    for done in accumulate(counts):
+        share = done / max(sum(counts), 1) * config.num_layers
         ends.append(first + period * round(max(share - first, 0) / period))
-    ends[-1] = num_layers
-    return written([end - start for start, end in zip([0, *ends], ends, strict=False)], depths)
+    ends[-1] = config.num_layers
+    return written([end - start for start, end in pairwise(ends)], config.mtp_depth)
 
 
 def _refused(layout: str, why: str, instead: str | None = None) -> Refused:

@@ -64,10 +64,8 @@ class ExpertAdapter:
 def attach(module: nnx.Module, params: Mapping, lora: LoRA, keys: jax.Array | None, path: str = "") -> None:
     """Gives every projection of a layer that has an adapter in `params` that adapter."""
     for name, value in params.items():
-        if not isinstance(value, Mapping) or not hasattr(
-            module, name
-        ):  # leading layers are none of the embedding's
-            continue
+        if not isinstance(value, Mapping) or not hasattr(module, name):
+            continue  # leading layers are none of the embedding's
         child, below = getattr(module, name), f"{path}.{name}".lstrip(".")
         if ADAPTERS in value:
             adapters = {

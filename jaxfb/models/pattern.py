@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from jaxfb.models.rope_scaling import RopeScaling
@@ -62,13 +63,7 @@ def one_by_one(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
 
 def in_rows(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:
     """Returns the same kinds with equal ones that follow each other as one."""
-    rows: list[LayerKind] = []
-    for kind in one_by_one(kinds):
-        if rows and replace(rows[-1], layers=1) == kind:
-            rows[-1] = replace(kind, layers=rows[-1].layers + 1)
-        else:
-            rows.append(kind)
-    return tuple(rows)
+    return tuple(replace(kind, layers=len(list(same))) for kind, same in groupby(one_by_one(kinds)))
 
 
 def shortest_period(kinds: Sequence[LayerKind]) -> tuple[LayerKind, ...]:

@@ -35,14 +35,11 @@ class LayerOrder:
 
     def to_pipeline(self, params: PyTree, donate: bool = False) -> PyTree:
         """Returns parameters, or their gradients, with "layers" in the pipeline's order, from the model's."""
-        return self._params(params, back=False, donate=donate)
+        return self._moved_where(stacked_params(params), params, False, donate)
 
     def to_model(self, params: PyTree, donate: bool = False) -> PyTree:
         """Returns parameters, or their gradients, with "layers" in the model's order, from the pipeline's."""
-        return self._params(params, back=True, donate=donate)
-
-    def _params(self, params: PyTree, back: bool, donate: bool) -> PyTree:
-        return self._moved_where(stacked_params(params), params, back, donate)
+        return self._moved_where(stacked_params(params), params, True, donate)
 
     def moments(self, opt_state: PyTree, params: PyTree, back: bool, donate: bool = False) -> PyTree:
         """Returns an optimizer's state with all that mirrors a stacked parameter in the other order."""
