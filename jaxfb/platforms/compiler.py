@@ -64,9 +64,7 @@ TABLE: dict[str, Mapping[str, Value]] = {
 }
 """By `device_kind`. Kinds that are not listed are best served by the compiler's defaults, as far as is known."""
 
-TENSOR_TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys(
-    ("TPU v5", "TPU v5p", "TPU v6 lite"), _WITH_TENSOR
-)
+TENSOR_TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys(TABLE, _WITH_TENSOR)
 """What is added where the mesh has a tensor axis."""
 
 _UNKNOWN = re.compile(r"No such compile option: '([^']*)'")
