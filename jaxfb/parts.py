@@ -87,6 +87,6 @@ HEADS: Registry[Any] = Registry(
 """Subclasses of `forward_backward.head_placement.HeadPlacement`: how a pipeline's devices share embedding and head."""
 
 WRITERS: Registry[Callable[..., Any]] = Registry(
-    "writer", {name: f"{_WRITERS}:{name}" for name in ("tensorboard", "wandb")}
+    "writer", {"tensorboard": f"{_WRITERS}:tensorboard", "wandb": f"{_WRITERS}:WandbWriter"}
 )
 """`(directory, config, resume) -> metrics.Writer`: where records go beside metrics.jsonl."""

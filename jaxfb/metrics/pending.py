@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import jax
@@ -42,26 +43,22 @@ def scalars(tree: Any) -> dict[str, float | int | bool]:
 
     A Sum, Max, Min or Last becomes its value; leaves with more than one element are left out (`arrays` has them).
     """
-    reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
-    named = jax.tree_util.tree_flatten_with_path(reduced)[0]
-    return {
-        jax.tree_util.keystr(path, simple=True, separator="/"): np.asarray(leaf).item()
-        for path, leaf in named
-        if np.size(leaf) == 1
-    }
+    return {name: leaf.item() for name, leaf in _named(tree) if leaf.size == 1}
 
 
 def arrays(tree: Any) -> dict[str, float | int | list]:
     """Returns every array of several numbers by its path, as nested lists, with its "/min", "/mean" and "/max"."""
-    reduced = jax.tree.map(_value, tree, is_leaf=lambda node: isinstance(node, REDUCED))
     named: dict[str, float | int | list] = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(reduced)[0]:
-        if np.size(leaf) > 1:
-            name, leaf = jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)
+    for name, leaf in _named(tree):
+        if leaf.size > 1:
             named[name] = leaf.tolist()
             named |= {f"{name}/{part}": getattr(leaf, part)().item() for part in ("min", "mean", "max")}
     return named
 
 
-def _value(node: Any) -> Any:
-    return node.value if isinstance(node, REDUCED) else node
+def _named(tree: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the path and the numbers of every leaf."""
+    for path, leaf in jax.tree_util.tree_leaves_with_path(
+        tree, is_leaf=lambda node: isinstance(node, REDUCED)
+    ):
+        yield jax.tree_util.keystr(path, simple=True, separator="/"), np.asarray(leaf)

@@ -30,16 +30,11 @@ def plot_losses(
         raise Refused(
             f"[plot] {metrics_path} contains no loss to draw; train first (every log.every updates one is written)"
         )
-    figure = _new_figure()
-    losses, rate = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    figure, losses, rate = _panels()
     _draw_losses(losses, train, held_out, dict(baselines or {}))
     rate.plot(*_series(records, "learning_rate"), color=RATE, linewidth=1.5)
     rate.set(ylabel="learning rate", xlabel="step", ylim=(0, None))
     rate.ticklabel_format(axis="y", style="sci", scilimits=(0, 0))
-    for axes in (losses, rate):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
-        axes.set_axisbelow(True)
     figure.savefig(png_path)
     return Path(png_path)
 
@@ -57,8 +52,7 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
     held_out = [_series(records, "eval/accuracy") for records in runs]
     if not any(steps for steps, _ in held_out):
         raise Refused("[plot] there is no eval/accuracy to draw; it is written at each evaluation")
-    figure = _new_figure()
-    accuracy, entropy = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    figure, accuracy, entropy = _panels()
     for number, (records, series) in enumerate(zip(runs, held_out, strict=True)):
         first = number == 0
         accuracy.plot(
@@ -73,23 +67,24 @@ def plot_policy(metrics_paths: Iterable[str | Path], png_path: str | Path) -> Pa
     accuracy.set(ylabel="share solved", ylim=(0, 1.02))
     accuracy.legend(frameon=False, labelcolor=INK, loc="upper left")
     entropy.set(ylabel="entropy (nats)", xlabel="update", ylim=(0, None))
-    for axes in (accuracy, entropy):
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
     figure.savefig(png_path)
     return Path(png_path)
 
 
-def _new_figure() -> Any:
+def _panels() -> tuple[Any, Any, Any]:
+    """Returns a figure and its two panels, the large one above."""
     # The object interface, not pyplot: no window system, no global state in a user's notebook.
     try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError:
         raise Refused("[plot] a picture needs matplotlib; pip install 'jaxfb[plot]'") from None
     figure = Figure(figsize=(8, 5.6), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    return figure
+    panels = figure.subplots(2, 1, sharex=True, height_ratios=(4, 1))
+    for axes in panels:
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.grid(axis="y", color="#e6e6e6", linewidth=0.8)
+        axes.set_axisbelow(True)
+    return figure, *panels
 
 
 def _draw_losses(axes: Any, train, held_out, baselines: dict[str, float]) -> None:

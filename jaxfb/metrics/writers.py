@@ -64,7 +64,7 @@ class TensorBoardWriter:
     """Scalars for TensorBoard, through tensorboardX."""
 
     def __init__(self, directory: str | Path, resume: int | None = None):
-        library = _extra(PACKAGES["tensorboard"], "tensorboard")
+        library = _extra("tensorboard")
         purge = None if resume is None else resume + 1
         self._writer = library.SummaryWriter(str(directory), purge_step=purge)
 
@@ -81,7 +81,7 @@ class WandbWriter:
     """Scalars for Weights & Biases; offline, in directory/wandb, without WANDB_API_KEY or WANDB_MODE."""
 
     def __init__(self, directory: str | Path, config: Mapping[str, Any], resume: int | None = None):
-        wandb = _extra(PACKAGES["wandb"], "wandb")
+        wandb = _extra("wandb")
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         key = os.environ.get("WANDB_API_KEY") or os.environ.get("WANDB_MODE")
@@ -151,17 +151,12 @@ def check_writers(names: Iterable[str]) -> None:
             )
         WRITERS.check(name)
         if name in PACKAGES:
-            _extra(PACKAGES[name], name)
+            _extra(name)
 
 
 def tensorboard(directory: Path, config: Mapping[str, Any], resume: int | None) -> Writer:
     """Returns the writer into `tensorboard` in a run's directory."""
     return TensorBoardWriter(directory / "tensorboard", resume)
-
-
-def wandb(directory: Path, config: Mapping[str, Any], resume: int | None) -> Writer:
-    """Returns the writer of a run for Weights & Biases."""
-    return WandbWriter(directory, config, resume)
 
 
 def read_jsonl(path: str | Path) -> list[dict[str, Any]]:
@@ -206,12 +201,13 @@ def _replace(path: Path, text: str) -> None:
     temporary.replace(path)
 
 
-def _extra(package: str, extra: str) -> Any:
+def _extra(name: str) -> Any:
+    """Returns the package of a writer that comes as an extra."""
     try:
-        return importlib.import_module(package)
+        return importlib.import_module(PACKAGES[name])
     except ImportError:
         raise Refused(
-            f"[log] writer {extra!r} needs the package {package}: pip install 'jaxfb[{extra}]'"
+            f"[log] writer {name!r} needs the package {PACKAGES[name]}: pip install 'jaxfb[{name}]'"
         ) from None
 
 

@@ -16,12 +16,10 @@ def memory_bars(rows: list[tuple[str, Verdict]], path: Path, most: int = 24) -> 
 
     rows: (label, verdict), best first.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     rows = rows[:most]
     figure = Figure(figsize=(11, 2 + 0.32 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.subplots()
     for place, (_, verdict) in enumerate(rows):
         left = 0.0
