@@ -89,12 +89,8 @@ def _flags(model: Pipelined, params: PyTree, microbatch: PyTree, keys: Any) -> t
 
 def _objective(out: LossOutput) -> jax.Array:
     """Returns the terms divided by their weights, as a global batch of this one microbatch would be."""
-    return sum(
-        jnp.where(term.weight == 0, 0, term.total / jnp.where(term.weight == 0, 1, term.weight)).astype(
-            jnp.float32
-        )
-        for term in out.terms.values()
-    )  # pyright: ignore[reportReturnType]  # there is at least one term
+    values = (term.value.astype(jnp.float32) for term in out.terms.values())
+    return sum(values)  # pyright: ignore[reportReturnType]  # there is at least one term
 
 
 def _is_finite(tree: PyTree) -> jax.Array:
