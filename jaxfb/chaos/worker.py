@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from functools import partial
 from importlib import import_module
-from typing import Any
 
 
 def main(arguments: list[str]) -> int:
@@ -15,14 +14,10 @@ def main(arguments: list[str]) -> int:
         from jaxfb import trainer
         from jaxfb.chaos.faults import FAULTS
 
-        trainer.train = partial(_with_callback, trainer.train, FAULTS[name]())
+        trainer.train = partial(trainer.train, callbacks=[FAULTS[name]()])
     return import_module("jaxfb.cli").main(
         rest
     )  # by name, since the command line offers this package as a command
-
-
-def _with_callback(train: Any, fault: Any, config: Any, **options: Any) -> Any:
-    return train(config, **options, callbacks=[fault])
 
 
 if __name__ == "__main__":
