@@ -12,7 +12,7 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.checking.case import Case
 from jaxfb.checking.tables import random_schedule
 from jaxfb.checking.toys import tensor_specs
-from jaxfb.forward_backward import ForwardBackward, Microbatches, get_forward_backward_func
+from jaxfb.forward_backward import Microbatches
 from jaxfb.mesh import make_mesh
 from jaxfb.optim import DynamicLossScale, StaticLossScale
 from jaxfb.schedules import Schedule
@@ -50,11 +50,6 @@ def schedule_of(case: Case) -> Schedule:
     """Draws the schedule of a case whose schedule is random."""
     sizes = (case.pipe, case.num_microbatches, case.num_chunks)
     return random_schedule(case.table_seed, *sizes, case.splits_backward)
-
-
-def forward_backward_of(case: Case) -> ForwardBackward:
-    """Makes the engine's function for the case."""
-    return get_forward_backward_func(mesh_of(case), **engine_options(case))
 
 
 def rng_of(case: Case) -> jax.Array | None:

@@ -34,7 +34,7 @@ def linen(case: Case) -> tuple[LossFn, PyTree]:
 
     module = Toy()
     params = module.init(jax.random.key(case.data_seed), jnp.zeros((1, case.length), jnp.int32))
-    return _loss(case, module.apply), _cast(case, params)
+    return _loss(case, module.apply), cast(case, params)
 
 
 def nnx(case: Case) -> tuple[LossFn, PyTree]:
@@ -57,7 +57,7 @@ def nnx(case: Case) -> tuple[LossFn, PyTree]:
             return self.head(hidden), hidden
 
     graph, params = nnx.split(Toy(nnx.Rngs(case.data_seed)))
-    return _loss(case, lambda params, tokens: nnx.merge(graph, params)(tokens)), _cast(case, params)
+    return _loss(case, lambda params, tokens: nnx.merge(graph, params)(tokens)), cast(case, params)
 
 
 def equinox(case: Case) -> tuple[LossFn, PyTree]:
@@ -88,7 +88,7 @@ def equinox(case: Case) -> tuple[LossFn, PyTree]:
             return each(self.head)(hidden), hidden
 
     params, static = eqx.partition(Toy(jax.random.key(case.data_seed)), eqx.is_inexact_array)
-    return _loss(case, lambda params, tokens: eqx.combine(params, static)(tokens)), _cast(case, params)
+    return _loss(case, lambda params, tokens: eqx.combine(params, static)(tokens)), cast(case, params)
 
 
 def built_in(case: Case) -> tuple[Pipelined, PyTree]:
@@ -99,7 +99,7 @@ def built_in(case: Case) -> tuple[Pipelined, PyTree]:
         num_kv_heads=HEADS, tied_embeddings=case.tied, dropout=toys.RATE if case.dropout else 0.0, loss_chunk=16,
         attention="xla", context_attention=case.attention or "ring", **(experts if case.model == "moe" else {}),
     )  # fmt: skip
-    return transformer(config), _cast(case, init_params(config, jax.random.key(case.data_seed)))
+    return transformer(config), cast(case, init_params(config, jax.random.key(case.data_seed)))
 
 
 def built_in_batch(case: Case) -> dict[str, np.ndarray]:
@@ -128,7 +128,7 @@ def sums(case: Case) -> tuple[Pipelined, PyTree]:
         return Sum(hidden.astype(jnp.float32).sum(), None)
 
     params = {"w": np.full(toys.WIDTH, 0.5), "layers": {"w": np.full((case.num_layers, toys.WIDTH), 0.25)}}
-    return Pipelined(embed, layer, head), _cast(case, params)
+    return Pipelined(embed, layer, head), cast(case, params)
 
 
 def sums_batch(case: Case) -> dict[str, np.ndarray]:
@@ -147,6 +147,11 @@ def _loss(case: Case, apply) -> LossFn:
     return loss
 
 
-def _cast(case: Case, params: PyTree) -> PyTree:
-    """Returns numpy arrays in the dtype of the case's parameters."""
-    return jax.tree.map(lambda leaf: np.asarray(leaf).astype(jnp.dtype(case.param_dtype)), params)
+def cast(case: Case, tree: PyTree) -> PyTree:
+    """Returns numpy arrays, those of floats in the dtype of the case's parameters."""
+
+    def one(leaf):
+        leaf = np.asarray(leaf)
+        return leaf.astype(jnp.dtype(case.param_dtype)) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
+
+    return jax.tree.map(one, tree)

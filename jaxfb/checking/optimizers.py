@@ -63,7 +63,7 @@ class Update:
     """Collects the results of an update on one device, as numpy trees.
 
     params, opt_state: after it.  slack: what rounding of the gradients may change in each of their numbers.
-    grad_norm, clipped_grad_norm, update_norm: global norms.
+    grad_norm, clipped_grad_norm: global norms.
     """
 
     params: PyTree
@@ -71,7 +71,6 @@ class Update:
     slack: PyTree
     grad_norm: float
     clipped_grad_norm: float
-    update_norm: float
 
 
 class OneUpdate:
@@ -101,8 +100,7 @@ class OneUpdate:
         coefficient = self._coefficient(norm)
         given = jax.tree.map(lambda g, p: (g * coefficient).astype(p.dtype), grads, params)
         updates, state = self._optimizer.update(given, opt_state, params)
-        norms = norm, norm * coefficient, optax.global_norm(jax.tree.map(jnp.float32, updates))
-        return optax.apply_updates(params, updates), state, norms
+        return optax.apply_updates(params, updates), state, (norm, norm * coefficient)
 
     def _coefficient(self, norm: jax.Array) -> jax.Array:
         limit = self._case.max_grad_norm

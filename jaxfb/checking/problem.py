@@ -8,7 +8,6 @@ from importlib import import_module
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.checking import modules, toys
@@ -35,7 +34,8 @@ class Problem:
 def problem_of(case: Case, own: OwnModel | None = None) -> Problem:
     """Builds the problem of a case; `own` for a case whose model is "own"."""
     if own is not None and case.model == "own":
-        return _own(case, *own)
+        model, *trees = own
+        return Problem(model, *(modules.cast(case, tree) for tree in trees))
     if case.model in ("stages", "loss"):
         model = toys.stages(case) if case.model == "stages" else toys.loss_fn(case)
         return Problem(model, toys.params_of(case), toys.batch_of(case))
@@ -98,11 +98,3 @@ def facts(own: OwnModel, axes: Sequence[str] | None = None, num_devices: int = N
     layers = num_layers(params) if isinstance(model, Pipelined) else None
     axes = OWN_AXES if axes is None else tuple(axes)
     return Own(len(jax.tree.leaves(batch)[0]), layers, axes, num_devices)
-
-
-def _own(case: Case, model: LossFn | Pipelined, params: PyTree, batch: PyTree) -> Problem:
-    def cast(leaf):
-        leaf = np.asarray(leaf)
-        return leaf.astype(case.param_dtype) if jnp.issubdtype(leaf.dtype, jnp.floating) else leaf
-
-    return Problem(model, jax.tree.map(cast, params), jax.tree.map(cast, batch))

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
+from functools import reduce
+from operator import add
 from typing import Any
 
 import jax
@@ -155,7 +157,7 @@ def whole(model: LossFn | Pipelined, params: PyTree, rows: PyTree, keys: jax.Arr
         hidden, answer = _of_layer(model.layer(weights, hidden, rows, layer_keys))
         answers.append(answer)
     out = _as_output(model.head(outer, hidden, rows, keys))
-    terms = {name: _added([a.terms[name] for a in answers]) for name in answers[0].terms}
+    terms = {name: reduce(add, [a.terms[name] for a in answers]) for name in answers[0].terms}
     metrics = {name: _stacked([a.metrics[name] for a in answers]) for name in answers[0].metrics}
     return LossOutput({**out.terms, **terms}, {**out.metrics, **metrics}, out.outputs)
 
@@ -197,13 +199,6 @@ def _divided(term: Sum) -> jax.Array:
         return term.total
     counts = jnp.asarray(term.weight) != 0
     return jnp.where(counts, term.total / jnp.where(counts, term.weight, 1), 0)
-
-
-def _added(sums: list[Sum]) -> Sum:
-    total = sums[0]
-    for one in sums[1:]:
-        total += one
-    return total
 
 
 def _stacked(sums: list[Sum]) -> Sum:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from math import prod
 from typing import Any
 
-from jaxfb.checking.case import REPLICA_AXES, SIMPLEST, Case, narrower
+from jaxfb.checking.case import SIMPLEST, Case, narrower
 
 MOST_TRIES = 60
 LISTS = ("terms", "metrics", "outputs", "leaves")
@@ -141,8 +140,8 @@ def _with_rows(case: Case, before: Case) -> Case:
     if case.model != "own":
         odd = case.remainder == "error" or not 0 < case.surplus < case.rows_per_global_microbatch
         return case.but(remainder="error", surplus=0) if odd else case
-    replicas = prod(case.mesh.get(axis, 1) for axis in REPLICA_AXES)
-    microbatches = max(1, before.rows // (replicas * case.rows_per_microbatch))
-    surplus = before.rows - microbatches * replicas * case.rows_per_microbatch
+    at_once = case.rows_per_global_microbatch
+    microbatches = max(1, before.rows // at_once)
+    surplus = before.rows - microbatches * at_once
     remainder = "drop" if surplus > 0 else "error"
     return case.but(num_microbatches=microbatches, surplus=max(surplus, 0), remainder=remainder)

@@ -6,6 +6,8 @@ from jaxfb.checking.case import Case, narrower
 from jaxfb.forward_backward.equivalence import TOLERANCES
 
 EPSILON = {"float64": 2.0**-52, "float32": 2.0**-23, "bfloat16": 2.0**-7, "float16": 2.0**-10}
+OF_WEIGHTS = TOLERANCES["float32"]
+"""The tolerance of terms' weights, which do not depend on parameters."""
 
 
 def of_values(case: Case) -> float:
@@ -19,8 +21,3 @@ def of_gradients(case: Case) -> float:
     """
     summed = case.reduces_in
     return TOLERANCES[summed if case.model == "sums" else narrower(case.computes_in, summed)]
-
-
-def of_weights(case: Case) -> float:
-    """Returns the tolerance of terms' weights, which do not depend on parameters."""
-    return TOLERANCES[narrower("float32", case.param_dtype) if case.param_dtype == "float64" else "float32"]

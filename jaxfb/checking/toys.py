@@ -203,14 +203,10 @@ def tensor_specs(params: PyTree) -> PyTree:
 
     def of(path, leaf):
         dims = {"w": 2, "b": 1, "embed": 0, "head": 1}
-        name = _name(path)
+        name = jax.tree_util.keystr(path[-1:], simple=True)
         entries = [None] * leaf.ndim
         if name in dims:
             entries[dims[name]] = "tensor"
         return P(*entries)
 
     return jax.tree_util.tree_map_with_path(of, params)
-
-
-def _name(path: tuple) -> str:
-    return str(getattr(path[-1], "key", getattr(path[-1], "name", "")))

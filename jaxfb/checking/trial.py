@@ -20,6 +20,7 @@ from jaxfb.checking.outcome import DIFFERENT, FAILED, REFUSED, SAME, Outcome
 from jaxfb.checking.problem import OwnModel, Problem, problem_of
 from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.checking.update import differences_of_updates
+from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.refusal import Refused
 from jaxfb.types import Sum
@@ -55,7 +56,7 @@ def differences_of_outputs(
     case: Case, problem: Problem, got: ForwardBackwardOutput, want: Answer
 ) -> list[Difference]:
     """Compares one call of the engine: loss, terms, weights, gradients, metrics, each microbatch, outputs."""
-    values, weights = tolerance.of_values(case), tolerance.of_weights(case)
+    values, weights = tolerance.of_values(case), tolerance.OF_WEIGHTS
     totals = {"loss": got.loss, **_of_terms(case, got.terms)}
     found = [
         compare("loss", totals, {"loss": want.loss, **_of_terms(case, want.terms)}, values, floor=0.1),
@@ -75,7 +76,8 @@ def differences_of_outputs(
 
 def _engine(case: Case, problem: Problem) -> ForwardBackwardOutput:
     with jax.enable_x64(case.x64):
-        forward_backward, plan = arguments.forward_backward_of(case), arguments.plan_of(case)
+        options, plan = arguments.engine_options(case), arguments.plan_of(case)
+        forward_backward = get_forward_backward_func(arguments.mesh_of(case), **options)
         how = {"forward_only": case.forward_only, "grad_scale": case.grad_scale}
 
         def call(params, batch, rng):
@@ -89,17 +91,13 @@ def _engine(case: Case, problem: Problem) -> ForwardBackwardOutput:
 
 def _of_gradients(case: Case, problem: Problem, got, want) -> list[Difference]:
     scaled = jax.tree.map(lambda leaf: leaf * case.grad_scale, want.grads)
-    asked = case.accum_dtype
-    expected = [asked or ("float64" if leaf.dtype == np.float64 else "float32") for leaf in _leaves(problem)]
+    given = jax.tree.leaves(problem.params)
+    expected = [case.accum_dtype or ("float64" if leaf.dtype == np.float64 else "float32") for leaf in given]
     made = [str(leaf.dtype) for leaf in jax.tree.leaves(got.grads)]
     found = [compare("grads", got.grads, scaled, tolerance.of_gradients(case))]
     if made != expected:
         found.append(Difference("grads", problem=f"dtypes {made}, not {expected}"))
     return found
-
-
-def _leaves(problem: Problem) -> list:
-    return jax.tree.leaves(problem.params)
 
 
 def _of_terms(case: Case, terms: Mapping[str, Sum]) -> dict[str, Any]:
