@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from jaxfb.hlo.calls import callees, times_run
 from jaxfb.hlo.groups import groups_of
-from jaxfb.hlo.text import Instruction, arrays_of, bytes_of, closing, has_array, parse
+from jaxfb.hlo.text import Instruction, arrays, bytes_of, closing, parse, types
 from jaxfb.refusal import Refused
 
 KINDS = (
@@ -153,7 +153,7 @@ def collective(instruction, kind, siblings, times, computation) -> Collective:
         moved = came = _smaller(operands)
     return Collective(
         kind=kind,
-        arrays=arrays_of(operands),
+        arrays=len(arrays(operands)),
         bytes=moved if kind == "collective-permute" else max(moved, came),
         replica_groups=groups_of(instruction.rest),
         times=times,
@@ -166,13 +166,13 @@ def _smaller(operands: str) -> int:
     """Returns the bytes of the smaller of the first two operands of a ragged exchange: what is read, and the space that
     is written to. One of the two is large enough for the worst case.
     """
-    return min(map(bytes_of, re.findall(r"[a-z]+[0-9a-z]*\[[\d,]*\]", operands)[:2]))
+    return min(map(bytes_of, arrays(operands)[:2]))
 
 
 def _operands(instruction: Instruction, siblings: list[Instruction]) -> str:
     """Returns the types of the operands, which are written in place, or only where the operand is defined."""
     inside = instruction.rest[: closing("(" + instruction.rest) - 2]
-    if has_array(inside):
+    if arrays(inside):
         return inside
-    types = {sibling.name: sibling.result for sibling in siblings}
-    return " ".join(types[name.strip().lstrip("%")] for name in inside.split(","))
+    results = types(siblings)
+    return " ".join(results[name.strip().lstrip("%")] for name in inside.split(","))

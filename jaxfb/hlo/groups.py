@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import itertools
+import math
 import re
+from collections.abc import Sequence
 
 import numpy as np
 
@@ -27,8 +29,8 @@ def groups_of(rest: str) -> tuple[tuple[int, ...], ...]:
         return ()
     if found[1].startswith("{"):
         return _listed(searched(r"^\{(.*?\})\}", found[1])[1])
-    if iota := re.match(r"\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", found[1]):
-        return _iota(*(tuple(map(int, part.split(","))) if part else None for part in iota.groups()))
+    if iota := re.match(r"\[([\d,]+)\]<=(\[[\d,]+\].*)", found[1]):
+        return tuple(map(tuple, _counted(iota[2], _ints(iota[1])).tolist()))
     if mesh := re.match(_MESH_GROUPS, found[1]):
         sizes = {name: int(size) for name, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])}
         return _named(sizes, mesh[2], mesh[3])
@@ -36,13 +38,11 @@ def groups_of(rest: str) -> tuple[tuple[int, ...], ...]:
 
 
 def _listed(text: str) -> tuple[tuple[int, ...], ...]:
-    return tuple(tuple(map(int, group.split(","))) for group in re.findall(r"\{([\d,]+)\}", text))
+    return tuple(map(_ints, re.findall(r"\{([\d,]+)\}", text)))
 
 
-def _iota(shape, dims, order) -> tuple[tuple[int, ...], ...]:
-    """Expands `[4,2]<=[2,4]T(1,0)`: count up to 8, shape it [2, 4], transpose, reshape to 4 groups of 2."""
-    numbers = np.arange(np.prod(dims)).reshape(dims)
-    return tuple(map(tuple, numbers.transpose(order).reshape(shape).tolist()))
+def _ints(text: str) -> tuple[int, ...]:
+    return tuple(map(int, text.split(",")))
 
 
 def _named(sizes: dict[str, int], order: str | None, written: str) -> tuple[tuple[int, ...], ...]:
@@ -67,18 +67,12 @@ def _named(sizes: dict[str, int], order: str | None, written: str) -> tuple[tupl
             shape.append(high // low)
     outer = [dim for dim in range(len(shape)) if dim not in inner]
     group = int(np.prod([shape[dim] for dim in inner]))
-    numbers = _counted(list(sizes.values()), order).reshape(shape).transpose(outer + inner)
+    numbers = _counted(order or f"[{math.prod(shape)}]", shape).transpose(outer + inner)
     return tuple(map(tuple, numbers.reshape(-1, group).tolist()))
 
 
-def _counted(shape: list[int], written: str | None) -> np.ndarray:
-    if written is None:
-        return np.arange(np.prod(shape)).reshape(shape)
-    dims, permutation = searched(r"^\[([\d,]+)\](?:T\(([\d,]+))?", written).groups()
-    dims = [int(size) for size in dims.split(",")]
-    numbers = np.arange(np.prod(dims)).reshape(dims)
-    return (
-        numbers.transpose(*map(int, permutation.split(","))).reshape(shape)
-        if permutation
-        else numbers.reshape(shape)
-    )
+def _counted(written: str, shape: Sequence[int]) -> np.ndarray:
+    """Expands `[2,4]T(1,0)`: counts up to 8, shapes it [2, 4], transposes, and reshapes, such as to 4 groups of 2."""
+    dims, order = searched(r"^\[([\d,]+)\](?:T\(([\d,]+))?", written).groups()
+    numbers = np.arange(math.prod(_ints(dims))).reshape(_ints(dims))
+    return (numbers.transpose(_ints(order)) if order else numbers).reshape(shape)

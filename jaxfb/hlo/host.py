@@ -5,9 +5,8 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jaxfb.hlo.text import Instruction, bytes_of
+from jaxfb.hlo.text import Instruction, arrays, bytes_of
 
-_ARRAY = re.compile(r"\b[a-z]+[0-9a-z]*\[[\d,]*\](?:\{[^}]*\})?")
 _WRAPPED = re.compile(r"%?(dynamic-slice|dynamic-update-slice)-start")
 _HOST = "S(5)"
 """XLA's number of the host's memory, in a layout."""
@@ -25,19 +24,19 @@ def host_transfer(instruction: Instruction) -> HostTransfer | None:
 
     Of a slice the slice is moved, of an update what it writes; XLA for GPUs wraps both in a fusion that is named so.
     """
-    arrays = _ARRAY.findall(instruction.result)
+    moved = arrays(instruction.result)
     kind = instruction.opcode.removesuffix("-start")
-    if kind == instruction.opcode or not arrays:
+    if kind == instruction.opcode or not moved:
         return None
     if kind == "fusion" and (named := _WRAPPED.match(instruction.name)):
         kind = named[1]
     if kind == "copy":  # (what is written, what is read, a mark)
-        return _moved(source=arrays[1], target=arrays[0], what=arrays[0])
-    results = _ARRAY.findall(instruction.result[_end_of_operands(instruction.result) :])
+        return _moved(source=moved[1], target=moved[0], what=moved[0])
+    results = arrays(instruction.result[_end_of_operands(instruction.result) :])
     if kind in ("dynamic-slice", "slice") and results:  # ((what it is taken of, places), the slice, a mark)
-        return _moved(source=arrays[0], target=results[0], what=results[0])
+        return _moved(source=moved[0], target=results[0], what=results[0])
     if kind == "dynamic-update-slice" and results:  # ((what is updated, by what, places), the same, a mark)
-        return _moved(source=arrays[1], target=results[0], what=arrays[1])
+        return _moved(source=moved[1], target=results[0], what=moved[1])
     return None
 
 

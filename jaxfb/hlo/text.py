@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass
-
-import numpy as np
 
 from jaxfb.refusal import Refused
 
@@ -13,7 +12,7 @@ REGIONS = frozenset(("while", "conditional", "call"))
 """Instructions that run other computations, whose instructions are then read instead of theirs."""
 
 _COMPUTATION = re.compile(r"^(ENTRY )?%?([^\s(]+) \(.*\{$")
-_ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\]")
+_ARRAY = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](?:\{[^}]*\})?")
 
 
 @dataclass(frozen=True)
@@ -81,10 +80,7 @@ def closing(text: str) -> int:
 
 def bytes_of(types: str) -> int:
     """Returns the bytes of the arrays in a type such as `(f32[4], bf16[2,2])`."""
-    return sum(
-        _bits(dtype) * int(np.prod([int(size) for size in shape.split(",") if size], dtype=np.int64)) // 8
-        for dtype, shape in _ARRAY.findall(types)
-    )
+    return sum(_bits(dtype) * math.prod(_sizes(shape)) // 8 for dtype, shape in _ARRAY.findall(types))
 
 
 def _bits(dtype: str) -> int:
@@ -104,11 +100,16 @@ def searched(pattern: str, text: str) -> re.Match[str]:
     return found
 
 
-def arrays_of(types: str) -> int:
-    """Returns how many arrays are in a type."""
-    return len(_ARRAY.findall(types))
+def arrays(types: str) -> list[str]:
+    """Returns the arrays in a type, each with its layout where it has one."""
+    return [found[0] for found in _ARRAY.finditer(types)]
 
 
-def has_array(text: str) -> bool:
-    """Returns whether a type contains an array."""
-    return _ARRAY.search(text) is not None
+def shape_of(types: str) -> tuple[int, ...]:
+    """Returns the shape of the first array in a type; () where there is none."""
+    found = _ARRAY.search(types)
+    return _sizes(found[2]) if found else ()
+
+
+def _sizes(shape: str) -> tuple[int, ...]:
+    return tuple(int(size) for size in shape.split(",") if size)

@@ -167,20 +167,18 @@ def with_attention(config: Config, attention: str) -> Config:
 def _not_taken(error: Exception) -> str:
     import jax
 
-    found = ", ".join(f"{name} {one}" for name in _packages() if (one := _version(name)))
+    packages = [f"jax-{plugin.removeprefix('xla_')}-pjrt" for plugin in PLUGINS]
+    found = ", ".join(f"{name} {one}" for name in packages if (one := version_of(name)))
     cuda = "12" if found.startswith("jax-cuda12") else "13"
     reason = (str(error).splitlines() or [""])[0]
     return (
-        f"[plan] jax {jax.__version__} (jaxlib {_version('jaxlib')}) does not compile for GPUs with {found}: {reason}; "
-        f"pip install 'jax[cuda{cuda}]=={jax.__version__}' gives the plugin of the same version"
+        f"[plan] jax {jax.__version__} (jaxlib {version_of('jaxlib')}) does not compile for GPUs with {found}: "
+        f"{reason}; pip install 'jax[cuda{cuda}]=={jax.__version__}' gives the plugin of the same version"
     )
 
 
-def _packages() -> list[str]:
-    return [f"jax-{plugin.removeprefix('xla_')}-pjrt" for plugin in PLUGINS]
-
-
-def _version(package: str) -> str | None:
+def version_of(package: str) -> str | None:
+    """Returns the version of a package; None where it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:

@@ -1,7 +1,5 @@
 """Counts what XLA's compiler for GPUs leaves to libraries: products by cuBLAS, attention by cuDNN, from the calls'
 text.
-text.
-text.
 """
 
 from __future__ import annotations
@@ -10,8 +8,8 @@ import math
 import re
 
 from jaxfb.hlo import Instruction
+from jaxfb.hlo.text import shape_of
 
-_ARRAY = re.compile(r"\b[a-z]+[0-9a-z]*\[([\d,]*)\]")
 _WORKSPACE = re.compile(r"\b[su]8\[\d+\](?:\{[^}]*\})?")
 _ATTENTION, _PRODUCT = "__cudnn$fmha", "__cublas$"
 
@@ -27,11 +25,10 @@ def flops(call: Instruction, left: str) -> float:
     """
     target = re.search(r'custom_call_target="([^"]*)"', call.rest)
     if target and target[1].startswith(_PRODUCT):
-        return (
-            2.0 * math.prod(_shape(call.result)) * math.prod(_shape(left)[d] for d in _contracted(call.rest))
-        )
+        shape = shape_of(left)
+        return 2.0 * math.prod(shape_of(call.result)) * math.prod(shape[d] for d in _contracted(call.rest))
     if target and target[1].startswith(_ATTENTION):
-        scores, size = math.prod(_score_dims(call.rest)), _shape(left)[-1]
+        scores, size = math.prod(_score_dims(call.rest)), shape_of(left)[-1]
         products = 5 if "Backward" in target[1] else 2
         return 2.0 * products * scores * size * _share_seen(call.rest)
     return 0.0
@@ -59,9 +56,3 @@ def _contracted(rest: str) -> list[int]:
 def _score_dims(rest: str) -> list[int]:
     found = re.search(r'"intermediate_tensor_shape":.*?"dimensions":\s*\[([^\]]*)\]', rest)
     return [int(size) for size in re.findall(r"\d+", found[1])] if found else [0]
-
-
-def _shape(types: str) -> tuple[int, ...]:
-    """Returns the shape of the first array in a type."""
-    found = _ARRAY.search(types)
-    return tuple(int(size) for size in found[1].split(",") if size) if found else ()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from jaxfb import hlo
 from jaxfb.hlo import Instruction
+from jaxfb.hlo.text import arrays
 from jaxfb.planner import gpu_calls
 
 _FREE = set(
@@ -21,7 +22,6 @@ _FREE = set(
 )
 _NAMES_ONLY = re.compile(r'custom_call_target="(AllocateBuffer|AssumeGatherIndicesInBound|ConcatBitcast)"')
 """Calls of XLA for TPUs that move nothing."""
-_TYPED = re.compile(r"\b([a-z]+[0-9a-z]*)\[([\d,]*)\](\{[^}]*\})?")
 _SLICES = {"dynamic-slice", "gather", "slice"}
 _UPDATE, _SCATTER = "dynamic-update-slice", "scatter"
 
@@ -88,8 +88,8 @@ class Bytes:
         if called:
             return sum(self.of(one, name) for name, _ in called for one in self._computations[name])
         if instruction.result.startswith("(("):  # of a slice: (what it is taken of), the slice, a mark
-            written = [one[0] for one in _TYPED.finditer(instruction.result)][len(operands)]
-            return hbm_bytes(written) + (any_bytes(written) if hbm_bytes(operands[0]) else 0.0)
+            written = arrays(instruction.result)[len(operands)]
+            return hbm_bytes(written) + (hlo.bytes_of(written) if hbm_bytes(operands[0]) else 0.0)
         return hbm_bytes(instruction.result)  # of a copy: what is written, what is read, a mark
 
     def _of_fusion(self, result: str, operands: list[str], uses: dict[int, _Use]) -> float:
@@ -137,11 +137,11 @@ class Bytes:
         """Returns what one instruction inside a fusion does with its operand at a place."""
         operands = hlo.operand_names(reader)
         if reader.opcode in _SLICES and place == 0:
-            return _Use(read=any_bytes(reader.result))
+            return _Use(read=hlo.bytes_of(reader.result))
         if reader.opcode == _UPDATE and place == 0:
-            return _Use(written=any_bytes(self._types[name].get(operands[1], "")), updated=True)
+            return _Use(written=hlo.bytes_of(self._types[name].get(operands[1], "")), updated=True)
         if reader.opcode == _SCATTER and place == 0 and len(operands) == 3:
-            return _Use(written=2 * any_bytes(self._types[name].get(operands[2], "")), updated=True)
+            return _Use(written=2 * hlo.bytes_of(self._types[name].get(operands[2], "")), updated=True)
         if reader.opcode == "fusion":
             inner = hlo.callees(reader, self._computations)[0][0]
             return self._uses_in(inner).get(place, _Use())
@@ -193,13 +193,4 @@ def _readers(body: list[Instruction]) -> dict[str, list[tuple[Instruction, int]]
 
 def hbm_bytes(types: str) -> float:
     """Returns bytes of the arrays that live in HBM; S(n) in a layout means another memory."""
-    return sum(
-        hlo.bytes_of(f"{dtype}[{shape}]")
-        for dtype, shape, layout in _TYPED.findall(types)
-        if "S(" not in layout
-    )
-
-
-def any_bytes(types: str) -> float:
-    """Returns bytes of the arrays in a type, wherever they live."""
-    return sum(hlo.bytes_of(f"{dtype}[{shape}]") for dtype, shape, _ in _TYPED.findall(types))
+    return sum(hlo.bytes_of(one) for one in arrays(types) if "S(" not in one)

@@ -319,11 +319,8 @@ class _Run:
             self._waiting[name] = found
 
     def _link(self, one: Collective, chain: str, work: float) -> None:
-        row = self._row(one)
+        row = self._cost.traffic.setdefault(self._reader.key(one), Traffic())
         if self._reader.is_first(chain):
             seconds = self._reader.wire_seconds(one)
             row.add(Traffic(1, one.bytes, seconds, seconds, one.bytes))
         row.exposed_seconds -= self._reader.hidden(one, chain, work)
-
-    def _row(self, one: Collective) -> Traffic:
-        return self._cost.traffic.setdefault(self._reader.key(one), Traffic())

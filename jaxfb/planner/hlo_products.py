@@ -8,7 +8,7 @@ from functools import cache
 
 from jaxfb import hlo
 from jaxfb.hlo import Instruction
-from jaxfb.hlo.text import searched
+from jaxfb.hlo.text import searched, shape_of
 from jaxfb.planner import gpu_calls
 from jaxfb.planner.kernels import kernel_flops
 from jaxfb.planner.routing import Routed
@@ -34,7 +34,7 @@ class Products:
         if instruction.opcode in ("dot", "convolution"):
             return product_flops(instruction.opcode, instruction.result, *operands[:2], instruction.rest)
         if instruction.opcode == "custom-call":
-            shapes = [_shape(one) for one in operands]
+            shapes = [shape_of(one) for one in operands]
             share, _ = self._routed.of({shape[0] for shape in shapes if len(shape) == 2})
             of_kernel = kernel_flops(instruction.name, shapes, share)
             return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
@@ -46,30 +46,25 @@ class Products:
         return self._inside[name]
 
 
-def _shape(types: str) -> tuple[int, ...]:
-    found = re.search(r"\b[a-z]+[0-9a-z]*\[([\d,]*)\]", types)
-    return tuple(int(size) for size in found[1].split(",") if size) if found else ()
-
-
 @cache
 def product_flops(opcode: str, result: str, left: str, right: str, rest: str) -> float:
     """Returns 2 x multiplications of a product; a TPU writes most of them as convolutions."""
-    out = _shape(result)
+    out = shape_of(result)
     if opcode == "dot":
         contracted = re.search(r"lhs_contracting_dims=\{([\d,]*)\}", rest)
         dims = [int(dim) for dim in contracted[1].split(",") if dim] if contracted else []
-        return 2.0 * math.prod(out) * math.prod(_shape(left)[dim] for dim in dims)
+        return 2.0 * math.prod(out) * math.prod(shape_of(left)[dim] for dim in dims)
     labels = searched(r"dim_labels=(\w+)_(\w+)->(\w+)", rest)
     image, kernel, out_labels = labels[1], labels[2], labels[3]
     fixed = math.prod(out[out_labels.index(label)] for label in "bf")
-    fixed *= _shape(right)[kernel.index("i")]
+    fixed *= shape_of(right)[kernel.index("i")]
     spatial = [label for label in out_labels if label.isdigit()]
     window = _window(rest, len(spatial))
     pairs = 1
     for axis, label in enumerate(spatial):
         sizes = (
-            _shape(left)[image.index(label)],
-            _shape(right)[kernel.index(label)],
+            shape_of(left)[image.index(label)],
+            shape_of(right)[kernel.index(label)],
             out[out_labels.index(label)],
         )
         pairs *= _valid_pairs(*sizes, *window[axis])

@@ -5,17 +5,18 @@ from __future__ import annotations
 import hashlib
 import json
 import os
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from functools import cache
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from jaxfb.config import Config, config_to_dict
 from jaxfb.planner.compiled import Compiled, TooLarge
 from jaxfb.planner.formula import Estimate
+from jaxfb.planner.gpu import version_of
 from jaxfb.planner.topology import Topology, parse_topology
 from jaxfb.planner.verdict import Verdict
+from jaxfb.training.agreement import source_fingerprint
 
 _FLAGS = ("XLA_FLAGS", "LIBTPU_INIT_ARGS")
 _PACKAGES = ("jax", "jaxlib", "libtpu", "jax-cuda13-plugin", "jax-cuda12-plugin")
@@ -67,17 +68,7 @@ def _key(config: Config, topology: Topology) -> str:
 @cache
 def _versions() -> list[str | None]:
     """Returns what an answer depends on beside the question: jaxfb's own source, and the packages that compile."""
-    root, source = Path(__file__).parents[1], hashlib.sha256()
-    for path in sorted(root.rglob("*.py")):
-        source.update(path.read_bytes())
-    return [source.hexdigest(), *map(_version, _PACKAGES)]
-
-
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
+    return [source_fingerprint(), *map(version_of, _PACKAGES)]
 
 
 def _to_row(verdict: Verdict) -> dict[str, Any]:
@@ -93,12 +84,8 @@ def _to_row(verdict: Verdict) -> dict[str, Any]:
 
 def _from_row(row: dict[str, Any]) -> Verdict:
     values = {name: value for name, value in row.items() if name not in ("key", "too_large")}
-    values |= {
-        "topology": parse_topology(row["topology"]),
-        "estimate": Estimate(**row["estimate"]),
-        "compiled": None,
-    }
-    verdict = Verdict(**values)
-    if row["compiled"]:
-        return replace(verdict, compiled=Compiled(**row["compiled"]))
-    return replace(verdict, compiled=TooLarge(**row["too_large"])) if row["too_large"] else verdict
+    values |= {"topology": parse_topology(row["topology"]), "estimate": Estimate(**row["estimate"])}
+    for name, kind in (("compiled", Compiled), ("too_large", TooLarge)):
+        if row[name]:
+            values["compiled"] = kind(**row[name])
+    return Verdict(**values)
