@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from typing import NamedTuple
 
-from jaxfb.hlo.text import Instruction, arrays, bytes_of
+from jaxfb.hlo.text import Instruction, arrays, bytes_of, closing
 
 _WRAPPED = re.compile(r"%?(dynamic-slice|dynamic-update-slice)-start")
 _HOST = "S(5)"
@@ -32,7 +32,9 @@ def host_transfer(instruction: Instruction) -> HostTransfer | None:
         kind = named[1]
     if kind == "copy":  # (what is written, what is read, a mark)
         return _moved(source=moved[1], target=moved[0], what=moved[0])
-    results = arrays(instruction.result[_end_of_operands(instruction.result) :])
+    results = arrays(
+        instruction.result[1 + closing(instruction.result[1:]) :]
+    )  # behind the tuple of operands
     if kind in ("dynamic-slice", "slice") and results:  # ((what it is taken of, places), the slice, a mark)
         return _moved(source=moved[0], target=results[0], what=results[0])
     if kind == "dynamic-update-slice" and results:  # ((what is updated, by what, places), the same, a mark)
@@ -45,13 +47,3 @@ def _moved(source: str, target: str, what: str) -> HostTransfer | None:
     if from_host == to_host:
         return None
     return HostTransfer("read" if from_host else "write", bytes_of(what))
-
-
-def _end_of_operands(result: str) -> int:
-    """Returns where the first inner tuple of a type such as `((f32[2], s32[]), f32[1], u32[])` ends."""
-    depth = 0
-    for place, letter in enumerate(result):
-        depth += (letter == "(") - (letter == ")")
-        if letter == ")" and depth == 1 and "[" in result[:place]:
-            return place + 1
-    return 0

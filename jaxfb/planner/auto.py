@@ -121,9 +121,8 @@ def _with_memory(topology: Topology, available: float | None) -> Topology:
 
 def _contexts(config: Config, topology: Topology) -> Iterator[int]:
     for size in _CONTEXTS:
-        if topology.num_devices % size == 0 and config.data.sequence_length % (2 * size) == 0:
-            yield size
-        elif size == 1:
+        divides = topology.num_devices % size == 0 and config.data.sequence_length % (2 * size) == 0
+        if divides or size == 1:
             yield size
 
 

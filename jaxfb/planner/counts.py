@@ -85,9 +85,7 @@ def trained_numbers(config: Config, sizes: TransformerConfig) -> tuple[float, fl
 def _number(sizes: TransformerConfig, patterns: tuple[str, ...]) -> tuple[int, int]:
     """Returns how many parameters of the layers, and beside them, the patterns match."""
     matched = pruned(patterns, jax.eval_shape(lambda: init_params(sizes, jax.random.key(0))))
-    parts = matched["layers"], outer_params(matched)
-    layers, outer = (_count(part) for part in parts)
-    return layers, outer
+    return _count(matched["layers"]), _count(outer_params(matched))
 
 
 def _count(tree: Any) -> int:

@@ -72,7 +72,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     layers are gathered without a pipeline, that of a layer or that of the head, the larger; of a large head one part of
     the vocabulary at a time.
     """
-    (layers, outer), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
+    (layers, _), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
     layer, gradient = (number / layers_here(config, sizes) for number in (layers, trained))
     whole = whole_bytes(config, sizes)
@@ -89,8 +89,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
         at_head = _head_in_parts_bytes(config, sizes) or table + of_head
         return whole + max(2 * layer * (1 + share) + of_layer, at_head)
-    beside = 2 * outer if gathers and config.mesh.pipe == 1 else 0
-    return whole + of_layer + of_head + beside + (2 * layer * (1 + share) if gathers else 0)
+    return whole + of_layer + of_head + (2 * layer * (1 + share) if gathers else 0)
 
 
 def _head_in_parts_bytes(config: Config, sizes: TransformerConfig) -> float | None:
@@ -175,18 +174,12 @@ def _in_flight(config: Config) -> float:
     return min(found, num_microbatches(config) + 1 / config.chunks)
 
 
-def _layer_inputs(config: Config, sizes: TransformerConfig) -> float:
-    """Returns the number of layer inputs that a microbatch in flight keeps."""
-    if config.mesh.pipe == 1:
-        return layers_here(config, sizes)
-    parts = layers_by_remat(config, sizes)
-    return sum(config.chunks if remat == "full" else layers for remat, layers in parts)
-
-
 def _layer_work_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what one layer's backward takes beside weights."""
     layers, tokens = layers_here(config, sizes), tokens_of_piece(config)
-    again = layers * hidden_width(config, sizes) if _layer_inputs(config, sizes) < layers else 0
+    parts = layers_by_remat(config, sizes)
+    of_stage = any(_inputs_of(config, remat, number) < number for remat, number in parts)
+    again = layers * hidden_width(config, sizes) if of_stage else 0
     at_work = _scores(config, sizes, topology) + 2 * product_width(sizes) / config.mesh.tensor + again
     gathered = _gathered_keys_bytes(config, sizes, topology)
     return 2 * tokens * at_work + gathered + read_bytes(config, sizes) + _exchanged_rows_bytes(config, sizes)

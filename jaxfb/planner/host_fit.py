@@ -80,14 +80,13 @@ def _check_program(config: Any, counted: Any) -> None:
 
 def _fitting_beside(config: Any, temporaries: float, free: float) -> str:
     """Returns what to do where a device needs these temporaries and so much is free beside the state."""
-    if not isinstance(config, Planned):
-        return FEWER_ROWS
-    topology = topology_of(jax.devices())
-    with suppress(ValueError):  # a model of the user's own is not planned
-        now = estimated(config, topology)
-        state = jax.local_device_count() * (now.estimate.arguments + sum(now.kept.values()))
-        times = temporaries / now.estimate.temporaries
-        return _fitting(config, topology, state + (1 - SPARE) * free, times)
+    if isinstance(config, Planned):
+        topology = topology_of(jax.devices())
+        with suppress(ValueError):  # a model of the user's own is not planned
+            now = estimated(config, topology)
+            state = jax.local_device_count() * _of_device(now, 0)
+            times = temporaries / now.estimate.temporaries
+            return _fitting(config, topology, state + (1 - SPARE) * free, times)
     return FEWER_ROWS
 
 

@@ -73,10 +73,12 @@ def search(
         )
     known = known or Known()
     given = _given(config, topology, known, say)
-    others = [
-        one for one in fastest(config, topology, layouts, say) if one not in [own.config for own in given]
-    ]
-    found = _ranked(given + [Found(one, _verdict(one, topology, known)) for one in others])
+    sizes = model_sizes(config)
+    fastest = picked(by_formula(config, sizes, topology, NOTHING), sizes, topology, layouts, say)
+    others = [one for one in fastest if one not in [own.config for own in given]]
+    found = _ranked(
+        given + [Found(one, known.get(one, topology) or estimated(one, topology)) for one in others]
+    )
     keep(found)
     if not compiled or not compiles_here(found[0].config, topology, say):
         return found
@@ -182,25 +184,6 @@ def _given(config: Config, topology: Topology, known: Known, say) -> list[Found]
     return [Found(own, known.get(own, topology) or verdict, given=True)]
 
 
-def _verdict(config: Config, topology: Topology, known: Known) -> Verdict:
-    return known.get(config, topology) or estimated(config, topology)
-
-
-def fastest(
-    config: Config, topology: Topology, count: int, say: Callable[[str], None], fixed: Fixed = NOTHING
-) -> list[Config]:
-    """Returns the fastest layouts of those that fit by formula; where none does, of those that fit with the optimizer's
-    state in the host's memory; where these do not either, the smallest.
-
-    config: its mesh gives the context axis alone.
-
-    Raises:
-      ValueError: no mesh divides rows and layers.
-    """
-    sizes = model_sizes(config)
-    return picked(by_formula(config, sizes, topology, fixed), sizes, topology, count, say, fixed)
-
-
 def picked(
     counted: list[tuple[Estimate, Config]],
     sizes: TransformerConfig,
@@ -209,7 +192,9 @@ def picked(
     say: Callable[[str], None] = lambda text: None,
     fixed: Fixed = NOTHING,
 ) -> list[Config]:
-    """Returns what `fastest` does, of layouts that were counted."""
+    """Returns the fastest layouts of those that fit by formula; where none does, of those that fit with the optimizer's
+    state in the host's memory; where these do not either, the smallest.
+    """
     memory = topology.chip.memory if topology.chip else math.inf
     fitting = [pair for pair in counted if pair[0].total <= memory]
     say(f"{len(counted)} layouts, {len(fitting)} fit by formula")
@@ -230,6 +215,8 @@ def by_formula(
     config: Config, sizes: TransformerConfig, topology: Topology, fixed: Fixed
 ) -> list[tuple[Estimate, Config]]:
     """Returns every legal layout with its estimate, in no order.
+
+    config: its mesh gives the context axis alone.
 
     Raises:
       ValueError: no mesh divides rows and layers.

@@ -45,7 +45,7 @@ def advice(config: Planned, devices: list[Any], available: float | None) -> str:
     now = estimated(config, topology)
     found = [(change, verdict.needed) for change, verdict in changes(config, topology)]
     least = (1 - SPARE) * available if available else now.needed
-    fit = [(change, needed) for change, needed in found if needed < least] or []
+    fit = [(change, needed) for change, needed in found if needed < least]
     lines = [*memory_table(now)]
     lines += [f"  of a device{'':<13}{available / 1e9:>9.2f} GB"] if available else []
     if fit:

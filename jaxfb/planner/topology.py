@@ -37,7 +37,7 @@ class Topology:
     def __str__(self) -> str:
         halves = f" ({self.chip.devices} devices a chip)" if self.chip and self.chip.devices > 1 else ""
         what = "GPUs" if self.platform == "gpu" else "chips"
-        return f"{self.text}: {math.prod(self.shape)} {what}{halves}" if self.chip else f"{self.text}"
+        return f"{self.text}: {math.prod(self.shape)} {what}{halves}" if self.chip else self.text
 
 
 def parse_topology(text: str) -> Topology:

@@ -148,9 +148,7 @@ class Verdict:
             "devices": self.topology.num_devices,
             **plain,
             **{name: getattr(self, name) for name in (*derived, "mfu", "tokens_per_second")},
-            "traffic": [
-                {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in self.traffic.items()
-            ],
+            "traffic": self.compiled.traffic if isinstance(self.compiled, Compiled) else [],
             "estimate": asdict(self.estimate),
             "compiled": asdict(self.compiled) if isinstance(self.compiled, Compiled) else None,
             "refused": asdict(self.compiled) if isinstance(self.compiled, TooLarge) else None,
