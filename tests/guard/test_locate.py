@@ -51,6 +51,12 @@ def test_where_all_is_finite_there_is_no_place():
     assert first_nonfinite(MODEL, params(), MICROBATCH) is None
 
 
+def test_a_term_may_have_no_weight():
+    summed = Pipelined(embed, layer, lambda outer, hidden, microbatch, rng: Sum(hidden.sum() * outer["head"]))
+    assert first_nonfinite(summed, params(), MICROBATCH) is None
+    assert first_nonfinite(summed, params(head=np.float32(np.inf)), MICROBATCH) == Place("head")
+
+
 @pytest.mark.parametrize("number", range(LAYERS))
 @pytest.mark.parametrize("value", (np.nan, np.inf))
 def test_a_layer_is_named_by_its_number(number, value):
