@@ -97,8 +97,7 @@ def _among_several() -> bool:
 
 HANDLERS: dict[str, Callable[[argparse.Namespace], int | None]] = {
     "init": layouts.init,
-    "train": training.train,
-    **dict.fromkeys(POST_TRAINING, training.post_train),
+    **dict.fromkeys(("train", *POST_TRAINING), training.train),
     "eval": models.evaluate,
     "generate": models.generate,
     "chat": models.chat,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from jaxfb.cli.options import HOSTS
 
@@ -25,11 +24,6 @@ def model_of(path: str) -> Path:
     config = load_config(path)
     begins = getattr(getattr(config, "model", None), "from_", None) is not None
     return Path(path) if begins and not Path(config.run.dir).exists() else run_dir_of(path)
-
-
-def changes_given(options) -> dict[str, Any]:
-    """Returns allow_changes=True if the command has --allow-changes."""
-    return {"allow_changes": True} if options.allow_changes else {}
 
 
 def hosts_given(options) -> list[str]:

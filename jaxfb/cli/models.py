@@ -41,8 +41,7 @@ def generate(options) -> None:
     given = {name: value for name, value in given.items() if value is not None}
     from jaxfb import trainer
 
-    raw = {"raw": True} if options.raw else {}
-    print(trainer.generate(path, options.prompt, **given, **raw))
+    print(trainer.generate(path, options.prompt, **given, raw=options.raw))
 
 
 def chat(options) -> None:
@@ -62,6 +61,7 @@ def import_hf(options) -> None:
 
 def export_hf(options) -> None:
     """Writes a run as Hugging Face files."""
-    from jaxfb.training.hugging_face import export_run, lines
+    from jaxfb.training.hugging_face import export_run
 
-    print(lines(export_run(options.run_dir, options.directory, options.dtype, options.adapter)))
+    for path in export_run(options.run_dir, options.directory, options.dtype, options.adapter):
+        print(f"wrote {path}")

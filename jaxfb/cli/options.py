@@ -174,15 +174,14 @@ def _add_init(verbs) -> None:
 
 
 def _add_training(verbs) -> None:
-    train = _verb(verbs, "train", "train from a config, into a run directory")
-    _add_config(train)
-    _add_hosts(train)
-    train.add_argument("--profile", action="store_true", help="trace a few updates into the run's directory")
-    _add_where_to_begin(train)
-    for name, text in POST_TRAINING.items():
+    for name, text in {"train": "train from a config, into a run directory", **POST_TRAINING}.items():
         verb = _verb(verbs, name, text)
         _add_config(verb)
         _add_hosts(verb)
+        if name == "train":
+            verb.add_argument(
+                "--profile", action="store_true", help="trace a few updates into the run's directory"
+            )
         _add_where_to_begin(verb)
 
 
@@ -205,13 +204,7 @@ def _add_uses_of_a_run(verbs) -> None:
     evaluate.add_argument(
         "--length", type=int, metavar="N", help="longest context in tokens (default: a row of training)"
     )
-    evaluate.add_argument(
-        "--rows",
-        type=int,
-        default=8,
-        metavar="N",
-        help="rows scored at the same time on each replica (default: 8)",
-    )
+    _add_number(evaluate, "--rows", 8, "rows scored at the same time on each replica")
     evaluate.add_argument("--json", action="store_true", help="print the scores of texts and tasks as JSON")
     evaluate.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
     _add_hosts(evaluate)
@@ -223,12 +216,8 @@ def _add_uses_of_a_run(verbs) -> None:
         "--prompts", metavar="FILE", help='one prompt per line, or .jsonl with {"prompt"} or {"messages"}'
     )
     _add_sampling(generate)
-    generate.add_argument(
-        "--samples", type=int, default=1, metavar="N", help="continuations of each prompt (default: 1)"
-    )
-    generate.add_argument(
-        "--batch", type=int, default=16, metavar="N", help="rows continued at the same time (default: 16)"
-    )
+    _add_number(generate, "--samples", 1, "continuations of each prompt")
+    _add_number(generate, "--batch", 16, "rows continued at the same time")
     generate.add_argument("--out", metavar="FILE", help="write the answers as JSON lines")
     generate.add_argument(
         "--raw", action="store_true", help="continue the prompt without the run's chat template"
@@ -241,12 +230,10 @@ def _add_uses_of_a_run(verbs) -> None:
 
 
 def _add_sampling(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--tokens", type=int, default=None, help="tokens to generate (default: eval.tokens)")
-    verb.add_argument(
-        "--temperature", type=float, default=None, help="sampling temperature; 0 takes the most likely token"
-    )
+    verb.add_argument("--tokens", type=int, help="tokens to generate (default: eval.tokens)")
+    verb.add_argument("--temperature", type=float, help="sampling temperature; 0 takes the most likely token")
     for name, (kind, text) in FILTERS.items():
-        verb.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, help=text)
+        verb.add_argument(f"--{name.replace('_', '-')}", type=kind, help=text)
     verb.add_argument("--seed", type=int, default=0, help="random seed (default: 0)")
     verb.add_argument(
         "--dtype",
@@ -265,16 +252,8 @@ def _add_replay(verbs) -> None:
 def _add_launch(verbs) -> None:
     text = "run a command as several processes on this machine, and restart it when one is lost"
     launch = _verb(verbs, "launch", text)
-    launch.add_argument(
-        "--processes", type=int, default=1, metavar="N", help="processes to start (default: 1)"
-    )
-    launch.add_argument(
-        "--restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="give up after this many restarts in a row (default: 3)",
-    )
+    _add_number(launch, "--processes", 1, "processes to start")
+    _add_number(launch, "--restarts", 3, "give up after this many restarts in a row")
     launch.add_argument(
         "command",
         nargs=argparse.REMAINDER,
@@ -310,7 +289,6 @@ def _add_check(verbs) -> None:
     check.add_argument(
         "--tolerance",
         type=float,
-        default=None,
         help="largest relative difference allowed (default: 1e-10 in float64)",
     )
     group = check.add_argument_group(
@@ -324,17 +302,9 @@ def _add_check(verbs) -> None:
 def _add_chaos(verbs) -> None:
     text = "inject faults into small runs: killed processes, flipped bits, devices that compute wrongly"
     chaos = _verb(verbs, "chaos", text)
-    chaos.add_argument("--kills", type=int, default=18, metavar="N", help="processes to kill (default: 18)")
-    chaos.add_argument(
-        "--skip",
-        type=int,
-        default=0,
-        metavar="N",
-        help="leave out the first N kills, to continue an interrupted command",
-    )
-    chaos.add_argument(
-        "--flips", type=int, default=20, metavar="N", help="bits to flip in checkpoints (default: 20)"
-    )
+    _add_number(chaos, "--kills", 18, "processes to kill")
+    _add_number(chaos, "--skip", 0, "leave out the first N kills, to continue an interrupted command")
+    _add_number(chaos, "--flips", 20, "bits to flip in checkpoints")
     chaos.add_argument("--no-faults", action="store_true", help="leave out the faults inside a process")
     chaos.add_argument("overrides", nargs="*", metavar=OVERRIDE, help=OVERRIDES)
 
@@ -343,8 +313,8 @@ def _add_schedule(verbs) -> None:
     text = "print, simulate and draw a pipeline schedule, or compare all kinds"
     schedule = _verb(verbs, "schedule", text)
     for name, size in SCHEDULE_SIZES.items():
-        schedule.add_argument(f"--{name}", type=int, default=None, metavar="N", help=size)
-    schedule.add_argument("--kind", default=None, help=f"{', '.join(NAMES)}, or package.module:function")
+        schedule.add_argument(f"--{name}", type=int, metavar="N", help=size)
+    schedule.add_argument("--kind", help=f"{', '.join(NAMES)}, or package.module:function")
     schedule.add_argument(
         "--table", metavar="FILE", help="file with your own schedule, in the format that this command prints"
     )
@@ -368,7 +338,7 @@ def _add_plan(verbs) -> None:
     plan.add_argument("--no-compile", action="store_true", help="use a formula only, which takes seconds")
     plan.add_argument("--json", action="store_true", help="print the result as JSON")
     plan.add_argument("--search", action="store_true", help="try layouts, and write the fastest that fits")
-    plan.add_argument("--layouts", type=int, default=24, metavar="N", help="layouts to list (default: 24)")
+    _add_number(plan, "--layouts", 24, "layouts to list")
     plan.add_argument("--out", default="plan", metavar="DIR", help="where --search writes (default: plan)")
 
 
@@ -422,7 +392,11 @@ def _add_hosts(verb: argparse.ArgumentParser) -> None:
         "only needed where Slurm, Open MPI, Kubernetes or a TPU pod does not provide this",
     )
     for name, (kind, metavar, text) in HOSTS.items():
-        group.add_argument(f"--{name.replace('_', '-')}", type=kind, default=None, metavar=metavar, help=text)
+        group.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar=metavar, help=text)
+
+
+def _add_number(verb: argparse.ArgumentParser, name: str, default: int, text: str) -> None:
+    verb.add_argument(name, type=int, default=default, metavar="N", help=f"{text} (default: {default})")
 
 
 def _verb(verbs, name: str, text: str) -> argparse.ArgumentParser:

@@ -6,12 +6,12 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from jaxfb.cli.given import changes_given, hosts_given
+from jaxfb.cli.given import hosts_given
 from jaxfb.cli.memory import lacks_memory
 from jaxfb.cli.options import LAUNCHED
 from jaxfb.process.exit_codes import DONE, LOST, REFUSED, RESUMABLE
@@ -19,35 +19,18 @@ from jaxfb.refusal import Refused
 
 
 def train(options) -> int:
-    """Trains by a config; returns the exit code."""
-    with _starting(), _configured(options, "train") as config:
-        return _tried(_train_on(config, options), options)
+    """Trains by a config, of pre-training or post-training; returns the exit code.
 
-
-def _train_on(config, options) -> int:
-    from jaxfb import trainer
-
-    more = changes_given(options)
-    if options.profile:
-        from jaxfb.training.profile import Profile
-
-        more["callbacks"] = [Profile()]
-    return _ended(lambda: trainer.train(config, resume=options.resume, fresh=options.fresh, **more), config)
-
-
-def post_train(options) -> int:
-    """Runs a config of post-training; returns the exit code."""
-    with _starting(), _configured(options, options.verb) as config:
-        return _tried(_post_train_on(config, options), options)
-
-
-def _post_train_on(config, options) -> int:
-    from jaxfb import rl
-
-    return _ended(
-        lambda: rl.post_train(config, resume=options.resume, fresh=options.fresh, **changes_given(options)),
-        config,
-    )
+    With --smoke it prints first whether the run worked.
+    """
+    with _starting(), _configured(options) as config:
+        code = _ended(config, options)
+        if options.smoke:
+            worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")
+            print(
+                f"\n--smoke: the run {worked}. Its directory is removed now; leave out --smoke to keep one."
+            )
+        return code
 
 
 def launch(options) -> int:
@@ -67,20 +50,18 @@ def launch(options) -> int:
 
 
 @contextmanager
-def _configured(options, command: str) -> Iterator[Any]:
+def _configured(options) -> Iterator[Any]:
     """Yields the config of a training command; with --smoke, that of a few updates in a temporary directory."""
     from jaxfb.config import kind_of_command, load_config, smoke_overrides
     from jaxfb.config.smoke import DIRECTORY
 
-    hosts = hosts_given(options) if hasattr(options, "coordinator") else []
+    given = [*options.overrides, *hosts_given(options)]
     if not options.smoke:
-        yield load_config(options.config, [*options.overrides, *hosts], command)
+        yield load_config(options.config, given, options.verb)
         return
     with TemporaryDirectory(prefix=DIRECTORY) as directory, _cache_in(directory):
-        first = smoke_overrides(kind_of_command(command))
-        yield load_config(
-            options.config, [*first, *options.overrides, *hosts, f"run.dir={directory}/run"], command
-        )
+        first = smoke_overrides(kind_of_command(options.verb))
+        yield load_config(options.config, [*first, *given, f"run.dir={directory}/run"], options.verb)
 
 
 @contextmanager
@@ -122,20 +103,12 @@ def _starting() -> Iterator[None]:
         os.umask(umask)
 
 
-def _tried(code: int, options) -> int:
-    """Returns the exit code; with --smoke, prints first whether the run worked."""
-    if options.smoke:
-        worked = {DONE: "worked", RESUMABLE: "was stopped"}.get(code, "did not end as it should")
-        print(f"\n--smoke: the run {worked}. Its directory is removed now; leave out --smoke to keep one.")
-    return code
-
-
-def _ended(train: Callable[[], Any], config: Any) -> int:
+def _ended(config: Any, options) -> int:
     """Returns the exit code of a training command."""
     from jaxfb import trainer
 
     try:
-        result = train()
+        result = _trained(config, options)
     except trainer.GuardAbort as error:
         print(f"jaxfb: {error}", file=sys.stderr)
         return error.exit_code
@@ -147,3 +120,16 @@ def _ended(train: Callable[[], Any], config: Any) -> int:
             raise
         return REFUSED
     return RESUMABLE if result.status == "interrupted" else DONE
+
+
+def _trained(config: Any, options) -> Any:
+    from jaxfb import rl, trainer
+
+    how: dict[str, Any] = {name: getattr(options, name) for name in ("resume", "fresh", "allow_changes")}
+    if options.verb != "train":
+        return rl.post_train(config, **how)
+    if options.profile:
+        from jaxfb.training.profile import Profile
+
+        how["callbacks"] = [Profile()]
+    return trainer.train(config, **how)

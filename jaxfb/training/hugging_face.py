@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial, reduce
 from pathlib import Path
@@ -222,8 +222,3 @@ def _config(target: Path) -> dict[str, Any]:
 
 def _is_library_tokenizer(path: Path) -> bool:
     return path.is_file() and "model" in read_json(path)
-
-
-def lines(files: Iterable[Path]) -> str:
-    """Returns what the commands print: a line a file."""
-    return "\n".join(f"wrote {file}" for file in files)

@@ -53,7 +53,7 @@ def test_train_takes_options_and_overrides_in_any_order(calls):
     assert main(["train", QUICKSTART, "mesh.tp=2", "--resume", "run.updates=70"]) == 0
     (config,), options = calls.made[0]
     assert (config.mesh.tensor, config.run.updates) == (2, 70)
-    assert options == {"resume": True, "fresh": False}
+    assert options == {"resume": True, "fresh": False, "allow_changes": False}
 
 
 def test_exit_codes_tell_how_a_run_ended(calls):
@@ -70,7 +70,7 @@ def test_a_run_is_named_by_directory_or_config(calls, tmp_path, capsys, monkeypa
     assert main(["eval", str(tmp_path), "eval.batches=3"]) == 0
     assert main(["generate", QUICKSTART, "--prompt", "def ", "--tokens", "5"]) == 0
     assert calls.made[0][0] == (tmp_path, ["eval.batches=3"])
-    assert calls.made[1] == ((Path("runs/quickstart"), "def "), {"tokens": 5, "seed": 0})
+    assert calls.made[1] == ((Path("runs/quickstart"), "def "), {"tokens": 5, "seed": 0, "raw": False})
     assert capsys.readouterr().out == "generated text\n"
 
 

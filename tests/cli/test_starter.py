@@ -140,7 +140,7 @@ def devices_of(config):
 @pytest.mark.slow
 @pytest.mark.processes
 def test_a_smoke_run_that_was_lost_is_not_called_a_success(monkeypatch, capsys):
-    monkeypatch.setattr("jaxfb.cli.training._train_on", lambda config, options: 76)
+    monkeypatch.setattr("jaxfb.cli.training._ended", lambda config, options: 76)
     assert main(["train", "quickstart", "--smoke"]) == 76
     assert "--smoke: the run did not end as it should" in capsys.readouterr().out
 

@@ -20,7 +20,7 @@ from jaxfb.training.interrupt import Interrupt, Stopped
 FIRST_LINE = """
 import os, signal, sys
 from jaxfb.cli import commands, training
-training._train_on = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
+training._ended = lambda config, options: os.kill(os.getpid(), signal.SIGTERM) or 0
 sys.exit(commands.main(["train", sys.argv[1]]))
 """
 
