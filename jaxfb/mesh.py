@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import jax
@@ -59,7 +59,7 @@ def make_mesh(
             f"with several processes the mesh must use all devices: {_product(sizes)} = {needed}, "
             f"there are {len(devices)}; set data=-1 to take the rest"
         )
-    return _arrange(sizes, devices[:needed])
+    return Mesh(arranged(sizes, devices[:needed]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def mesh_sizes(given: dict[str, int], num_devices: int, platform: str) -> dict[str, int]:
@@ -234,10 +234,6 @@ def _product(sizes: dict[str, int]) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
 
 
-def _arrange(sizes: dict[str, int], devices: list) -> Mesh:
-    return Mesh(arranged(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
-
-
 def arranged(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     """Returns the devices as an array [pipe, data, fsdp, expert, context, tensor], near each other on the inner axes.
 
@@ -283,15 +279,7 @@ def _over_slices(sizes: dict[str, int], devices: Sequence[Any], slices: Counter)
         )
     parts = across_slices(sizes, len(slices))
     inside = tuple(size // parts[axis] for axis, size in sizes.items())
-    split = _may_split(devices)
-    try:
-        return create_hybrid_device_mesh(
-            inside, tuple(parts.values()), devices, allow_split_physical_axes=split
-        )
-    except NotImplementedError:
-        return create_hybrid_device_mesh(
-            inside, tuple(parts.values()), devices, allow_split_physical_axes=True
-        )
+    return _splitting(create_hybrid_device_mesh, inside, tuple(parts.values()), devices=devices)
 
 
 def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
@@ -299,12 +287,18 @@ def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
 
     if devices[0].platform == "cpu":
         return np.asarray(devices, object).reshape(shape)
+    return _splitting(create_device_mesh, shape, devices=devices)
+
+
+def _splitting(
+    create: Callable[..., np.ndarray], *shapes: tuple[int, ...], devices: Sequence[Any]
+) -> np.ndarray:
+    """Returns what `create` makes. An axis of a torus may be split where sizes are no product of the torus' own.
+
+    It always may be in one so small that whole axes seldom fit, as in `jax.make_mesh`.
+    """
     try:
-        return create_device_mesh(shape, devices, allow_split_physical_axes=_may_split(devices))
-    except NotImplementedError:  # sizes that are no product of the torus' own: its axes are split
-        return create_device_mesh(shape, devices, allow_split_physical_axes=True)
-
-
-def _may_split(devices: Sequence[Any]) -> bool:
-    """Returns whether an axis may be split: in a torus so small that whole axes seldom fit, as in `jax.make_mesh`."""
-    return devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+        is_small = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+        return create(*shapes, devices, allow_split_physical_axes=is_small)
+    except NotImplementedError:
+        return create(*shapes, devices, allow_split_physical_axes=True)

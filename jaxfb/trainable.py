@@ -66,23 +66,19 @@ def pruned(patterns: Patterns | None, params: PyTree) -> PyTree:
                 f"trainable: no parameter matches {pattern!r}; the nearest are {', '.join(near)}",
                 [{"trainable": [name]} for name in near],
             )
-
-    def one(path: tuple, leaf: Any) -> Any:
-        return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) else None
-
-    return jax.tree_util.tree_map_with_path(one, params)
+    return _matching(patterns, params, True)
 
 
 def parted(patterns: Patterns, tree: PyTree) -> tuple[PyTree, PyTree]:
     """Returns a tree pruned to the leaves that no pattern matches, and pruned to the others."""
+    return _matching(patterns, tree, False), _matching(patterns, tree, True)
 
-    def leaves(matched: bool) -> PyTree:
-        def one(path: tuple, leaf: Any) -> Any:
-            return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) == matched else None
 
-        return jax.tree_util.tree_map_with_path(one, tree)
+def _matching(patterns: Patterns, tree: PyTree, matched: bool) -> PyTree:
+    def one(path: tuple, leaf: Any) -> Any:
+        return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) == matched else None
 
-    return leaves(False), leaves(True)
+    return jax.tree_util.tree_map_with_path(one, tree)
 
 
 def stored(patterns: Patterns | None, params: PyTree, frozen_dtype: Any = None) -> PyTree:

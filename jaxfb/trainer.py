@@ -38,10 +38,7 @@ from jaxfb.training.pretraining import Pretraining
 from jaxfb.training.replay import Replay, replay
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Result
-from jaxfb.training.setup import (
-    Setup,
-    make_setup,
-)
+from jaxfb.training.setup import Setup, make_setup
 from jaxfb.training.work import Work
 
 __all__ = [
@@ -295,14 +292,11 @@ def generate(
 def _saved_params(setup: Setup, directory: RunDirectory) -> tuple[Any, int]:
     """Returns parameters of the newest checkpoint on this setup's mesh, and the update that they are of."""
     step = setup.train_step(setup.plan.train)
-    return _restore(setup.config, directory, step.abstract_state(setup.init_params).params)
-
-
-def _restore(config: Config, directory: RunDirectory, params: Any) -> tuple[Any, int]:
-    found, record = newest_params(directory.path, config, params)
+    abstract = step.abstract_state(setup.init_params).params
+    params, record = newest_params(directory.path, setup.config, abstract)
     if "config" in record:  # not where nothing was trained yet
-        check_model(record["config"], config)
-    return found, record["update"]
+        check_model(record["config"], setup.config)
+    return params, record["update"]
 
 
 def _check_tokenizer(setup: Setup, directory: RunDirectory) -> None:

@@ -718,7 +718,7 @@ MUTATIONS = (
     Mutation(
         "frozen_leaves_trained",
         "trainable.py",
-        "return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) else None",
+        "return leaf if any(matches(pattern, name_of(path)) for pattern in patterns) == matched else None",
         "return leaf",
         "forward_backward/test_frozen.py::test_no_product_is_computed_for_a_frozen_weight",
     ),
