@@ -7,11 +7,7 @@ from typing import Any
 
 from jaxfb.config.checks import positive
 from jaxfb.config.common import CommonConfig
-from jaxfb.config.sections import (
-    BatchConfig,
-    OptimizerConfig,
-    RunConfig,
-)
+from jaxfb.config.sections import BatchConfig, OptimizerConfig, RunConfig
 from jaxfb.refusal import Refused
 
 

@@ -7,6 +7,7 @@ import difflib
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -189,13 +190,9 @@ def _culprit(text: str) -> str:
 def _scalars(node: Any) -> Iterator[yaml.ScalarNode]:
     if isinstance(node, yaml.ScalarNode):
         yield node
-    elif isinstance(node, yaml.MappingNode):
-        for pair in node.value:
-            for part in pair:
-                yield from _scalars(part)
-    elif isinstance(node, yaml.SequenceNode):
-        for part in node.value:
-            yield from _scalars(part)
+        return
+    for part in chain.from_iterable(node.value) if isinstance(node, yaml.MappingNode) else node.value:
+        yield from _scalars(part)
 
 
 def saved_run(path: str | Path, config: Any) -> Path:

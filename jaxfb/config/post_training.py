@@ -7,7 +7,7 @@ kind has: `conversations` (`jaxfb sft`), `preferences` (`jaxfb dpo`), `task` (`j
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from jaxfb.config.checks import at_least_zero, directory_is_named, not_empty, positive, seed_in_range
 from jaxfb.config.common import CommonConfig
@@ -23,9 +23,7 @@ from jaxfb.config.policy import (
     known_template,
     numbers_of,
 )
-from jaxfb.config.sections import (
-    OptimizerConfig,
-)
+from jaxfb.config.sections import OptimizerConfig
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
@@ -108,57 +106,71 @@ class StartConfig:
 
 
 @dataclass(frozen=True)
-class ConversationsConfig:
-    """Conversations to learn from, one JSON object a line: {"messages": [{"role", "content"}, ...]}.
+class ItemsConfig:
+    """Items to learn from, one JSON object a line of a file.
 
     path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
     template:        "chatml", "plain" (roles in words), "none" (contents alone), or the path of a .jinja file; null:
                      that of `start.run` or of the tokenizer's own files, else "chatml"; see docs/post_training.md.
-    learn:           which messages count: those of the "assistant", or its "last" one.
     sequence_length: tokens of a row; a longer conversation is refused, or cut at its end with truncate.
     """
+
+    NAME: ClassVar[str]
+    """Of the section."""
 
     path: str
     held_out_path: str | None = None
     held_out_fraction: float = 0.05
     template: str | None = None
-    learn: Literal["assistant", "last"] = "assistant"
     sequence_length: int = 512
     truncate: bool = False
 
     def __post_init__(self):
-        positive("conversations", sequence_length=self.sequence_length)
-        share(self, "conversations")
-        file_is_named(self, "conversations")
-        known_template("conversations", self.template)
+        positive(self.NAME, sequence_length=self.sequence_length)
+        if not 0 <= self.held_out_fraction < 1:
+            raise Refused(
+                f"[{self.NAME}] held_out_fraction={self.held_out_fraction} must lie in [0, 1); try 0.05",
+                [{"held_out_fraction": 0.05}],
+            )
+        if not self.path.strip():
+            raise Refused(
+                f"[{self.NAME}] path={self.path!r} must not be empty; use the path of a .jsonl file"
+            )
+        not_empty(self.NAME, held_out_path=self.held_out_path)
+        known_template(self.NAME, self.template)
 
 
 @dataclass(frozen=True)
-class PreferencesConfig:
+class ConversationsConfig(ItemsConfig):
+    """Conversations to learn from, one JSON object a line: {"messages": [{"role", "content"}, ...]}.
+
+    learn: which messages count: those of the "assistant", or its "last" one.
+    """
+
+    NAME = "conversations"
+
+    learn: Literal["assistant", "last"] = "assistant"
+
+
+@dataclass(frozen=True)
+class PreferencesConfig(ItemsConfig):
     """Pairs of answers, one JSON object a line: {"messages" or "prompt", "chosen", "rejected"}.
 
     beta:            how strongly the policy is held to the reference.
     label_smoothing: share of pairs whose labels are taken to be wrong.
     kind:            "sigmoid" (DPO), "ipo", "hinge" or "robust", see `losses.preference`.
     sequence_length: slots of a row, which holds both conversations of a pair: half of it is each one's limit.
-    The rest as for conversations.
     """
 
-    path: str
-    held_out_path: str | None = None
-    held_out_fraction: float = 0.05
-    template: str | None = None
-    sequence_length: int = 512
-    truncate: bool = False
+    NAME = "preferences"
+
     beta: float = 0.1
     label_smoothing: float = 0.0
     kind: Annotated[str, PREFERENCES] = "sigmoid"
 
     def __post_init__(self):
-        positive("preferences", sequence_length=self.sequence_length, beta=self.beta)
-        share(self, "preferences")
-        file_is_named(self, "preferences")
-        known_template("preferences", self.template)
+        super().__post_init__()
+        positive(self.NAME, beta=self.beta)
         if not 0 <= self.label_smoothing < 0.5:
             raise Refused(
                 f"[preferences] label_smoothing={self.label_smoothing} must be in [0, 0.5); use 0",
@@ -294,22 +306,6 @@ class RLConfig(PostTrainingConfig):
     def uses_reference(self) -> bool:
         """Returns whether log-probs of a reference are asked for."""
         return self.policy.kl_coef > 0 or self.reward.kl_coef > 0
-
-
-def share(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
-    """Refuses a held-out share that is not one."""
-    if not 0 <= section.held_out_fraction < 1:
-        raise Refused(
-            f"[{name}] held_out_fraction={section.held_out_fraction} must lie in [0, 1); try 0.05",
-            [{"held_out_fraction": 0.05}],
-        )
-
-
-def file_is_named(section: ConversationsConfig | PreferencesConfig, name: str) -> None:
-    """Refuses an empty name of a file."""
-    if not section.path.strip():
-        raise Refused(f"[{name}] path={section.path!r} must not be empty; use the path of a .jsonl file")
-    not_empty(name, held_out_path=section.held_out_path)
 
 
 KINDS = {"conversations": SFTConfig, "preferences": DPOConfig, "task": RLConfig}

@@ -19,6 +19,7 @@ from jaxfb.config.schema import (
     section_of,
     sections_of,
 )
+from jaxfb.config.show import as_yaml
 from jaxfb.described import described_fields, introduction
 
 _IN_YAML = {"None": "null", "optimizer_sharding": "optimizer.sharding"}
@@ -75,12 +76,9 @@ def _default(field: dataclasses.Field) -> str:
 
 
 def _yaml(value: Any) -> str:
-    words = {None: "null", True: "true", False: "false"}
-    if value is None or isinstance(value, bool):
-        return words[value]
     if isinstance(value, tuple):
         return "[" + ", ".join(map(_yaml, value)) + "]"
-    return '""' if value == "" else str(value)
+    return '""' if value == "" else as_yaml(value)
 
 
 _TABLE = "| key | legal values | default | meaning |\n|---|---|---|---|"

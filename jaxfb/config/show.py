@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,7 @@ def save_yaml(config: Any, path: str | Path) -> None:
 
 def table(config: Any) -> list[tuple[str, Any]]:
     """Returns (dotted key, value) of every leaf, in reading order."""
-    return list(_rows(config_to_dict(config), ""))
+    return list(leaves_of(config_to_dict(config)))
 
 
 def as_yaml(value: Any) -> str:
@@ -58,10 +58,11 @@ def _changed(config: Any, prefix: str) -> Iterator[tuple[str, Any]]:
             yield name, _plain(value)
 
 
-def _rows(values: dict, prefix: str) -> Iterator[tuple[str, Any]]:
+def leaves_of(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields (dotted key, value) of every leaf of nested values, in their order."""
     for name, value in values.items():
-        if isinstance(value, dict) and value:
-            yield from _rows(value, f"{prefix}{name}.")
+        if isinstance(value, Mapping) and value:
+            yield from leaves_of(value, f"{prefix}{name}.")
         else:
             yield f"{prefix}{name}", value
 

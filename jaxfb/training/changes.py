@@ -6,12 +6,12 @@ file is about what no shape shows: a model that reads the same parameters in ano
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
-from jaxfb.config import config_from_dict, config_to_dict
+from jaxfb.config import as_yaml, config_from_dict, config_to_dict, table
 from jaxfb.config.model import FREE_OF_MODEL
+from jaxfb.config.show import leaves_of
 from jaxfb.refusal import Refused
 
 FLAG = "--allow-changes"
@@ -39,7 +39,7 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
       ValueError: a key has another value that the saved parameters, rows or rollout were made with.
     """
     if fixed := [change for change in changes_between(saved, config) if is_fixed(change[0])]:
-        had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in fixed)
+        had = " and ".join(f"{key}={as_yaml(old)} (now {as_yaml(new)})" for key, old, new in fixed)
         choices = f", another run.dir, or {FLAG} to continue anyway" if offer else " or another run.dir"
         raise Refused(
             f"[config] the run saved at update {update} has {had}, which would give its parameters or its rows another "
@@ -49,12 +49,12 @@ def check_changes(saved: Mapping[str, Any], config: Any, update: int, offer: boo
 
 def listing(changes: list[Change]) -> str:
     """Returns one indented line for each change, each after a line break; empty where there is none."""
-    return "".join(f"\n  {key}: {_text(old)} -> {_text(new)}" for key, old, new in changes)
+    return "".join(f"\n  {key}: {as_yaml(old)} -> {as_yaml(new)}" for key, old, new in changes)
 
 
 def changes_between(saved: Mapping[str, Any], config: Any) -> list[Change]:
     """Returns (key, saved value, new value) of every leaf that differs, in the order of the config."""
-    old, new = _flat(_with_defaults(saved)), _flat(config_to_dict(config))
+    old, new = dict(leaves_of(_with_defaults(saved))), dict(table(config))
     return [
         (key, old.get(key, ABSENT), new.get(key, ABSENT))
         for key in {**new, **old}
@@ -70,7 +70,7 @@ def check_model(saved: Mapping[str, Any], config: Any) -> None:
     """
     changes = [c for c in changes_between(saved, config) if c[0].startswith("model") and is_fixed(c[0])]
     if changes:
-        had = " and ".join(f"{key}={_text(old)} (now {_text(new)})" for key, old, new in changes)
+        had = " and ".join(f"{key}={as_yaml(old)} (now {as_yaml(new)})" for key, old, new in changes)
         raise Refused(
             f"[eval] the run was trained with {had}; leave that out, since the saved parameters would be read wrongly"
         )
@@ -94,17 +94,3 @@ def _with_defaults(saved: Mapping[str, Any]) -> Mapping[str, Any]:
         return config_to_dict(config_from_dict(saved))
     except ValueError:
         return saved
-
-
-def _flat(values: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(values, Mapping) or not values:
-        return {prefix: values}
-    found: dict[str, Any] = {}
-    for name, value in values.items():
-        found |= _flat(value, f"{prefix}.{name}" if prefix else name)
-    return found
-
-
-def _text(value: Any) -> str:
-    """Returns a value as it would be written in the file."""
-    return json.dumps(value) if value is None or isinstance(value, bool) else str(value)
