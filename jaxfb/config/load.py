@@ -50,7 +50,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     if command is not None:
         choice("command", command, ("train", *COMMANDS.values()), who="[config]")
     values = _read(Path(path))
-    if _holds_a_run(Path(path)) and isinstance(values.get("run"), dict):
+    if holds_a_run(Path(path)) and isinstance(values.get("run"), dict):
         values["run"]["dir"] = str(path)  # moved or copied, its config.yaml may name another directory
     root = kind_of(values)
     if command not in (None, found := COMMANDS.get(root, "train")):
@@ -98,7 +98,8 @@ def kind_of_command(command: str) -> type:
     return next((kind for kind, name in COMMANDS.items() if name == command), Config)
 
 
-def _holds_a_run(directory: Path) -> bool:
+def holds_a_run(directory: Path) -> bool:
+    """Returns whether there is in a directory what only a run makes."""
     return any((directory / name).exists() for name in _OF_A_RUN)
 
 

@@ -15,12 +15,15 @@ import os
 import secrets
 import time
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from jaxfb.checkpoint.step_directories import step_of
 from jaxfb.config import Config, ConfigError, config_to_dict, load_config, save_yaml
+from jaxfb.config.load import holds_a_run
 from jaxfb.config.smoke import is_kept
+from jaxfb.refusal import shown
 
 # Every file that a run writes or removes by name; none of them is taken from a directory that is not a run's.
 FILES = (
@@ -34,6 +37,11 @@ FILES = (
 )
 
 PRIVATE = 0o700  # parameters and text are for the user who runs; chmod shares them
+
+
+def _inside(name: str) -> cached_property[Path]:
+    """Returns a property of a `RunDirectory`: the path of that name in it."""
+    return cached_property(lambda directory: directory.path / name)
 
 
 @dataclass(frozen=True)
@@ -51,29 +59,15 @@ class RunDirectory:
         """Returns whether it stays after the run, so that what lies in it is worth naming."""
         return is_kept(self.path)
 
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def tokenizer(self) -> Path:
-        return self.path / "tokenizer.json"
-
-    @property
-    def summary(self) -> Path:
-        return self.path / "summary.json"
-
-    @property
-    def picture(self) -> Path:
-        return self.path / "loss.png"
-
-    @property
-    def sample(self) -> Path:
-        return self.path / "sample.txt"
+    checkpoints = _inside("checkpoints")
+    metrics = _inside("metrics.jsonl")
+    tokenizer = _inside("tokenizer.json")
+    summary = _inside("summary.json")
+    picture = _inside("loss.png")
+    sample = _inside("sample.txt")
+    _config = _inside("config.yaml")
+    _identity = _inside(".identity")
+    _marked = _inside(".shared")
 
     def contents(self) -> list[str]:
         """Returns names of what lies in it, directories with a slash; hidden files are left out."""
@@ -86,9 +80,7 @@ class RunDirectory:
 
     def is_run(self) -> bool:
         """Returns whether a run wrote what is here."""
-        return self._config.is_file() and any(
-            (self.path / name).exists() for name in ("plan.json", "checkpoints")
-        )
+        return self._config.is_file() and holds_a_run(self.path)
 
     def finished(self, config: Config) -> dict[str, Any] | None:
         """Returns the summary, if a run of this very config ended here."""
@@ -120,7 +112,7 @@ class RunDirectory:
         except (OSError, ValueError) as error:
             reason = getattr(error, "strerror", None) or str(error)
             raise ConfigError(
-                f"[run] dir={_short(self.path)} is not a path: {reason}; use runs/NAME"
+                f"[run] dir={shown(str(self.path))} is not a path: {reason}; use runs/NAME"
             ) from None
         if not nearest.is_dir():
             raise ConfigError(f"[run] dir={self.path}: {nearest} is not a directory; choose another run.dir")
@@ -238,18 +230,6 @@ class RunDirectory:
     def has_identity(self) -> bool:
         return self._identity.is_file()
 
-    @property
-    def _identity(self) -> Path:
-        return self.path / ".identity"
-
-    @property
-    def _marked(self) -> Path:
-        return self.path / ".shared"
-
-    @property
-    def _config(self) -> Path:
-        return self.path / "config.yaml"
-
 
 def _but_its_place(config: Config) -> dict[str, Any]:
     """Returns the config as plain values, without `run.dir`: a run may be moved, and reached by more than one path."""
@@ -266,11 +246,6 @@ def _exists(path: Path) -> bool:
             raise NotADirectoryError(0, "a symbolic link to nothing") from None
         return False
     return True
-
-
-def _short(path: Path) -> str:
-    text = repr(str(path))
-    return text if len(text) < 80 else text[:77] + "..."
 
 
 def write_json(path: Path, values: Any) -> None:
