@@ -27,12 +27,12 @@ PyTree = Any
 HostBatch = dict[str, np.ndarray]
 
 
-class WindowReader:
+class WindowReader(Loader):
     """Reads this process's rows of each window of a run plan ahead; its position is a number of rows."""
 
     def __init__(self, rows: Rows, plan: RunPlan, seed: int, mesh: Mesh):
         last = plan.window(plan.total_updates - 1)
-        self._loader = Loader(
+        super().__init__(
             rows,
             lambda consumed: _rows_from(plan, consumed),
             seed=seed,
@@ -46,7 +46,7 @@ class WindowReader:
         Windows are read in order; rows between two of them (a short window that was dropped) are passed over.
         """
         while True:
-            start, batch = self._loader.consumed_rows, next(self._loader)
+            start, batch = self.consumed_rows, next(self)
             if start == window.start:
                 return batch
             if start > window.start:
@@ -57,23 +57,7 @@ class WindowReader:
     def position(self, window: Window | None) -> dict[str, Any]:
         """Returns what `restore` needs to continue after `window` (None: from the start)."""
         consumed = window.start + window.rows if window else 0
-        return {**self._loader.state(), "consumed_rows": consumed}
-
-    def restore(self, position: dict[str, Any]) -> None:
-        """Continues after the window whose `position` it is; ValueError if that was another text or order."""
-        self._loader.restore(position)
-
-    def passes(self, consumed_rows: int) -> dict[str, float]:
-        """Returns how often each source of a mixture was read through before a position; empty for a single source."""
-        return self._loader.passes(consumed_rows)
-
-    def seek(self, consumed_rows: int) -> None:
-        """Continues at that row, whatever text and order a saved position was of."""
-        self._loader.seek(consumed_rows)
-
-    def close(self) -> None:
-        """Stops reading ahead."""
-        self._loader.close()
+        return {**self.state(), "consumed_rows": consumed}
 
 
 @lru_cache(maxsize=64)

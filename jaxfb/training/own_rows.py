@@ -6,7 +6,7 @@ devices where rows can be indexed, and passes over the others' where they only c
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -77,9 +77,7 @@ class _Indexed:
         self.row, self.num_rows, self._order = row, num_rows, row_order(num_rows, seed)
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
-        rows = [self.row(self._order(window.start + int(k))) for k in here if k < window.rows]
-        example = rows[0] if rows else self.row(0)
-        return _stacked(rows, example, [int(k) < window.rows for k in here])
+        return _batch(lambda place: self.row(self._order(window.start + place)), window, here)
 
     def position(self) -> dict[str, Any]:
         return {"num_rows": self.num_rows}  # the place among them follows from the number of updates
@@ -119,8 +117,7 @@ class _Mixed:
         self._order = MixedOrder(MixedSources(parts, mixture.weights), seed)
 
     def read(self, window: Window, here: np.ndarray) -> PyTree:
-        rows = [self._row(window.start + int(k)) for k in here if k < window.rows]
-        return _stacked(rows, rows[0] if rows else self._row(0), [int(k) < window.rows for k in here])
+        return _batch(lambda place: self._row(window.start + place), window, here)
 
     def position(self) -> dict[str, Any]:
         return {"mixture": self._order.to_dict()}
@@ -153,8 +150,7 @@ class _Streamed:
         while self._consumed < window.start:  # rows of a short window that was dropped
             self._next()
         rows = [self._next() for _ in range(window.rows)]
-        real = [int(k) < window.rows for k in here]
-        return _stacked([rows[int(k)] for k in here if k < window.rows], rows[0], real)
+        return _batch(rows.__getitem__, window, here)
 
     def position(self) -> dict[str, Any]:
         state = self._rows.get_state() if hasattr(self._rows, "get_state") else None
@@ -200,10 +196,9 @@ def _arrays(data: Any) -> list[Any]:
     return leaves if leaves and all(getattr(leaf, "ndim", 0) > 0 for leaf in leaves) else []
 
 
-def _stacked(rows: list[PyTree], example: PyTree, real: list[bool]) -> PyTree:
-    """Returns rows as a batch, with zeros where `real` is False."""
+def _batch(row: Callable[[int], PyTree], window: Window, here: np.ndarray) -> PyTree:
+    """Returns the rows `here` of a window as a batch, with zeros for padding. row: of a place in the window."""
+    rows = {place: row(place) for place in map(int, here) if place < window.rows}
+    example = next(iter(rows.values())) if rows else row(0)
     zeros = jax.tree.map(lambda leaf: np.zeros_like(np.asarray(leaf)), example)
-    filled: Iterator[PyTree] = iter(rows)
-    return jax.tree.map(
-        lambda *leaves: np.stack(leaves), *[next(filled) if is_real else zeros for is_real in real]
-    )
+    return jax.tree.map(lambda *leaves: np.stack(leaves), *[rows.get(int(place), zeros) for place in here])
