@@ -29,6 +29,7 @@ from jaxfb.training.setup import (
     enable_float64,
     length_of,
     optimizer,
+    run_plan,
     step_options,
     train_plan,
 )
@@ -150,8 +151,9 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
     """
     enable_float64(config)
     mesh = make_mesh(**vars(config.mesh))
-    plan = train_plan(config, mesh)
-    _check_optimizer(config, own, None if config.run.epochs else _run_plan(config, plan, None))
+    plans = {"train": train_plan(config, mesh)}
+    if own.get("optimizer") is None:
+        _check_optimizer(config, plans)
     names = ("model", "params", "data", "evaluate")
     parts = {name: own[name] if name in own else _named(config, name) for name in names}
     rows = own_rows(_made(parts["data"]), config.run.seed)
@@ -159,26 +161,13 @@ def make_custom(config: CustomConfig, **own: Any) -> Custom:
         raise Refused(
             f"[run] epochs={config.run.epochs} needs rows that can be counted; use run.updates, or a sequence of rows"
         )
-    run_plan = _run_plan(config, plan, rows.num_rows)
-    model, transformation = _model(parts["model"], own.get("loss")), _optimizer(config, run_plan, own)
-    rest = (transformation, run_plan, rows, parts["evaluate"], own.get("max_grad_norm"))
+    length = run_plan(config, plans, rows.num_rows)
+    model = _model(parts["model"], own.get("loss"))
+    transformation = own.get("optimizer") or optimizer(config, length)
+    rest = (transformation, length, rows, parts["evaluate"], own.get("max_grad_norm"))
     work = Custom(config, mesh, model, parts["params"], *rest)
     work.in_program = bool(own)
     return work
-
-
-def _run_plan(config: CustomConfig, plan: BatchPlan, rows: int | None) -> RunPlan:
-    """Returns the length of the run; rows: of the data, which only a length in epochs depends on."""
-    run = config.run
-    return RunPlan(
-        {"train": plan},
-        updates=run.updates,
-        samples=run.samples,
-        epochs=run.epochs,
-        dataset_rows=rows if run.epochs else None,
-        ramp_up=config.batch.ramp_up,
-        remainder=run.remainder,
-    )
 
 
 def described(part: Any) -> str:
@@ -214,18 +203,10 @@ def _model(model: Any, loss: Callable | None) -> LossFn | Pipelined:
     return loss_fn
 
 
-def _check_optimizer(config: CustomConfig, own: Mapping[str, Any], plan: RunPlan | None) -> None:
+def _check_optimizer(config: CustomConfig, plans: dict[str, BatchPlan]) -> None:
     """Refuses an optimizer that is missing, or options that it does not take, before data are read."""
-    if own.get("optimizer") is not None:
-        return
     if config.optimizer is None:
         raise Refused(
             "[optimizer] must be given: a section optimizer with learning_rate, or an optax transformation"
         )
-    check_optimizer(config, None if plan is None else length_of(config, plan))
-
-
-def _optimizer(
-    config: CustomConfig, run_plan: RunPlan, own: Mapping[str, Any]
-) -> optax.GradientTransformation:
-    return optimizer(config, run_plan) if own.get("optimizer") is None else own["optimizer"]
+    check_optimizer(config, None if config.run.epochs else length_of(config, run_plan(config, plans, None)))

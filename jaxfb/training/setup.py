@@ -164,12 +164,8 @@ def language_model_of(sizes: TransformerConfig | OwnModelConfig) -> LanguageMode
     """Returns the model of these sizes, or the one of the user's own that they name."""
     if isinstance(sizes, OwnModelConfig):
         return language_model(sizes.name, sizes.vocab_size or 0, sizes.options)
-    return language_model("transformer", **_arguments(sizes))
-
-
-def _arguments(sizes: TransformerConfig) -> dict[str, Any]:
     options = dict(vars(sizes))
-    return {"vocab_size": options.pop("vocab_size"), "options": options}
+    return language_model("transformer", options.pop("vocab_size"), options)
 
 
 def built_in(sizes: Sizes | OwnModelConfig, what: str, instead: str) -> Sizes:
@@ -212,7 +208,7 @@ def eval_plan(config: Config, mesh: Mesh) -> BatchPlan:
     )
 
 
-def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> RunPlan:
+def run_plan(config: Config | CustomConfig, plans: dict[str, BatchPlan], train_rows: int | None) -> RunPlan:
     """Returns the length of the run. Only a length in epochs ends a window of rows where an epoch ends."""
     run = config.run
     return RunPlan(
@@ -222,7 +218,7 @@ def run_plan(config: Config, plans: dict[str, BatchPlan], train_rows: int) -> Ru
         tokens=run.tokens,
         epochs=run.epochs,
         dataset_rows=train_rows if run.epochs else None,
-        sequence_length=config.data.sequence_length,
+        sequence_length=getattr(config.data, "sequence_length", None),
         ramp_up=config.batch.ramp_up,
         remainder=run.remainder,
     )
