@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.sharding import Mesh
 
-from jaxfb.config import Config, table
+from jaxfb.config import Config, as_yaml, table
 from jaxfb.refusal import Refused
 from jaxfb.training.setup import Setup
 
@@ -101,13 +101,9 @@ def _who_has(values: Sequence[Any], names: Sequence[str]) -> str:
     """Returns `0.01 on processes 0, 2-7 but 0.02 on process 1 (node3)`: the commonest value first."""
     holders: dict[str, list[int]] = {}
     for index, value in enumerate(values):
-        holders.setdefault(_text(value), []).append(index)
+        holders.setdefault(as_yaml(value), []).append(index)
     common = sorted(holders.items(), key=lambda item: (-len(item[1]), item[1]))
     return " but ".join(f"{value} on {_processes(indices, names)}" for value, indices in common)
-
-
-def _text(value: Any) -> str:
-    return "null" if value is None else str(value)
 
 
 def _processes(indices: Sequence[int], names: Sequence[str]) -> str:

@@ -26,8 +26,9 @@ def use_compile_cache(configured: str | Path | None = None) -> Path | None:
         return _checked(given)
     directory = Path(configured or cache_directory().parent / "jaxfb-compiled")
     directory.mkdir(parents=True, exist_ok=True, mode=PRIVATE)
-    if not _belongs_to_us_alone(directory):
+    if not _only_we_write(directory):
         return None
+    directory.chmod(PRIVATE)
     jax.config.update("jax_compilation_cache_dir", str(directory.absolute()))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
     return directory
@@ -45,13 +46,6 @@ def _checked(given: str) -> Path | None:
     )
     jax.config.update("jax_compilation_cache_dir", None)
     return None
-
-
-def _belongs_to_us_alone(directory: Path) -> bool:
-    if not _only_we_write(directory):
-        return False
-    directory.chmod(PRIVATE)
-    return True
 
 
 def _only_we_write(directory: Path) -> bool:

@@ -20,6 +20,7 @@ from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_to_dict
 from jaxfb.refusal import Missing, Refused
 from jaxfb.training.agreement import package_versions
+from jaxfb.training.guard import by_path
 from jaxfb.training.run_dir import write_json
 from jaxfb.training.session import Run
 from jaxfb.update.train_state import StepMetrics, TrainState
@@ -63,8 +64,7 @@ class Dump:
 
 def bits_of(metrics: StepMetrics) -> dict[str, str]:
     """Returns dtype and bytes of every number of an update, by path, so that a nan compares equal to the same nan."""
-    leaves = jax.tree_util.tree_leaves_with_path(metrics)
-    arrays = {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+    arrays = {name: np.asarray(leaf) for name, leaf in by_path(metrics).items()}
     return {name: f"{array.dtype}:{array.tobytes().hex()}" for name, array in arrays.items()}
 
 

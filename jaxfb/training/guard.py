@@ -110,5 +110,9 @@ def unsound_leaves(tree: Any) -> list[str]:
 
     (Some optimizers begin with an infinite best value.) Every process of a job must call it; it waits for the devices.
     """
-    leaves = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
-    return [name for name, is_finite in finite(leaves).items() if not is_finite]
+    return [name for name, is_finite in finite(by_path(tree)).items() if not is_finite]
+
+
+def by_path(tree: Any) -> dict[str, Any]:
+    """Returns the leaves of a tree by their paths, such as "['layers']['w1']"."""
+    return {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}

@@ -15,7 +15,7 @@ from jax.sharding import Mesh, NamedSharding
 
 from jaxfb.guard.devices import differing_replicas
 from jaxfb.training.dump import write_dump
-from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, listed
+from jaxfb.training.guard import DeviceFault, GuardAbort, SkipGuard, SpikeAbort, by_path, listed
 from jaxfb.training.rerun import update_twice
 from jaxfb.training.session import Run
 from jaxfb.training.spike_guard import SCORE, SpikeGuard
@@ -141,10 +141,7 @@ class Guards:
         return metrics, {**more, "guard/repeated": 1, "guard/differed": int(bool(verdict.leaves))}
 
     def _compare(self, update: int) -> None:
-        state = self._run.state
-        leaves = {
-            jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(state)
-        }
+        leaves = by_path(self._run.state)
         cut = {name: leaf for name, leaf in leaves.items() if isinstance(leaf.sharding, NamedSharding)}
         bad = differing_replicas(cut)
         if not bad:

@@ -190,14 +190,10 @@ def _described(source: Path, config: Any, origin: Path | None) -> tuple[Transfor
             f"[export] the run trained model.name={model.name!r}, for which no Hugging Face format is known; only the "
             "built-in transformer is exported"
         )
-    sizes = model.sized(_stored_vocabulary(source))
+    # the rows of the saved embedding, since a config may leave the vocabulary to the tokenizer
+    shapes = CheckpointStore(source / "checkpoints", keep_best=None).shapes()
+    sizes = model.sized(shapes["params.embed.embedding"][0])
     return sizes, describe(sizes)
-
-
-def _stored_vocabulary(source: Path) -> int:
-    """Returns the rows of the saved embedding: a config may leave the vocabulary to the tokenizer."""
-    store = CheckpointStore(source / "checkpoints", keep_best=None)
-    return store.shapes()["params.embed.embedding"][0]
 
 
 def _origin(source: Path, config: Any) -> Path | None:

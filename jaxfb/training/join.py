@@ -8,6 +8,8 @@ import socket
 import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import jax
 
@@ -109,24 +111,23 @@ def _check_port(place: Place) -> None:
         ) from None
 
 
-class _patience:
+@contextmanager
+def _patience(place: Place, timeout: float) -> Iterator[None]:
     """Ends the process with a sentence where the others do not come in time; the runtime would abort."""
 
-    def __init__(self, place: Place, timeout: float):
-        self._timer = threading.Timer(timeout, self._give_up)
-        self._timer.daemon = True
-        self._said = (
+    def give_up() -> None:
+        print(
             f"jaxfb: [hosts] not all of the {place.processes} processes came to {place.coordinator} within "
             f"{timeout:g} s; this one is process {place.process_id} on {socket.gethostname()}; start them all with "
-            "the same hosts.processes, or raise hosts.timeout"
+            "the same hosts.processes, or raise hosts.timeout",
+            file=sys.stderr,
         )
-
-    def __enter__(self) -> None:
-        self._timer.start()
-
-    def __exit__(self, *_) -> None:
-        self._timer.cancel()
-
-    def _give_up(self) -> None:
-        print(self._said, file=sys.stderr)
         leave(LOST)
+
+    timer = threading.Timer(timeout, give_up)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()

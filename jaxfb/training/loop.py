@@ -97,10 +97,9 @@ def _run(
     directory: RunDirectory,
     interrupt: Interrupt,
 ) -> Result:
-    with Hosts(getattr(config, "hosts", HostsConfig())) as hosts, RunLock(directory.path) as lock:
+    with Hosts(config.hosts) as hosts, RunLock(directory.path) as lock:
         interrupt.join()
-        if hasattr(config, "hosts"):
-            config = replace(config, hosts=HostsConfig())
+        config = replace(config, hosts=HostsConfig())
         hosts.agree("config or code", lambda: what_runs(config, **vars(start)))
         hosts.advise(lambda: _after_a_loss(directory, directory.newest_update()))
         config = with_mesh(config, hosts, directory if start.resume else None)

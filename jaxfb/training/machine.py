@@ -61,11 +61,6 @@ def _numbers(path: Path) -> dict[str, int]:
     return {one[0]: int(one[1]) for one in words if len(one) > 1}
 
 
-def device_memory(mesh: Mesh) -> int | None:
-    """Returns the bytes of one device of the mesh; None where that is unknown."""
-    return bytes_of_device(mesh.local_devices)
-
-
 def bytes_of_device(devices: Sequence[Any]) -> int | None:
     """Returns the bytes of one of this process's devices; None where that is unknown. CPU devices share the host's."""
     if devices[0].platform == "cpu":
@@ -119,7 +114,7 @@ def check_model(sizes: TransformerConfig, mesh: Mesh, itemsize: int) -> None:
     Raises:
       ValueError: names the parameters and the memory.
     """
-    memory, count = device_memory(mesh), num_params(sizes)
+    memory, count = bytes_of_device(mesh.local_devices), num_params(sizes)
     if memory is not None and count * itemsize > memory * mesh.size:
         # devices of a CPU share its memory, so more of them have no more
         more = "" if mesh.local_devices[0].platform == "cpu" else " or more devices"
@@ -138,7 +133,7 @@ def check_sampler(sizes: TransformerConfig, mesh: Mesh, rows: int, slots: int, d
     Raises:
       ValueError: names the sizes, and the greatest number of rows or their greatest length.
     """
-    memory = device_memory(mesh)
+    memory = bytes_of_device(mesh.local_devices)
     short = jax.tree.leaves(cache_of(sizes, 1, FEW_SLOTS, dtype))
     each = sum(leaf.size * leaf.dtype.itemsize for leaf in short) // FEW_SLOTS
     if memory is not None and rows * slots * each > memory * mesh.size:

@@ -11,7 +11,6 @@ import jax
 
 from jaxfb.checkpoint.store import CheckpointStore
 from jaxfb.config import config_from_dict
-from jaxfb.config.operation import HostsConfig
 from jaxfb.guard.locate import Place, first_nonfinite
 from jaxfb.training.agreement import package_versions
 from jaxfb.training.compile_cache import use_compile_cache
@@ -61,7 +60,7 @@ def replay(
     """
     dump = read_dump(path)
     config = config_from_dict(dump.config, overrides)
-    with Hosts(getattr(config, "hosts", HostsConfig())) as hosts:
+    with Hosts(config.hosts) as hosts:
         _report_differences(dump, say)
         use_compile_cache()
         work = make_work(config, hosts)

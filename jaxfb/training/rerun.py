@@ -17,7 +17,7 @@ from jax.sharding import NamedSharding
 from jaxfb.guard.devices import failed_self_test
 from jaxfb.parallel.host_memory import HOST
 from jaxfb.parallel.totals import checksums, sums_by_device
-from jaxfb.training.guard import listed
+from jaxfb.training.guard import by_path, listed
 from jaxfb.training.work import Work
 
 PyTree = Any
@@ -76,8 +76,7 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
 def _run(work: Work, number: int, batch: Any) -> tuple[Any, Sums]:
     """Computes the update; returns its answer and the new state's sums."""
     answer = work.update(number, batch)
-    leaves = jax.tree_util.tree_leaves_with_path(work.train_state)
-    return answer, _sums({jax.tree_util.keystr(path): leaf for path, leaf in leaves})
+    return answer, _sums(by_path(work.train_state))
 
 
 def _sums(leaves: Mapping[str, jax.Array]) -> Sums:

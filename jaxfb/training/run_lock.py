@@ -178,13 +178,6 @@ def claim(directory: RunDirectory, lock: RunLock, config: Any, resume: bool, fre
         directory.refuse_unless_free()
 
 
-def move_aside(directory: RunDirectory, lock: RunLock) -> Path | None:
-    """Moves the run that lies there aside and returns where to; the lock stays on its place, which is free then."""
-    if target := directory.move_aside():
-        lock.move_with(target)
-    return target
-
-
 def _make(directory: Path) -> list[Path]:
     """Returns the directories that had to be made, the innermost first."""
     missing = [path for path in (directory, *directory.parents) if not path.exists()]

@@ -140,8 +140,8 @@ class Run:
         """Waits for the devices; for a profile, and nothing in the loop."""
         jax.block_until_ready(self.state)
 
-    def resume(self, allow_changes: bool = False) -> bool:
-        """Restores state and position of the newest checkpoint that can be read; False if there is none.
+    def resume(self, allow_changes: bool) -> None:
+        """Restores state and position of the newest checkpoint that can be read, if there is one.
 
         The mesh and the cut into microbatches may differ from the saved run's, the rows of an update may not. Every
         key of the config that differs is printed.
@@ -153,7 +153,7 @@ class Run:
         """
         found = self._resume_local(allow_changes)
         if found is None and self.directory.newest_update() is None:
-            return False
+            return
         state, record = found or self._resume_saved(allow_changes)
         if changes := listing(changes_between(record["config"], self.config)):
             self.say(f"changed since update {record['update']}:{changes}")
@@ -166,7 +166,6 @@ class Run:
             self.goodput.restore(record["goodput"])
         self.done = record["update"]
         self.resumed = True
-        return True
 
     def _resume_saved(self, allow_changes: bool) -> tuple[Any, dict[str, Any]]:
         """Returns state and record of the newest checkpoint in the run directory that can be read."""

@@ -10,7 +10,7 @@ import shutil
 from pathlib import Path
 
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.run_lock import RunLock, move_aside
+from jaxfb.training.run_lock import RunLock
 
 KEPT = 2**24
 """The largest file, in bytes, whose contents are put back: a run overwrites no larger one at its start."""
@@ -36,8 +36,9 @@ class Undo:
 
     def begin(self, fresh: bool) -> None:
         """Moves an older run aside where `fresh`, and remembers what else lies there."""
-        if fresh:
-            self._aside = move_aside(self._directory, self._lock)
+        if fresh and (aside := self._directory.move_aside()):
+            self._lock.move_with(aside)
+            self._aside = aside
         self._before = {path: _contents(path) for path in self._entries()}
 
     def forget(self) -> None:

@@ -145,7 +145,8 @@ class Watch:
         while not self._ended.wait(self._interval()):
             now = time.monotonic()
             if now - looked > 2 * self._every + GRACE:  # suspended, with the job or with the machine
-                self._slept(now - looked)
+                self._answered += now - looked
+                self._signs.sleep(now - looked)
             looked = now
             self._arm()
             self._verdict = self._look()
@@ -189,10 +190,6 @@ class Watch:
     def _coordinator_is_silent(self) -> bool:
         unanswered = time.monotonic() - self._answered
         return self._client is not None and self._index > 0 and unanswered > self._lost_after
-
-    def _slept(self, seconds: float) -> None:
-        self._answered += seconds
-        self._signs.sleep(seconds)
 
     def _arm(self) -> None:
         """Lets the native watchdog end the process where a library keeps Python from running; this thread too."""
