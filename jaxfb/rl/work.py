@@ -11,16 +11,16 @@ from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
 from jaxfb.rl.start import Base
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.base_work import BaseWork
 from jaxfb.training.parameters import carry_from
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params
+from jaxfb.training.work import Work
 from jaxfb.update.train_step import TrainState
 
 PyTree = Any
 
 
-class PostTraining(BaseWork):
+class PostTraining(Work):
     """The part of a `Work` that does not depend on the kind.
 
     base: what it is made of. train_state: of the model that is trained.

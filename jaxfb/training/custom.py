@@ -5,7 +5,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from functools import cached_property
-from importlib.util import find_spec
 from typing import Any
 
 import jax
@@ -16,14 +15,11 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan, RunPlan
 from jaxfb.config.custom import CustomConfig
 from jaxfb.mesh import make_mesh
-from jaxfb.metrics import plot_losses
 from jaxfb.refusal import Refused
 from jaxfb.registry import load
 from jaxfb.training.agreement import devices_and_mesh
-from jaxfb.training.base_work import WindowedWork
 from jaxfb.training.batches import rows_here
 from jaxfb.training.own_rows import OwnRows, own_rows
-from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import (
     check_optimizer,
     enable_float64,
@@ -33,6 +29,7 @@ from jaxfb.training.setup import (
     step_options,
     train_plan,
 )
+from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.types import LossFn, Pipelined
 from jaxfb.update.train_state import is_init_function
@@ -124,10 +121,6 @@ class Custom(WindowedWork):
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:
         self.rows.restore(record["data"])
         self.train_state = state
-
-    def plot(self, directory: RunDirectory) -> None:
-        if find_spec("matplotlib"):
-            plot_losses(directory.metrics, directory.picture)
 
     def _init(self, key: jax.Array) -> PyTree:
         return self._params(key) if is_init_function(self._params) else self._params

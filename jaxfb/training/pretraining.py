@@ -18,7 +18,6 @@ from jaxfb.models.lora import without_adapters
 from jaxfb.refusal import Refused
 from jaxfb.training import report
 from jaxfb.training.agreement import what_is_made
-from jaxfb.training.base_work import WindowedWork
 from jaxfb.training.batches import HostBatch, WindowReader
 from jaxfb.training.evaluate import TERM, HeldOut
 from jaxfb.training.log import named_numbers
@@ -26,6 +25,7 @@ from jaxfb.training.parameters import begun, carry_from, params_in, with_given_a
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.session import Run
 from jaxfb.training.setup import Setup, optimizer, run_plan
+from jaxfb.training.windowed_work import WindowedWork
 from jaxfb.training.work import Say, Table
 from jaxfb.update.train_step import StepMetrics, TrainStep
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 
@@ -24,7 +24,9 @@ from jaxfb.training.guard import NonFiniteAbort, listed, unsound_leaves
 from jaxfb.training.local_tier import LocalTier
 from jaxfb.training.neighbours import gathered
 from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.work import Work
+
+if TYPE_CHECKING:
+    from jaxfb.training.work import Work
 
 
 @dataclass(frozen=True)

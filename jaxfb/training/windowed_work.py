@@ -1,10 +1,10 @@
-"""Implements what several kinds of training share of the loop's interface, `work.Work`."""
+"""Implements what pre-training and your own models share: updates on windows of rows."""
 
 from __future__ import annotations
 
 import time
 from abc import abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from jax.sharding import Mesh
@@ -12,72 +12,13 @@ from jax.sharding import Mesh
 from jaxfb.batch_plan import BatchPlan, RunPlan, explain_difference
 from jaxfb.refusal import Refused
 from jaxfb.training.batches import parts_of_update, place
-from jaxfb.training.ending import where_it_lies
-from jaxfb.training.log import named_numbers
-from jaxfb.training.run_dir import RunDirectory
-from jaxfb.training.session import Run
-from jaxfb.training.work import Say
-from jaxfb.update.pipeline_state import in_model_order
-from jaxfb.update.train_state import Limits
+from jaxfb.training.work import Work
 from jaxfb.update.train_step import StepMetrics, TrainState, TrainStep
 
 PyTree = Any
 
 
-class BaseWork:
-    """The part of a `Work` that does not depend on the kind."""
-
-    config: Any
-    starts_with_evaluation = False
-    in_program = False
-    limits: Limits | None = None
-
-    def __init__(self):
-        self.say: Say = print
-        self.train_state: TrainState = None  # type: ignore[assignment]  # until `start` or `restore`
-
-    def apply(
-        self, step: TrainStep, batch: Any, rows: int | None = None
-    ) -> tuple[StepMetrics, dict[str, float]]:
-        """Applies one update to the state; returns its numbers and, with log.split_update, the seconds of its parts."""
-        if not self.config.log.split_update:
-            self.train_state, metrics = step(self.train_state, batch, rows, self.limits)
-            return metrics, {}
-        self.train_state, metrics, seconds = step.timed(self.train_state, batch, rows, self.limits)
-        return metrics, {f"{name}_seconds": value for name, value in seconds.items()}
-
-    def write_start(self, directory: RunDirectory) -> None:
-        """Writes nothing besides the files of every run."""
-
-    def record(self, number: int, metrics: StepMetrics) -> dict[str, Any]:
-        return named_numbers(metrics)
-
-    def state(self) -> PyTree:
-        self.train_state = in_model_order(self.train_state, donate=True)
-        return self.train_state
-
-    def summary(self) -> dict[str, Any]:
-        """Returns what summary.json contains about this kind of training."""
-        return {"applied_updates": int(self.train_state.step)}
-
-    def plot(self, directory: RunDirectory) -> None:
-        """Draws what came of the run."""
-
-    def prepare_end(self) -> Any:
-        return self.summary()
-
-    def finish(self, run: Run, prepared: Any) -> dict[str, Any]:
-        self.plot(run.directory)
-        return prepared
-
-    def last_lines(self, directory: RunDirectory, summary: Mapping[str, Any]) -> Iterable[str]:
-        yield from where_it_lies(directory, summary)
-
-    def close(self) -> None:
-        """Does nothing, since nothing reads ahead."""
-
-
-class WindowedWork(BaseWork):
+class WindowedWork(Work):
     """Updates on windows of rows, each by the compiled step of the window's batch plan.
 
     run_plan: rows of each update. change_gradients: of callbacks; the loop sets it.
