@@ -35,7 +35,7 @@ TRIES = 100
 TAKEN = (errno.EWOULDBLOCK, errno.EACCES)
 
 
-class RunLock:
+class RunLock(contextlib.AbstractContextManager["RunLock"]):
     """The right to write into one run directory; used as a context, which releases it at its end.
 
     Nothing is taken before `acquire`. The directory is made if it is missing, and removed again at the end if it is
@@ -46,9 +46,6 @@ class RunLock:
         self._directory = directory
         self._file: int | None = None
         self._made: list[Path] = []
-
-    def __enter__(self) -> RunLock:
-        return self
 
     def __exit__(self, *_) -> None:
         self.release()

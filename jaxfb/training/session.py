@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -69,7 +69,7 @@ class Phases:
         return dict.fromkeys(PHASES, 0.0) | self._seconds.pop(None, {}) | self._seconds.pop(step, {})
 
 
-class Run:
+class Run(AbstractContextManager["Run"]):
     """The state of a run in progress, which callbacks receive at the start.
 
     work:      what is trained. config, directory: its settings, and where it lives.
@@ -323,9 +323,6 @@ class Run:
     def newest_saved(self) -> int | None:
         """Returns the update of the newest checkpoint that is complete."""
         return self._store.latest()
-
-    def __enter__(self) -> Run:
-        return self
 
     def __exit__(self, *_) -> None:
         self.work.close()

@@ -7,6 +7,7 @@ known that memory cannot hold it, or that its rows cannot be read.
 from __future__ import annotations
 
 import shutil
+from contextlib import AbstractContextManager
 from pathlib import Path
 
 from jaxfb.training.run_dir import RunDirectory
@@ -16,7 +17,7 @@ KEPT = 2**24
 """The largest file, in bytes, whose contents are put back: a run overwrites no larger one at its start."""
 
 
-class Undo:
+class Undo(AbstractContextManager["Undo"]):
     """Puts the directory of a run back as it was if a ValueError ends the context; use it as a context manager.
 
     It does nothing before `begin`, which process 0 calls, and after `forget`.
@@ -26,9 +27,6 @@ class Undo:
         self._directory, self._lock = directory, lock
         self._aside: Path | None = None
         self._before: dict[Path, bytes | None] | None = None
-
-    def __enter__(self) -> Undo:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_) -> None:
         if self._before is not None and kind is not None and issubclass(kind, ValueError):
