@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, ClassVar, Literal
 
-from jaxfb.config.checks import at_least_zero, directory_is_named, not_empty, positive, seed_in_range
+from jaxfb.config.checks import at_least_zero, not_empty, positive
 from jaxfb.config.common import CommonConfig
 from jaxfb.config.model import ModelConfig
 from jaxfb.config.policy import (
@@ -23,7 +23,7 @@ from jaxfb.config.policy import (
     known_template,
     numbers_of,
 )
-from jaxfb.config.sections import OptimizerConfig
+from jaxfb.config.sections import AnyRunConfig, OptimizerConfig
 from jaxfb.losses.estimators import estimator_of
 from jaxfb.models.adapted import LoRA
 from jaxfb.parts import PREFERENCES
@@ -196,22 +196,6 @@ class UpdatesConfig:
 
 
 @dataclass(frozen=True)
-class PostRunConfig:
-    """Gives the run's directory, its seed, and when to stop skipping updates (as in a training config)."""
-
-    dir: str
-    seed: int = 0
-    max_nonfinite: int | None = 10
-    minutes: float | None = None
-    stop_at: int | None = None
-
-    def __post_init__(self):
-        positive("run", max_nonfinite=self.max_nonfinite, minutes=self.minutes, stop_at=self.stop_at)
-        seed_in_range("run", self.seed)
-        directory_is_named("run", self.dir)
-
-
-@dataclass(frozen=True)
 class PostEvalConfig:
     """Evaluation every `every` updates and at the end (null: at the end only).
 
@@ -237,7 +221,7 @@ class PostTrainingConfig(CommonConfig):
     model: ModelConfig | None = None
     start: StartConfig = field(default_factory=StartConfig)
     plans: PlansConfig
-    run: PostRunConfig
+    run: AnyRunConfig
     optimizer: OptimizerConfig
     eval: PostEvalConfig = field(default_factory=PostEvalConfig)
     lora: LoRA | None = None

@@ -77,37 +77,48 @@ class EvalConfig:
 
 
 @dataclass(frozen=True)
-class RunConfig:
-    """Gives the run's length (exactly one of updates, samples, tokens, epochs), its seed and its directory.
+class AnyRunConfig:
+    """Gives the run's directory, its seed, and what may end it early.
 
-    remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
     max_nonfinite: end the run after so many updates in a row with gradients that are not finite; null: never.
     minutes:       end after the update in progress when so many have passed, saved and to be resumed; null: never.
     stop_at:       end after this update of the run, saved and to be resumed; schedules still end with the run.
-    skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
     """
 
     dir: str
+    seed: int = 0
+    max_nonfinite: int | None = 10
+    minutes: float | None = None
+    stop_at: int | None = None
+
+    def __post_init__(self):
+        positive("run", max_nonfinite=self.max_nonfinite, minutes=self.minutes, stop_at=self.stop_at)
+        seed_in_range("run", self.seed)
+        directory_is_named("run", self.dir)
+
+
+@dataclass(frozen=True)
+class RunConfig(AnyRunConfig):
+    """Gives the run's length (exactly one of updates, samples, tokens, epochs), its seed and its directory.
+
+    remainder:     a short last window of an epoch or of the run: "pad" (rows of weight 0), "drop", "error".
+    skip_updates:  numbers of updates, counted from 1, that consume their rows and change nothing.
+    """
+
     updates: int | None = None
     samples: int | None = None
     tokens: int | None = None
     epochs: float | None = None
     remainder: Literal["error", "pad", "drop"] = "pad"
-    seed: int = 0
-    max_nonfinite: int | None = 10
-    minutes: float | None = None
-    stop_at: int | None = None
     skip_updates: tuple[int, ...] = ()
 
     def __post_init__(self):
+        super().__post_init__()
         object.__setattr__(self, "skip_updates", tuple(self.skip_updates))
-        positive("run", minutes=self.minutes, stop_at=self.stop_at)
         for number in self.skip_updates:
             positive("run", skip_updates=number)
         given = {name: getattr(self, name) for name in LENGTHS if getattr(self, name) is not None}
-        positive("run", **given, max_nonfinite=self.max_nonfinite)
-        seed_in_range("run", self.seed)
-        directory_is_named("run", self.dir)
+        positive("run", **given)
         if len(given) != 1:
             values = ", ".join(f"{name}={value}" for name, value in given.items()) or "none"
             choices = [{other: None for other in given if other != name} for name in reversed(given)]

@@ -29,7 +29,7 @@ REFUSED = [
     ("lr=1e-3", r"lr=0\.001 must be a section .* did you mean optimizer\.learning_rate=0\.001\?"),
     ("mesh.stage=2", r"did you mean mesh\.pipe\?"),
     ("hidden_size=3", r"unknown key hidden_size; did you mean model\.hidden_size\?"),
-    ("run.foo=1", r"unknown key run\.foo; choose one of run\.dir, run\.updates, .*"),
+    ("run.foo=1", r"unknown key run\.foo; choose one of run\.dir, run\.seed, .*"),
     ("run.updates=many", r"run\.updates='many' must be an int or null"),
     ("batch.rows=true", r"batch\.rows=true must be an int"),
     ("batch.rows=2.0", r"batch\.rows=2\.0 must be an int"),
