@@ -86,12 +86,12 @@ def duration(seconds: float) -> str:
     return str(timedelta(seconds=max(0, round(seconds))))
 
 
-def print_table(title: str, rows: Iterable[tuple[str, Any]], stream: TextIO | None = None) -> None:
+def print_table(title: str, rows: Iterable[tuple[str, Any]]) -> None:
     """Prints two columns under a title: `config`, `batch plan`, `run plan`, `mesh`."""
     rows = [(str(name), "" if value is None else str(value)) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     lines = [title, *(f"  {name:<{width}}  {value}".rstrip() for name, value in rows)]
-    print("\n".join(lines), file=stream or sys.stdout, flush=True)
+    print("\n".join(lines), flush=True)
 
 
 def _bar(stream: TextIO, total: int, done: int) -> tuple[Any, Any]:

@@ -267,14 +267,10 @@ def _hint_at(key: str, root: type) -> Any:
     """Returns the type of the field that a dotted key names; below a mapping (optimizer.options.b2) it is free."""
     kinds, hint = [root], None
     for name in key.split("."):
-        if not kinds and _is_mapping(hint):
+        if not kinds and getattr(hint, "__origin__", None) in (dict, Mapping):
             return Any
         found = next((fields_of(cls)[name] for cls in kinds if name in fields_of(cls)), None)
         if found is None:
             raise ConfigError(unknown_key(key, root))
         hint, kinds = found, sections_of(found)
     return hint
-
-
-def _is_mapping(hint: Any) -> bool:
-    return getattr(hint, "__origin__", None) in (dict, Mapping)

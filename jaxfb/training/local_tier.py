@@ -93,11 +93,6 @@ class LocalTier:
             self._writing.join()
             self._writing = None
 
-    def newest(self, base: int | None, abstract_state: PyTree) -> int | None:
-        """Returns the newest update that all parts are there of, as far as names tell; None if there is none."""
-        found = self._chosen(self._there(base), kind_of(abstract_state))
-        return found and found[0]
-
     def restore(self, base: int | None, abstract_state: PyTree) -> tuple[int, PyTree, dict[str, Any]] | None:
         """Returns the newest update that is whole, its state and host values; None if there is none.
 

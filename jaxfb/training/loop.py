@@ -176,7 +176,7 @@ class _Loop:
             if not run_.resumed and self._work.starts_with_evaluation:
                 self._evaluate()
                 self._save()
-            while not run_.finished and not self._ends():
+            while not run_.finished and self._interrupt.signal is None and run_.stopped is None:
                 self._one_or_back()
             if self._guard.failed and run_.finished:
                 failed = self._guard.failed
@@ -274,9 +274,6 @@ class _Loop:
             self._run.wait_saved()
             error.args = (f"{error}; {_saved(self._run)}", *error.args[1:])
             raise
-
-    def _ends(self) -> bool:
-        return self._interrupt.signal is not None or self._run.stopped is not None
 
     def _arrive(self, pushed: tuple[int, Any] | None = None) -> None:
         """Takes the numbers of an update that is done: guard first, so that a record never hides a bad update.

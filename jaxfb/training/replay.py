@@ -23,7 +23,6 @@ from jaxfb.types import Pipelined
 from jaxfb.update.train_state import StepMetrics
 
 PyTree = Any
-Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -47,7 +46,6 @@ def replay(
     path: str | Path,
     make_work: Callable[[Any, Hosts], Work],
     overrides: Sequence[str] = (),
-    say: Say = print,
 ) -> Replay:
     """Computes the update of a dump again, on as many devices as the run had.
 
@@ -61,10 +59,10 @@ def replay(
     dump = read_dump(path)
     config = config_from_dict(dump.config, overrides)
     with Hosts(config.hosts) as hosts:
-        _report_differences(dump, say)
+        _report_differences(dump)
         use_compile_cache()
         work = make_work(config, hosts)
-        work.say = say
+        work.say = print
         try:
             return _replayed(dump, work)
         finally:
@@ -124,10 +122,10 @@ def _located(work: Work, number: int, batch: PyTree) -> tuple[Place, int] | None
     return None
 
 
-def _report_differences(dump: Dump, say: Say) -> None:
+def _report_differences(dump: Dump) -> None:
     here = {**package_versions(), "platform": jax.devices()[0].platform}
     for name, version in dump.versions.items():
         if here.get(name) != version:
-            say(f"the run had {name} {version}, here it is {here.get(name)}: the bits may differ")
+            print(f"the run had {name} {version}, here it is {here.get(name)}: the bits may differ")
     if jax.device_count() != dump.devices:
-        say(f"the run had {dump.devices} devices, here are {jax.device_count()}: the bits may differ")
+        print(f"the run had {dump.devices} devices, here are {jax.device_count()}: the bits may differ")

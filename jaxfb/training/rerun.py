@@ -62,7 +62,7 @@ def update_twice(work: Work, number: int, batch: Any) -> tuple[Any, Verdict]:
     _, first = _run(work, number, batch)
     _put_back(work, kept, places)
     answer, second = _run(work, number, batch)
-    if not (leaves := _differing(first, second)):
+    if not (leaves := [name for name in first if first[name] != second[name]]):
         bad = failed_self_test(work.mesh)
         return answer, Verdict("device" if bad else "none", (), tuple(bad))
     _put_back(work, kept, places)
@@ -84,10 +84,6 @@ def _sums(leaves: Mapping[str, jax.Array]) -> Sums:
     on_mesh = {name: leaf for name, leaf in leaves.items() if isinstance(leaf.sharding, NamedSharding)}
     others = {name: leaf for name, leaf in leaves.items() if name not in on_mesh}
     return {**sums_by_device(on_mesh), **checksums(others)}
-
-
-def _differing(first: Sums, second: Sums) -> list[str]:
-    return [name for name in first if first[name] != second[name]]
 
 
 def _kept(state: PyTree) -> PyTree:

@@ -10,7 +10,6 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxfb.data import Tokenizer
-from jaxfb.data.chat import Chat
 from jaxfb.data.tokenizer import absent_ids
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.generate import generate
@@ -26,17 +25,16 @@ def continue_text(
     *,
     tokens: int,
     temperature: float,
-    seed: int = 0,
-    mesh: Mesh | None = None,
-    chat: Chat | None = None,
+    seed: int,
+    mesh: Mesh | None,
 ) -> str:
     """Returns the text that follows `prompt`, at most `tokens` tokens; it ends where the model ends the document.
 
     An empty prompt is the start of a document. mesh: where the parameters are, if on several processes: each
-    of them must call this, and gets the text. chat: makes the prompt a user's message, and the text the answer to it.
+    of them must call this, and gets the text.
     """
     check_continuation(sizes, tokens)
-    ids, stops = _prompt(tokenizer, prompt, chat)
+    ids, stops = _prompt(tokenizer, prompt)
 
     def draw(params):
         return generate(
@@ -57,10 +55,8 @@ def continue_text(
     return tokenizer.decode(drawn[: ends[0]] if len(ends) else drawn)
 
 
-def _prompt(tokenizer: Tokenizer, prompt: str, chat: Chat | None) -> tuple[np.ndarray, tuple[int, ...]]:
+def _prompt(tokenizer: Tokenizer, prompt: str) -> tuple[np.ndarray, tuple[int, ...]]:
     """Returns the ids of the prompt, and those that end what follows it."""
-    if chat is not None:
-        return chat.prompts([[{"role": "user", "content": prompt}]])[0], chat.stop_tokens
     start = [tokenizer.start_id] if not prompt and tokenizer.start_id is not None else []
     ids = np.array([*start, *tokenizer.encode([prompt])[0]], np.int32)
     if len(ids) == 0:
