@@ -17,14 +17,18 @@ _SURROGATES, _ESTIMATORS = "jaxfb.losses.surrogates", "jaxfb.losses.estimators"
 _PREFERENCES, _HEADS = "jaxfb.losses.preference", "jaxfb.forward_backward.head_placement"
 _WRITERS = "jaxfb.metrics.writers"
 
+
+def _all_of(module: str, *names: str) -> dict[str, str]:
+    return {name: f"{module}:{name}" for name in names}
+
+
 MODELS: Registry[Callable[..., Any]] = Registry(
     "model", {"transformer": "jaxfb.models.language_model:transformer_model"}
 )
 """`(vocab_size, **options) -> jaxfb.models.language_model.LanguageModel`, for `jaxfb train` on text."""
 
 OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
-    "optimizer",
-    {name: f"{_OPTIMIZERS}:{name}" for name in ("adamw", "lion", "adafactor", "muon", "sgd")},
+    "optimizer", _all_of(_OPTIMIZERS, "adamw", "lion", "adafactor", "muon", "sgd")
 )
 """`(**hyperparameters) -> optax transformation` whose updates are the directions, as `optax.scale_by_adam` is.
 
@@ -32,12 +36,7 @@ OPTIMIZERS: Registry[Callable[..., Any]] = Registry(
 
 LEARNING_RATES: Registry[Callable[..., Any]] = Registry(
     "learning-rate schedule",
-    {
-        name: f"{_RATES}:{name}"
-        for name in (
-            *("constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "wsd"),
-        )
-    },
+    _all_of(_RATES, "constant", "linear", "cosine", "cosine_restarts", "polynomial", "inverse_sqrt", "wsd"),
 )
 """`(span, **options) -> fall`, the rate after the warmup as a function of the count.
 
@@ -61,18 +60,16 @@ SURROGATES: Registry[Callable[..., Any]] = Registry(
 
 ESTIMATORS: Registry[Any] = Registry(
     "advantage estimator",
-    {
-        name: f"{_ESTIMATORS}:{name}"
-        for name in (
-            *("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus"),
-            *("reinforce_plus_plus_baseline", "remax", "gae"),
-        )
-    },
+    _all_of(
+        _ESTIMATORS,
+        *("grpo", "dr_grpo", "rloo", "opo", "gpg", "reinforce_plus_plus"),
+        *("reinforce_plus_plus_baseline", "remax", "gae"),
+    ),
 )
 """`(rewards [R], groups [R], mask [R, S]) -> advantages [R, S]` in numpy, or a `losses.estimators.Estimator`."""
 
 PREFERENCES: Registry[Callable[..., Any]] = Registry(
-    "preference loss", {name: f"{_PREFERENCES}:{name}" for name in ("sigmoid", "ipo", "hinge", "robust")}
+    "preference loss", _all_of(_PREFERENCES, "sigmoid", "ipo", "hinge", "robust")
 )
 """`(h, settings) -> loss` of each pair, in jax.numpy; settings: the `losses.preference.PreferenceLoss`."""
 
