@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Protocol
 
-from jaxfb.refusal import Refused, function, refuse, shown
+from jaxfb.refusal import Refused, function, is_several, refuse, shown
 
 HOOKS = (
     "on_train_start",
@@ -133,11 +133,7 @@ def combine(callbacks: Iterable[Callback]) -> Callback:
 
 def checked(callbacks: Iterable[Callback]) -> tuple[Callback, ...]:
     """Returns the callbacks as a tuple; ValueError if one lacks a hook."""
-    if (
-        not isinstance(callbacks, Iterable)
-        or isinstance(callbacks, str | bytes)
-        or hasattr(callbacks, "dtype")
-    ):
+    if not is_several(callbacks):
         refuse("callbacks", callbacks, "a list of jaxfb.Callback", who="[callbacks]")
     members = tuple(callbacks)
     for member in members:

@@ -178,6 +178,11 @@ def instance(
     refuse(name, value, what, who=who)
 
 
+def is_several(value: Any) -> bool:
+    """Returns whether a value is things to go through, and no text or array."""
+    return isinstance(value, Iterable) and not (isinstance(value, str | bytes) or hasattr(value, "dtype"))
+
+
 def refuse(name: str, value: Any, rule: str, *, who: str = "") -> NoReturn:
     """Raises `name must be <rule>, got <value>`."""
     raise Refused(f"{_prefix(who)}{name} must be {rule}, got {shown(value)}")

@@ -18,7 +18,7 @@ from jaxfb.config.post_training import COMMANDS, KINDS
 from jaxfb.config.root import Config
 from jaxfb.config.schema import ALIASES, ConfigError, build, fields_of, sections_of, unknown_key
 from jaxfb.config.starter import runnable_starter, starter_names
-from jaxfb.refusal import Missing, choice, instance, refuse, shown
+from jaxfb.refusal import Missing, choice, instance, is_several, refuse, shown
 from jaxfb.registry import load_plugins
 
 MAX_BYTES = 1 << 20
@@ -41,11 +41,7 @@ def load_config(path: str | Path, overrides: Iterable[str] = (), command: str | 
     """
     if not isinstance(path, str | os.PathLike) or not _can_be_a_name(str(path)):
         refuse("path", path, "a YAML file, a run's directory or the name of a starter config", who="[config]")
-    if (
-        not isinstance(overrides, Iterable)
-        or isinstance(overrides, str | bytes)
-        or hasattr(overrides, "dtype")
-    ):
+    if not is_several(overrides):
         refuse("overrides", overrides, 'a list of texts "key.path=value"', who="[config]")
     if command is not None:
         choice("command", command, ("train", *COMMANDS.values()), who="[config]")
