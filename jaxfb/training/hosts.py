@@ -116,13 +116,9 @@ class Hosts:
         Raises:
           ValueError: process 0 raised one.
         """
-        kept = []
-        if self.is_first:
-            self.first(lambda: kept.append(function()))
-        else:
-            self.first(lambda: None)
-            kept.append(function())
-        return kept[0]
+        kept: list[Value] = []
+        self.first(lambda: kept.append(function()))  # which the others do not call
+        return kept[0] if self.is_first else function()
 
     def say(self, text: str) -> None:
         """Prints a line, once for the whole job."""

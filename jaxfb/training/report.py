@@ -47,7 +47,7 @@ def summarize(work: Any, metrics: Mapping[str, float], sample: str | None) -> di
     baselines, state = work.held_out.baselines(), work.train_state
     losses = {"held_out": metrics.get("eval/loss")}
     if baselines:
-        losses |= {"unigram": baselines.unigram, "bigram": baselines.bigram}
+        losses |= vars(baselines)
     known = {name: loss for name, loss in losses.items() if loss is not None}
     return {
         "applied_updates": int(state.step),
