@@ -22,7 +22,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.cross_entropy_by_parts import Head, cross_entropy_by_parts
+from jaxfb.losses.cross_entropy_by_parts import Head, Scores, gradients_in_parts, scores_in_parts
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -88,22 +88,15 @@ def chunked_cross_entropy(
       CrossEntropy.
     """
     loss_mask = lax.stop_gradient(loss_mask).astype(sum_dtype(hidden))
-    sums, correct, log_probs = _sums_of(
-        hidden, kernel, targets, loss_mask, _Head(chunk, axis, logit_softcap, regularizers)
-    )
+    in_parts = isinstance(kernel, Table)
+    if in_parts and (regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype)):
+        kernel = kernel.as_head(kernel.whole())
+    head = Head(chunk, axis, logit_softcap, regularizers)
+    sums, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, head)
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
     log_probs = lax.stop_gradient(jnp.where(counted, log_probs, 0))
     return CrossEntropy(sums.loss, correct_sum, log_probs, sums.smoothing, sums.z)
-
-
-class _Head(NamedTuple):
-    """Settings of the logits and of what is summed up: the arguments that shape the program."""
-
-    chunk: int
-    axis: str | None
-    softcap: float | None
-    regularizers: bool
 
 
 class _Sums(NamedTuple):
@@ -114,27 +107,8 @@ class _Sums(NamedTuple):
     z: Any = None
 
 
-class _Scores(NamedTuple):
-    """The quantities kept of each token's logits, all [T]; mean_logit is None unless asked for."""
-
-    normalizer: jax.Array
-    target_logit: jax.Array
-    correct: jax.Array
-    mean_logit: jax.Array | None
-
-
-def _sums_of(hidden, kernel, targets, mask, head: _Head):
-    """Returns (_Sums, correct [rows, seq], log_probs [rows, seq]), in parts of the vocabulary where that pays."""
-    if not isinstance(kernel, Table):
-        return _cross_entropy(hidden, kernel, targets, mask, head)
-    if head.regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype):
-        return _cross_entropy(hidden, kernel.as_head(kernel.whole()), targets, mask, head)
-    lost, scores = cross_entropy_by_parts(hidden, kernel, targets, mask, Head(head.chunk, head.softcap))
-    return _Sums(lost), scores.correct, scores.target_logit - scores.normalizer
-
-
 @custom_vjp(4)
-def _cross_entropy(hidden, kernel, targets, mask, head: _Head):
+def _cross_entropy(hidden, kernel, targets, mask, head: Head):
     return _summed_up(hidden, kernel, targets, mask, head)
 
 
@@ -142,7 +116,7 @@ def _cross_entropy_forward(hidden, kernel, targets, mask, head):
     if head.regularizers:
         return _summed_up(hidden, kernel, targets, mask, head), (hidden, kernel, targets, mask)
     out, grads = _with_gradients(hidden, kernel, targets, mask, head, _Sums(1.0))
-    return out, (grads, _like(hidden), _like(kernel))
+    return out, (grads, *jax.tree.map(_like, (hidden, kernel)))
 
 
 def _cross_entropy_backward(head, residuals, cotangents):
@@ -154,7 +128,8 @@ def _cross_entropy_backward(head, residuals, cotangents):
     else:
         (hidden_grad, kernel_grad), hidden, kernel = residuals
         scale = cotangents[0].loss
-    return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
+    kernel_grad = jax.tree.map(lambda grad, leaf: (scale * grad).astype(leaf.dtype), kernel_grad, kernel)
+    return (scale * hidden_grad).astype(hidden.dtype), kernel_grad, None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
@@ -162,6 +137,8 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 def _summed_up(hidden, kernel, targets, mask, head):
     """Returns (_Sums, correct [rows, seq], log_probs [rows, seq])."""
+    if isinstance(kernel, Table):
+        return _collect(scores_in_parts(hidden, kernel, targets, head), mask)
 
     def step(tokens):
         hidden, targets = tokens
@@ -172,6 +149,9 @@ def _summed_up(hidden, kernel, targets, mask, head):
 
 def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
     """Returns the same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
+    if isinstance(kernel, Table):
+        scores, grads = gradients_in_parts(hidden, kernel, targets, mask, head)
+        return _collect(scores, mask), grads
 
     def logits_grad(hidden, targets, mask):
         logits = project(hidden, kernel, head.softcap)
@@ -184,7 +164,7 @@ def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
     return _collect(scores, mask), (hidden_grad, kernel_grad)
 
 
-def _score(logits, targets, head) -> _Scores:
+def _score(logits, targets, head) -> Scores:
     """Scores logits [T, V] against targets [T]; correct: is the target the first of the likeliest tokens.
 
     Compares an iota with the target instead of gathering, so a vocabulary split over devices stays split; meets the
@@ -199,7 +179,7 @@ def _score(logits, targets, head) -> _Scores:
     total, *all_logits = summed(jnp.stack([jnp.sum(x, axis=-1) for x in summands]), head.axis)
     mean = all_logits[0] / vocab_size(logits, head.axis) if all_logits else None
     likeliest = (target_logit > before) & (target_logit >= after)
-    return _Scores(top + jnp.log(total), target_logit, likeliest, mean)
+    return Scores(top + jnp.log(total), target_logit, likeliest, mean)
 
 
 def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):
@@ -215,7 +195,7 @@ def _logits_grad(logits, normalizer, targets, mask, head, seeds: _Sums):
     return mask[:, None] * grad * capped_slope(logits, head.softcap)
 
 
-def _collect(scores: _Scores, mask):
+def _collect(scores: Scores, mask):
     scores = jax.tree.map(lambda leaf: join_tokens(leaf, mask.shape), scores)
     total = lambda per_token: jnp.sum(jnp.where(mask != 0, mask * per_token, 0))  # noqa: E731
     log_probs = scores.target_logit - scores.normalizer

@@ -21,14 +21,15 @@ from jax import lax
 
 from jaxfb.losses.logits import capped_slope, cut_tokens, gradients_by_part, half_scale, join_tokens, project
 from jaxfb.parallel.table import Table, after
-from jaxfb.platforms.compat import custom_vjp
 
 
 class Head(NamedTuple):
-    """chunk: tokens whose logits exist at one time. softcap: of the logits."""
+    """Settings of the logits and of what is summed up: the arguments that shape the program."""
 
     chunk: int
+    axis: str | None
     softcap: float | None
+    regularizers: bool
 
 
 class PartScores(NamedTuple):
@@ -46,30 +47,33 @@ class PartScores(NamedTuple):
 
 
 class Scores(NamedTuple):
-    """The same over the whole vocabulary, [rows, seq]; correct: the target is the first of the likeliest tokens."""
+    """The quantities kept of each token's logits over the whole vocabulary, all [T] or [rows, seq].
+
+    correct: the target is the first of the likeliest tokens. mean_logit: None unless regularizers are asked for.
+    """
 
     normalizer: jax.Array
     target_logit: jax.Array
     correct: jax.Array
+    mean_logit: jax.Array | None = None
 
 
-@custom_vjp(4)
-def cross_entropy_by_parts(
-    hidden: jax.Array, table: Table, targets: jax.Array, mask: jax.Array, head: Head
-) -> tuple[jax.Array, Scores]:
-    """Computes (sum of mask * -log p(target), scores of every token).
+def scores_in_parts(hidden: jax.Array, table: Table, targets: jax.Array, head: Head) -> Scores:
+    """Scores every token, [rows, seq].
 
     Args:
       hidden: float[rows, seq, D]. table: the head, [D, vocab] or tied [vocab, D]. targets: i32[rows, seq].
-      mask: float[rows, seq]; no gradient flows to it.
     """
     parts = [
         _first_pass(hidden, after(table).part(k), table, k, targets, head)[0] for k in range(table.num_parts)
     ]
-    return _summed_up(parts, mask)
+    return _of_all(parts, targets.shape)
 
 
-def _forward(hidden, table: Table, targets, mask, head: Head):
+def gradients_in_parts(
+    hidden: jax.Array, table: Table, targets: jax.Array, mask: jax.Array, head: Head
+) -> tuple[Scores, tuple[jax.Array, Table]]:
+    """Returns the same, and the gradients of hidden and of the table's shard of sum(mask * -log p(target))."""
     kept: list[jax.Array] = []
     parts: list[PartScores] = []
     for number in range(table.num_parts):
@@ -77,24 +81,14 @@ def _forward(hidden, table: Table, targets, mask, head: Head):
         scores, exponentials = _first_pass(hidden, kernel, table, number, targets, head)
         parts.append(scores)
         kept.append(exponentials)
-    out = _summed_up(parts, mask)
+    scores = _of_all(parts, targets.shape)
 
     def of_logits(number: int, kernel: jax.Array) -> jax.Array:
         _, exponentials = lax.optimization_barrier((kernel, kept[number]))  # else of all parts at once
         of_part = exponentials, parts[number].top, table.ids(number)
-        return _logits_grad(*of_part, targets, mask, head, out[1])
+        return _logits_grad(*of_part, targets, mask, head, scores)
 
-    return out, (gradients_by_part(of_logits, hidden, mask != 0, table), jnp.zeros((0,), hidden.dtype))
-
-
-def _backward(head, residuals, cotangents):
-    (hidden_grad, table_grad), hidden = residuals
-    scale = cotangents[0]
-    table_grad = jax.tree.map(lambda leaf: (scale * leaf).astype(leaf.dtype), table_grad)
-    return (scale * hidden_grad).astype(hidden.dtype), table_grad, None, None
-
-
-cross_entropy_by_parts.defvjp(_forward, _backward)
+    return scores, gradients_by_part(of_logits, hidden, mask != 0, table)
 
 
 def _first_pass(
@@ -132,11 +126,9 @@ def _logits_grad(kept, top, ids, targets, mask, head: Head, scores: Scores) -> j
     return jnp.where(mask != 0, mask * grad, 0).astype(kept.dtype)
 
 
-def _summed_up(parts: Sequence[PartScores], mask: jax.Array) -> tuple[jax.Array, Scores]:
+def _of_all(parts: Sequence[PartScores], shape: tuple[int, ...]) -> Scores:
     each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
     before, target, later, top = (leaf.max(0) for leaf in each[:4])
     total = jnp.sum(each.total * jnp.exp(each.top - top), axis=0)
     correct = (target > before) & (target >= later)
-    scores = Scores(*(join_tokens(leaf, mask.shape) for leaf in (top + jnp.log(total), target, correct)))
-    lost = mask * (scores.normalizer - scores.target_logit)
-    return jnp.sum(jnp.where(mask != 0, lost, 0)), scores
+    return Scores(*(join_tokens(leaf, shape) for leaf in (top + jnp.log(total), target, correct)))

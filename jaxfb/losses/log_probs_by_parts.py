@@ -14,10 +14,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.logits import cut_tokens, gradients_by_part, half_scale, join_tokens, project
-from jaxfb.losses.scoring import Scoring, in_units, logits_gradient, picked
+from jaxfb.losses.logits import cut_tokens, gradients_by_part, half_scale, project
+from jaxfb.losses.scoring import Scoring, logits_gradient, picked
 from jaxfb.parallel.table import Table, after
-from jaxfb.platforms.compat import custom_vjp
 
 
 class _PartScores(NamedTuple):
@@ -33,51 +32,31 @@ class _PartScores(NamedTuple):
     mean: jax.Array
 
 
-@custom_vjp(4)
-def log_probs_by_parts(
-    hidden: jax.Array, table: Table, ids: jax.Array, counted: jax.Array, scoring: Scoring
-) -> tuple[jax.Array, jax.Array]:
-    """Computes (log-probs [rows, seq, K], entropy [rows, seq]), 0 where not counted.
+def gradients_in_parts(
+    hidden: jax.Array, table: Table, counted: jax.Array, others: tuple[jax.Array, ...], scoring: Scoring
+) -> tuple[jax.Array, Table]:
+    """Computes gradients of hidden, float32[rows, seq, D], and of the table's shard, where counted.
 
     Args:
-      hidden: float[rows, seq, D]. table: the head, [D, vocab] or tied [vocab, D].
-      ids: i32[rows, seq, K], -1 for none. counted: bool[rows, seq].
+      hidden: float[rows, seq, D]. table: the head, [D, vocab] or tied [vocab, D]. counted: bool[rows, seq].
+      others: [rows, seq, ...] each: what `logits_gradient` takes from the ids on.
     """
-    log_probs, entropy, _ = _scores(hidden, table, ids, counted, scoring)
-    return log_probs, entropy
-
-
-def _forward(hidden, table, ids, counted, scoring):
-    log_probs, entropy, normalizer = _scores(hidden, table, ids, counted, scoring)
-    return (log_probs, entropy), (hidden, table, ids, counted, normalizer, entropy)
-
-
-def _backward(scoring, residuals, cotangents):
-    hidden, table, ids, counted, normalizer, entropy = residuals
-    scale, seeds = in_units(cotangents, counted)
 
     def of_logits(number: int, kernel: jax.Array) -> jax.Array:
         def step(tokens):
-            hidden, counted, ids, normalizer, entropy, *seeds = tokens
+            hidden, counted, *others = tokens
             logits = project(hidden, kernel, scoring.softcap)
-            grad = logits_gradient(
-                logits, table.ids(number), ids, normalizer, entropy, seeds[0], seeds[1], scoring
-            )
+            grad = logits_gradient(logits, table.ids(number), scoring, *others)
             return (jnp.where(counted[:, None], grad, 0) * half_scale(kernel)).astype(kernel.dtype)
 
-        grads = lax.map(step, cut_tokens(scoring.chunk, hidden, counted, ids, normalizer, entropy, *seeds))
+        grads = lax.map(step, cut_tokens(scoring.chunk, hidden, counted, *others))
         return grads.reshape(-1, grads.shape[-1])
 
-    hidden_grad, table_grad = gradients_by_part(of_logits, hidden, counted, table)
-    table_grad = jax.tree.map(lambda leaf: (scale * leaf).astype(leaf.dtype), table_grad)
-    return (scale * hidden_grad).astype(hidden.dtype), table_grad, None, None
+    return gradients_by_part(of_logits, hidden, counted, table)
 
 
-log_probs_by_parts.defvjp(_forward, _backward)
-
-
-def _scores(hidden, table: Table, ids, counted, scoring: Scoring):
-    """Returns (log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
+def scores_in_parts(hidden, table: Table, ids, scoring: Scoring):
+    """Returns (log_probs [T, K], entropy [T], normalizer [T]) of all tokens, padded at the end."""
     parts: list[_PartScores] = []
     for number in range(table.num_parts):
         kernel = table.as_head(after(table, *jax.tree.leaves(parts[-2:-1])).part(number))
@@ -88,10 +67,7 @@ def _scores(hidden, table: Table, ids, counted, scoring: Scoring):
     total = jnp.sum(factor * each.total, axis=0)
     mean = jnp.sum(factor * (each.mean + lower * each.total), axis=0) / total
     normalizer = top + jnp.log(total)
-    scores = found - normalizer[:, None], jnp.log(total) - mean, normalizer
-    log_probs, entropy, normalizer = map(join_tokens, scores, (ids.shape, counted.shape, counted.shape))
-    there = counted[..., None] & (ids != -1)
-    return jnp.where(there, log_probs, 0), jnp.where(counted, entropy, 0), normalizer
+    return found - normalizer[:, None], jnp.log(total) - mean, normalizer
 
 
 def _of_part(hidden, kernel, vocab, ids, scoring: Scoring) -> _PartScores:

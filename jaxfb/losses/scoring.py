@@ -42,7 +42,7 @@ def picked(logits: jax.Array, ids: jax.Array, vocab: jax.Array) -> jax.Array:
 
 
 def logits_gradient(
-    logits, vocab, ids, normalizer, entropy, log_prob_seed, entropy_seed, scoring: Scoring
+    logits, vocab, scoring: Scoring, ids, normalizer, entropy, log_prob_seed, entropy_seed
 ) -> jax.Array:
     """Turns cotangents of log-probs [T, K] and entropy [T] into that of the model's logits, [T, V].
 

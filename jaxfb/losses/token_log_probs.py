@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.log_probs_by_parts import log_probs_by_parts
+from jaxfb.losses.log_probs_by_parts import gradients_in_parts, scores_in_parts
 from jaxfb.losses.logits import (
     IdRanges,
     cut_tokens,
@@ -83,8 +83,7 @@ def token_log_probs(
     one = targets.ndim == 2
     ids = targets[..., None] if one else targets
     scoring = Scoring(chunk, axis, logit_softcap, temperature, absent_ids)
-    compute = log_probs_by_parts if isinstance(kernel, Table) else _token_log_probs
-    log_probs, entropy = compute(hidden, kernel, ids, loss_mask != 0, scoring)
+    log_probs, entropy = _token_log_probs(hidden, kernel, ids, loss_mask != 0, scoring)
     return TokenLogProbs(log_probs[..., 0] if one else log_probs, entropy)
 
 
@@ -104,38 +103,39 @@ def check_temperature(temperature: float) -> None:
 
 
 @custom_vjp(4)
-def _token_log_probs(hidden, kernel, ids, counted, scoring: Scoring):
-    log_probs, entropy, _ = _scores(hidden, kernel, ids, counted, scoring)
+def _token_log_probs(hidden, head: jax.Array | Table, ids, counted, scoring: Scoring):
+    log_probs, entropy, _ = _scores(hidden, head, ids, counted, scoring)
     return log_probs, entropy
 
 
-def _forward(hidden, kernel, ids, counted, scoring):
-    log_probs, entropy, normalizer = _scores(hidden, kernel, ids, counted, scoring)
-    return (log_probs, entropy), (hidden, kernel, ids, counted, normalizer, entropy)
+def _forward(hidden, head, ids, counted, scoring):
+    log_probs, entropy, normalizer = _scores(hidden, head, ids, counted, scoring)
+    return (log_probs, entropy), (hidden, head, ids, counted, normalizer, entropy)
 
 
 def _backward(scoring, residuals, cotangents):
-    hidden, kernel, ids, counted, normalizer, entropy = residuals
+    hidden, head, ids, counted, normalizer, entropy = residuals
     scale, seeds = in_units(cotangents, counted)
-
-    def logits_grad(hidden, ids, normalizer, entropy, log_prob_seed, entropy_seed):
-        logits = project(hidden, kernel, scoring.softcap)
-        vocab = token_ids(logits, ids.dtype, scoring.axis)
-        given = ids, normalizer, entropy, log_prob_seed, entropy_seed
-        return logits_gradient(logits, vocab, *given, scoring), None
-
-    others = (ids, normalizer, entropy, *seeds)
-    hidden_grad, kernel_grad, _ = gradients_by_chunk(
-        logits_grad, hidden, counted, kernel, others, chunk=scoring.chunk, axis=scoring.axis
-    )
-    return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
+    gradients = gradients_in_parts if isinstance(head, Table) else _gradients
+    hidden_grad, head_grad = gradients(hidden, head, counted, (ids, normalizer, entropy, *seeds), scoring)
+    head_grad = jax.tree.map(lambda grad, leaf: (scale * grad).astype(leaf.dtype), head_grad, head)
+    return (scale * hidden_grad).astype(hidden.dtype), head_grad, None, None
 
 
 _token_log_probs.defvjp(_forward, _backward)
 
 
-def _scores(hidden, kernel, ids, counted, scoring):
+def _scores(hidden, head, ids, counted, scoring):
     """Returns (log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
+    by_token = scores_in_parts if isinstance(head, Table) else _scores_by_token
+    shapes = (ids.shape, counted.shape, counted.shape)
+    log_probs, entropy, normalizer = map(join_tokens, by_token(hidden, head, ids, scoring), shapes)
+    there = counted[..., None] & (ids != -1)
+    return jnp.where(there, log_probs, 0), jnp.where(counted, entropy, 0), normalizer
+
+
+def _scores_by_token(hidden, kernel, ids, scoring):
+    """Returns the same as [chunks, T, ...], also where nothing counts."""
 
     def step(tokens):
         hidden, ids = tokens
@@ -150,8 +150,17 @@ def _scores(hidden, kernel, ids, counted, scoring):
         found = summed(picked(logits, ids, vocab), scoring.axis)
         return found - normalizer[:, None], jnp.log(total) - mean, normalizer
 
-    scores = lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
-    shapes = (ids.shape, counted.shape, counted.shape)
-    log_probs, entropy, normalizer = map(join_tokens, scores, shapes)
-    there = counted[..., None] & (ids != -1)
-    return jnp.where(there, log_probs, 0), jnp.where(counted, entropy, 0), normalizer
+    return lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
+
+
+def _gradients(hidden, kernel, counted, others, scoring):
+    """Computes gradients of hidden and kernel, in the dtype of sums."""
+
+    def logits_grad(hidden, ids, *others):
+        logits = project(hidden, kernel, scoring.softcap)
+        vocab = token_ids(logits, ids.dtype, scoring.axis)
+        return logits_gradient(logits, vocab, scoring, ids, *others), None
+
+    return gradients_by_chunk(
+        logits_grad, hidden, counted, kernel, others, chunk=scoring.chunk, axis=scoring.axis
+    )[:2]
