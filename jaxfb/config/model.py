@@ -8,7 +8,7 @@ from typing import Any
 
 from jaxfb.config.checks import not_empty
 from jaxfb.models.config import TransformerConfig
-from jaxfb.pretrained.sizes import sizes_in
+from jaxfb.pretrained.architectures import sizes_in
 from jaxfb.refusal import Refused, shown
 
 OF_A_MODEL = ("vocab_size", "num_layers", "hidden_size", "num_heads")

@@ -6,8 +6,10 @@ A further architecture is a file in `families/` and its name in the table below.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from jaxfb.models.config import TransformerConfig
@@ -15,8 +17,9 @@ from jaxfb.models.variant import Variant
 from jaxfb.pretrained import fp8, mxfp4
 from jaxfb.pretrained.family import MULTI_TOKEN, Architecture, Values, refuse
 from jaxfb.pretrained.inert import INERT
+from jaxfb.pretrained.repository import read_json
 from jaxfb.pretrained.rope_keys import rope_keys, rope_sizes
-from jaxfb.refusal import Refused
+from jaxfb.refusal import Refused, shown
 from jaxfb.registry import Registry
 
 ARCHITECTURES: Registry[Architecture] = Registry(
@@ -105,6 +108,20 @@ def sizes_of(values: Mapping[str, Any]) -> TransformerConfig:
             f"it computes: {', '.join(sorted(unknown))}"
         )
     return sizes
+
+
+def sizes_in(directory: str | Path) -> TransformerConfig:
+    """Returns the transformer that config.json of a directory of Hugging Face files describes; no weights are read.
+
+    Raises:
+      ValueError: there is no config.json, or it describes a model that cannot be read.
+    """
+    path = Path(directory)
+    if not os.path.isfile(path / "config.json"):  # unlike pathlib's, False for what cannot be a name
+        raise Refused(
+            f"[model] from={shown(str(path))} must be a directory with config.json and *.safetensors"
+        )
+    return sizes_of(read_json(path / "config.json"))
 
 
 def with_depths(sizes: TransformerConfig, values: Mapping[str, Any]) -> TransformerConfig:

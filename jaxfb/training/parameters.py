@@ -17,11 +17,11 @@ from jaxfb.config.model import check_sizes
 from jaxfb.models.adapted import adapted
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.lora import merged, with_adapters, without_adapters
+from jaxfb.pretrained.architectures import sizes_in
 from jaxfb.pretrained.companions import CARRIED, carry
 from jaxfb.pretrained.load import load_params
 from jaxfb.pretrained.peft import load_adapter
 from jaxfb.pretrained.repository import holds_weights, open_repository
-from jaxfb.pretrained.sizes import sizes_in
 from jaxfb.trainable import name_of
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params as saved_shapes
