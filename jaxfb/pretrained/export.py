@@ -107,14 +107,10 @@ def _depth(shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def _check_shapes(leaves: Mapping[str, Leaf], shapes: Mapping[str, tuple[int, ...]]) -> None:
-    wrong = {
-        path
-        for path in {*leaves, *shapes}
-        if path not in leaves or path not in shapes or leaves[path].shape != tuple(shapes[path])
-    }
-    if wrong:
+    wanted = {(path, leaf.shape) for path, leaf in leaves.items()}
+    if wrong := wanted ^ {(path, tuple(shape)) for path, shape in shapes.items()}:
         raise Refused(
-            f"[hf] the parameters are not those that the config describes; they differ in {sorted(wrong)[0]}"
+            f"[hf] the parameters are not those that the config describes; they differ in {min(wrong)[0]}"
         )
 
 

@@ -47,13 +47,10 @@ def window_in(sizes: TransformerConfig) -> int | None:
 
 def qwen_windows(values: Mapping[str, Any]) -> dict[str, Any]:
     """Returns the stack of Qwen2 and Qwen3, where the layers from `max_window_layers` on may have a window."""
-    used, window, first = (
-        values.get("use_sliding_window", False),
-        values.get("sliding_window"),
-        values.get("max_window_layers", 28),
-    )
-    window, number = window if used else None, values["num_hidden_layers"]
-    default = [SLIDING if window is not None and layer >= first else FULL for layer in range(number)]
+    window, first = values.get("sliding_window"), values.get("max_window_layers", 28)
+    window = window if values.get("use_sliding_window") else None
+    layers = range(values["num_hidden_layers"])
+    default = [SLIDING if window is not None and layer >= first else FULL for layer in layers]
     types = types_of(values, default)
     if window is None and SLIDING in types:
         raise Refused(

@@ -47,17 +47,12 @@ def checked_leaves(repository: Repository, sizes: TransformerConfig) -> dict[str
     """
     architecture = architecture_of(repository.config)
     leaves = leaves_of(architecture, sizes)
+    # tensors that old files hold though they follow from config.json
+    buffers = [name for name in repository.tensors if name.endswith("rotary_emb.inv_freq")]
     # some files store it twice
     tied = [architecture.outer_names["head.kernel"]] if sizes.tied_embeddings else []
-    repository.check(
-        tensor_shapes(leaves), ignored=[*tied, *_buffers(repository), *_behind(repository, sizes)]
-    )
+    repository.check(tensor_shapes(leaves), ignored=[*tied, *buffers, *_behind(repository, sizes)])
     return leaves
-
-
-def _buffers(repository: Repository) -> list[str]:
-    """Returns tensors that old files hold though they follow from config.json."""
-    return [name for name in repository.tensors if name.endswith("rotary_emb.inv_freq")]
 
 
 def _behind(repository: Repository, sizes: TransformerConfig) -> list[str]:

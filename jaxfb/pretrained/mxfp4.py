@@ -38,9 +38,10 @@ def joined(tensors: Mapping[str, tuple], config: Mapping[str, Any]) -> dict[str,
 
 def part(stored: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
     """Returns part of a matrix, bfloat16. stored: the `Repository` as it is on the disk."""
-    own = of_stored(index)
-    found = numbers(*(stored.read(name + end, own) for end in (BLOCKS, SCALES)))
-    return found[:, index[1]] if len(index) > 1 else found
+    expert, row, column = (*index, *[slice(None)] * (3 - len(index)))
+    # all that is in, and of the rest no more than the part
+    found = numbers(*(stored.read(name + end, (expert, column)) for end in (BLOCKS, SCALES)))
+    return found[:, row]
 
 
 def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
@@ -48,9 +49,3 @@ def numbers(blocks: np.ndarray, scales: np.ndarray) -> np.ndarray:
     pairs = np.stack([blocks & 15, blocks >> 4], axis=-1).reshape(*blocks.shape[:-1], GROUP)
     scaled = np.ldexp(_VALUES[pairs], scales[..., None].astype(np.int32) - 127)
     return scaled.reshape(*blocks.shape[:2], -1).swapaxes(1, 2).astype(ml_dtypes.bfloat16)
-
-
-def of_stored(index: tuple[slice, ...]) -> tuple[slice, ...]:
-    """Returns which part of blocks and scales holds a part of [E, in, out]: all that is in, and whole of the rest."""
-    own = (*index, *[slice(None)] * (3 - len(index)))
-    return own[0], own[2]

@@ -44,7 +44,6 @@ class Part(NamedTuple):
 class Leaf(NamedTuple):
     """An array of our parameters. shape: of all of it. turned: its tensors are transposed. parts: in order."""
 
-    path: str
     shape: Shape
     turned: bool
     parts: tuple[Part, ...]
@@ -93,7 +92,7 @@ def _leaf(architecture: Architecture, sizes: TransformerConfig, path: str, shape
     numbered = list(_of_layers(place.name, layers, sizes) if layers else [(place.name, ())])
     own = turn(shape[len(numbered[0][1]) :], turned)
     parts = tuple(Part(name, index, *place.within(own, sizes)) for name, index in numbered)
-    return Leaf(path, shape, turned, parts)
+    return Leaf(shape, turned, parts)
 
 
 def _layers_at(path: str, sizes: TransformerConfig) -> tuple[str, list[tuple[int, tuple[int, ...]]]]:

@@ -19,10 +19,8 @@ _KNOWN = frozenset(
 
 def rotary_share(values: Mapping[str, Any]) -> float:
     """Returns the part of each head that turns."""
-    rope, older = (
-        values.get("rope_parameters") or values.get("rope_scaling") or {},
-        values.get("partial_rotary_factor"),
-    )
+    rope = values.get("rope_parameters") or values.get("rope_scaling") or {}
+    older = values.get("partial_rotary_factor")
     return rope.get("partial_rotary_factor") or older or 1.0
 
 
@@ -88,11 +86,10 @@ def _original(rope: Mapping[str, Any], values: Mapping[str, Any]) -> int:
 
 
 def _longrope(rope: Mapping[str, Any], values: Mapping[str, Any]) -> RopeScaling:
-    original = _original(rope, values)
     return RopeScaling(
         "longrope",
-        max(1.0, rope.get("factor") or values["max_position_embeddings"] / original),
-        original,
+        max(1.0, _factor(rope, values)),
+        _original(rope, values),
         attention_factor=rope.get("attention_factor"),
         short_factors=rope["short_factor"],
         long_factors=rope["long_factor"],
@@ -148,12 +145,10 @@ def rope_keys(sizes: TransformerConfig) -> dict[str, Any]:
         }
     if scaling.kind == "longrope":
         values |= {"short_factor": list(scaling.short_factors), "long_factor": list(scaling.long_factors)}
-        if scaling.attention_factor is not None:
-            values["attention_factor"] = scaling.attention_factor
     if scaling.kind == "yarn":
         values |= {"beta_slow": scaling.beta_slow, "beta_fast": scaling.beta_fast}
         if not scaling.truncate:
             values["truncate"] = False
-        if scaling.attention_factor is not None:
-            values["attention_factor"] = scaling.attention_factor
+    if scaling.attention_factor is not None:
+        values["attention_factor"] = scaling.attention_factor
     return values
