@@ -9,6 +9,7 @@ from its weight. The rows of one source are reshuffled each time all of them wer
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from fractions import Fraction
@@ -81,7 +82,7 @@ class MixedSources:
 
 
 @dataclass(frozen=True)
-class MixedRows(MixedSources):
+class MixedRows(MixedSources, Rows):
     """Rows of several sources; otherwise as `PackedRows`."""
 
     parts: Mapping[str, Rows]
@@ -93,10 +94,6 @@ class MixedRows(MixedSources):
     @property
     def num_tokens(self) -> int:
         return sum(rows.num_tokens for rows in self.parts.values())
-
-    @property
-    def fill(self) -> float:
-        return self.num_tokens / max(len(self) * self.sequence_length, 1)
 
     @property
     def fingerprint(self) -> str:
@@ -120,11 +117,6 @@ class MixedRows(MixedSources):
             return part.select(rows[(rows >= start) & (rows < start + len(part))] - start)
 
         return MixedRows({n: chosen(self.starts[n], part) for n, part in self.parts.items()}, self.weights)
-
-    def spread(self, num_rows: int) -> MixedRows:
-        """Returns at most `num_rows` rows, evenly spread over all."""
-        num_rows = min(num_rows, len(self))
-        return self if num_rows == len(self) else self.select(np.arange(num_rows) * len(self) // num_rows)
 
 
 class MixedOrder:
@@ -154,16 +146,11 @@ class MixedOrder:
         index = self._span_at(position)
         start, weights = self.spans[index]
         name, before = _Span(tuple(weights.items()), self._seed, start).place(position - start)
-        return name, before + self._before_span(index).get(name, 0)
+        return name, before + self._in_spans(index, start).get(name, 0)
 
     def consumed(self, position: int) -> dict[str, int]:
         """Returns how many rows of each source stand before a position."""
-        index = self._span_at(max(position - 1, 0))
-        start, weights = self.spans[index]
-        counts = self._before_span(index)
-        for name, count in _Span(tuple(weights.items()), self._seed, start).counts(position - start).items():
-            counts[name] = counts.get(name, 0) + count
-        return counts
+        return self._in_spans(self._span_at(max(position - 1, 0)) + 1, position)
 
     def passes(self, position: int) -> dict[str, float]:
         """Returns how often each source was read through before a position."""
@@ -197,12 +184,12 @@ class MixedOrder:
     def _span_at(self, position: int) -> int:
         return max(k for k, (start, _) in enumerate(self.spans) if start <= position)
 
-    def _before_span(self, index: int) -> dict[str, int]:
-        counts: dict[str, int] = {}
-        for (start, weights), (end, _) in zip(self.spans[:index], self.spans[1 : index + 1], strict=True):
-            span = _Span(tuple(weights.items()), self._seed, start)
-            for name, count in span.counts(end - start).items():
-                counts[name] = counts.get(name, 0) + count
+    def _in_spans(self, number: int, end: int) -> Counter[str]:
+        """Counts the rows of each source in so many spans, the last of which ends there."""
+        counts: Counter[str] = Counter()
+        ends = [*(start for start, _ in self.spans[1:number]), end]
+        for (start, weights), stop in zip(self.spans[:number], ends, strict=False):
+            counts.update(_Span(tuple(weights.items()), self._seed, start).counts(stop - start))
         return counts
 
 

@@ -27,29 +27,29 @@ INDEX_FILES = ("row_start", "offset", "length")
 class Rows(Protocol):
     """Rows that can be asked for by number, of one source (`PackedRows`) or of several (`MixedRows`)."""
 
+    sequence_length: int
+    num_tokens: int
+    fingerprint: str
+
     def __len__(self) -> int: ...
-
-    @property
-    def sequence_length(self) -> int: ...
-
-    @property
-    def num_tokens(self) -> int: ...
-
-    @property
-    def fill(self) -> float: ...
-
-    @property
-    def fingerprint(self) -> str: ...
 
     def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]: ...
 
     def select(self, rows: np.ndarray) -> Rows: ...
 
-    def spread(self, num_rows: int) -> Rows: ...
+    @property
+    def fill(self) -> float:
+        """Returns share of the slots that are not padding."""
+        return self.num_tokens / max(len(self) * self.sequence_length, 1)
+
+    def spread(self, num_rows: int) -> Rows:
+        """Returns at most `num_rows` rows, evenly spread over all: a cheaper evaluation that favours no document."""
+        num_rows = min(num_rows, len(self))
+        return self if num_rows == len(self) else self.select(np.arange(num_rows) * len(self) // num_rows)
 
 
 @dataclass(frozen=True)
-class PackedRows:
+class PackedRows(Rows):
     """Random access to packed rows; a grain source (`len(rows)`, `rows[k]`).
 
     Row k holds pieces row_start[k] .. row_start[k + 1]; piece p is length[p] slots from stream[offset[p]] on.
@@ -72,19 +72,10 @@ class PackedRows:
     def __getitem__(self, row: int) -> dict[str, np.ndarray]:
         return {name: leaf[0] for name, leaf in self.gather(np.array([row])).items()}
 
-    @property
+    @cached_property
     def num_tokens(self) -> int:
         """Returns tokens that are predicted, over all rows."""
-        return self._num_tokens
-
-    @cached_property
-    def _num_tokens(self) -> int:
         return int(self.length.sum(dtype=np.int64))
-
-    @property
-    def fill(self) -> float:
-        """Returns share of the slots that are not padding."""
-        return self.num_tokens / max(len(self) * self.sequence_length, 1)
 
     def gather(self, rows: np.ndarray) -> dict[str, np.ndarray]:
         """Returns tokens, targets, loss_mask, segments and positions of `rows`, each [num_rows, sequence_length].
@@ -126,11 +117,6 @@ class PackedRows:
             length=self.length[piece],
             fingerprint=digest([self.fingerprint, hashlib.blake2b(rows.tobytes()).hexdigest()]),
         )
-
-    def spread(self, num_rows: int) -> PackedRows:
-        """Returns at most `num_rows` rows, evenly spread over all: a cheaper evaluation that favours no document."""
-        num_rows = min(num_rows, len(self))
-        return self if num_rows == len(self) else self.select(np.arange(num_rows) * len(self) // num_rows)
 
     def _pieces(self, rows: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """Returns piece, index into `rows`, and number within the row (from 1) of every piece of `rows`."""
