@@ -318,9 +318,8 @@ def _id_of(tokenizer: Tokenizer, asked: str | int) -> int:
     if isinstance(asked, str):
         found = tokenizer.id_of(asked)
         if found is None:
-            near = (
-                difflib.get_close_matches(asked, tokenizer.special_names, n=1) or tokenizer.special_names[:3]
-            )
+            names = tokenizer.special_names
+            near = difflib.get_close_matches(asked, names, n=1) or names[:3]
             raise Refused(
                 f"[start] stop_tokens: this tokenizer has no token {asked!r}; use {', '.join(map(repr, near))}"
             )

@@ -41,10 +41,9 @@ class SourceConfig:
             raise Refused(
                 f"[data] weight={self.weight} of a source must not be negative; use 1.0", [{"weight": 1.0}]
             )
-        DataConfig(**{name: getattr(self, name) for name in OF_A_SOURCE})
-        for name in ("path", "held_out_path"):
-            value = getattr(self, name)
-            object.__setattr__(self, name, (value,) if isinstance(value, str) else tuple(value or ()))
+        checked = DataConfig(**{name: getattr(self, name) for name in OF_A_SOURCE})
+        for name in OF_A_SOURCE:
+            object.__setattr__(self, name, getattr(checked, name))
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import numpy as np
 
 from jaxfb.data.chat import Chat
 from jaxfb.data.samples import sample_file
-from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, name_hash, split_documents
+from jaxfb.data.sources import BOM, HELD_OUT, TRAIN, decoded, hash_of, split_documents
 from jaxfb.refusal import Refused
 
 ROLES = ("system", "user", "assistant", "tool")
@@ -48,7 +48,7 @@ def split_held_out(items: Sequence[Any], fraction: float) -> tuple[list, list]:
 
     Repeated items are left out.
     """
-    hashes = np.array([name_hash(json.dumps(item)) for item in items], np.uint64)
+    hashes = np.array([hash_of(json.dumps(item)) for item in items], np.uint64)
     side = split_documents(hashes, fraction)
     on_side = lambda one: [item for item, at in zip(items, side, strict=True) if at == one]  # noqa: E731
     return on_side(TRAIN), on_side(HELD_OUT)

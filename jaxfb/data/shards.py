@@ -16,7 +16,7 @@ import numpy as np
 from jaxfb.data.cache import digest
 from jaxfb.data.config import DataConfig
 from jaxfb.data.fingerprint import fingerprints
-from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile
+from jaxfb.data.sources import HELD_OUT, TRAIN, SourceFile, find_files
 from jaxfb.data.tokenizer import ByteTokenizer, Tokenizer, load_tokenizer
 from jaxfb.refusal import Refused
 
@@ -103,6 +103,12 @@ class Shards:
     tokenizer: Tokenizer | None
     vocab_size: int
     directory: Path
+
+
+def files_of(config: DataConfig) -> tuple[list[SourceFile], list[SourceFile]]:
+    """Returns the files of a source, and those of which everything is held out."""
+    files = find_files(config.source, config.path, config.max_bytes)
+    return files, find_files(config.source, config.held_out_path) if config.held_out_path else []
 
 
 def shards_key(

@@ -63,13 +63,9 @@ def _values(path: Path) -> dict[str, Any]:
 def _check(values: dict[str, Any], path: Path) -> None:
     known = [field.name for field in fields(Sidecar)]
     for key in values:
-        near = (
-            "eos_id"
-            if key.startswith("eos")
-            else next(iter(difflib.get_close_matches(key, known, 1, 0.8)), None)
-        )
-        if key not in known and near and near not in values:
-            raise Refused(f"[data] {path} has {key}={values[key]!r}; did you mean {near}?")
+        near = ["eos_id"] if key.startswith("eos") else difflib.get_close_matches(key, known, 1, 0.8)
+        if key not in known and near and near[0] not in values:
+            raise Refused(f"[data] {path} has {key}={values[key]!r}; did you mean {near[0]}?")
     size = values["vocab_size"]
     _check_int(path, "vocab_size", size, 1, MAX_VOCAB)
     if values.get("eos_id") is not None:

@@ -103,14 +103,9 @@ def read_documents(
             yield document
 
 
-def content_hash(document: Document) -> int:
-    """Returns 64 bits of the text, the same on every machine."""
-    return name_hash(document.text)
-
-
-def name_hash(name: str) -> int:
-    """Returns 64 bits of a string."""
-    return int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little")
+def hash_of(text: str) -> int:
+    """Returns 64 bits of a string, the same on every machine."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
 
 
 def split_documents(hashes: np.ndarray, fraction: float, num_forced: int = 0) -> np.ndarray:
@@ -211,7 +206,7 @@ def _warn_of_binaries(path: str, others: list[Path], number: int) -> None:
 def _within(files: list[SourceFile], max_bytes: int) -> list[SourceFile]:
     """Returns a subset that does not depend on the alphabet: taken in the order of the hashes of the names."""
     chosen, total = [], 0
-    for file in sorted(files, key=lambda file: name_hash(file.name)):
+    for file in sorted(files, key=lambda file: hash_of(file.name)):
         if total + file.num_bytes <= max_bytes:
             chosen.append(file)
             total += file.num_bytes

@@ -21,20 +21,13 @@ from jaxfb.data.shards import (
     Shards,
     TokenStream,
     check_sides,
+    files_of,
     given_tokenizer,
     open_documents,
     shards_key,
     write_documents,
 )
-from jaxfb.data.sources import (
-    TRAIN,
-    Document,
-    SourceFile,
-    content_hash,
-    find_files,
-    read_documents,
-    split_documents,
-)
+from jaxfb.data.sources import TRAIN, Document, hash_of, read_documents, split_documents
 from jaxfb.data.tokenizer import Tokenizer, load_tokenizer, sampled, train_bpe, warn_of_unknown
 from jaxfb.process.position import here
 
@@ -43,7 +36,7 @@ ENCODE_CHARACTERS = 4 * 2**20  # text handed to the tokenizer at a time
 
 def open_text_shards(config: DataConfig, cache: Path) -> Shards:
     """Finds the shards of a source of text in `cache`, or writes them there."""
-    files, held_out_files = _files_of(config)
+    files, held_out_files = files_of(config)
     tokenizer = given_tokenizer(config)
     identity = tokenizer.fingerprint if tokenizer else f"bpe-{config.vocab_size}"
     directory = cache / f"text-{shards_key(config, files, held_out_files, identity)}"
@@ -67,7 +60,7 @@ def _stream(path: Path, facts: dict, tokenizer: Tokenizer) -> TokenStream:
 
 def common_tokenizer(configs: Sequence[DataConfig], cache: Path) -> Path:
     """Returns the file of a tokenizer trained on the train sides of several sources, from `cache` or written there."""
-    found = [_files_of(config) for config in configs]
+    found = [files_of(config) for config in configs]
     keys = [
         shards_key(config, *files, f"bpe-{config.vocab_size}")
         for config, files in zip(configs, found, strict=True)
@@ -84,12 +77,6 @@ def common_tokenizer(configs: Sequence[DataConfig], cache: Path) -> Path:
     return directory / "tokenizer.json"
 
 
-def _files_of(config: DataConfig) -> tuple[list[SourceFile], list[SourceFile]]:
-    """Returns the files of the text, and those of which everything is held out."""
-    files = find_files(config.source, config.path, config.max_bytes)
-    return files, find_files(config.source, config.held_out_path) if config.held_out_path else []
-
-
 def _sides_of(config: DataConfig, files, held_out_files) -> Callable[[int], Iterator[Document]]:
     """Returns a function from TRAIN or HELD_OUT to the documents of that side, read anew at each call."""
 
@@ -102,7 +89,7 @@ def _sides_of(config: DataConfig, files, held_out_files) -> Callable[[int], Iter
             yield document
 
     num_forced = sum(1 for _ in read_documents(config.source, held_out_files, config.text_field))
-    hashes = np.fromiter((content_hash(document) for document in documents()), np.uint64)
+    hashes = np.fromiter((hash_of(document.text) for document in documents()), np.uint64)
     sides = split_documents(hashes, config.held_out_fraction, num_forced)
     check_sides(config, sides)
     return lambda side: (document for document, s in zip(documents(), sides, strict=True) if s == side)

@@ -17,12 +17,13 @@ from jaxfb.data.shards import (
     Shards,
     TokenStream,
     check_sides,
+    files_of,
     given_tokenizer,
     open_documents,
     shards_key,
     write_documents,
 )
-from jaxfb.data.sources import HELD_OUT, TRAIN, find_files, name_hash, split_documents
+from jaxfb.data.sources import HELD_OUT, TRAIN, hash_of, split_documents
 from jaxfb.data.token_files import TokenFile, find_documents, open_token_files
 from jaxfb.data.tokenizer import Tokenizer
 from jaxfb.refusal import Refused
@@ -30,8 +31,7 @@ from jaxfb.refusal import Refused
 
 def open_token_shards(config: DataConfig, cache: Path) -> Shards:
     """Maps the token files and finds their index in `cache`, or writes it there."""
-    files = find_files(config.source, config.path)
-    held_out_files = find_files(config.source, config.held_out_path) if config.held_out_path else []
+    files, held_out_files = files_of(config)
     train, held_out = open_token_files(files), open_token_files(held_out_files)
     identity = [[file.vocab_size, file.eos_id, file.fingerprint] for file in [*train, *held_out]]
     directory = cache / f"tokens-{shards_key(config, files, held_out_files, identity)}"
@@ -83,7 +83,7 @@ def _documents(files: list[TokenFile], fraction: float) -> tuple[np.ndarray, np.
     """
     bases = np.cumsum([0] + [len(file.tokens) for file in files])
     found = [find_documents(file) for file in files]
-    file_hash = np.repeat(np.array([name_hash(f.name) for f in files], np.uint64), [len(d) for d in found])
+    file_hash = np.repeat(np.array([hash_of(f.name) for f in files], np.uint64), [len(d) for d in found])
     place = np.concatenate([np.arange(len(d), dtype=np.uint64) for d in found])
     sides = split_documents(_mix(file_hash + place), fraction)
     sides = np.where(sides == HELD_OUT, HELD_OUT, TRAIN)  # places that hash alike are not a repeated text
