@@ -158,7 +158,7 @@ class CheckpointStore:
         )  # a state that is none is refused: the checkpoints are not what is damaged
         abstract_state = as_saved(abstract_state)
         if step is not None:
-            return self._load(self._existing(step), abstract_state, partial)
+            return self._load(self.existing(step), abstract_state, partial)
         reasons = []
         for candidate in reversed(steps_in(self.directory)):
             try:
@@ -183,12 +183,12 @@ class CheckpointStore:
 
     def host(self, step: int | None = None) -> dict:
         """Returns the host dict of a step (None: the newest complete), read without its arrays."""
-        return self._record(self._existing(self.latest() if step is None else step))["host"]
+        return self._record(self.existing(step))["host"]
 
     def shapes(self, step: int | None = None) -> dict[str, tuple[int, ...]]:
         """Returns the shape of every saved leaf of a step (None: the newest complete) by dotted path."""
-        step = self._existing(self.latest() if step is None else step)
-        return {name: tuple(leaf["shape"]) for name, leaf in self._record(step)["leaves"].items()}
+        leaves = self._record(self.existing(step))["leaves"]
+        return {name: tuple(leaf["shape"]) for name, leaf in leaves.items()}
 
     def arrays(self, step: int) -> StoredArrays:
         """Returns the saved leaves of a step by dotted path, to be read a part at a time."""
@@ -202,11 +202,9 @@ class CheckpointStore:
         Raises:
           FileNotFoundError: there is none.
         """
-        return self._existing(self.latest() if step is None else step)
-
-    def _existing(self, step: int | None) -> int:
-        """Returns the step itself; FileNotFoundError if there is none."""
-        if step is not None:
+        if step is None:
+            step = self.latest()
+        else:
             integer("step", step, who=WHO, least=0, most=INT64)
         if step is None or not (self.directory / str(step)).is_dir():
             raise Missing(self._no_step(step))
