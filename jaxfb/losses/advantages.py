@@ -130,8 +130,7 @@ def remax(rewards: np.ndarray, baselines: np.ndarray, mask: np.ndarray) -> Estim
     if rewards.ndim == 1:
         returns = on_tokens(rewards, mask)
     else:
-        counted = np.where(np.asarray(mask) != 0, rewards, 0.0)
-        returns = np.where(np.asarray(mask) != 0, counted[:, ::-1].cumsum(1)[:, ::-1], 0.0)
+        returns = gae(rewards, np.zeros_like(rewards), mask, lam=1.0, whitened=False).returns
     return Estimate(returns - on_tokens(baselines, mask), returns)
 
 
@@ -147,13 +146,7 @@ def reinforce_plus_plus(rewards: np.ndarray, mask: np.ndarray, *, gamma: float =
       ValueError: gamma is out of range, or there is nothing to whiten.
     """
     check_share("reinforce_plus_plus", 1.0, gamma=gamma)
-    counted = np.asarray(mask) != 0
-    rewards = np.where(counted, rewards, 0.0).astype(np.float64)
-    returns, running = np.zeros_like(rewards), np.zeros(len(rewards))
-    for t in reversed(range(rewards.shape[1])):
-        running = np.where(counted[:, t], rewards[:, t] + gamma * running, running)
-        returns[:, t] = np.where(counted[:, t], running, 0)
-    return Estimate(whiten(returns, mask), returns)
+    return gae(rewards, np.zeros(np.shape(rewards)), mask, gamma=gamma, lam=1.0)
 
 
 def reinforce_plus_plus_baseline(rewards: np.ndarray, groups: np.ndarray, mask: np.ndarray) -> np.ndarray:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from jaxfb.losses.settings import check_number
-from jaxfb.refusal import Refused
+from jaxfb.losses.settings import check_number, check_word
 
 LEVELS = ("token", "sequence", "geometric")
 
@@ -42,8 +41,7 @@ def rollout_weights(
     Raises:
       ValueError: a setting is out of range.
     """
-    if level not in LEVELS:
-        raise Refused(f"[rollout] {level=} must be one of {', '.join(LEVELS)}")
+    check_word("rollout", "level", level, LEVELS)
     check_number("rollout", "upper", upper, lambda x: x > 1, "above 1", 2.0)
     if lower is not None:
         check_number("rollout", "lower", lower, lambda x: 0 <= x < 1, "in [0, 1)", "None for 0")
@@ -66,15 +64,14 @@ def _at_level(log_ratio: np.ndarray, counted: np.ndarray, level: str) -> np.ndar
 
 
 def _statistics(weights, log_ratio, outside, counted) -> dict[str, float]:
-    if not counted.any():
-        return dict.fromkeys(
-            ("weight_mean", "weight_max", "weight_min", "outside_fraction", "sampler_kl"), 0.0
-        )
-    picked = weights[counted]
+    there = counted.any()
+    weights, log_ratio, outside = (
+        x[counted] if there else np.zeros(1) for x in (weights, log_ratio, outside)
+    )
     return {
-        "weight_mean": float(picked.mean()),
-        "weight_max": float(picked.max()),
-        "weight_min": float(picked.min()),
-        "outside_fraction": float(outside[counted].mean()),
-        "sampler_kl": float((np.exp(log_ratio) - 1 - log_ratio)[counted].mean()),
+        "weight_mean": float(weights.mean()),
+        "weight_max": float(weights.max()),
+        "weight_min": float(weights.min()),
+        "outside_fraction": float(outside.mean()),
+        "sampler_kl": float((np.exp(log_ratio) - 1 - log_ratio).mean()),
     }
