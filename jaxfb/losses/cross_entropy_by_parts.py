@@ -119,9 +119,8 @@ def _logits_grad(kept, top, ids, targets, mask, head: Head, scores: Scores) -> j
     )
     number = mask.shape[0]
     factor = jnp.exp(top[:number, None] - normalizer)
-    exact = (
-        (jnp.exp(target_logit - normalizer) - 1) * capped_slope(target_logit, head.softcap) * half_scale(kept)
-    )
+    slope = capped_slope(target_logit, head.softcap)
+    exact = (jnp.exp(target_logit - normalizer) - 1) * slope * half_scale(kept)
     grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)
     return jnp.where(mask != 0, mask * grad, 0).astype(kept.dtype)
 

@@ -111,7 +111,6 @@ def with_head_of(model: Pipelined, head_loss: Callable[..., LossOutput | Sum]) -
 
     Its gradient of hidden must be equal on all devices of the axis.
     """
-    unembed_of(model)
 
     def head(outer, hidden, microbatch, rng, axis=None):
         return head_loss(outer, hidden, microbatch, axis)

@@ -31,8 +31,6 @@ from jaxfb.parts import PREFERENCES
 from jaxfb.refusal import Refused, boolean
 from jaxfb.types import LossOutput, Sum
 
-KINDS = PREFERENCES
-
 
 @dataclass(frozen=True)
 class PreferenceLoss:

@@ -18,13 +18,14 @@ from jaxfb.losses.aggregation import AGGREGATIONS
 from jaxfb.losses.distillation import DistillationLoss, distillation_loss_fn
 from jaxfb.losses.heads import log_prob_fn, policy_loss_fn
 from jaxfb.losses.policy import PolicyLoss
-from jaxfb.losses.preference import KINDS, PreferenceLoss
+from jaxfb.losses.preference import PreferenceLoss
 from jaxfb.losses.sft import SFTLoss
 from jaxfb.losses.surrogates import SURROGATES, make_surrogate
 from jaxfb.losses.token_log_probs import log_probs_of_logits
 from jaxfb.losses.value import ValueLoss, critic_params, value_fn, value_loss_fn
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.parts import PREFERENCES
 from jaxfb.types import LossOutput, Sum, outer_params
 
 ROWS, SEQ, VOCAB, TOP = 8, 8, 16, 3
@@ -45,7 +46,7 @@ def _product():
     losses = {f"{name} {mode}": _policy(name, mode) for name in SURROGATES for mode in AGGREGATIONS}
     for mode, estimator in zip(AGGREGATIONS, ("k1", "k2", "k3", "abs", "k3+"), strict=True):
         losses[f"terms {mode}"] = _policy("ppo", mode, kl_coef=0.3, kl_estimator=estimator, entropy_coef=0.1)
-    losses |= {kind: PreferenceLoss(kind, beta=0.5, sft_coef=0.2) for kind in KINDS}
+    losses |= {kind: PreferenceLoss(kind, beta=0.5, sft_coef=0.2) for kind in PREFERENCES}
     return losses
 
 
