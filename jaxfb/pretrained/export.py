@@ -16,10 +16,11 @@ from jaxfb.models import mtp
 from jaxfb.pretrained.architectures import architecture_of, sizes_of
 from jaxfb.pretrained.companions import copy_companions
 from jaxfb.pretrained.family import MULTI_TOKEN
-from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name
+from jaxfb.pretrained.names import Leaf, Part, leaves_of
 from jaxfb.pretrained.repository import INDEX, SINGLE
 from jaxfb.pretrained.tensor_files import Tensor, TensorFile
 from jaxfb.refusal import Refused
+from jaxfb.trainable import name_of
 
 PyTree = Any
 FILE_BYTES = 5 * 10**9
@@ -43,7 +44,7 @@ def export_model(
     Raises:
       ValueError: the directory holds files, or the parameters are not those of the config.
     """
-    arrays = {path_name(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
+    arrays = {name_of(path): array for path, array in jax.tree_util.tree_leaves_with_path(params)}
     shapes = {path: tuple(array.shape) for path, array in arrays.items()}
     dtype = next(iter(arrays.values())).dtype
 

@@ -13,8 +13,9 @@ from jax.sharding import NamedSharding, PartitionSpec, Sharding, SingleDeviceSha
 from jaxfb.models.config import TransformerConfig
 from jaxfb.pretrained.architectures import architecture_of
 from jaxfb.pretrained.family import MULTI_TOKEN
-from jaxfb.pretrained.names import Leaf, Part, leaves_of, path_name, tensor_shapes, turn
+from jaxfb.pretrained.names import Leaf, Part, leaves_of, tensor_shapes, turn
 from jaxfb.pretrained.repository import Repository
+from jaxfb.trainable import name_of
 
 PyTree = Any
 _COPIES = ("embed_tokens.", "shared_head.head.")
@@ -35,7 +36,7 @@ def load_params(repository: Repository, sizes: TransformerConfig, abstract_param
     leaves = checked_leaves(repository, sizes)
     flat, structure = jax.tree_util.tree_flatten_with_path(abstract_params)
     return jax.tree.unflatten(
-        structure, [load_leaf(repository, leaves[path_name(path)], leaf) for path, leaf in flat]
+        structure, [load_leaf(repository, leaves[name_of(path)], leaf) for path, leaf in flat]
     )
 
 

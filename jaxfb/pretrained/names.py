@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import jax
 
@@ -15,6 +15,7 @@ from jaxfb.models.transformer import init_params
 from jaxfb.pretrained.family import Architecture
 from jaxfb.pretrained.tensors import Place, Shape
 from jaxfb.refusal import Refused
+from jaxfb.trainable import name_of
 
 Dim = TypeVar("Dim")
 _TURNED = re.compile(r"(\.kernel|experts\.\w+)$")  # stored there as [out, in], here as [in, out]
@@ -66,13 +67,8 @@ def leaves_of(architecture: Architecture, sizes: TransformerConfig) -> dict[str,
       ValueError: the transformer has an array for which the architecture has no tensor.
     """
     shapes = jax.eval_shape(lambda: init_params(sizes, jax.random.key(0)))
-    named = {path_name(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
+    named = {name_of(path): leaf.shape for path, leaf in jax.tree_util.tree_leaves_with_path(shapes)}
     return {path: _leaf(architecture, sizes, path, shape) for path, shape in named.items()}
-
-
-def path_name(path: Any) -> str:
-    """Returns a path of a tree as "layers.attention.query.kernel"."""
-    return jax.tree_util.keystr(path, simple=True, separator=".")
 
 
 def tensor_shapes(leaves: Mapping[str, Leaf]) -> dict[str, Shape]:

@@ -25,10 +25,10 @@ from jaxfb.pretrained.architectures import architecture_of, describe, sizes_of, 
 from jaxfb.pretrained.companions import CARRIED, carry, copy_companions
 from jaxfb.pretrained.export import export_arrays
 from jaxfb.pretrained.load import checked_leaves, load_part
-from jaxfb.pretrained.names import path_name
 from jaxfb.pretrained.peft import save_adapter
 from jaxfb.pretrained.repository import open_repository, read_json
 from jaxfb.refusal import Refused
+from jaxfb.trainable import name_of
 from jaxfb.training.parameters import weights_of
 from jaxfb.training.run_dir import RunDirectory
 from jaxfb.training.setup import abstract_params
@@ -167,7 +167,7 @@ def _stored(config: Any, sizes: TransformerConfig) -> dict[str, jax.ShapeDtypeSt
 
 
 def _by_path(tree: Any) -> dict[str, Any]:
-    return {path_name(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
+    return {name_of(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(tree)}
 
 
 def _nested(leaves: dict[str, Any]) -> dict[str, Any]:

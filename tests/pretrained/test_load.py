@@ -18,7 +18,7 @@ from jaxfb.mesh import make_mesh
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel.sharding import abstract, shardings
 from jaxfb.pretrained import export_model, load_params, open_repository, sizes_of
-from jaxfb.pretrained.names import path_name
+from jaxfb.trainable import name_of
 
 GOLDEN = Path(__file__).parent.parent / "golden"
 MORE = [
@@ -213,5 +213,5 @@ def test_only_parts_that_a_device_needs_are_read(monkeypatch):
 
     monkeypatch.setattr(type(repository), "read", watched)
     _, _, params = loaded(GOLDEN / "hf_llama_tiny", make_mesh(fsdp=8))
-    cut = [path_name(p) for p, leaf in jax.tree_util.tree_leaves_with_path(params) if leaf.ndim > 2]
+    cut = [name_of(p) for p, leaf in jax.tree_util.tree_leaves_with_path(params) if leaf.ndim > 2]
     assert cut and min(largest) == 1 / 8
