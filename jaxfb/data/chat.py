@@ -123,7 +123,7 @@ class Chat:
         known = self.tokenizer.id_of(name) is not None
         return "" if known else self.variables.get("eos_token", "")
 
-    def _pieces(self, messages: Sequence[Message], learn: str, opening: bool, number: int = 0) -> list[Piece]:
+    def _pieces(self, messages: Sequence[Message], learn: str, opening: bool) -> list[Piece]:
         """Renders a conversation and cuts it before and after each answer."""
         mark = _unused(messages)
         messages = [self._escaped(message, mark) for message in messages]

@@ -90,7 +90,8 @@ class PolicyWork(PostTraining):
         else:
             self.train_state = self.base.begin(self.step)
         if self._config.uses_reference:
-            self._reference = _copy(self._trained(self.train_state.params))
+            # a copy: an update deletes the arrays that it is given
+            self._reference = jax.tree.map(jnp.copy, self._trained(self.train_state.params))
         if self.critic:
             self.critic.start(self.train_state.params, self._config.run.seed)
 
@@ -176,11 +177,6 @@ class PolicyWork(PostTraining):
     def plot(self, directory: RunDirectory) -> None:
         if find_spec("matplotlib"):
             plot_policy([directory.metrics], directory.path / "accuracy.png")
-
-    @property
-    def params(self) -> PyTree:
-        """Returns the present parameters of the policy."""
-        return self.train_state.params
 
     def _trained(self, params: PyTree) -> PyTree:
         """Returns the trained parameters, which are those that the reference does not share with the policy."""
@@ -320,8 +316,3 @@ def _rollout_plan(base: Base[RLConfig], length: int) -> RolloutPlan:
         seed=config.run.seed if sizes.shuffle else None,
         groups=config.advantage.name if estimator_of(config.advantage.name).by_group else "",
     )
-
-
-def _copy(params: PyTree) -> PyTree:
-    """Copies parameters: an update deletes the arrays that it is given."""
-    return jax.tree.map(jnp.copy, params)

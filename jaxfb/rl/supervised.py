@@ -52,7 +52,6 @@ class SupervisedWork(PostTraining):
 
     def __post_init__(self):
         super().__init__()
-        self._windows = self.plan.window
         self._text = digest(self.stream.rows)
 
     @property
@@ -76,10 +75,10 @@ class SupervisedWork(PostTraining):
         self.train_state = self.base.begin(self.step)
 
     def read(self, number: int) -> Rows:
-        return self.stream.read(self._windows(number))
+        return self.stream.read(self.plan.window(number))
 
     def update(self, number: int, rows: Rows) -> tuple[StepMetrics, dict[str, Any]]:
-        window = self._windows(number)
+        window = self.plan.window(number)
         batch, padding = cut(rows, window.plan)
         metrics, seconds = self.apply(self.step, batch, window.rows)
         epoch = (window.start + window.rows) / count(self.stream.rows)

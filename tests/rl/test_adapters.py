@@ -98,15 +98,15 @@ def test_the_reference_of_a_policy_is_its_frozen_base(tmp_path):
     work = started(make_policy_work(config_from_dict(values), Evens(1, "+", 10)))
     kept = work.state()["reference"]
     assert {trainable.name_of(path) for path, _ in jax.tree_util.tree_leaves_with_path(kept)} == adapters_of(
-        work.params
+        work.train_state.params
     )
-    before, kl = host(work.params), []
+    before, kl = host(work.train_state.params), []
     for number in range(
         work.plan.updates_per_rollout + 1
     ):  # the next rollout is scored by the reference again
         metrics, _ = one_update(work, number)
         kl.append(float(metrics.metrics["ref_kl"]))
-    assert kl[0] < 1e-12 < kl[-1] and changed(before, work.params) == adapters_of(before)
+    assert kl[0] < 1e-12 < kl[-1] and changed(before, work.train_state.params) == adapters_of(before)
 
 
 @pytest.mark.slow

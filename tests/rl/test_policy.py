@@ -119,12 +119,14 @@ def test_changing_any_other_plan_changes_no_bit_of_the_update(tmp_path):
     one_update(one, 0)
     other._rows, other._record = one._rows, one._record
     one_update(one, 1)
-    other.train_state = other.step.init(jax.tree.map(np.asarray, started(config(tmp_path)).params), 0)
+    other.train_state = other.step.init(
+        jax.tree.map(np.asarray, started(config(tmp_path)).train_state.params), 0
+    )
     again = started(config(tmp_path))
     again._rows, again._record = one._rows, one._record
     one_update(again, 1)
     one_update(other, 1)
-    same_bits(other.params, again.params)
+    same_bits(other.train_state.params, again.train_state.params)
 
 
 @pytest.mark.slow
@@ -134,7 +136,7 @@ def test_rollouts_do_not_depend_on_how_their_passes_are_cut(tmp_path):
     one_update(other, 0)
     for name, leaf in one._rows.items():
         np.testing.assert_allclose(leaf, other._rows[name], rtol=0, atol=1e-12, err_msg=name)
-    for a, b in zip(leaves(one.params), leaves(other.params), strict=True):
+    for a, b in zip(leaves(one.train_state.params), leaves(other.train_state.params), strict=True):
         np.testing.assert_allclose(a, b, rtol=0, atol=1e-10)
 
 
