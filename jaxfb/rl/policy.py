@@ -72,16 +72,9 @@ class PolicyWork(PostTraining):
         reward = self._config.reward
         self._kl = AdaptiveKL(reward.kl_coef, reward.target or 1.0, reward.horizon)
 
-    @property
-    def total(self) -> int:
-        return self.plan.total_updates
-
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rollout plan (what it is, what it counts, what verl calls it)", self.plan.table()
-
-    def to_dict(self) -> dict[str, Any]:
-        return self.plan.to_dict()
 
     def start(self, say: Callable[[str], None]) -> None:
         if self._config.warm_start.updates:
@@ -145,14 +138,10 @@ class PolicyWork(PostTraining):
         return arrays
 
     def check_resume(self, record: Mapping[str, Any], allow_changes: bool) -> None:
-        saved = record["plan"]
-        sizes = {name: value for name, value in self.plan.to_dict().items() if name != "plans"}
-        difference = explain_difference(
-            {**saved["plans"]["train"], **{name: saved[name] for name in sizes if name != "rollouts"}},
-            self.plan.train,
-            **{name: value for name, value in sizes.items() if name != "rollouts"},
-        )
-        if difference:
+        saved, free = record["plan"], ("plans", "rollouts")
+        sizes = {name: value for name, value in self.to_dict().items() if name not in free}
+        before = {**saved["plans"]["train"], **{name: saved[name] for name in sizes}}
+        if difference := explain_difference(before, self.plan.train, **sizes):
             raise Refused(difference)
         refuse_other_rollout(record["config"], self._config, record["update"], self.plan.updates_per_rollout)
         # a coefficient that was steered continues from where it is, unless it is to be steered otherwise from now on

@@ -54,10 +54,6 @@ class SupervisedWork(PostTraining):
         super().__init__()
         self._text = digest(self.stream.rows)
 
-    @property
-    def total(self) -> int:
-        return self.plan.total_updates
-
     def tables(self) -> Iterable[tuple[str, Iterable[tuple[str, Any]]]]:
         yield "chat", self.base.chat.table()
         yield "rows", [("train", count(self.stream.rows)), ("held out", count(self.held_out))]
@@ -69,7 +65,7 @@ class SupervisedWork(PostTraining):
         return self.stream.rows["tokens"].shape[1]
 
     def to_dict(self) -> dict[str, Any]:
-        return {**self.plan.to_dict(), "seed": self.base.config.run.seed, "text": self._text}
+        return {**super().to_dict(), "seed": self.base.config.run.seed, "text": self._text}
 
     def start(self, say: Callable[[str], None]) -> None:
         self.train_state = self.base.begin(self.step)
@@ -104,12 +100,9 @@ class SupervisedWork(PostTraining):
         saved = record["plan"]
         if not allow_changes:
             self.check_same_text(saved)
-        train = {**saved["plans"]["train"], "seed": saved["seed"], "dataset_rows": saved["dataset_rows"]}
-        mine = self.to_dict()
-        difference = explain_difference(
-            train, self.plan.train, seed=mine["seed"], dataset_rows=mine["dataset_rows"]
-        )
-        if difference:
+        mine = {name: self.to_dict()[name] for name in ("seed", "dataset_rows")}
+        before = {**saved["plans"]["train"], **{name: saved[name] for name in mine}}
+        if difference := explain_difference(before, self.plan.train, **mine):
             raise Refused(difference)
 
     def restore(self, state: PyTree, record: Mapping[str, Any], allow_changes: bool) -> None:

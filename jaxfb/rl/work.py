@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cached_property
 from typing import Any
 
+from jaxfb.batch_plan import RolloutPlan, RunPlan
 from jaxfb.config.post_training import COMMANDS
 from jaxfb.models.config import flops_per_token
 from jaxfb.refusal import Refused
@@ -23,11 +24,12 @@ PyTree = Any
 class PostTraining(Work):
     """The part of a `Work` that does not depend on the kind.
 
-    base: what it is made of. train_state: of the model that is trained.
+    base: what it is made of. plan: of its updates. train_state: of the model that is trained.
     """
 
     starts_with_evaluation = True
     base: Base
+    plan: RunPlan | RolloutPlan
 
     @property
     def config(self) -> Any:
@@ -54,13 +56,17 @@ class PostTraining(Work):
         return flops_per_token(self.base.sizes, self.row_length)
 
     @property
+    def total(self) -> int:
+        return self.plan.total_updates
+
+    @property
     def row_length(self) -> int:
         """Returns tokens of a row."""
         raise NotImplementedError
 
     def to_dict(self) -> dict[str, Any]:
         """Returns the plans as plain values."""
-        raise NotImplementedError
+        return self.plan.to_dict()
 
     def facts(self) -> Mapping[str, Any]:
         return {"plans and rows": self.to_dict(), **devices_and_mesh(self.mesh)}
