@@ -88,7 +88,9 @@ class Chat:
         """
         made = _BUILT_IN.get(self.template)
         if made is not None:
-            return made(messages, opening, self._end_after("<|im_end|>"), self.variables.get("eos_token", ""))
+            eos = self.variables.get("eos_token", "")
+            has_end = self.tokenizer.id_of("<|im_end|>") is not None  # else chatml's end is no token
+            return made(messages, opening, "" if has_end else eos, eos)
         plain = [dict(message) for message in messages]
         return self._compiled(messages=plain, add_generation_prompt=opening, **self.variables)
 
@@ -117,11 +119,6 @@ class Chat:
         """Finds special tokens, and all other added ones that the template writes."""
         added = [name for name in self.tokenizer.added_names if name in self.template]
         return _any_of([*self.tokenizer.special_names, *added])
-
-    def _end_after(self, name: str) -> str:
-        """Returns the end token of a text where the vocabulary has no token of that name to end an answer."""
-        known = self.tokenizer.id_of(name) is not None
-        return "" if known else self.variables.get("eos_token", "")
 
     def _pieces(self, messages: Sequence[Message], learn: str, opening: bool) -> list[Piece]:
         """Renders a conversation and cuts it before and after each answer."""
