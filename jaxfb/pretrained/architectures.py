@@ -54,9 +54,8 @@ def architecture_of(values: Mapping[str, Any]) -> Architecture:
       ValueError: it names none, or one that cannot be read; or the weights are quantised.
     """
     kind = values.get("model_type")
-    if (
-        not isinstance(kind, str) or kind not in ARCHITECTURES
-    ):  # before it is looked up: a name with a colon would be imported
+    # before it is looked up: a name with a colon would be imported
+    if not isinstance(kind, str) or kind not in ARCHITECTURES:
         raise Refused(
             f"[hf] model_type={kind!r} cannot be read; it must be one of {', '.join(ARCHITECTURES)}"
         )

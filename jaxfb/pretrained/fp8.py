@@ -53,16 +53,12 @@ def part(stored: Any, name: str, index: tuple[slice, ...]) -> np.ndarray:
     file, shape, _ = stored.tensors[name]
     own = (*index, *[slice(None)] * (2 - len(index)))
     block = _block(stored.config["quantization_config"]) or (1, 1)
-    numbers = np.memmap(file, np.uint8, "r", _offset(file, name), shape)[own].view(ml_dtypes.float8_e4m3fn)
+    begin, header = _header(file)  # numpy has no dtype of 8 bits for the library to return
+    at = begin + header[name]["data_offsets"][0]
+    numbers = np.memmap(file, np.uint8, "r", at, shape)[own].view(ml_dtypes.float8_e4m3fn)
     places = [np.arange(size)[one] // of for size, one, of in zip(shape, own, block, strict=True)]
     scales = stored.read(name + SCALE)[np.ix_(*places)].astype(np.float32)
     return (numbers.astype(np.float32) * scales).astype(ml_dtypes.bfloat16)
-
-
-def _offset(file: Path, name: str) -> int:
-    """Returns where a tensor begins in a file: numpy has no dtype of 8 bits for the library to return."""
-    begin, header = _header(file)
-    return begin + header[name]["data_offsets"][0]
 
 
 @lru_cache(maxsize=256)

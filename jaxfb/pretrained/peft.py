@@ -138,12 +138,11 @@ def _stacks(params: PyTree) -> list[_Stack]:
     if any(map(is_layer, params["layers"])):
         kinds = [params["layers"][layer_name(k)] for k in range(len(params["layers"]))]
     periods = jax.tree.leaves(kinds[0])[0].shape[0]
-    first = [len(leading) + place for place in range(len(kinds))]
     return [
         *(_Stack(layers, [number], False) for number, layers in enumerate(leading)),
         *(
             _Stack(layers, [at + k * len(kinds) for k in range(periods)], True)
-            for at, layers in zip(first, kinds, strict=True)
+            for at, layers in enumerate(kinds, len(leading))
         ),
     ]
 

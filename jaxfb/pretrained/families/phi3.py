@@ -45,15 +45,11 @@ def _sizes(values: Values) -> dict[str, Any]:
 
 
 def _keys(sizes: TransformerConfig) -> dict[str, Any]:
-    share = sizes.variant.rotary_share
+    share, scaling = sizes.variant.rotary_share, sizes.rope_scaling
+    # the length of short documents
+    length = {} if scaling is None else {"original_max_position_embeddings": scaling.original_length}
     rope = {**rope_keys(sizes), "partial_rotary_factor": share}
-    return {"rope_parameters": rope, "sliding_window": sizes.window, **_length_keys(sizes)}
-
-
-def _length_keys(sizes: TransformerConfig) -> dict[str, Any]:
-    """Returns the keys from which the length of short documents is read."""
-    scaling = sizes.rope_scaling
-    return {} if scaling is None else {"original_max_position_embeddings": scaling.original_length}
+    return {"rope_parameters": rope, "sliding_window": sizes.window, **length}
 
 
 PHI3 = Architecture(
