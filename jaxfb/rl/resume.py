@@ -41,17 +41,13 @@ def refuse_other_rollout(saved: Mapping[str, Any], config: RLConfig, update: int
             "keep the saved value, or begin a new run with start.run=the saved run's directory"
         )
     passed = update % per_rollout
-    changed = [change for change in changes if _is_of_a_rollout(change[0])]
+    changed = [one for one in changes if one[0].startswith(OF_A_ROLLOUT) and one[0] != LENGTH]
     if passed and changed:
         raise Refused(
             f"[run] update {update} lies in the middle of a rollout, whose rows were made by the saved settings: "
             f"it cannot continue with {_words(changed)}; keep the saved values until update "
             f"{update - passed + per_rollout}, where the next rollout begins"
         )
-
-
-def _is_of_a_rollout(key: str) -> bool:
-    return key != LENGTH and key.startswith(OF_A_ROLLOUT)
 
 
 def _decides_what_is_saved(key: str, old: Any, new: Any) -> bool:

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -82,10 +81,11 @@ class Sampler:
         targets = jax.tree.map(
             lambda spec: NamedSharding(self.mesh, spec), specs, is_leaf=lambda x: isinstance(x, P)
         )
-        cast = params if self.compute_dtype is None else _cast(params, self.compute_dtype)
+        if self.compute_dtype is not None:
+            params = jax.tree.map(lambda leaf: leaf.astype(self.compute_dtype), params)
         if jax.process_count() == 1:
-            return jax.device_put(cast, targets)
-        return jax.jit(lambda tree: tree, out_shardings=targets)(cast)
+            return jax.device_put(params, targets)
+        return jax.jit(lambda tree: tree, out_shardings=targets)(params)
 
     def __call__(
         self, placed: PyTree, prompts: list[np.ndarray], key: jax.Array | None, greedy: bool = False
@@ -133,10 +133,6 @@ def to_devices(leaf: np.ndarray, sharding: NamedSharding) -> jax.Array:
     if jax.process_count() == 1:
         return jax.device_put(leaf, sharding)
     return jax.make_array_from_callback(leaf.shape, sharding, lambda index: leaf[index])
-
-
-def _cast(params: PyTree, dtype: str) -> PyTree:
-    return jax.tree.map(lambda leaf: leaf.astype(jnp.dtype(dtype)), params)
 
 
 def _cut(tokens: np.ndarray, log_probs: np.ndarray, stop_tokens: tuple[int, ...]) -> Responses:
