@@ -153,9 +153,8 @@ class CheckpointStore:
         """
         boolean("partial", partial, who=WHO)
         reach("restore")
-        named_leaves(
-            abstract_state
-        )  # a state that is none is refused: the checkpoints are not what is damaged
+        # a state that is none is refused: the checkpoints are not what is damaged
+        named_leaves(abstract_state)
         abstract_state = as_saved(abstract_state)
         if step is not None:
             return self._load(self.existing(step), abstract_state, partial)

@@ -155,10 +155,8 @@ class Chat:
         The assistant's words keep tokens that are not special, such as <think>: a model may be taught them.
         """
         names = self._special if message["role"] == "assistant" else self._of_template
-        return {
-            **message,
-            "content": names.sub(lambda name: name[0][0] + mark + name[0][1:], message["content"]),
-        }
+        content = names.sub(lambda name: name[0][0] + mark + name[0][1:], message["content"])
+        return {**message, "content": content}
 
     def _encoded(self, conversations: list[list[Piece]]) -> list[tuple[np.ndarray, list[int]]]:
         """Returns (ids, how many of them each piece has).

@@ -91,7 +91,7 @@ class PreferenceLoss:
             ref = pairs.sequences.where_counted(microbatch_leaf(microbatch, "ref_log_probs"))
         chosen, rejected = pairs.compared(log_probs - ref, self.length_normalized)
         advantage = chosen - rejected
-        terms = {"preference": pairs.mean(self._loss(self.beta * advantage - self.margin))}
+        terms = {"preference": pairs.mean(PREFERENCES[self.kind](self.beta * advantage - self.margin, self))}
         if self.sft_coef:
             terms["chosen_nll"] = pairs.chosen_nll(log_probs, self.sft_coef)
         metrics = {
@@ -101,9 +101,6 @@ class PreferenceLoss:
             "reward_margin": self.beta * advantage,
         }
         return LossOutput(terms, {name: pairs.mean(lax.stop_gradient(x)) for name, x in metrics.items()})
-
-    def _loss(self, h: jax.Array) -> jax.Array:
-        return PREFERENCES[self.kind](h, self)
 
 
 def sigmoid(h: jax.Array, settings: PreferenceLoss) -> jax.Array:
