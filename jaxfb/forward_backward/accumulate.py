@@ -10,15 +10,12 @@ with the sum kept in the accumulation dtype and no collective over the replicas 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.types import CheckedLossFn, LossOutput
-
-PyTree = Any
+from jaxfb.types import CheckedLossFn, LossOutput, PyTree
 
 
 def accumulate(

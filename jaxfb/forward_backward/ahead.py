@@ -33,7 +33,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -46,8 +45,7 @@ from jaxfb.forward_backward.slot import read_one
 from jaxfb.mesh import platform_here
 from jaxfb.recomputation import Half
 from jaxfb.trainable import joined, parted
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 def gathers_ahead(

@@ -21,9 +21,8 @@ from jaxfb.batch_plan import BatchPlan
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.parallel.annotations import check_kinds
 from jaxfb.refusal import INT64, Refused, function, integer, shown
-from jaxfb.types import Pipelined
+from jaxfb.types import Pipelined, PyTree
 
-PyTree = Any
 _LOSS_FN = "(params, microbatch, rng)"
 _STAGES = {
     "embed": "(outer, microbatch, rng)",

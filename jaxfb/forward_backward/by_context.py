@@ -22,11 +22,10 @@ from jaxfb.forward_backward.packed import Packed, row_lengths
 from jaxfb.mesh import with_context
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.refusal import Refused
+from jaxfb.types import PyTree
 
 if TYPE_CHECKING:
     from jaxfb.forward_backward.engine import ForwardBackward
-
-PyTree = Any
 
 
 class _Part(NamedTuple):

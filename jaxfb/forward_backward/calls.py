@@ -23,9 +23,7 @@ from jaxfb.parallel import annotations, sharding
 from jaxfb.platforms.compat import is_traced
 from jaxfb.platforms.compiler import per_options
 from jaxfb.trainable import pruned
-from jaxfb.types import restrict_to
-
-PyTree = Any
+from jaxfb.types import PyTree, restrict_to
 
 
 def placed(resolved: Resolved, params: PyTree, microbatches: PyTree, rng: Any) -> tuple:

@@ -38,9 +38,7 @@ from jaxfb.parts import HEADS
 from jaxfb.platforms.compiler import Options, options_for
 from jaxfb.refusal import Refused, boolean, shown
 from jaxfb.trainable import pruned
-from jaxfb.types import LossFn, Pipelined, restrict_to
-
-PyTree = Any
+from jaxfb.types import LossFn, Pipelined, PyTree, restrict_to
 
 
 @with_options

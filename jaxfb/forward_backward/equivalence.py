@@ -32,9 +32,8 @@ from jaxfb.refusal import Refused, choice, function, instance, integer, refuse
 from jaxfb.schedules import KINDS, Schedule, kind_of
 from jaxfb.schedules.by_device import runs_on
 from jaxfb.trainable import checked_patterns, pruned
-from jaxfb.types import LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined, PyTree
 
-PyTree = Any
 ScheduleChoice = str | Schedule | tuple[str, int]
 
 MESHES = (

@@ -27,9 +27,7 @@ from jaxfb.parallel import data, sharding, tensor
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.trainable import is_trained, joined, like
-from jaxfb.types import LossOutput, Pipelined, outer_params
-
-PyTree = Any
+from jaxfb.types import LossOutput, Pipelined, PyTree, outer_params
 
 
 @dataclass(frozen=True)

@@ -18,9 +18,7 @@ from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.trainable import joined
-from jaxfb.types import LossOutput
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree
 
 
 class LayerInHalves(NamedTuple):

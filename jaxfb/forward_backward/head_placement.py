@@ -23,9 +23,7 @@ from jaxfb.forward_backward.reduce import across
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
-from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, Sum, VocabularyParallel
-
-PyTree = Any
+from jaxfb.types import Last, LossOutput, Max, Min, Pipelined, PyTree, Sum, VocabularyParallel
 
 
 class HeadPlacement(ABC):

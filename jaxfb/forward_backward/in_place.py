@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -30,9 +29,7 @@ from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target, only_chunk
 from jaxfb.platforms.compat import cut_down
 from jaxfb.trainable import joined, like
-from jaxfb.types import LossOutput, Pipelined, outer_params
-
-PyTree = Any
+from jaxfb.types import LossOutput, Pipelined, PyTree, outer_params
 
 
 @dataclass(frozen=True)

@@ -35,8 +35,8 @@ from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target, only_chunk
 from jaxfb.refusal import Refused
 from jaxfb.trainable import like
+from jaxfb.types import PyTree
 
-PyTree = Any
 Reduce = Callable[[PyTree], PyTree]
 
 

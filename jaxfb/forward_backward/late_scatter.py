@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,9 +18,7 @@ from jax import lax
 from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.overwriting import Overwriting
 from jaxfb.forward_backward.target import OfLayer
-
-PyTree = Any
-
+from jaxfb.types import PyTree
 
 Step = Callable[[OfLayer], OfLayer]
 Waiting = tuple[OfLayer, ...]

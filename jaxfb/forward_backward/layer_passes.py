@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 
@@ -11,9 +11,7 @@ from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys
 from jaxfb.forward_backward.split_backward import SplitBackward
 from jaxfb.trainable import joined
-from jaxfb.types import LossOutput, Sum
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree, Sum
 
 
 class Layers(NamedTuple):

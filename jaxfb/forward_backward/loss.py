@@ -9,9 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxfb.refusal import Refused
-from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, Sum
-
-PyTree = Any
+from jaxfb.types import CheckedLossFn, Last, LossFn, LossOutput, Max, Min, PyTree, Sum
 
 
 def checked(loss_fn: LossFn) -> CheckedLossFn:

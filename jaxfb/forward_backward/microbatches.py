@@ -19,8 +19,7 @@ from jaxfb.forward_backward.arguments import leaves_of, prng_keys
 from jaxfb.mesh import axis_size, replica_axes
 from jaxfb.parallel.context import zigzag
 from jaxfb.refusal import Refused, shown
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 @jax.tree_util.register_dataclass

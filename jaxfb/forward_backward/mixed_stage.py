@@ -5,16 +5,13 @@ gathered.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import joined_parts
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target
-from jaxfb.types import LossOutput
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree
 
 
 class MixedStage:

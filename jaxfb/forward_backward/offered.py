@@ -7,9 +7,7 @@ from typing import Any
 import jax
 
 from jaxfb.refusal import Refused
-from jaxfb.types import Counted, LossFn, Pipelined
-
-PyTree = Any
+from jaxfb.types import Counted, LossFn, Pipelined, PyTree
 
 
 def counted_of(model: LossFn | Pipelined) -> Counted | None:

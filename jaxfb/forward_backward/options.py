@@ -22,8 +22,8 @@ from jaxfb.refusal import Refused, boolean, check_keywords, choice, function, sh
 from jaxfb.schedules.by_device import check_by_device
 from jaxfb.shared_options import NORMALIZATIONS, OPTIMIZER_SHARDINGS, LayoutOptions, PrecisionOptions
 from jaxfb.trainable import checked_patterns
+from jaxfb.types import PyTree
 
-PyTree = Any
 Function = TypeVar("Function", bound=Callable)
 LAYER_ORDERS = ("model", "pipeline")
 OF_A_PIPELINE = ("schedule", "num_chunks", "num_pieces", "head_placement", "layers_per_stage")

@@ -22,9 +22,8 @@ from jaxfb.forward_backward.reduce import across
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.refusal import Refused
-from jaxfb.types import LossFn, LossOutput, Sum
+from jaxfb.types import LossFn, LossOutput, PyTree, Sum
 
-PyTree = Any
 AXIS = "context"
 
 

@@ -16,8 +16,8 @@ from jaxfb.batch_plan import Arrangement, BatchPlan, PlanError, arrange
 from jaxfb.forward_backward.arguments import prng_keys
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import Refused
+from jaxfb.types import PyTree
 
-PyTree = Any
 SEGMENTS, POSITIONS = "segments", "positions"
 
 

@@ -11,9 +11,8 @@ import numpy as np
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.forward_backward.weights import check_data_only, reads_microbatch
 from jaxfb.refusal import Refused
-from jaxfb.types import LossFn
+from jaxfb.types import LossFn, PyTree
 
-PyTree = Any
 MOST = 2**22
 """Totals are checked for models of at most this many parameters."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 from jax import lax
@@ -14,9 +13,7 @@ from jaxfb.forward_backward.pieces import check_outputs, piece_of, whole_records
 from jaxfb.forward_backward.pipeline import Buffers, Executor, Shapes, Tick
 from jaxfb.forward_backward.slot import Slot
 from jaxfb.forward_backward.target import Target
-from jaxfb.types import LossOutput
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree
 
 
 @dataclass(frozen=True)

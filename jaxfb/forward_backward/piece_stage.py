@@ -18,9 +18,7 @@ from jaxfb.forward_backward.slot import FROM_START, Slot, empty_slots, read, wri
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target
 from jaxfb.trainable import joined
-from jaxfb.types import LossOutput, Piece
-
-PyTree = Any
+from jaxfb.types import LossOutput, Piece, PyTree
 
 
 class PieceInputs(NamedTuple):

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import jax
 from jax import lax
 
 from jaxfb.refusal import Refused
-from jaxfb.types import Last, LossOutput, Max, Min, Sum
-
-PyTree = Any
+from jaxfb.types import Last, LossOutput, Max, Min, PyTree, Sum
 
 
 def check_lengths(microbatches: PyTree, num_pieces: int) -> None:

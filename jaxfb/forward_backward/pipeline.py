@@ -28,9 +28,7 @@ from jaxfb.forward_backward.target import Target
 from jaxfb.parallel import pipe
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program
-from jaxfb.types import LossOutput
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree
 
 
 class Weights(NamedTuple):

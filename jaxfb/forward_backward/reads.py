@@ -9,12 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 @dataclass(frozen=True)

@@ -9,9 +9,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.types import Last, Max, Min, Sum
+from jaxfb.types import Last, Max, Min, PyTree, Sum
 
-PyTree = Any
 RECORD = (
     256  # per-microbatch records travel in blocks of this many, so their bytes do not depend on their number
 )

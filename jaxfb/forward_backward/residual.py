@@ -8,15 +8,13 @@ flight; so they are made again from what is at hand. Whatever depends on hidden 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.extend.core import Literal
 
 from jaxfb.forward_backward.split_backward import needed
 from jaxfb.platforms.compat import evaluate, inlined
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 # what may be done again: views, casts, elementwise work, sums; not products, random bits, loops, collectives
 _CHEAP = set(

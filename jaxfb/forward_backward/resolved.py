@@ -27,9 +27,7 @@ from jaxfb.recomputation import Half, check_gathered_layers, check_remat_layers
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import like, pruned
-from jaxfb.types import LossFn, Pipelined, outer_params, restrict_to
-
-PyTree = Any
+from jaxfb.types import LossFn, Pipelined, PyTree, outer_params, restrict_to
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,8 @@ from jax import lax
 from jaxfb.forward_backward.arguments import leaves_of
 from jaxfb.forward_backward.loss import as_loss_output, as_metric, as_term, checked
 from jaxfb.refusal import Refused, shown
-from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, Sum, outer_params
+from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, PyTree, Sum, outer_params
 
-PyTree = Any
 Gather = Callable[[PyTree], PyTree]
 
 

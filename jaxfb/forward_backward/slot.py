@@ -16,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-PyTree = Any
+from jaxfb.types import PyTree
 
 # Indices of slots, chunks and layers are never negative. JAX would count negative ones from the end, with three
 # operations for every index of every leaf: more than half of those in a small model's pipeline.

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import jax
 from jax.extend.core import ClosedJaxpr, Literal, Var
 
 from jaxfb.platforms.compat import evaluate, inlined
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 class SplitBackward:

@@ -28,9 +28,7 @@ from jaxfb.mesh import EXPERT, axis_size, data_parallel, manual_axes, replica_ax
 from jaxfb.output import objective
 from jaxfb.parallel import sharding
 from jaxfb.refusal import Refused
-from jaxfb.types import LossOutput, Sum
-
-PyTree = Any
+from jaxfb.types import LossOutput, PyTree, Sum
 
 
 class SpmdProgram:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -21,9 +20,8 @@ from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.sequential import as_is, sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
 from jaxfb.forward_backward.target import OfLayer, Target
-from jaxfb.types import LossOutput
+from jaxfb.types import LossOutput, PyTree
 
-PyTree = Any
 WRITTEN_OUT = 4
 """In a pipeline, backwards of at most so many layers are no loop. Sums that a loop inside the loop over ticks
 carries are moved out of fast memory and back in every tick; measured ahead of time for TPU v5e, where all of them fit

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Protocol
 
 import jax
 from jax.sharding import PartitionSpec as P
@@ -28,9 +28,7 @@ from jaxfb.parallel import data, pipe
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import joined, like
-from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, outer_params
-
-PyTree = Any
+from jaxfb.types import CheckedLossFn, LossFn, LossOutput, Pipelined, PyTree, outer_params
 
 
 class Strategy(Protocol):

@@ -8,8 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxfb.forward_backward.slot import FROM_START, read, write
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 class OfLayer(NamedTuple):

@@ -11,9 +11,7 @@ from jax.sharding import Mesh
 
 from jaxfb.mesh import manual_axes
 from jaxfb.platforms.compat import cut_down, equations, opened, silent
-from jaxfb.types import LossFn, LossOutput
-
-PyTree = Any
+from jaxfb.types import LossFn, LossOutput, PyTree
 
 
 class Traced:

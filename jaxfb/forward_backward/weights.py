@@ -17,8 +17,7 @@ from jaxfb.forward_backward.reduce import reduce_records
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.parallel.annotations import check_statistics
 from jaxfb.refusal import Refused
-
-PyTree = Any
+from jaxfb.types import PyTree
 
 
 def term_weights(

@@ -19,7 +19,7 @@ from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import constrained
 from jaxfb.trainable import joined, like
-from jaxfb.types import Counted
+from jaxfb.types import Counted, PyTree
 from jaxfb.update.attempt import (
     Attempt,
     Trial,
@@ -32,8 +32,6 @@ from jaxfb.update.attempt import (
 )
 from jaxfb.update.conditional import changed_if
 from jaxfb.update.train_state import StepMetrics, TrainState
-
-PyTree = Any
 
 
 @dataclass(frozen=True)

@@ -13,9 +13,7 @@ from jaxfb.forward_backward.options import LAYER_ORDERS
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput, check_complete
 from jaxfb.refusal import Refused, boolean, choice, integer, refuse, shown
-from jaxfb.types import Counted
-
-PyTree = Any
+from jaxfb.types import Counted, PyTree
 
 
 def check_optimizer(optimizer: Any) -> None:

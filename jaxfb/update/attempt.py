@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -10,9 +10,8 @@ import jax.numpy as jnp
 from jaxfb import gradients
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.trainable import joined, like
+from jaxfb.types import PyTree
 from jaxfb.update.train_state import NonFinite
-
-PyTree = Any
 
 
 class Attempt(NamedTuple):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -13,10 +12,9 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.sharding import adopt
+from jaxfb.types import PyTree
 from jaxfb.update.arguments import check_limits
 from jaxfb.update.train_state import Limits
-
-PyTree = Any
 
 
 class OnMesh:

@@ -9,10 +9,8 @@ from typing import Any
 import jax
 
 from jaxfb.parallel.layer_order import LayerOrder
-from jaxfb.types import Counted
+from jaxfb.types import Counted, PyTree
 from jaxfb.update.train_state import TrainState
-
-PyTree = Any
 
 
 class PipelineState(TrainState):

@@ -22,7 +22,7 @@ from jaxfb.parallel.layer_order import LayerOrder
 from jaxfb.parallel.sharding import abstract, cut_over_pipe, moment_specs, shardings
 from jaxfb.platforms.compat import is_traced
 from jaxfb.refusal import boolean, instance
-from jaxfb.types import LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import (
     check_alive,
@@ -33,8 +33,6 @@ from jaxfb.update.arguments import (
 )
 from jaxfb.update.pipeline_state import PipelineState, closed, in_model_order, in_pipeline_order, opened
 from jaxfb.update.train_state import TrainState, is_init_function
-
-PyTree = Any
 
 
 class StatePlacement:

@@ -13,12 +13,11 @@ import jax
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.output import ForwardBackwardOutput
+from jaxfb.types import PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.pipeline_state import closed, counted_in, opened
 from jaxfb.update.placement import StatePlacement
 from jaxfb.update.train_state import StepMetrics, TrainState
-
-PyTree = Any
 
 
 class Programs:

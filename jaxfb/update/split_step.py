@@ -18,15 +18,13 @@ from jaxfb.forward_backward import Packed
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.platforms.compiler import per_options
 from jaxfb.refusal import INT32, instance, integer
-from jaxfb.types import LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.arguments import check_gradients, check_rows
 from jaxfb.update.on_mesh import OnMesh
 from jaxfb.update.pipeline_state import opened, shapes_of_params
 from jaxfb.update.programs import Programs
 from jaxfb.update.states import StepStates
 from jaxfb.update.train_state import StepMetrics, TrainState
-
-PyTree = Any
 
 
 class SplitStep(StepStates):

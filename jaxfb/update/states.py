@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 
 from jaxfb.forward_backward import ForwardBackward
+from jaxfb.types import PyTree
 from jaxfb.update.placement import StatePlacement
 from jaxfb.update.train_state import TrainState
-
-PyTree = Any
 
 
 class StepStates:

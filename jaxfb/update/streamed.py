@@ -24,12 +24,10 @@ from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import fetched, put_back
 from jaxfb.parallel.layer_slices import Slices, slices_of, stacked_moments, stacked_params
 from jaxfb.trainable import joined, like
-from jaxfb.types import Pipelined
+from jaxfb.types import Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.attempt import Attempt, Trial, Tried, of_dtype
 from jaxfb.update.train_state import TrainState
-
-PyTree = Any
 
 
 def streamed(update: Update, model: Any) -> Update:

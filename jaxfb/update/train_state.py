@@ -14,9 +14,8 @@ import optax
 from jaxfb import gradients
 from jaxfb.forward_backward.arguments import check_params
 from jaxfb.optim.loss_scale import LossScaleState
+from jaxfb.types import PyTree
 from jaxfb.update.arguments import check_loss_scale, check_optimizer, one_key
-
-PyTree = Any
 
 
 def is_init_function(params: Any) -> bool:

@@ -26,7 +26,7 @@ from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import check_memory
 from jaxfb.platforms.compiler import per_options
 from jaxfb.refusal import Refused, function
-from jaxfb.types import LossFn, Pipelined
+from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import check_optimizer, check_options, check_rows, layer_order_of
 from jaxfb.update.on_mesh import OnMesh
@@ -35,8 +35,6 @@ from jaxfb.update.programs import Programs
 from jaxfb.update.split_step import SplitStep
 from jaxfb.update.streamed import streamed
 from jaxfb.update.train_state import Limits, StepMetrics, TrainState
-
-PyTree = Any
 
 
 def make_train_step(
