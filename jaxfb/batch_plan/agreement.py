@@ -10,22 +10,12 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from jaxfb.batch_plan.budget import NO_BUDGET
+from jaxfb.batch_plan.fit import SIZES
 from jaxfb.batch_plan.plan import BatchPlan, fingerprint_of
 from jaxfb.batch_plan.refusal import PlanError
 
-_CUTS = (
-    "data_parallel",
-    "rows_per_microbatch",
-    "num_microbatches",
-    "max_tokens_per_microbatch",
-    "multiple_of",
-    "remainder",
-    "rows",
-    "sequence_length",
-    "widths",
-    "packing",
-    "max_context",
-)
+_CUTS = (*SIZES, *NO_BUDGET, "data_parallel", "multiple_of", "remainder")
 
 
 def explain_difference(saved: Mapping[str, Any], plan: BatchPlan, **order: Any) -> str | None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from jaxfb.batch_plan.balance import cost_of, karmarkar_karp
-from jaxfb.batch_plan.budget import shape_for
+from jaxfb.batch_plan.budget import NO_BUDGET, shape_for
 from jaxfb.batch_plan.plan import BatchPlan
 from jaxfb.batch_plan.refusal import PlanError, not_negative
 from jaxfb.refusal import shown
@@ -68,12 +68,8 @@ def arrange(plan: BatchPlan, lengths: Sequence[int]) -> Arrangement:
         rows=total,
         rows_per_microbatch=per_replica,
         num_microbatches=count,
-        max_tokens_per_microbatch=None,
-        sequence_length=None,
-        widths=None,
-        packing=False,
-        max_context=None,
         remainder="pad",  # some array rows may be blank
+        **NO_BUDGET,
     )
     made = Arrangement(cut, width, tuple(map(tuple, bins)), tuple(lengths))
     _check_made(made, plan)

@@ -21,9 +21,8 @@ def karmarkar_karp(costs: Sequence[int], parts: int, *, equal_counts: bool = Fal
     """
     if parts == 1:
         return [list(range(len(costs)))]
-    heap: list = []
-    for state in _start(costs, parts, equal_counts):
-        heapq.heappush(heap, state)
+    heap = list(_start(costs, parts, equal_counts))
+    heapq.heapify(heap)
     while len(heap) > 1:
         heapq.heappush(heap, _merge(heapq.heappop(heap), heapq.heappop(heap)))
     return [sorted(members) for _, members in heap[0][2]]

@@ -12,7 +12,10 @@ from typing import Any
 
 from jaxfb.batch_plan.refusal import PlanError
 
-BUDGET = ("sequence_length", "widths", "packing", "max_context")
+BUDGET = {"sequence_length": None, "widths": None, "packing": False, "max_context": None}
+"""The settings that belong to a token budget, and their values without one."""
+NO_BUDGET = {"max_tokens_per_microbatch": None, **BUDGET}
+"""The changes that make a plan by tokens one by rows."""
 GRAINS = 4  # rows_per_microbatch is rounded up to quarters of the most that fit: few programs, little padding
 QUARTERS = 4
 
@@ -25,7 +28,7 @@ def check_budget(plan: Any) -> tuple[int, ...] | None:
             raise PlanError(
                 f"[{plan.purpose}] {', '.join(set_)} belong to a token budget; give max_tokens_per_microbatch, "
                 "or leave them out",
-                [{name: False if name == "packing" else None for name in set_}],
+                [{name: BUDGET[name] for name in set_}],
             )
         return None
     if plan.sequence_length is None:

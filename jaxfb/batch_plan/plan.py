@@ -15,7 +15,7 @@ from dataclasses import KW_ONLY, dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
-from jaxfb.batch_plan.budget import BUDGET, check_budget, shapes
+from jaxfb.batch_plan.budget import BUDGET, NO_BUDGET, check_budget, shapes
 from jaxfb.batch_plan.fit import SIZES, misfit, solve
 from jaxfb.batch_plan.refusal import (
     PlanError,
@@ -299,15 +299,8 @@ def _check_exclusive(plan: BatchPlan) -> None:
     for name, cut in cuts.items():
         if budget is None or cut is None:
             continue
-        without = {
-            "max_tokens_per_microbatch": None,
-            "sequence_length": None,
-            "widths": None,
-            "packing": False,
-            "max_context": None,
-        }
         choices = only_legal(
-            [dict.fromkeys(cuts), without], lambda choice: dataclasses.replace(plan, **choice)
+            [dict.fromkeys(cuts), NO_BUDGET], lambda choice: dataclasses.replace(plan, **choice)
         )
         why = ": lengths decide how many there are" if name == "num_microbatches" else ""
         raise PlanError(

@@ -7,6 +7,7 @@ pass over the rollout is K = R / G updates. Prompts are counted in this file and
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, NamedTuple
@@ -192,10 +193,7 @@ class RolloutPlan:
 
 def check_whole_groups(prompt_of_row: Sequence[int], samples_per_prompt: int) -> None:
     """Refuses rows that are not whole groups of samples of one prompt."""
-    counts: dict[int, int] = {}
-    for prompt in map(int, prompt_of_row):
-        counts[prompt] = counts.get(prompt, 0) + 1
-    for prompt, count in counts.items():
+    for prompt, count in Counter(map(int, prompt_of_row)).items():
         if count != samples_per_prompt:
             raise PlanError(
                 f"prompt {prompt} has {count} of {samples_per_prompt} samples; group statistics need all of them"

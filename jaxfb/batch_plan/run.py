@@ -158,7 +158,8 @@ class RunPlan:
         given = (*_LENGTHS, "dataset_rows", "sequence_length")
         rows = [(name, value) for name in given if (value := getattr(self, name)) is not None]
         last = self.window(self.total_updates - 1)
-        rows += [("total_updates", self.total_updates), ("total_rows", self._total_rows)]
+        total_rows = sum(stretch.rows * stretch.count for stretch in self._stretches)
+        rows += [("total_updates", self.total_updates), ("total_rows", total_rows)]
         rows += [("row_counts", ", ".join(map(str, self.row_counts))), ("rows of the last update", last.rows)]
         return [*rows, ("remainder", self.remainder)]
 
@@ -177,10 +178,6 @@ class RunPlan:
         raise PlanError(
             f"[run] first={first} is after the last of {self.total_updates} updates, counted from 0"
         )
-
-    @property
-    def _total_rows(self) -> int:
-        return sum(stretch.rows * stretch.count for stretch in self._stretches)
 
     @cached_property
     def _plan_of(self) -> dict[int, BatchPlan]:
