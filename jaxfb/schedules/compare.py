@@ -11,9 +11,9 @@ from jaxfb.schedules.earliest import time_of
 from jaxfb.schedules.kinds import KINDS
 from jaxfb.schedules.megatron import megatron_order, megatron_time, most_in_flight
 from jaxfb.schedules.placement import v_placement
-from jaxfb.schedules.published import zb_v_orders
 from jaxfb.schedules.simulate import simulate
 from jaxfb.schedules.sizes import checked_pieces, checked_sizes
+from jaxfb.schedules.zb_v import zb_v_orders
 
 PUBLISHED = {"published ZB-V": zb_v_orders, "published DualPipeV": dualpipe_v_orders}
 
