@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxfb.refusal import number
 from jaxfb.schedules.action import Action
-from jaxfb.schedules.sizes import checked_costs, checked_share
+from jaxfb.schedules.sizes import WHO, checked_costs
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class Costs:
 
     def __post_init__(self):
         costs = dict(vars(self))
-        checked_share("attention", costs.pop("attention"))
+        number("attention", costs.pop("attention"), who=WHO, least=0, most=1)
         checked_costs(**costs)
 
     @property

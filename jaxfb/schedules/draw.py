@@ -50,7 +50,6 @@ def bars(schedule, costs: Costs | None = None) -> list[Bar]:
             for cell, kinds in cells
         ]
         work = max(map(sum, lengths))
-        loss = (losses[tick], head) if tick in losses else None
         for device, kinds in enumerate(executed):
             done = {a.kind: (a.microbatch, a.chunk) for a in schedule.table[tick][device]}
             steps = [
@@ -60,11 +59,11 @@ def bars(schedule, costs: Costs | None = None) -> list[Bar]:
             idle = work - sum(length for _, length, _, _ in steps)
             if idle > 0:
                 steps.append(("idle", idle, None, None))
-            if loss:
+            if tick in losses:
                 after_f = len(steps) if schedule.by_device else kinds.find("F") + 1
-                steps.insert(after_f, ("loss", loss[1], loss[0], None))
+                steps.insert(after_f, ("loss", head, losses[tick], None))
             found += _in_sequence(device, tick, now, steps)
-        now += work + (head if loss else 0)
+        now += work + (head if tick in losses else 0)
     return sorted(found, key=lambda bar: (bar.tick, bar.device, bar.start))
 
 
@@ -182,8 +181,7 @@ def _draw_memory(axes, schedule, found: Sequence[Bar], time: float) -> None:
     axes.set(ylim=(0, None))
     axes.set_ylabel("microbatches kept\n(black: device 0)", fontsize=8.5)
     axes.yaxis.set_major_locator(MaxNLocator(integer=True, nbins=4))
-    for side in ("top", "right"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right"]].set_visible(False)
 
 
 def _draw_bars(axes, found: list[Bar], schedule, time: float, inches: float) -> None:
@@ -247,8 +245,7 @@ def _label(axes, schedule, result, kinds: set[str], below) -> None:
     axes.set(xlim=(0, result.time), ylim=(schedule.num_stages - 0.45, -0.55))
     axes.set_yticks(devices, [f"device {d}" for d in devices])
     axes.tick_params(length=0)
-    for side in ("top", "right", "left"):
-        axes.spines[side].set_visible(False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
     shown = [kind for kind in (*KINDS, "loss") if kind in kinds]
     labels = LABELS | ({"B": "input gradient"} if schedule.splits_backward else {})
     patches = [Patch(color=COLOURS[k], label=labels[k]) for k in shown] + [Patch(color=IDLE, label="idle")]

@@ -8,6 +8,7 @@ so the chunks of one microbatch must be at least P positions apart.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 from jaxfb.schedules.action import KINDS, Action
 from jaxfb.schedules.placement import Placement
@@ -80,10 +81,7 @@ def tabulate(
     table = [[[] for _ in placement] for _ in range(1 + max(tick for tick, _, _ in timed))]
     for tick, device, action in timed:
         table[tick][device].append(action)
-    cells = tuple(tuple(tuple(sorted(c, key=_rank)) for c in row) for row in table)
+    in_order = partial(sorted, key=lambda action: KINDS.index(action.kind))
+    cells = tuple(tuple(tuple(in_order(cell)) for cell in row) for row in table)
     sizes = len(placement), num_microbatches, len(placement[0])
     return Schedule(name, *sizes, cells, placement, by_device, num_pieces)
-
-
-def _rank(action: Action) -> int:
-    return KINDS.index(action.kind)

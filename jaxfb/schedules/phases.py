@@ -4,6 +4,7 @@ Inside a phase the body is the same in every tick: it runs every kind of the pha
 not. That is what a tick costs, so phases are what `simulate` charges.
 """
 
+from itertools import groupby
 from typing import NamedTuple
 
 from jaxfb.schedules.action import KINDS
@@ -40,13 +41,9 @@ def phases_of(table) -> tuple[Phase, ...]:
 
 
 def _runs(kinds_by_tick: list[str]) -> list[Phase]:
-    runs: list[Phase] = []
-    for tick, kinds in enumerate(kinds_by_tick):
-        if runs and runs[-1].kinds == kinds:
-            runs[-1] = runs[-1]._replace(stop=tick + 1)
-        else:
-            runs.append(Phase(tick, tick + 1, kinds))
-    return runs
+    runs = groupby(range(len(kinds_by_tick)), kinds_by_tick.__getitem__)
+    ticks = ((kinds, [*run]) for kinds, run in runs)
+    return [Phase(run[0], run[-1] + 1, kinds) for kinds, run in ticks]
 
 
 def _merge(runs: list[Phase]) -> list[Phase]:

@@ -56,6 +56,7 @@ valid and no residual slots.
 
 from dataclasses import dataclass
 
+from jaxfb.schedules.action import KINDS
 from jaxfb.schedules.phases import Phase
 from jaxfb.schedules.placement import MIRROR, channel_of
 from jaxfb.schedules.slots import BUFFERS, WITH_SPARE, WRITTEN_BY, Slots
@@ -84,6 +85,11 @@ SLOT_ROWS = {
     "b_cache": "cache",
 }
 """Row name to the buffer it points into."""
+OWN_SLOTS = {
+    kind: {row: buffer for row, buffer in SLOT_ROWS.items() if row.startswith(f"{kind.lower()}_")}
+    for kind in KINDS
+}
+"""The same by kind, for the rows of the device that runs an action."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,14 +149,12 @@ def program_of(schedule) -> Program:
     rows = _blank(schedule, slots)
     for (kind, m, stage), tick in schedule.ticks.items():
         device, chunk = schedule.device_chunk_of(stage)
-        lower = {"F": _forward, "B": _backward, "W": _weight}[kind]
-        cached = slots.number["cache"].get((m - m % schedule.num_pieces, stage))
-        row = lower(slots, hops, m, stage) | ({} if cached is None else {f"{kind.lower()}_cache": cached})
-        for name, value in row.items():
-            rows[name][tick][device] = value
-        prefix = kind.lower()
         for field, value in (("valid", 1), ("microbatch", m), ("chunk", chunk)):
-            rows[f"{prefix}_{field}"][tick][device] = value
+            rows[f"{kind.lower()}_{field}"][tick][device] = value
+        for name, buffer in OWN_SLOTS[kind].items():
+            item = (m - m % schedule.num_pieces if buffer == "cache" else m), stage
+            if item in slots.number[buffer]:  # an end has no input, and not every schedule each buffer
+                rows[name][tick][device] = slots.number[buffer][item]
         _travel(rows, schedule, slots, hops, kind, m, stage, tick)
     return Program(
         num_ticks=schedule.num_ticks,
@@ -179,44 +183,22 @@ def _blank(schedule, slots: Slots) -> dict[str, list]:
     return rows
 
 
-def _forward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
-    row = {"f_embed": int(stage == 0), "f_last": int(stage == len(hops))}
-    if stage > 0:
-        row["f_input"] = slots.number["activation"][m, stage]
-    if (m, stage) in slots.number["residual"]:
-        row["f_residual"] = slots.number["residual"][m, stage]
-    return row
-
-
-def _backward(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
-    row = {"b_embed": int(stage == 0)}
-    row["b_residual"] = slots.number["residual"][m, stage]
-    row["b_gradient"] = slots.number["gradient"][m, stage]
-    if (m, stage) in slots.number["cotangent"]:
-        row["b_cotangent"] = slots.number["cotangent"][m, stage]
-    return row
-
-
-def _weight(slots: Slots, hops, m: int, stage: int) -> dict[str, int]:
-    return {
-        "w_residual": slots.number["residual"][m, stage],
-        "w_cotangent": slots.number["cotangent"][m, stage],
-    }
-
-
 def _travel(rows, schedule, slots: Slots, hops, kind: str, m: int, stage: int, tick: int) -> None:
-    """Writes what follows an F or B: the arrival a tick later, the loss, the embedding's rows."""
+    """Writes what is at the ends, and what follows an F or B: the arrival a tick later, the loss."""
+    device, _ = schedule.device_chunk_of(stage)
     if kind == "F" and stage == 0:
+        rows["f_embed"][tick][device] = 1
         rows["embed_valid"][tick], rows["embed_microbatch"][tick] = 1, m
     if kind == "F" and stage == len(hops):
+        rows["f_last"][tick][device] = 1
         rows["loss_valid"][tick], rows["loss_microbatch"][tick] = 1, m
         if schedule.has_backward:
-            device, _ = schedule.device_chunk_of(stage)
             rows["loss_gradient"][tick][device] = slots.number["gradient"][m, stage]
     elif kind == "F":
         target, _ = schedule.device_chunk_of(stage + 1)
         rows[f"activation_from_{hops[stage]}"][tick + 1][target] = slots.number["activation"][m, stage + 1]
     if kind == "B" and stage == 0:
+        rows["b_embed"][tick][device] = 1
         rows["embed_gradient_valid"][tick], rows["embed_gradient_microbatch"][tick] = 1, m
     elif kind == "B":
         target, _ = schedule.device_chunk_of(stage - 1)

@@ -75,11 +75,6 @@ def checked_costs(**costs: Any) -> dict[str, float]:
     return {name: number(name, value, who=WHO, least=0) for name, value in costs.items()}
 
 
-def checked_share(name: str, share: Any) -> float:
-    """Returns the share; ValueError if it is not within 0 and 1."""
-    return number(name, share, who=WHO, least=0, most=1)
-
-
 def _smaller(stages: int, microbatches: int, chunks: int) -> list[dict[str, int]]:
     """Returns the largest sizes that fit: of one alone, as far as that is enough, else of all three."""
     found = []

@@ -5,7 +5,7 @@ what it costs and how it looks. No device is needed for any of it.
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 from jaxfb.refusal import Refused, boolean, instance, integer
@@ -77,10 +77,8 @@ class Schedule:
         actions = [action for row in cells for cell in row for action in cell]
         num_chunks = 1 + max(action.chunk for action in actions)
         placement = placement_of(placement, len(cells[0]), num_chunks)
-        num_items, pieces = (
-            1 + max(action.microbatch for action in actions),
-            checked_pieces(1, 1, 1, num_pieces),
-        )
+        num_items = 1 + max(action.microbatch for action in actions)
+        pieces = checked_pieces(1, 1, 1, num_pieces)
         if num_items % pieces:
             raise Refused(
                 f"[schedule] the table has {num_items} pieces, which num_pieces={pieces} does not divide; number "
@@ -209,12 +207,4 @@ class Schedule:
             table.pop()
         if self.by_device:  # forwards that had a tick to themselves now share it
             table = earliest_forwards(self.table, self.placement)
-        return Schedule(
-            f"{self.name}, forward only",
-            self.num_stages,
-            self.num_microbatches,
-            self.num_chunks,
-            tuple(table),
-            self.placement,
-            num_pieces=self.num_pieces,
-        )
+        return replace(self, name=f"{self.name}, forward only", table=tuple(table), by_device=False)

@@ -1,5 +1,7 @@
 """Is a table a schedule (forward_backward step)? Each action once, in order, no slot overwritten."""
 
+from collections.abc import Iterator
+
 from jaxfb.refusal import Refused
 from jaxfb.schedules.action import KINDS, Action
 from jaxfb.schedules.placement import homes_of
@@ -82,9 +84,7 @@ def _check_order(schedule) -> None:
     """Checks happens-before, with one tick of transport between stages, also between two on the same device."""
     last = schedule.num_stages * schedule.num_chunks - 1
     for (kind, m, stage), tick in schedule.ticks.items():
-        for need, delay in _needs(kind, m, stage, last) + _needs_of_piece(
-            kind, m, stage, schedule.num_pieces
-        ):
+        for need, delay in _needs(kind, m, stage, last, schedule.num_pieces):
             ready = schedule.ticks[need]
             if tick >= ready + delay:
                 continue
@@ -99,24 +99,21 @@ def _check_order(schedule) -> None:
             _refuse(schedule, tick, device, kind, message)
 
 
-def _needs(kind: str, m: int, stage: int, last: int) -> list[tuple[tuple[str, int, int], int]]:
-    """Returns what an action reads, and how many ticks after it it may run at the earliest."""
-    if kind == "F":
-        return [(("F", m, stage - 1), 1)] if stage > 0 else []
-    if kind == "B":
-        return [(("F", m, stage), 0)] + ([(("B", m, stage + 1), 1)] if stage < last else [])
-    return [(("B", m, stage), 0)]
+def _needs(
+    kind: str, m: int, stage: int, last: int, num_pieces: int
+) -> Iterator[tuple[tuple[str, int, int], int]]:
+    """Yields what an action reads, and how many ticks after it it may run at the earliest.
 
-
-def _needs_of_piece(
-    kind: str, item: int, stage: int, num_pieces: int
-) -> list[tuple[tuple[str, int, int], int]]:
-    """Returns the same of what a piece reads of others on its own stage: keys and values of earlier pieces going
-    forward, their gradients from later pieces coming back.
+    A piece reads of others on its own stage: keys and values of earlier pieces going forward, their gradients from
+    later pieces coming back.
     """
-    piece = item % num_pieces
-    if kind == "F":
-        return [(("F", item - 1, stage), 1)] if piece > 0 else []
-    if kind == "B":
-        return [(("B", item + 1, stage), 1)] if piece < num_pieces - 1 else []
-    return []
+    if kind != "F":
+        yield ("F" if kind == "B" else "B", m, stage), 0
+    if kind == "F" and stage > 0:
+        yield ("F", m, stage - 1), 1
+    if kind == "F" and m % num_pieces > 0:
+        yield ("F", m - 1, stage), 1
+    if kind == "B" and stage < last:
+        yield ("B", m, stage + 1), 1
+    if kind == "B" and m % num_pieces < num_pieces - 1:
+        yield ("B", m + 1, stage), 1
