@@ -14,11 +14,10 @@ from functools import partial
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 from jax import lax
 from jax.sharding import Mesh
 
-from jaxfb.forward_backward.reduce import across
+from jaxfb.forward_backward.reduce import across, masked
 from jaxfb.forward_backward.traced import Traced
 from jaxfb.mesh import axis_size, data_parallel
 from jaxfb.refusal import Refused
@@ -127,7 +126,7 @@ class OverContext:
 
 
 def _once(leaf: jax.Array, shared: bool) -> jax.Array:
-    return jnp.where(lax.axis_index(AXIS) == 0, leaf, jnp.zeros_like(leaf)) if shared else leaf
+    return masked(lax.axis_index(AXIS) == 0, leaf) if shared else leaf
 
 
 def _is_of_tokens(local: tuple[int, ...], whole: tuple[int, ...]) -> bool:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import jax
 from jax import lax
 
+from jaxfb.forward_backward.reduce import of_all
 from jaxfb.refusal import Refused
-from jaxfb.types import Last, LossOutput, Max, Min, PyTree, Sum
+from jaxfb.types import LossOutput, PyTree
 
 
 def check_lengths(microbatches: PyTree, num_pieces: int) -> None:
@@ -57,16 +58,8 @@ def piece_of(microbatch: PyTree, number: jax.Array, num_pieces: int) -> PyTree:
 def whole_records(records: LossOutput, num_pieces: int) -> LossOutput:
     """Returns records of microbatches, [num_microbatches, ...] leaves, from those of their pieces, in order."""
     by_piece = jax.tree.map(lambda leaf: leaf.reshape(-1, num_pieces, *leaf.shape[1:]), records)
-    reduce = {
-        Sum: lambda x: x.sum(1),
-        Max: lambda x: x.max(1),
-        Min: lambda x: x.min(1),
-        Last: lambda x: x[:, -1],
-    }
-    of_kind = lambda metric: jax.tree.map(reduce[type(metric)], metric)  # noqa: E731
-    terms, metrics = (
-        {name: of_kind(one) for name, one in kind.items()} for kind in (by_piece.terms, by_piece.metrics)
-    )
+    terms = {name: of_all(one, axis=1) for name, one in by_piece.terms.items()}
+    metrics = {name: of_all(one, axis=1) for name, one in by_piece.metrics.items()}
     return LossOutput(terms, metrics, jax.tree.map(_joined_tokens, by_piece.outputs))
 
 

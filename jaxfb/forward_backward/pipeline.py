@@ -21,6 +21,7 @@ from jaxfb.forward_backward.accumulate import added, empty_sums
 from jaxfb.forward_backward.head_placement import HeadPlacement
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
+from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import with_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
 from jaxfb.forward_backward.stage import Stage
@@ -176,7 +177,7 @@ class Tick:
             residual, records, before = carried
             layers = self._layers(row["f_chunk"])
             hidden, out, residual = self._stage_forward(row, layers, before, inputs, residual)
-            out = _where(row["f_valid"] == 1, self._among_all(layers, out))
+            out = masked(row["f_valid"] == 1, self._among_all(layers, out))
             records = _add(records, row["f_microbatch"], out)
             return residual, records, hidden
 
@@ -390,10 +391,6 @@ def _put(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
 
 def _add(tree: PyTree, slot: jax.Array, values: PyTree) -> PyTree:
     return jax.tree.map(lambda leaf, value: leaf.at[slot].add(value.astype(leaf.dtype)), tree, values)
-
-
-def _where(valid: jax.Array, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.where(valid, leaf, jnp.zeros_like(leaf)), tree)
 
 
 def _choose(first: jax.Array, yes: PyTree, no: PyTree) -> PyTree:

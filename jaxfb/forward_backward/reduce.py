@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from jax import lax
 
 from jaxfb.types import Last, Max, Min, PyTree, Sum
 
+Metric = TypeVar("Metric", bound=Sum | Max | Min | Last)
 RECORD = (
     256  # per-microbatch records travel in blocks of this many, so their bytes do not depend on their number
 )
@@ -28,22 +29,23 @@ def reduce_metrics(metrics: Mapping, axes: tuple[str, ...]) -> tuple[dict, dict]
     nobody reads it; where somebody does, its collectives are of a fixed size, and of the kinds of the first.
     """
     each = {name: _in_blocks(metric, lambda m: _reduced(m, axes)) for name, metric in metrics.items()}
-    return {name: _reduced(_of_all(metric), axes) for name, metric in metrics.items()}, each
+    return {name: _reduced(of_all(metric), axes) for name, metric in metrics.items()}, each
 
 
-def _of_all(metric: Sum | Max | Min | Last) -> Sum | Max | Min | Last:
-    """Returns the metric of all microbatches of this replica, from those of each."""
-    over = {Sum: jnp.sum, Max: jnp.max, Min: jnp.min, Last: lambda leaf, axis: leaf[-1]}[type(metric)]
-    return jax.tree.map(lambda leaf: over(leaf, axis=0), metric)
+def of_all(metric: Metric, axis: int = 0) -> Metric:
+    """Returns the metric of all microbatches of this replica, or pieces of a microbatch, from those of each."""
+    of_last = lambda leaf, axis: leaf[(slice(None),) * axis + (-1,)]  # noqa: E731
+    over = {Sum: jnp.sum, Max: jnp.max, Min: jnp.min, Last: of_last}[type(metric)]
+    return jax.tree.map(lambda leaf: over(leaf, axis=axis), metric)
 
 
-def _reduced(metric: Sum | Max | Min | Last, axes: tuple[str, ...]) -> Sum | Max | Min | Last:
+def _reduced(metric: Metric, axes: tuple[str, ...]) -> Metric:
     """Reduces over replicas and context: the last replica has the last rows, the first of context the last tokens."""
     if isinstance(metric, Last):
         here = jnp.asarray(True)
         for axis in axes:
             here &= lax.axis_index(axis) == (0 if axis == "context" else lax.axis_size(axis) - 1)
-        metric = jax.tree.map(lambda leaf: jnp.where(here, leaf, jnp.zeros_like(leaf)), metric)
+        metric = masked(here, metric)
     collective = {Max: lax.pmax, Min: lax.pmin}.get(type(metric), lax.psum)
     return across(collective, metric, axes)
 
@@ -58,9 +60,9 @@ def _in_blocks(values: PyTree, reduce: Callable[[PyTree], PyTree]) -> PyTree:
     return jax.tree.map(lambda whole, leaf: whole[: len(leaf)], reduce(jax.tree.map(padded, values)), values)
 
 
-def means_of_microbatches(terms: dict[str, Sum]) -> dict[str, jax.Array]:
-    """Returns name -> [num_microbatches] of total / weight on this replica, 0 where nothing was counted."""
-    return {name: term.value for name, term in terms.items()}
+def masked(counts: jax.Array, tree: PyTree) -> PyTree:
+    """Returns the tree where it counts, bool[], and zeros elsewhere."""
+    return jax.tree.map(lambda leaf: jnp.where(counts, leaf, jnp.zeros_like(leaf)), tree)
 
 
 def across(collective: Callable, tree: PyTree, axes: tuple[str, ...]) -> PyTree:

@@ -19,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward.microbatches import in_order_of_tokens, rows_spec, specs_of
 from jaxfb.forward_backward.over_context import AXIS, OverContext, traced_on_mesh
-from jaxfb.forward_backward.reduce import means_of_microbatches, reduce_metrics, reduce_records
+from jaxfb.forward_backward.reduce import masked, reduce_metrics, reduce_records
 from jaxfb.forward_backward.resolved import Resolved
 from jaxfb.forward_backward.sequential import as_loss_fn
 from jaxfb.forward_backward.traced import Traced
@@ -53,8 +53,7 @@ class SpmdProgram:
         """
         body, data, specs = self._one_device(params, microbatches, keys)
         check_given(weights, body.traced)
-        grad_specs = None if self.grad_specs is None else _manual(self.grad_specs)
-        out_specs = (grad_specs, *self._of_records(body))
+        out_specs = (_manual(self.grad_specs), *self._of_records(body))
         results = self._on_mesh(body.run, (*specs, P(), P()), out_specs)(*data, grad_scale, weights)
         return *results, body.tokens, body.undivided
 
@@ -124,7 +123,7 @@ def _own(sums: PyTree) -> PyTree:
 
 
 def _manual(specs: PyTree) -> PyTree:
-    return jax.tree.map(sharding.manual_part, specs, is_leaf=lambda spec: isinstance(spec, P))
+    return jax.tree.map(sharding.manual_part, specs)
 
 
 @dataclass(frozen=True)
@@ -150,7 +149,7 @@ class _OneDevice:
 
     def add(self, params, microbatches, keys, grad_scale, given, sums) -> tuple:
         """Returns what `run` does, with this device's sums, [1, ...] leaves, in place of gradients."""
-        run = partial(self.program.strategy.forward_backward, so_far=None if sums is None else _own(sums))
+        run = partial(self.program.strategy.forward_backward, so_far=_own(sums))
         sums, *results = self._results(params, microbatches, keys, grad_scale, given, run)
         return jax.tree.map(lambda leaf: leaf[None], sums), *results
 
@@ -202,8 +201,7 @@ class _OneDevice:
             return self.context.seeds(made)
         if axis_size(self.program.mesh, AXIS) == 1:
             return made
-        first = lax.axis_index(AXIS) == 0
-        return jax.tree.map(lambda seed: jnp.where(first, seed, jnp.zeros_like(seed)), made)
+        return masked(lax.axis_index(AXIS) == 0, made)
 
     def _records(self, out: LossOutput, weights: dict, given: dict | None) -> tuple:
         """Returns (loss, terms, metrics, per_microbatch), reduced over replicas and context."""
@@ -216,7 +214,7 @@ class _OneDevice:
             )
         totals = totals if self.context is None else reduce_records(totals, (AXIS,))
         local = {name: Sum(total, weights[name]) for name, total in totals.items()}
-        means = means_of_microbatches(local) if normalize == "microbatch" else {}
+        means = {name: term.value for name, term in local.items()} if normalize == "microbatch" else {}
         per_microbatch, means = reduce_records((local, means), self._replicas)
         terms = jax.tree.map(lambda records: records.sum(0), per_microbatch)
         if means:

@@ -17,6 +17,7 @@ from jaxfb.forward_backward.ahead import Ahead, Gathered
 from jaxfb.forward_backward.late_scatter import LateScatter
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
+from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import as_is, sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
 from jaxfb.forward_backward.target import OfLayer, Target
@@ -197,7 +198,7 @@ class Stage:
             return self._scan(one, carry, layers, reverse=True)[0]
         for place in reversed(places):
             carry, here = self._in_turn(carry, jnp.int32(place))
-            carry, _ = one(carry, (here, tuple(self._whole(_layer(layers, place)))))
+            carry, _ = one(carry, (here, tuple(self._layer(layers, place))))
         return carry
 
     def _in_turn(self, carry: PyTree, place: jax.Array) -> tuple[PyTree, jax.Array]:
@@ -219,13 +220,14 @@ class Stage:
           from all of them: a part of the stack would be a copy of it.
         """
         places = self._places(layers) if places is None else places
-        numbers, part = jnp.arange(places.start, places.stop, dtype=jnp.int32), _part(places)
+        numbers = jnp.arange(places.start, places.stop, dtype=jnp.int32)
         if self._ahead is not None:
 
             def with_whole(carry, params, rest):
                 place, index, real = rest
                 return one(carry, (place, (params, index, real)))
 
+            part = slice(places.start, places.stop)
             rest = numbers, layers.index[part], layers.real[part]
             return self._ahead.scan(with_whole, carry, layers.params, rest, reverse, places.start)
         if len(places) == layers.index.shape[0]:
@@ -280,7 +282,7 @@ class Stage:
         return carry, scatter.to_the_end(sums, waiting)
 
     def _first(self, layers: Layers) -> Layers:
-        return self._whole(_layer(layers, self._begin))
+        return self._layer(layers, self._begin)
 
     def _places(self, layers: Layers) -> range:
         """Returns the places of this stage's layers among those that it is given."""
@@ -295,24 +297,13 @@ class Stage:
         number = len(self._places(layers))
         return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct((number, *leaf.shape), leaf.dtype), one)
 
-    def _whole(self, layer: Layers) -> Layers:
-        """Returns a layer as `layer` takes it."""
+    def _layer(self, layers: Layers, place: int) -> Layers:
+        """Returns one layer as `layer` takes it."""
+        layer = jax.tree.map(lambda leaf: leaf[place], layers)
         return layer if self._ahead is None else layer._replace(params=self._ahead.gather(layer.params))
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:
         return jax.tree.map(lambda a, b: jnp.where(layer.real, a, b), yes, no) if self._padded else yes
 
     def _masked(self, layer: Layers, tree: PyTree) -> PyTree:
-        return (
-            jax.tree.map(lambda a: jnp.where(layer.real, a, jnp.zeros_like(a)), tree)
-            if self._padded
-            else tree
-        )
-
-
-def _part(places: range) -> slice:
-    return slice(places.start, places.stop)
-
-
-def _layer(layers: Layers, place: int) -> Layers:
-    return jax.tree.map(lambda leaf: leaf[place], layers)
+        return masked(layer.real, tree) if self._padded else tree

@@ -358,7 +358,7 @@ MUTATED = Case("1f1b", 2, 1, "P", dropout=False)
 
 
 def test_garbage_in_a_bubble_is_noticed_where_a_mask_is_missing(breaks):
-    breaks(pipeline, "_where", lambda valid, tree: tree)
+    breaks(pipeline, "masked", lambda valid, tree: tree)
 
 
 @pytest.mark.slow
