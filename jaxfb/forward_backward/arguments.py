@@ -174,12 +174,11 @@ def specs_like(params: PyTree, specs: PyTree) -> PyTree:
     Raises:
       ValueError: a parameter has no PartitionSpec or one of more entries than it has dims, or a spec no parameter.
     """
-    is_spec = lambda leaf: isinstance(leaf, P)  # noqa: E731
-    given = dict(jax.tree_util.tree_leaves_with_path(specs, is_leaf=is_spec))
+    given = dict(jax.tree_util.tree_leaves_with_path(specs))
 
     def one(path, leaf):
         spec = given.pop(path, None)
-        if not is_spec(spec) or len(spec) > len(leaf.shape):
+        if not isinstance(spec, P) or len(spec) > len(leaf.shape):
             raise Refused(
                 "param_specs must give a PartitionSpec for each parameter, of at most as many entries as it has dims; "
                 f"for params{jax.tree_util.keystr(path)} of shape {tuple(leaf.shape)} it gives {spec!r}"

@@ -261,11 +261,10 @@ def _check_options(options: Mapping[str, Any]) -> None:
 
 def _check_meshes(meshes: Any) -> Sequence[Mapping[str, int] | Mesh]:
     meshes = [meshes] if isinstance(meshes, (Mapping, Mesh)) else meshes
-    if not isinstance(meshes, list | tuple):
-        refuse("meshes", meshes, "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]")
+    example = "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]"
+    instance("meshes", meshes, list | tuple, example)
     for mesh in meshes:
         if not isinstance(mesh, Mesh) and not (isinstance(mesh, Mapping) and set(mesh) <= set(AXES)):
-            example = "a list of jax meshes or of sizes by axis, such as [{'pipe': 2, 'data': 2}]"
             refuse("meshes", mesh, f"{example}, with axes among {', '.join(AXES)}")
     return meshes
 

@@ -20,7 +20,7 @@ from jaxfb.forward_backward.last_microbatch import Reduce, reduce_layer
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.overwriting import Overwriting, overwriting_pays
 from jaxfb.forward_backward.piece_stage import PieceStage
-from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer, offloads
+from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import as_is, layer_output
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.parallel import data, sharding, tensor
@@ -116,16 +116,14 @@ class Execution:
 
     def _layer_specs(self) -> PyTree:
         """Returns those of the stacked leaves without their first dim."""
-        return jax.tree.map(
-            lambda spec: P(*spec[1:]), self.specs["layers"], is_leaf=lambda x: isinstance(x, P)
-        )
+        return jax.tree.map(lambda spec: P(*spec[1:]), self.specs["layers"])
 
     def gather_outer(self, tables: Callable[[PyTree], PyTree] | None = None):
         """Returns `gather` of what is beside the layers; None where it is in no shards, or the loop gets it whole.
 
         tables: of the model; of large ones the gathered tree has a `Table` in place of the whole.
         """
-        specs = jax.tree.leaves(outer_params(self.specs), is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree.leaves(outer_params(self.specs))
         is_cut = any(sharding.shards_of(spec) is not None for spec in specs)
         if not self.gathers_in_loop or not is_cut:
             return None
@@ -153,7 +151,7 @@ class Execution:
             return None
         first = jax.tree.map(lambda leaf: leaf[(slice(None),) * lead + (slice(self.kept),)], layers)
         of_stack = lambda spec: P(*(None,) * (lead + 1), *spec[1:])  # noqa: E731
-        specs = jax.tree.map(of_stack, self.specs["layers"], is_leaf=lambda x: isinstance(x, P))
+        specs = jax.tree.map(of_stack, self.specs["layers"])
         dtypes = self.dtypes["layers"]
         return data.gather_parameters(first, specs, dtypes, jax.tree.map(lambda _: False, dtypes))
 
@@ -226,8 +224,7 @@ class Execution:
 
         if keep == "residuals":
             layer = checkpoint_layer(layer, remat, bool(self.ahead) or is_kept or not self.gathers_in_loop)
-        of_layers, on_host = partial(self.trained, of="layers"), offloads(remat)
-        options = options | {"trained": of_layers, "on_host": on_host}
+        options = options | {"trained": partial(self.trained, of="layers"), "on_host": remat == "offload"}
         if halves is not None:
             return StageOfHalves(layer, keep, **options)
         return (

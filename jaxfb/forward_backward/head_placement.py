@@ -19,7 +19,7 @@ from jax import lax
 from jaxfb.forward_backward.accumulate import split_totals
 from jaxfb.forward_backward.layer_passes import StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
-from jaxfb.forward_backward.reduce import across
+from jaxfb.forward_backward.reduce import across, masked
 from jaxfb.parallel.collectives import psum_of_one, psum_scatter_of_one
 from jaxfb.parts import HEADS
 from jaxfb.refusal import Refused, choice
@@ -112,7 +112,7 @@ class HeadPlacement(ABC):
             return jax.tree.map(lambda a: jnp.where(mine, a, jnp.full_like(a, fill(a))), metric)
 
         metrics = {name: neutral(metric) for name, metric in out.metrics.items()}
-        return LossOutput(_masked(self._answers(), out.terms), metrics, _masked(self._answers(), out.outputs))
+        return LossOutput(masked(self._answers(), out.terms), metrics, masked(self._answers(), out.outputs))
 
     def _here(self, device: int) -> jax.Array:
         return lax.axis_index("pipe") == device
@@ -128,7 +128,7 @@ class _WholeModel(HeadPlacement):
     def embed_backward(self, outer, inputs, cotangent, mine):
         with jax.named_scope("embed_backward"):
             _, vjp = jax.vjp(lambda o: self._model.embed(o, inputs.microbatch, inputs.keys), outer)
-            return _masked(mine, vjp(cotangent)[0])
+            return masked(mine, vjp(cotangent)[0])
 
     def _head(self, outer, hidden, inputs):
         with jax.named_scope("head"):
@@ -142,7 +142,7 @@ class LastPlacement(_WholeModel):
         return hidden, inputs
 
     def _own(self, grads):
-        return _masked(self._answers(), grads)
+        return masked(self._answers(), grads)
 
 
 class RowsPlacement(_WholeModel):
@@ -151,7 +151,7 @@ class RowsPlacement(_WholeModel):
     cuts_rows = True
 
     def _spread(self, hidden, inputs):
-        mine = _masked(self._here(self._loss_device), hidden)
+        mine = masked(self._here(self._loss_device), hidden)
         scatter = lambda leaf: psum_scatter_of_one(leaf, "pipe", 0)  # noqa: E731
         return jax.tree.map(scatter, mine), jax.tree.map(_my_rows, inputs)
 
@@ -189,7 +189,7 @@ class VocabularyPlacement(HeadPlacement):
     def embed_backward(self, outer, inputs, cotangent, mine):
         with jax.named_scope("embed_backward"):
             _, vjp = jax.vjp(lambda o: self._part(o, inputs), outer)
-            return self._own(vjp(psum_of_one(_masked(mine, cotangent), "pipe"))[0])
+            return self._own(vjp(psum_of_one(masked(mine, cotangent), "pipe"))[0])
 
     def _part(self, outer, inputs):
         return self._vocabulary.embed(outer, inputs.microbatch, inputs.keys, "pipe")
@@ -201,7 +201,7 @@ class VocabularyPlacement(HeadPlacement):
             )
 
     def _spread(self, hidden, inputs):
-        return psum_of_one(_masked(self._here(self._loss_device), hidden), "pipe"), inputs
+        return psum_of_one(masked(self._here(self._loss_device), hidden), "pipe"), inputs
 
     def _own(self, grads):
         """Returns this device's gradient contribution: its shard of sharded leaves, its partial sum of row-shared
@@ -210,10 +210,7 @@ class VocabularyPlacement(HeadPlacement):
         here, parts, shared = self._answers(), self._cut, self._vocabulary.shared
         if shared is not None:
             parts = jax.tree.map(max, parts, shared(grads))
-        return jax.tree.map(lambda grad, part: grad if part else _masked(here, grad), grads, parts)
-
-
-PLACEMENTS = HEADS
+        return jax.tree.map(lambda grad, part: grad if part else masked(here, grad), grads, parts)
 
 
 def check_placement(name: Any) -> None:
@@ -275,10 +272,6 @@ def _obstacle_to_vocabulary(model: Pipelined, outer: PyTree, pipe: int, tensor: 
 def _my_rows(leaf: jax.Array) -> jax.Array:
     rows = leaf.shape[0] // lax.axis_size("pipe")
     return lax.dynamic_slice_in_dim(leaf, lax.axis_index("pipe") * rows, rows)
-
-
-def _masked(mine: jax.Array, tree: PyTree) -> PyTree:
-    return jax.tree.map(lambda leaf: jnp.where(mine, leaf, jnp.zeros_like(leaf)), tree)
 
 
 def _of(metrics: Mapping, *kinds: type) -> dict:

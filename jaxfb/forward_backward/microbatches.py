@@ -70,12 +70,8 @@ def in_order_of_tokens(microbatches: PyTree, mesh: Mesh) -> PyTree:
 
 def rows_spec(mesh: Mesh, of_tokens: bool = False) -> PartitionSpec:
     """Returns the spec of one such leaf."""
-    rows = (None, replica_axes(mesh))
-    return (
-        PartitionSpec(*rows, "context")
-        if of_tokens and "context" in mesh.axis_names
-        else PartitionSpec(*rows)
-    )
+    length = ("context",) if of_tokens and "context" in mesh.axis_names else ()
+    return PartitionSpec(None, replica_axes(mesh), *length)
 
 
 def merge(outputs: PyTree, of_tokens: PyTree, plan: BatchPlan, mesh: Mesh) -> PyTree:

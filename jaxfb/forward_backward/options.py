@@ -28,6 +28,7 @@ Function = TypeVar("Function", bound=Callable)
 LAYER_ORDERS = ("model", "pipeline")
 OF_A_PIPELINE = ("schedule", "num_chunks", "num_pieces", "head_placement", "layers_per_stage")
 """The options that have a meaning in a pipeline alone."""
+_made_once = lru_cache(maxsize=64)(schedules.make)
 
 
 class EngineKeywords(TypedDict, total=False):
@@ -195,7 +196,7 @@ class EngineOptions(LayoutOptions, PrecisionOptions):
             if self.schedule is None
             else self.schedule
         )
-        return _make_schedule(name, pipe, num_microbatches, self.num_chunks, self.num_pieces)
+        return _made_once(name, pipe, num_microbatches, self.num_chunks, self.num_pieces)
 
     def _check_no_pipeline(self) -> None:
         given = {name: getattr(self, name) for name in OF_A_PIPELINE}
@@ -243,11 +244,6 @@ def _described() -> str:
         textwrap.fill(f"{name}: {text}", 116, initial_indent="  ", subsequent_indent="    ")
         for name, text in described_fields(EngineOptions).items()
     )
-
-
-@lru_cache(maxsize=64)
-def _make_schedule(name: str, *sizes: int) -> schedules.Schedule:
-    return schedules.make(name, *sizes)
 
 
 def _check_schedule(

@@ -64,11 +64,6 @@ def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> 
     return jax.checkpoint(layer, policy=policies[name], prevent_cse=False)
 
 
-def offloads(name: str) -> bool:
-    """Returns whether what is kept for the backward waits in the host's memory."""
-    return name == "offload"
-
-
 def _input_named(layer: Callable) -> Callable:
     def named(params, hidden, *more):
         return layer(params, jax.tree.map(lambda leaf: checkpoint_name(leaf, _INPUT), hidden), *more)

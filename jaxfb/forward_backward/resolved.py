@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jax.sharding import PartitionSpec as P
 
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
@@ -40,7 +39,7 @@ class Tree:
     @classmethod
     def of(cls, tree: PyTree) -> Tree:
         """Flattens a tree whose leaves may be PartitionSpecs."""
-        leaves, structure = jax.tree.flatten(tree, is_leaf=lambda leaf: isinstance(leaf, P))
+        leaves, structure = jax.tree.flatten(tree)
         return cls(tuple(leaves), structure)
 
     @property

@@ -18,11 +18,16 @@ from jaxfb.types import Last, LossFn, LossOutput, Max, Min, Pipelined, PyTree, S
 Gather = Callable[[PyTree], PyTree]
 
 
+def as_is(tree: PyTree) -> PyTree:
+    """Returns the tree: parameters that are whole already."""
+    return tree
+
+
 def sequential(
     model: Pipelined,
     remats: Sequence[tuple[Callable, int | None]] = ((lambda layer: layer, None),),
-    gather_outer: Gather | None = None,
-    gather_layer: Gather | None = None,
+    gather_outer: Gather = as_is,
+    gather_layer: Gather = as_is,
 ) -> LossFn:
     """Returns the model as `loss_fn(params, microbatch, rng)`; the layers' own terms are summed over layers, metrics
     stacked.
@@ -32,13 +37,12 @@ def sequential(
         that it is for, in their order; None: the rest.
       gather_outer, gather_layer: make whole parameters out of shards where they are used (FSDP).
     """
-    whole_outer, whole_layer = gather_outer or as_is, gather_layer or as_is
 
     def run_layer(shards, hidden, microbatch, rng):
-        return layer_output(model.layer(whole_layer(shards), hidden, microbatch, rng))
+        return layer_output(model.layer(gather_layer(shards), hidden, microbatch, rng))
 
     def loss_fn(params, microbatch, rng) -> LossOutput:
-        outer = whole_outer(outer_params(params))
+        outer = gather_outer(outer_params(params))
         with jax.named_scope("embed"):
             hidden = as_hidden("embed", model.embed(outer, microbatch, rng), rows_of(microbatch))
 
@@ -176,8 +180,3 @@ def _check_layer(step: Callable, hidden: PyTree, layers: PyTree) -> None:
             f"a layer must return hidden with the shapes and dtypes it was given: "
             f"embed gives {describe(before)}, layer gives {describe(after)}"
         )
-
-
-def as_is(tree: PyTree) -> PyTree:
-    """Returns the tree: parameters that are whole already."""
-    return tree

@@ -50,13 +50,10 @@ class SplitBackward:
 
     def later(self, saved: list, always: PyTree) -> PyTree:
         """Returns the weight gradient."""
-        invars = self._program.jaxpr.invars[self._num_now :]
-        env = dict(zip(invars, jax.tree.leaves(always), strict=True)) | dict(
-            zip(self._saved_vars, saved, strict=True)
-        )
-        return jax.tree.unflatten(
-            self._weights, evaluate(self._eqns_later, env, self._constants(), self._weight_vars)
-        )
+        known = [*self._program.jaxpr.invars[self._num_now :], *self._saved_vars]
+        env = dict(zip(known, [*jax.tree.leaves(always), *saved], strict=True))
+        out = evaluate(self._eqns_later, env, self._constants(), self._weight_vars)
+        return jax.tree.unflatten(self._weights, out)
 
     def _constants(self) -> dict:
         return dict(zip(self._program.jaxpr.constvars, self._program.consts, strict=True))

@@ -15,7 +15,6 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward import accumulate
 from jaxfb.forward_backward.execution import Execution, is_cut_over
-from jaxfb.forward_backward.head_placement import PLACEMENTS
 from jaxfb.forward_backward.in_place import InPlace
 from jaxfb.forward_backward.last_microbatch import LastMicrobatch, cuts_layers
 from jaxfb.forward_backward.loss import checked
@@ -25,6 +24,7 @@ from jaxfb.forward_backward.remat import checkpoint_layer
 from jaxfb.forward_backward.sequential import num_layers, sequential
 from jaxfb.forward_backward.stage import WRITTEN_OUT
 from jaxfb.parallel import data, pipe
+from jaxfb.parts import HEADS
 from jaxfb.recomputation import remat_parts
 from jaxfb.schedules import Schedule
 from jaxfb.trainable import joined, like
@@ -98,10 +98,9 @@ class Accumulation:
     def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
         execution, rest = self.execution, (microbatches, keys, seeds, accum_dtypes)
         if execution.overlap_grad_reduce and isinstance(self.model, Pipelined):
-            in_place = self._in_place(self.model, num_layers(prepared))
-            in_place = replace(
-                in_place, last=self._last(self.model, num_layers(prepared), grad_specs["layers"], axes)
-            )
+            number = num_layers(prepared)
+            last = self._last(self.model, number, grad_specs["layers"], axes)
+            in_place = replace(self._in_place(self.model, number), last=last)
             if in_place.takes(prepared, microbatches, keys, accum_dtypes):
                 grads, out = in_place.run(prepared, *rest)
                 return self._reduce_rest(grads, grad_specs, axes), out
@@ -177,14 +176,12 @@ class Pipelining:
 
     def forward_backward(self, prepared, microbatches, keys, seeds, accum_dtypes, so_far=None):
         dtypes = Weights(outer_params(accum_dtypes), accum_dtypes["layers"])
-        outer, execution = prepared.outer, self.execution
-        if len(jax.tree.leaves(dtypes.outer)) == len(jax.tree.leaves(outer)):
-            return self._executor(self.schedule, prepared).run(
-                prepared, microbatches, keys, seeds, dtypes, so_far
-            )
-        trained = prepared._replace(outer=execution.trained(outer, "outer"))
-        executor = self._executor(self.schedule, prepared, of_trained(self.model, outer))
-        return executor.run(trained, microbatches, keys, seeds, dtypes, so_far)
+        outer, model, read = prepared.outer, self.model, prepared
+        if len(jax.tree.leaves(dtypes.outer)) < len(jax.tree.leaves(outer)):  # some are frozen
+            model = of_trained(model, outer)
+            read = prepared._replace(outer=self.execution.trained(outer, "outer"))
+        executor = self._executor(self.schedule, prepared, model)
+        return executor.run(read, microbatches, keys, seeds, dtypes, so_far)
 
     def reduced(self, prepared, microbatches, keys, seeds, accum_dtypes, grad_specs, axes):
         grads, out = self.forward_backward(prepared, microbatches, keys, seeds, accum_dtypes)
@@ -192,7 +189,7 @@ class Pipelining:
         return self.reduce(grads, grad_specs, axes), out
 
     def forward(self, prepared, microbatches, keys):
-        executor = self._executor(self.schedule.forward_only(), prepared)
+        executor = self._executor(self.schedule.forward_only(), prepared, self.model)
         return executor.run(prepared, microbatches, keys, None, None)[1]
 
     def reduce(self, grads: Weights, grad_specs, axes):
@@ -204,16 +201,14 @@ class Pipelining:
         outer = (grads.outer, outer_params(specs), outer_params(grad_specs))
         return data.reduce_gradients(*outer, (*axes, "pipe"), "step") | {"layers": layers}
 
-    def _executor(self, schedule: Schedule, prepared: Weights, model: Pipelined | None = None) -> Executor:
-        """Returns what runs a schedule; model: over the trained leaves of `outer`, where some are frozen."""
+    def _executor(self, schedule: Schedule, prepared: Weights, model: Pipelined) -> Executor:
+        """Returns what runs a schedule; model: over the trained leaves of `outer` alone, where some are frozen."""
         execution, program = self.execution, schedule.program
         options = {"padded": not self.layout.even, "written_out": WRITTEN_OUT}
         stage = execution.stage(self.model, self.layout.longest, True, schedule.num_pieces, **options)
-        specs = outer_params(execution.specs)
-        specs = specs if model is None else execution.trained(specs, "outer")
-        cut = jax.tree.map(partial(is_cut_over, axis="pipe"), specs, is_leaf=lambda x: isinstance(x, P))
-        model = self.model if model is None else model
-        placement = PLACEMENTS[self.head_placement](model, cut, program.embed_device, program.loss_device)
+        specs = execution.trained(outer_params(execution.specs), "outer")
+        cut = jax.tree.map(partial(is_cut_over, axis="pipe"), specs)
+        placement = HEADS[self.head_placement](model, cut, program.embed_device, program.loss_device)
         executor = Executor if schedule.num_pieces == 1 else PieceExecutor
         whole = execution.keep_layers(prepared.layers, lead=1)
         return executor(program, stage, placement, self.layout, self.poison, whole)

@@ -53,7 +53,12 @@ class Traced:
 
     def names(self, axis: str, *places: int) -> bool:
         """Returns whether those results (none given: any) depend on a collective or an index along a mesh axis."""
-        return names_axis(self._cut(places or range(self._num_results))[0], axis)
+        program = self._cut(places or range(self._num_results))[0]
+        return any(
+            axis == name or (isinstance(name, tuple) and axis in name)
+            for eqn in equations(program)
+            for name in (eqn.params.get("axis_name"), eqn.params.get("axes"))
+        )
 
     def draws(self) -> list[tuple[int, ...]]:
         """Returns the shapes of the random numbers that are drawn, in order."""
@@ -78,12 +83,3 @@ class Traced:
 
     def _cut(self, places: Sequence[int]) -> tuple[Any, list[bool]]:
         return cut_down(self._program, [place in places for place in range(self._num_results)])
-
-
-def names_axis(program: Any, axis: str) -> bool:
-    """Returns whether a traced function communicates along a mesh axis, or reads its index on it."""
-    return any(
-        axis == name or (isinstance(name, tuple) and axis in name)
-        for eqn in equations(program)
-        for name in (eqn.params.get("axis_name"), eqn.params.get("axes"))
-    )

@@ -369,7 +369,7 @@ def test_a_weight_gradient_of_a_bubble_is_noticed(breaks):
 
 @pytest.mark.slow
 def test_a_missing_mask_of_the_ends_is_noticed(breaks):
-    breaks(head_placement, "_masked", lambda mine, tree: tree)
+    breaks(head_placement, "masked", lambda mine, tree: tree)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from jaxfb import (
     get_forward_backward_func,
     make_mesh,
 )
-from jaxfb.forward_backward.head_placement import PLACEMENTS
+from jaxfb.parts import HEADS
 from jaxfb.recomputation import REMAT_POLICIES
 from jaxfb.schedules import NAMES
 from jaxfb.shared_options import NORMALIZATIONS
@@ -79,7 +79,7 @@ OPTIONS = {
     "compiler_options": maybe(lambda value: isinstance(value, dict | tuple)),
     "optimizer_sharding": one_of((None, "none", "data", "gradients")),
     "param_specs": lambda value: value is None or (callable(value) and not isinstance(value, type)),
-    "head_placement": one_of((None, *PLACEMENTS)),
+    "head_placement": one_of((None, *HEADS)),
     "layers_per_stage": maybe(
         lambda value: isinstance(value, list | tuple | range) or hasattr(value, "shape")
     ),
