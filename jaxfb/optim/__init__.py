@@ -6,8 +6,7 @@ one optax update. Nothing here knows about microbatches.
 
 from jaxfb.optim.learning_rate import Schedule, lr_schedule
 from jaxfb.optim.loss_scale import DynamicLossScale, LossScaleState, StaticLossScale
-from jaxfb.optim.optimizers import Optimizer, OptimizerState, learning_rate_of, make_optimizer
-from jaxfb.optim.trained import of_trained
+from jaxfb.optim.optimizers import Optimizer, OptimizerState, learning_rate_of, make_optimizer, of_trained
 from jaxfb.optim.weight_decay import decay_mask, weight_decay_schedule
 
 __all__ = [
