@@ -26,7 +26,7 @@ from jaxfb.parallel.layer_slices import Slices, slices_of, stacked_moments, stac
 from jaxfb.trainable import joined, like
 from jaxfb.types import Pipelined, PyTree
 from jaxfb.update.apply import Update
-from jaxfb.update.attempt import Attempt, Trial, Tried, of_dtype
+from jaxfb.update.attempt import Trial, Tried, of_dtype
 from jaxfb.update.train_state import TrainState
 
 
@@ -62,13 +62,13 @@ class LayerStream(Update):
     def _tried(self, state: TrainState, out: ForwardBackwardOutput, norm: Any, places: TrainState) -> Tried:
         layers = self._layers(state, places)
         stacked, grads = layers.opened(), self._grads(state, out, layers)
-        rest = layers.rest()
-        tried = self._numbers(_with(state, rest), self._of_part(state, out, rest, grads(None), norm))
+        rest = _with(state, layers.rest())
+        tried = self._numbers(rest, self._attempt(rest, out, grads(None), norm))
         is_stacked = jax.tree.leaves(layers.stacked[0])
 
         def judged(sums, step):
-            part = layers.part(stacked, step)
-            found = self._numbers(_with(state, part), self._of_part(state, out, part, grads(step), norm))
+            part = _with(state, layers.part(stacked, step))
+            found = self._numbers(part, self._attempt(part, out, grads(step), norm))
             return jax.tree.map(jnp.add, sums, _chosen(is_stacked, found)), None
 
         zeros = jax.tree.map(jnp.zeros_like, _chosen(is_stacked, tried))
@@ -86,7 +86,7 @@ class LayerStream(Update):
         grads = self._grads(state, out, layers)
 
         def new(part, step):
-            attempt = self._of_part(state, out, part, grads(step), trial.grad_norm)
+            attempt = self._attempt(_with(state, part), out, grads(step), trial.grad_norm)
             return _picked(trial.applied, (attempt.params, attempt.opt_state), part)
 
         def written(stacked, step):
@@ -112,11 +112,6 @@ class LayerStream(Update):
         of = Layers.of(whole, layers.stacked[0], layers.places[0], layers.slices)
         opened = of.opened()
         return lambda step: finished(of.rest() if step is None else of.part(opened, step))
-
-    def _of_part(
-        self, state: TrainState, out: ForwardBackwardOutput, part: PyTree, grads: PyTree, norm: Any
-    ) -> Attempt:
-        return self._attempt(_with(state, part), out, grads, norm)
 
 
 @dataclass(frozen=True)
