@@ -424,7 +424,7 @@ MUTATIONS = (
     ),
     Mutation(
         "callers_arrays_donated",
-        "update/placement.py",
+        "update/states.py",
         "self._copied = jax.jit(self._create)",
         "self._copied = jax.jit(self._create, donate_argnums=0)",
         "update/test_train_step.py::test_the_arrays_that_a_state_is_made_of_stay_the_callers",

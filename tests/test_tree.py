@@ -18,8 +18,8 @@ ORDER = (
 ).split()
 WITHIN = {
     "platforms": "compat cpu compiler",
-    "update": "arguments train_state pipeline_state attempt conditional apply streamed placement programs on_mesh "
-    "states split_step train_step",
+    "update": "arguments train_state pipeline_state attempt conditional apply streamed states programs on_mesh "
+    "split_step train_step",
     "checkpoint": "manifest stored_parts record step_directories store",
     "cli": "bench supervisor options given memory training models checks layouts commands __main__",
 }

@@ -16,25 +16,25 @@ from jaxfb.output import ForwardBackwardOutput
 from jaxfb.types import PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.pipeline_state import closed, counted_in, opened
-from jaxfb.update.placement import StatePlacement
+from jaxfb.update.states import StepStates
 from jaxfb.update.train_state import StepMetrics, TrainState
 
 
 class Programs:
     """Computes what a step traces, by pure functions of arrays.
 
-    placement: where states live, and the engine. dropout: whether the model is given PRNG keys. change: the update.
+    states: where they live, and the engine. dropout: whether the model is given PRNG keys. change: the update.
     """
 
-    def __init__(self, placement: StatePlacement, dropout: bool, change: Update):
-        self._placement, self._dropout, self.change = placement, dropout, change
+    def __init__(self, states: StepStates, dropout: bool, change: Update):
+        self._states, self._dropout, self.change = states, dropout, change
 
     def differentiate(
         self, state: TrainState, batch: PyTree, keys: Any, weights: Any, model: Any, plan: BatchPlan
     ) -> ForwardBackwardOutput:
         """Returns loss and gradients, whose layers are in the order in which the state stores them."""
         stored, order = opened(state)
-        fb, params = self._placement.forward_backward, stored.params
+        fb, params = self._states.forward_backward, stored.params
         in_place = order is not None and order == fb.order_of_layers(order.layout.num_layers, plan)
         if in_place:
             fb = replace(fb, options=replace(fb.options, layer_order="pipeline"))
@@ -51,10 +51,10 @@ class Programs:
         """Applies gradients whose layers are in the order in which the state stores them."""
         stored, order = opened(state)
         change = replace(self.change, counted=counted_in(order, self.change.counted))
-        places = opened(self._placement.state_shardings(state))[0]
+        places = opened(self._states.state_shardings(state))[0]
         new, metrics = change.apply(stored, out, rows, places, limits)
         if order is not None and metrics.num_zeros is not None:
-            empty = order.empty(self._placement.forward_backward.trained(stored.params))
+            empty = order.empty(self._states.forward_backward.trained(stored.params))
             metrics = replace(metrics, num_zeros=metrics.num_zeros - empty)
         return closed(new, order), metrics
 

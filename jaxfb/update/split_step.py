@@ -30,13 +30,12 @@ from jaxfb.update.train_state import StepMetrics, TrainState
 class SplitStep(StepStates):
     """A train step's methods that compute gradients, and that apply them."""
 
-    model: LossFn | Pipelined
-    plan: BatchPlan
     _programs: Programs
     _on_mesh: OnMesh
 
     def _compile(self) -> None:
         """Forgets what was traced."""
+        super()._compile()
         self._differentiated = per_options(self._programs.differentiate_in_model_order, static_argnums=(4, 5))
         self._applied = per_options(self._programs.apply_in_model_order, donate_argnums=0)
 
@@ -74,7 +73,7 @@ class SplitStep(StepStates):
         Raises:
           ValueError: as for a call of the step, or weights are not those of the terms.
         """
-        state = self._placement.placed(state)
+        state = self._placed(state)
         model, cut, keys = self._of_call(state, model, plan, first_row)
         rows, packed = cut.real_rows, None
         if cut.max_context:
@@ -99,7 +98,7 @@ class SplitStep(StepStates):
         first_row: int = 0,
     ) -> dict[str, jax.Array]:
         """Returns what a batch counts for each term that has a weight, name -> []; arguments as for `gradients`."""
-        state = opened(self._placement.placed(state))[0]  # weights depend on the data alone
+        state = opened(self._placed(state))[0]  # weights depend on the data alone
         model, cut, keys = self._of_call(state, model, plan, first_row)
         keys = self.key_of(state) if keys is None else keys
         return self.forward_backward.weights(model, state.params, batch, cut, keys)
@@ -129,7 +128,7 @@ class SplitStep(StepStates):
           ValueError: the state was given to a step before, or the gradients are not like its parameters, or they do not
             consist of all calls whose weights divided them.
         """
-        state = self._placement.taken(state)
+        state = self._donated(state)
         check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
         out, number = self._on_mesh.gradients(gradients), self._on_mesh.rows(applied_rows)

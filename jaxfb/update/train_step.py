@@ -30,7 +30,6 @@ from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
 from jaxfb.update.arguments import check_optimizer, check_options, check_rows, layer_order_of
 from jaxfb.update.on_mesh import OnMesh
-from jaxfb.update.placement import StatePlacement
 from jaxfb.update.programs import Programs
 from jaxfb.update.split_step import SplitStep
 from jaxfb.update.streamed import streamed
@@ -126,11 +125,9 @@ class TrainStep(SplitStep):
         optimizer_memory: str = "device",
         check_program: Callable[[jax.stages.Compiled], None] | None = None,
     ):
-        self.model, self.plan, self.optimizer = model, plan, update.optimizer
-        self._check_program = check_program
-        stores = layer_order, optimizer_memory
-        self._placement = StatePlacement(forward_backward, model, plan, update, *stores, self._compile)
-        self._programs = Programs(self._placement, dropout, update)
+        super().__init__(forward_backward, model, plan, update, layer_order, optimizer_memory)
+        self.optimizer, self._check_program = update.optimizer, check_program
+        self._programs = Programs(self, dropout, update)
         self._on_mesh = OnMesh(forward_backward.mesh)
         self._compile()
 
@@ -192,7 +189,7 @@ class TrainStep(SplitStep):
         """Returns state, batch, the batch's plan, rows and limits as the programs take them."""
         plan = self.plan
         real_rows = plan.real_rows if rows is None else check_rows(rows, plan.real_rows)
-        state, bounds = self._placement.taken(state), self._on_mesh.limits(limits)
+        state, bounds = self._donated(state), self._on_mesh.limits(limits)
         if plan.max_context:  # each part of the batch has a program of its own, and a place on its devices
             return state, batch, plan, self._on_mesh.rows(real_rows), bounds
         if plan.by_tokens:
@@ -226,11 +223,11 @@ class TrainStep(SplitStep):
     def lower(self, state: TrainState, batch: PyTree):
         """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
         return self._updated(self._options).lower(
-            self._placement.as_stored(state), batch, self.plan.real_rows, self.plan
+            self._as_stored(state), batch, self.plan.real_rows, self.plan
         )
 
     def trace(self, state: TrainState, batch: PyTree):
         """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
         return self._updated(self._options).trace(
-            self._placement.as_stored(state), batch, self.plan.real_rows, self.plan
+            self._as_stored(state), batch, self.plan.real_rows, self.plan
         )
