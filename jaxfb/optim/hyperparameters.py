@@ -50,12 +50,9 @@ def _maybe(rule: Callable) -> Callable:
     return lambda who, name, value: None if value is None else rule(who, name, value)
 
 
-def _count(who: str, name: str, value: Any) -> int:
-    return integer(name, value, who=f"{who}:")
-
-
-def _flag(who: str, name: str, value: Any) -> bool:
-    return boolean(name, value, who=f"{who}:")
+def _rule(check: Callable, *how: Any) -> Callable:
+    """Returns a check of `jaxfb.refusal` in the form of `LEGAL`."""
+    return lambda who, name, value: check(name, value, *how, who=f"{who}:")
 
 
 def _dtype(who: str, name: str, value: Any) -> Any:
@@ -77,11 +74,11 @@ LEGAL: dict[str, Callable] = {
     "mu_dtype": _maybe(_dtype),
     "decay_rate": partial(real, above=0, most=1),
     "clipping_threshold": _maybe(partial(real, above=0)),
-    "scale_by_parameter": _flag,
-    "min_dim_size_to_factor": _count,
-    "nesterov": _flag,
-    "ns_steps": _count,
+    "scale_by_parameter": _rule(boolean),
+    "min_dim_size_to_factor": _rule(integer),
+    "nesterov": _rule(boolean),
+    "ns_steps": _rule(integer),
     "consistent_rms": _maybe(partial(real, above=0)),
-    "matrices": lambda who, name, value: function(name, value, OF_PARAMS, who=f"{who}:"),
+    "matrices": _rule(function, OF_PARAMS),
 }
 """What a hyperparameter may be, by its name, whatever the optimizer: (who, name, value) -> value."""
