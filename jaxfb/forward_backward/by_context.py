@@ -70,7 +70,7 @@ def run(
     assert isinstance(whole, ForwardBackwardOutput)  # there is a row, so there is a part
     scale = None if isinstance(grad_scale, float) and grad_scale == 1 else grad_scale
     origin = replace(whole.origin, rows=plan.real_rows, grad_scale=scale, weights=given)
-    cut = _on(forward_backward, plan, parts[0])
+    cut = _on(plan, parts[0])
     grads = None if forward_only else forward_backward.reduced(model, params, cut, sums)
     return replace(whole, grads=grads, outputs=outputs, origin=origin)
 
@@ -126,7 +126,7 @@ def _in_order(parts: list[_Part], outputs: list[PyTree], rows: int) -> PyTree:
     return jax.tree.map(whole, *restored)
 
 
-def _on(forward_backward: ForwardBackward, plan: BatchPlan, part: _Part) -> BatchPlan:
+def _on(plan: BatchPlan, part: _Part) -> BatchPlan:
     """Returns a plan of the mesh with as many microbatches and rows of one as the part."""
     cut = part.packed.plan
     rows = plan.data_parallel * cut.rows_per_microbatch * cut.num_microbatches

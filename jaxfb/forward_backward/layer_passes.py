@@ -113,14 +113,12 @@ class LayerPasses:
 
     def _arguments(self, layer, kept, cotangent, seeds, inputs) -> tuple[PyTree, PyTree]:
         """Returns a layer's backward's arguments: those that are gone when W runs, and those that are still there."""
-        if self._keeps_residuals:
-            return cotangent, (layer, seeds, inputs, kept)
-        return (cotangent, kept), (layer, seeds, inputs, None)
+        gone, there = (None, kept) if self._keeps_residuals else (kept, None)
+        return (cotangent, gone), (layer, seeds, inputs, there)
 
     def _split_form(self, only_now, always):
-        layer, seeds, inputs, kept = always
-        cotangent = only_now if self._keeps_residuals else only_now[0]
-        kept = kept if self._keeps_residuals else only_now[1]
+        (cotangent, gone), (layer, seeds, inputs, there) = only_now, always
+        kept = there if self._keeps_residuals else gone
         return self.backward(layer, kept, cotangent, seeds, inputs)
 
 

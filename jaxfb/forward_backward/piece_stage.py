@@ -179,10 +179,9 @@ class PieceStage(Stage):
             return self._passes.forward(self._first(layers), hidden, inputs.of_layer(past))[2]
 
         past = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape[1:], leaf.dtype), whole)
-        shapes = hidden if self._keep == "input" else jax.eval_shape(one, layers, hidden, inputs, past)
+        shapes = hidden
         if self._keep != "input":
-            number = layers.index.shape[0]
-            shapes = jax.tree.map(lambda s: jax.ShapeDtypeStruct((number, *s.shape), s.dtype), shapes)
+            shapes = self._stacked(jax.eval_shape(one, layers, hidden, inputs, past), layers)
         wide = jax.tree.map(
             lambda leaf: jax.ShapeDtypeStruct(leaf.shape, jnp.promote_types(leaf.dtype, jnp.float32)), whole
         )

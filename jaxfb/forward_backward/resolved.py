@@ -181,8 +181,7 @@ def resolve(
         layout=layout,
         placement=placement,
     )
-    pipelined, obstacle = isinstance(model, Pipelined), resolved.obstacle_to_overlap
-    check_overlap(options.overlap_grad_reduce, pipelined, obstacle)
+    check_overlap(options.overlap_grad_reduce, isinstance(model, Pipelined), resolved.obstacle_to_overlap)
     return resolved
 
 

@@ -143,18 +143,17 @@ class Stage:
         return self._add_up(one, None, layers, target)[1]
 
     def empty(self, layers: Layers, hidden: PyTree, inputs: StageInputs, number: int) -> PyTree:
-        """Returns buffers of so many slots for what is kept of a forward, [number, l, ...]; arguments: shapes."""
-        return empty_slots(self._residual_shapes(layers, hidden, inputs), number, self._on_host)
-
-    def _residual_shapes(self, layers: Layers, hidden: PyTree, inputs: StageInputs) -> PyTree:
-        """Returns shapes of what a slot keeps of a forward, [l, ...], or of the stage's input."""
-        if self._keep == "input":
-            return hidden
+        """Returns buffers of so many slots for what is kept of a forward, [number, l, ...] or, of the stage's input,
+        [number, ...]; arguments: shapes.
+        """
 
         def one(layers, hidden, inputs):
             return self._passes.forward(self._first(layers), hidden, inputs)[2]
 
-        return self._stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
+        kept = hidden
+        if self._keep != "input":
+            kept = self._stacked(jax.eval_shape(one, layers, hidden, inputs), layers)
+        return empty_slots(kept, number, self._on_host)
 
     def saved(self, layers: Layers, hidden: PyTree, seeds: dict, inputs: StageInputs) -> PyTree:
         """Returns shapes of what waits for `backward_weight`, [l, ...]."""
