@@ -19,8 +19,8 @@ from jax.sharding import PartitionSpec
 
 from jaxfb.parallel.sharding import shards_of
 from jaxfb.trainable import like
+from jaxfb.types import PyTree
 
-PyTree = Any
 _TILE = {-1: 128, -2: 16}
 """By which a dim becomes wider: by no more than a TPU's tile, since memory is in tiles."""
 
