@@ -140,14 +140,15 @@ def two_steps(size: int, inner: int) -> tuple[Groups, Groups]:
     return across, within
 
 
-def neighbours(size: int, kind: str, dims: int) -> int | None:
+def neighbours(size: int, dims: int | None) -> int | None:
     """Returns how many devices the groups within have, of a whole slice of a torus; None: the size is a prime.
 
-    A gather ends with 4 across, since a torus is a multiple of 4 in each dimension once it is large. The first step of
-    a scatter leaves the less for the second the more devices it runs across: all dimensions but the last.
+    dims: of the torus, where something waits for the second step of a scatter: the first runs across all dimensions but
+      the last then, and leaves the less. None: 4 across, since a torus is a multiple of 4 in each dimension once it is
+      large.
     """
     divisors = [n for n in range(2, size) if size % n == 0]
-    if kind == "gather":
+    if dims is None:
         return next((size // n for n in (4, 2) if n in divisors), None)
     return max((n for n in divisors if n**dims <= size), default=min(divisors, default=None))
 
@@ -161,7 +162,8 @@ def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
     if len(names) > 1:
         return [(axis, None) for axis in names]
     size = lax.axis_size(names[0])
-    inner = neighbours(size, kind, 2 if _is_flat(mesh) else 3)
+    waits = kind == "scatter" and _gains_by_steps_apart(mesh, on_v5p=True)
+    inner = neighbours(size, (2 if _is_flat(mesh) else 3) if waits else None)
     return [(names[0], some) for some in two_steps(size, inner)] if inner else [(names[0], None)]
 
 

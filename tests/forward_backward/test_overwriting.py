@@ -21,7 +21,7 @@ def on_any_platform(monkeypatch):
 
 @pytest.fixture
 def in_two_steps(monkeypatch):
-    """As on v6e where fsdp is a whole slice."""
+    """As on v6e and v5p where fsdp is a whole slice."""
     monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
     monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
 

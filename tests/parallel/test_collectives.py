@@ -18,10 +18,10 @@ def test_groups_form_a_grid():
     assert collectives.two_steps(6, 3) == ([[0, 3], [1, 4], [2, 5]], [[0, 1, 2], [3, 4, 5]])
 
 
-def test_a_gather_ends_across_4_and_a_scatter_begins_across_all_dimensions_but_one():
-    assert [collectives.neighbours(size, "gather", 3) for size in (64, 8, 6, 2, 7)] == [16, 2, 3, None, None]
-    assert [collectives.neighbours(size, "scatter", 3) for size in (64, 512, 128, 8, 6)] == [4, 8, 4, 2, 2]
-    assert [collectives.neighbours(size, "scatter", 2) for size in (64, 256, 32, 9, 7)] == [8, 16, 4, 3, None]
+def test_a_grid_has_4_across_or_what_is_in_all_dimensions_but_one():
+    assert [collectives.neighbours(size, None) for size in (64, 8, 6, 2, 7)] == [16, 2, 3, None, None]
+    assert [collectives.neighbours(size, 3) for size in (64, 512, 128, 8, 6)] == [4, 8, 4, 2, 2]
+    assert [collectives.neighbours(size, 2) for size in (64, 256, 32, 9, 7)] == [8, 16, 4, 3, None]
 
 
 @pytest.mark.parametrize(
