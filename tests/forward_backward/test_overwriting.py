@@ -1,5 +1,7 @@
 """Gradients that wait for their scatter in the memory of another layer's: the same numbers, and one buffer for all."""
 
+import math
+
 import jax
 import numpy as np
 import pytest
@@ -8,6 +10,8 @@ from comparisons import close
 
 import jaxfb
 from jaxfb.forward_backward import execution
+from jaxfb.models.config import TransformerConfig
+from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import collectives
 from jaxfb.platforms.compat import equations
 
@@ -83,6 +87,29 @@ def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
     monkeypatch.setattr(execution, "overwriting_pays", lambda kind, tensor: False)
     without = gradients({"fsdp": 4}, 3, remat="full", **options)
     jax.tree.map(np.testing.assert_array_equal, with_it.grads, without.grads)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ahead", [True, "half"])
+@pytest.mark.parametrize("experts", [{}, {"num_experts": 4}], ids=str)
+def test_gradients_of_the_transformer_are_those_of_one_device(experts, ahead):
+    sizes = TransformerConfig(
+        vocab_size=32, num_layers=3, hidden_size=16, num_heads=2, mlp_size=32, **experts
+    )
+    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
+    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
+    tokens = np.random.default_rng(0).integers(0, 32, (8, 8))
+    batch = {"tokens": tokens, "targets": tokens, "loss_mask": np.ones((8, 8))}
+    mesh = {"fsdp": 2, "expert": 2} if experts else {"fsdp": 4}
+
+    def result(axes, **options):
+        plan = jaxfb.BatchPlan(rows=8, data_parallel=math.prod(axes.values()), num_microbatches=2)
+        fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**axes), remat="full", **options)
+        return fb(model, params, batch, plan, KEY)
+
+    whole, cut = result({}), result(mesh, gather_ahead=ahead)
+    close(cut.loss, whole.loss)
+    close(cut.grads, whole.grads)
 
 
 def test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter():
