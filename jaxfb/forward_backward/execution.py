@@ -86,12 +86,14 @@ class Execution:
         dtypes = self.dtypes["layers"]
         return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
 
-    def layer_to_shards(self):
+    def layer_to_shards(self, overwrites: bool = False):
         """Returns the functions, one after the other, from gradients of one whole layer, or of some of its leaves, to
         those of its shards.
+
+        overwrites: the next layer's gradients wait for the first of them.
         """
         specs = like(self.sums["layers"], self._layer_specs())
-        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat))
+        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat, overwrites))
         steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
 
         def to_shards(steps: slice, grads: PyTree) -> PyTree:
@@ -173,26 +175,27 @@ class Execution:
         for remat, first, end in self._parts(number):
             keep = PIPELINE_KEEPS[remat]
             keep = "inputs" if keep == "input" and not in_pipeline else keep
+            overwrites = not in_pipeline and self.ahead is True and overwrites_gradients(remat)
             part = options | {
                 "first": first,
                 "end": end,
-                "ahead": self._ahead(model, first < self.kept, reduce),
+                "ahead": self._ahead(model, first < self.kept, reduce, overwrites),
             }
             stages.append(self._stage_of_part(model, remat, keep, num_pieces, first < self.kept, part))
         return stages[0] if len(stages) == 1 and not self.kept else MixedStage(stages)
 
-    def _ahead(self, model: Pipelined, is_kept: bool, reduce: Reduce | None) -> Ahead | None:
+    def _ahead(
+        self, model: Pipelined, is_kept: bool, reduce: Reduce | None, overwrites: bool
+    ) -> Ahead | None:
         """Returns what is gathered ahead, scattered or reduced late, of layers that stay gathered or do not."""
         in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
-        steps = self.layer_to_shards(), self.layer_before_scatter(self.reduce_dtype), in_turn
+        steps = self.layer_to_shards(overwrites), self.layer_before_scatter(self.reduce_dtype), in_turn
         last = () if reduce is None else (reduce,)
-        device = get_abstract_mesh().abstract_device
-        pays = overwriting_pays(None if device is None else device.device_kind, tensor.num_shards())
-        overwriting = Overwriting(like(self.sums["layers"], self._layer_specs())) if pays else None
         if is_kept:
-            return Gathered(as_is, *steps, last, overwriting)
+            return Gathered(as_is, *steps, last)
         if self.ahead:
-            return Ahead(self.gather_layer(), *steps, last, overwriting)
+            buffers = Overwriting(like(self.sums["layers"], self._layer_specs())) if overwrites else None
+            return Ahead(self.gather_layer(), *steps, last, buffers)
         return Late(as_is, (), self.layer_before_scatter(None), (), last) if last else None
 
     def _parts(self, number: int) -> Iterator[tuple[str, int, int]]:
@@ -241,6 +244,12 @@ def _part(tree: PyTree, of: str) -> PyTree:
 
 def _of_gathered(half: Callable, gather: Callable[[PyTree], PyTree]) -> Callable:
     return lambda shards, *rest: half(gather(shards), *rest)
+
+
+def overwrites_gradients(remat: str) -> bool:
+    """Returns whether a layer's gradients are written over those of another on the devices in context."""
+    device = get_abstract_mesh().abstract_device
+    return overwriting_pays(None if device is None else device.device_kind, tensor.num_shards(), remat)
 
 
 def is_cut_over(spec: P, axis: str) -> bool:

@@ -53,20 +53,21 @@ def reduce_scatter(
     return _widened(scatter, whole) if _on_cpu() else scatter(whole)
 
 
-def steps_apart(axes: Axes, in_halves: bool = False) -> int:
+def steps_apart(axes: Axes, in_halves: bool = False, overwrites: bool = False) -> int:
     """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
 
-    On v6e and v5p each collective is a step: the next layer's gradients then wait for the first alone
-    (`forward_backward/overwriting.py`), and what waits for the second is small. 8B on v6e:8x8 takes 5.69 s in place of
-    6.60 s, on v5p:4x4x4 9.64 s in place of 10.32 s. On v5e:16x16, where the compiler lets no scatter run beside
-    anything, it is 6.57 s in place of 6.50 s, gradients sent in bfloat16.
+    On v6e each collective is a step: 8B on v6e:8x8 takes 5.69 s and 6.99 GB in place of 6.60 s and 6.72 GB. On v5p that
+    gains nothing for one axis: 9.91 s and 7.05 GB in place of 9.88 s and 6.69 GB on v5p:4x4x4; on v5e:16x16, where the
+    compiler lets no scatter run beside anything, 6.57 s in place of 6.50 s, gradients sent in bfloat16.
 
-    in_halves: whether a layer's backward begins with its second half (remat="halves"). On v5p with experts each
-      collective is a step only then, since the first of two would end before the experts' products begin: six layers of
+    in_halves: whether a layer's backward begins with its second half (remat="halves"). On v5p each collective is then a
+      step if experts are cut too, since the first of two would end before the experts' products begin: six layers of
       Mixtral 8x22B on v5p:4x4x8 take 752 ms and 12.5 GB in place of 770 ms and 12.1 GB; with full recomputation it
       would be 762 ms and 11.8 GB in place of 763 ms and 11.3 GB (libtpu 0.0.48).
+    overwrites: the next layer's gradients wait for the first step, and on v5p it is apart: 8B on v5p:4x4x4 takes 9.64 s
+      in place of 10.32 s. With experts too, few gradients are cut over all devices.
     """
-    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves or "expert" not in axes)
+    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves if "expert" in axes else overwrites)
     return len(_steps(axes, "scatter")) if gains else 1
 
 
@@ -76,7 +77,8 @@ def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:
-    for axis, groups in _steps(axes, "scatter")[steps]:
+    some = len(range(2)[steps]) < 2  # of two steps
+    for axis, groups in _steps(axes, "scatter", some)[steps]:
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
 
@@ -143,9 +145,9 @@ def two_steps(size: int, inner: int) -> tuple[Groups, Groups]:
 def neighbours(size: int, dims: int | None) -> int | None:
     """Returns how many devices the groups within have, of a whole slice of a torus; None: the size is a prime.
 
-    dims: of the torus, where something waits for the second step of a scatter: the first runs across all dimensions but
-      the last then, and leaves the less. None: 4 across, since a torus is a multiple of 4 in each dimension once it is
-      large.
+    dims: of the torus, where something waits for the second step of a scatter: the first then runs across all
+      dimensions but the last, and leaves the less. None: 4 across, since a torus is a multiple of 4 in each dimension
+      once it is large.
     """
     divisors = [n for n in range(2, size) if size % n == 0]
     if dims is None:
@@ -153,8 +155,11 @@ def neighbours(size: int, dims: int | None) -> int | None:
     return max((n for n in divisors if n**dims <= size), default=min(divisors, default=None))
 
 
-def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
-    """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse."""
+def _steps(axes: Axes, kind: str, apart: bool = False) -> list[tuple[Axes, Groups | None]]:
+    """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse.
+
+    apart: something waits for the second step.
+    """
     mesh = get_abstract_mesh()
     names = [axes] if isinstance(axes, str) else [axis for axis in axes if mesh.shape[axis] > 1]
     if not _falls_back(names, kind, mesh):
@@ -162,8 +167,7 @@ def _steps(axes: Axes, kind: str) -> list[tuple[Axes, Groups | None]]:
     if len(names) > 1:
         return [(axis, None) for axis in names]
     size = lax.axis_size(names[0])
-    waits = kind == "scatter" and _gains_by_steps_apart(mesh, on_v5p=True)
-    inner = neighbours(size, (2 if _is_flat(mesh) else 3) if waits else None)
+    inner = neighbours(size, (2 if _is_flat(mesh) else 3) if apart else None)
     return [(names[0], some) for some in two_steps(size, inner)] if inner else [(names[0], None)]
 
 

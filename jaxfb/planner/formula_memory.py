@@ -31,6 +31,7 @@ from jaxfb.planner.counts import (
 )
 from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.recomputation import remat_parts
 
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
@@ -79,8 +80,9 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     waiting = reduced_bytes(config) if gathers else 2
     # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
     kind = topology.chip.kind if topology.chip else None
-    overwritten = gathers and overwriting_pays(kind, config.mesh.tensor)
-    late = max(share, 1 - share) if kind == "TPU v5 lite" else 1 if overwritten else 1 + share
+    late = max(share, 1 - share) if kind == "TPU v5 lite" else 1 + share
+    if share == 1 and _overwrites_gradients(config, kind):
+        late = 1
     if reduces_beside(config, topology):
         waiting, late = 4, 2  # of a layer and the one behind it, with those of the other microbatches added
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
@@ -90,6 +92,12 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
         at_head = _head_in_parts_bytes(config, sizes) or table + of_head
         return whole + max(2 * layer * (1 + share) + of_layer, at_head)
     return whole + of_layer + of_head + (2 * layer * (1 + share) if gathers else 0)
+
+
+def _overwrites_gradients(config: Config, kind: str | None) -> bool:
+    """Returns whether all layers' gradients that wait for their scatter take the memory of one."""
+    kinds = (remat for remat, _ in remat_parts(config.parallel.remat))
+    return config.mesh.pipe == 1 and all(overwriting_pays(kind, config.mesh.tensor, remat) for remat in kinds)
 
 
 def _head_in_parts_bytes(config: Config, sizes: TransformerConfig) -> float | None:

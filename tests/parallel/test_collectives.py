@@ -65,17 +65,18 @@ def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
 
 
 @pytest.mark.parametrize(
-    ("kind", "axes", "in_halves", "steps"),
+    ("kind", "axes", "given", "steps"),
     [
-        ("TPU v6 lite", ("fsdp", "expert"), False, 2),
-        ("TPU v5", ("fsdp", "expert"), True, 2),
-        ("TPU v5", ("fsdp", "expert"), False, 1),
-        ("TPU v5", ("fsdp", "context"), True, 2),
-        ("TPU v5p", ("fsdp",), False, 2),
-        ("TPU v5 lite", ("fsdp", "expert"), True, 1),
+        ("TPU v6 lite", ("fsdp", "expert"), {}, 2),
+        ("TPU v5", ("fsdp", "expert"), {"in_halves": True}, 2),
+        ("TPU v5", ("fsdp", "expert"), {"overwrites": True}, 1),
+        ("TPU v5", ("fsdp", "context"), {"in_halves": True}, 1),
+        ("TPU v5", ("fsdp", "context"), {"overwrites": True}, 2),
+        ("TPU v5p", ("fsdp",), {"overwrites": True}, 2),
+        ("TPU v5 lite", ("fsdp", "expert"), {"in_halves": True}, 1),
     ],
 )
-def test_steps_of_a_scatter_run_a_layer_apart_where_that_gains(kind, axes, in_halves, steps, monkeypatch):
+def test_steps_of_a_scatter_run_a_layer_apart_where_that_gains(kind, axes, given, steps, monkeypatch):
     mesh = SimpleNamespace(
         abstract_device=SimpleNamespace(device_kind=kind, platform="tpu"),
         size=8,
@@ -84,4 +85,4 @@ def test_steps_of_a_scatter_run_a_layer_apart_where_that_gains(kind, axes, in_ha
     monkeypatch.setattr(collectives, "get_abstract_mesh", lambda: mesh)
     monkeypatch.setattr(collectives, "_falls_back", lambda *_: True)
     monkeypatch.setattr(collectives.lax, "axis_size", mesh.shape.get)
-    assert collectives.steps_apart(axes, in_halves) == steps
+    assert collectives.steps_apart(axes, **given) == steps
