@@ -146,8 +146,20 @@ JOBS = {
         (*STAGES, "batch.rows=128", "parallel.remat=layer"),
         PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4},
     ),
+    "70B, v5p:8x8x8, pipe 8 x fsdp 8 x tensor 8, 16 microbatches, layers' inputs on the host": Job(
+        "70b",
+        "v5p:8x8x8",
+        (*STAGES, "batch.rows=128", *INPUTS_ON_HOST),
+        PIPELINE | {"num_pipeline_microbatches": 16, "per_device_batch_size": 1 / 4} | INPUTS_OFFLOADED,
+    ),
     "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8": Job(
         "400b", "v5p:8x8x16", ("model.sequence_parallel=true",), TENSOR | {"ici_fsdp_parallelism": 128}
+    ),
+    "405B with 128 layers, v5p:8x8x16, fsdp 128 x tensor 8, layers' inputs on the host": Job(
+        "400b",
+        "v5p:8x8x16",
+        ("model.sequence_parallel=true", *INPUTS_ON_HOST),
+        TENSOR | {"ici_fsdp_parallelism": 128} | INPUTS_OFFLOADED,
     ),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),

@@ -5,7 +5,7 @@ computed. Here a turn of the loop starts with the gather for the next turn and t
 the layer in between needs neither, so that the compiler can run both beside its products. Where a scatter is two
 collectives (`steps_apart`), the second runs another layer later: were it right behind the first, every turn would wait
 for both. The price is the memory of one more layer's parameters in the compute dtype, and in the backward of one
-layer's gradients in the dtype of their sum, and of what a first collective leaves of them.
+layer's gradients in the dtype of their sum (but see `overwriting.py`), and of what a first collective leaves of them.
 
 Where only parameters of a layer's first half are gathered ahead, the second half's are gathered while the first half is
 computed, and their gradients scattered while the backward computes those of the first half. What a loop carries has

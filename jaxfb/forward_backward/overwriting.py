@@ -2,10 +2,16 @@
 
 A loop over pairs of layers has memory for the gradients of both: of the one that it carries to the next pair, and of
 the one in between. But the products that make a layer's gradients come at the end of its backward, when the scatter of
-those before is long over. Here they write a part of a buffer that is a little wider. XLA would replace a write of all
-of it by an array of its own; that of a part it fuses into the product, in place, and starts it when the first
-collective of the scatter has read what was there. What is beside them stays zero, and is sent along: 0.4 to
-3% more bytes.
+those before is long over. So they are written over these, into a buffer that is a little wider: XLA would give a write
+of a whole buffer an array of its own, but fuses the write of a part into the product, which then starts when the first
+collective of the scatter has read what was there. The rest of the buffer stays zero, and is sent along: 0.4 to 3% more
+bytes.
+
+| by libtpu 0.0.48 | HBM, GB | step, s |
+| --- | --- | --- |
+| 8B, v5p:4x4x4, fsdp 64 | 6.55 -> 5.88 | 9.61 -> 9.64 |
+| 8B, v6e:8x8, fsdp 64 | 7.09 -> 5.90 | 5.25 -> 5.28 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 31.05 -> 30.33 | 52.45 -> 52.45 |
 """
 
 from __future__ import annotations
