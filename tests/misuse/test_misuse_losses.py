@@ -9,8 +9,8 @@ from wrong import Call, pool
 import jaxfb
 from jaxfb.losses.aggregation import AGGREGATIONS
 from jaxfb.losses.kl import KL_ESTIMATORS
-from jaxfb.losses.preference import KINDS
 from jaxfb.losses.surrogates import SURROGATES, make_surrogate
+from jaxfb.parts import PREFERENCES
 
 MODEL = jaxfb.Pipelined(*[lambda *_: None] * 3, unembed=lambda *_: None)  # never run
 POSITIVE, SHARE = numbers(above=0), numbers(0, 1)
@@ -56,7 +56,7 @@ CALLS = [
         jaxfb.PreferenceLoss,
         dict,
         {
-            "kind": one_of(KINDS),
+            "kind": one_of(PREFERENCES),
             "beta": POSITIVE,
             "label_smoothing": numbers(0, below=0.5),
             "reference_free": boolean,
