@@ -71,11 +71,11 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
     "config, topology, gigabytes, seconds",
     [
         # rows of benchmarks/results/real_sizes_tpu.json
-        ("8b", "v5p:4x4x4", 6.55, 9.61),
-        ("8b", "v6e:8x8", 7.09, 5.25),
+        ("8b", "v5p:4x4x4", 5.88, 9.64),
+        ("8b", "v6e:8x8", 5.90, 5.28),
         ("8b", "v5e:16x16", 3.64, 6.88),
         ("8b parallel.remat=selective", "v5p:4x4x4", 19.88, 8.40),
-        ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 14.38, 9.68),
+        ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 13.62, 9.68),
         (
             "8b data.sequence_length=131072 batch.rows=32 mesh.fsdp=4 mesh.cp=16",
             "v5p:4x4x4",
@@ -94,10 +94,7 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
     name, *layout = config.split()
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
     assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.1)
-    wire_bound = (
-        "v6e" in topology and "selective" in config
-    )  # 11% above: two steps of a scatter have a link each
-    assert found.step_seconds == pytest.approx(seconds, rel=0.12 if wire_bound else 0.1)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.1)
 
 
 def test_layouts_are_in_the_order_of_the_compiler():
@@ -121,7 +118,7 @@ def test_layouts_are_in_the_order_of_the_compiler():
     [
         # sums, weights or layers' inputs of many gigabytes, which are placed before the loop over microbatches
         ("8b parallel.remat=selective parallel.fsdp_gather=step", "v5p:4x4x4", 66.31, 7.74),
-        ("8b parallel.remat=selective", "v6e:8x8", 20.24, 4.56),
+        ("8b parallel.remat=selective", "v6e:8x8", 19.96, 4.52),
         ("70b parallel.remat=selective parallel.fsdp_gather=step", "v5p:8x8x8", 63.70, 11.33),
     ],
 )
@@ -183,9 +180,15 @@ def test_pieces_wait_for_one_another(schedule, caches, slots, passed):
 
 
 def test_no_more_communication_is_hidden_than_there_is_work():
-    config, topology = load_config("configs/8b.yaml", ["mesh.fsdp=64"]), parse_topology("v5p:4x4x4")
-    assert exposed_seconds(config, topology, wire=5.0, work=9.0) == pytest.approx(0.12 * 5)
-    assert exposed_seconds(config, topology, wire=5.0, work=1.0) == 4
+    """Over a whole slice two steps of a collective share the links: 0.87 of them need time of their own."""
+    topology = parse_topology("v5p:4x4x4")
+    part, whole = (
+        load_config("configs/8b.yaml", [f"mesh.data={64 // n}", f"mesh.fsdp={n}"]) for n in (32, 64)
+    )
+    for config in (part, whole):
+        assert exposed_seconds(config, topology, wire=5.0, work=9.0) == pytest.approx(0.12 * 5)
+    assert exposed_seconds(part, topology, wire=5.0, work=1.0) == 4
+    assert exposed_seconds(whole, topology, wire=5.0, work=1.0) == pytest.approx(0.87 * 5 - 1)
 
 
 def test_what_goes_between_hosts_takes_longer():
