@@ -65,8 +65,8 @@ _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
 _IN_TWO_STEPS = 0.87
-"""Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two steps,
-of which one uses links that another leaves free (8B on v6e:8x8 with memory used: a step of 4.52 s, 5.22 s of them)."""
+"""Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
+steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
 _ACCUMULATED, _ACCUMULATED_IN_PRODUCTS, _SHARDS = 12, 2, 40
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added; what is left of
 them on TPUs, where products add up what they give, but for a tensor axis (8B and 70B on v5p); with FSDP's shards, what
