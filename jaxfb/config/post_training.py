@@ -107,7 +107,7 @@ class StartConfig:
 
 @dataclass(frozen=True)
 class ItemsConfig:
-    """Items to learn from, one JSON object a line of a file.
+    """Names the file of items to learn from, one JSON object a line.
 
     path:            a .jsonl file. held_out_path: evaluated on; null holds out `held_out_fraction`.
     template:        "chatml", "plain" (roles in words), "none" (contents alone), or the path of a .jinja file; null:
@@ -116,7 +116,7 @@ class ItemsConfig:
     """
 
     NAME: ClassVar[str]
-    """Of the section."""
+    """The name of the section in a refusal."""
 
     path: str
     held_out_path: str | None = None
