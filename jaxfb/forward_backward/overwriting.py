@@ -11,7 +11,9 @@ bytes.
 | --- | --- | --- |
 | 8B, v5p:4x4x4, fsdp 64 | 6.55 -> 5.88 | 9.61 -> 9.64 |
 | 8B, v6e:8x8, fsdp 64 | 7.09 -> 5.90 | 5.25 -> 5.28 |
-| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 31.05 -> 30.33 | 52.45 -> 52.45 |
+| 8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1 | 14.38 -> 13.62 | 9.68 -> 9.68 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 31.05 -> 29.53 | 52.45 -> 52.47 |
+| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 46.50 -> 44.17 | 15.74 -> 15.76 |
 """
 
 from __future__ import annotations
