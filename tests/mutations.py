@@ -538,6 +538,13 @@ MUTATIONS = (
         "forward_backward/test_overwriting.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "buffers_of_adapters_many_times_their_size",
+        "forward_backward/overwriting.py",
+        "sizes[dim] >= _LEAST * _TILE[dim]",
+        "sizes[dim] > 0",
+        "forward_backward/test_overwriting.py::test_buffers_are_wider_where_that_is_little",
+    ),
+    Mutation(
         "gradients_overwritten_before_their_scatter",
         "forward_backward/late_scatter.py",
         "free, grads = lax.optimization_barrier((waiting[0].grads, further[0].grads))",

@@ -30,7 +30,9 @@ from jaxfb.trainable import like
 from jaxfb.types import PyTree
 
 _TILE = {-1: 128, -2: 16}
-"""By which a dim becomes wider: by no more than a TPU's tile, since memory is in tiles."""
+"""By which a dim becomes wider: by a TPU's tile, since memory is in tiles."""
+_LEAST = 4
+"""Tiles in a dim that becomes wider, so that no buffer takes more than 5/4 of its gradients."""
 
 
 def overwriting_pays(kind: str | None, tensor: int, remat: str) -> bool:
@@ -50,8 +52,8 @@ def overwriting_pays(kind: str | None, tensor: int, remat: str) -> bool:
 class Overwriting:
     """Makes, fills and reads the buffers of one layer's gradients, or of some of its leaves.
 
-    specs: PartitionSpecs of the trained parameters of a layer. The buffer of a leaf is wider along the last dim that no
-      axis cuts; leaves in no shards, and those with one dim alone, have buffers of their own size.
+    specs: PartitionSpecs of the trained parameters of a layer. The buffer of a leaf is wider along one of its last two
+      dims, one that no axis cuts; that of a leaf in no shards or of a small one has the size of its gradients.
     """
 
     specs: PyTree
@@ -70,12 +72,12 @@ class Overwriting:
     def write(self, buffers: PyTree, grads: PyTree) -> PyTree:
         """Returns the buffers with gradients in place of what is in them."""
 
-        def one(grad: jax.Array, spec: PartitionSpec, buffer: jax.Array) -> jax.Array:
-            if not _wider_dim(grad, spec):
+        def one(grad: jax.Array, buffer: jax.Array) -> jax.Array:
+            if grad.shape == buffer.shape:
                 return grad
             return lax.dynamic_update_slice(buffer, grad, (0,) * grad.ndim)
 
-        return self._map(one, grads, buffers)
+        return jax.tree.map(one, grads, buffers)
 
     def read(self, buffers: PyTree) -> PyTree:
         """Returns the gradients in buffers, or in the shards of them that a scatter has made.
@@ -84,19 +86,20 @@ class Overwriting:
         """
 
         def one(buffer: jax.Array, spec: PartitionSpec) -> jax.Array:
-            if not (dim := _wider_dim(buffer, spec)):
+            if not (dim := _wider_dim(buffer, spec, is_wider=True)):
                 return buffer
             return lax.slice_in_dim(buffer, 0, buffer.shape[dim] - _TILE[dim], axis=dim)
 
         return self._map(one, lax.optimization_barrier(buffers))
 
-    def _map(self, function: Any, grads: PyTree, *trees: PyTree) -> PyTree:
-        return jax.tree.map(function, grads, like(grads, self.specs), *trees)
+    def _map(self, function: Any, grads: PyTree) -> PyTree:
+        return jax.tree.map(function, grads, like(grads, self.specs))
 
 
-def _wider_dim(leaf: Any, spec: PartitionSpec) -> int | None:
-    """Returns the dim along which a leaf's buffer is wider, counted from the last."""
+def _wider_dim(leaf: Any, spec: PartitionSpec, is_wider: bool = False) -> int | None:
+    """Returns the dim along which a leaf's buffer is wider, counted from the last; of gradients or of a buffer."""
     if leaf.ndim < 2 or shards_of(spec) is None:
         return None
     entries = (*spec, *(None,) * (leaf.ndim - len(spec)))
-    return next((dim for dim in _TILE if entries[dim] is None), None)
+    sizes = {dim: leaf.shape[dim] - is_wider * tile for dim, tile in _TILE.items()}
+    return next((dim for dim in _TILE if entries[dim] is None and sizes[dim] >= _LEAST * _TILE[dim]), None)

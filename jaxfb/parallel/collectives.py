@@ -77,8 +77,8 @@ def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:
-    some = len(range(2)[steps]) < 2  # of two steps
-    for axis, groups in _steps(axes, "scatter", some)[steps]:
+    apart = (steps.start or 0, steps.stop) != (0, None)
+    for axis, groups in _steps(axes, "scatter", apart)[steps]:
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
 

@@ -7,9 +7,10 @@ import numpy as np
 import pytest
 import toy
 from comparisons import close
+from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.forward_backward import execution
+from jaxfb.forward_backward import execution, overwriting
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import collectives
@@ -20,7 +21,9 @@ KEY = jax.random.key(5)
 
 @pytest.fixture(autouse=True)
 def on_any_platform(monkeypatch):
+    """And with matrices that fill no tile."""
     monkeypatch.setattr(execution, "overwrites_gradients", lambda remat: True)
+    monkeypatch.setattr(overwriting, "_LEAST", 0)
 
 
 @pytest.fixture
@@ -108,6 +111,18 @@ def test_gradients_of_the_transformer_are_those_of_one_device(experts, ahead):
     whole, cut = result({}), result(mesh, gather_ahead=ahead)
     close(cut.loss, whole.loss)
     close(cut.grads, whole.grads)
+
+
+def test_buffers_are_wider_where_that_is_little(monkeypatch):
+    monkeypatch.undo()
+    specs = {"up": P("fsdp"), "down": P(None, "fsdp"), "lora": P("fsdp"), "scale": P("fsdp"), "frozen": None}
+    shapes = {"up": (256, 512), "down": (512, 256), "lora": (4096, 16), "scale": (4096,)}
+    grads = {name: np.zeros(shape, np.float32) for name, shape in shapes.items()} | {"frozen": None}
+    found = overwriting.Overwriting(specs).buffers(grads)
+    wider = {"up": (256, 640), "down": (528, 256)}
+    assert {name: leaf.shape for name, leaf in found.items() if leaf is not None} == shapes | wider
+    back = overwriting.Overwriting(specs).read(jax.tree.map(lambda leaf: np.ones(leaf.shape), found))
+    assert {name: leaf.shape for name, leaf in back.items() if leaf is not None} == shapes
 
 
 def test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter():
