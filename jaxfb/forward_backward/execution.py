@@ -12,7 +12,6 @@ from typing import Any
 
 import jax
 from jax.sharding import PartitionSpec as P
-from jax.sharding import get_abstract_mesh
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
@@ -24,6 +23,7 @@ from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import as_is, layer_output
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.parallel import data, sharding, tensor
+from jaxfb.parallel.collectives import kind_here
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.trainable import is_trained, joined, like
@@ -248,8 +248,7 @@ def _of_gathered(half: Callable, gather: Callable[[PyTree], PyTree]) -> Callable
 
 def overwrites_gradients(remat: str) -> bool:
     """Returns whether a layer's gradients are written over those of another on the devices in context."""
-    device = get_abstract_mesh().abstract_device
-    return overwriting_pays(None if device is None else device.device_kind, tensor.num_shards(), remat)
+    return overwriting_pays(kind_here(), tensor.num_shards(), remat)
 
 
 def is_cut_over(spec: P, axis: str) -> bool:

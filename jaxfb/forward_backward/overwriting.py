@@ -25,6 +25,7 @@ import jax
 from jax import lax
 from jax.sharding import PartitionSpec
 
+from jaxfb.parallel.collectives import scatters_beside_products
 from jaxfb.parallel.sharding import shards_of
 from jaxfb.trainable import like
 from jaxfb.types import PyTree
@@ -44,8 +45,7 @@ def overwriting_pays(kind: str | None, tensor: int, remat: str) -> bool:
     place of 3.64 GB and 6.88 s. Where a tensor axis cuts the parameters it gains little (70B on v5p:8x8x8: 4.04 GB in
     place of 4.06 GB).
     """
-    on_tpu = kind is not None and "TPU" in kind and kind != "TPU v5 lite"
-    return on_tpu and tensor == 1 and remat in ("layer", "offload", "full")
+    return scatters_beside_products(kind) and tensor == 1 and remat in ("layer", "offload", "full")
 
 
 @dataclass(frozen=True)

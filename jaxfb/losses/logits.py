@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.parallel.table import Table, after
+from jaxfb.parallel.table import Table, after, gathers_early
 from jaxfb.parallel.tensor import constrain
 
 # float16 flushes the tail of a softmax to zero; a power of two is exact in every dtype.
@@ -144,9 +144,9 @@ def gradients_by_part(
     hidden_grad, grads = jnp.zeros(flat.shape, wide), []
     earlier = hidden_grad
     for number in range(table.num_parts):
-        # a part is gathered beside the products of the part before it, whose own gradient may still be on its way: a
-        # step of 8B on v5p:4x4x4 takes 9.49 s in place of 9.64 s. The compiler would gather all parts at once
-        kernel = table.as_head(after(table, earlier, *grads[:-2]).part(number))
+        # one part after the other: the compiler would gather them, and make their gradients, all at once
+        there = (earlier, *grads[:-2]) if gathers_early() else (hidden_grad, *grads[:-1])
+        kernel = table.as_head(after(table, *there).part(number))
         earlier = hidden_grad
         grad, scale = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
         added = jnp.matmul(grad, kernel.T, preferred_element_type=wide) / scale

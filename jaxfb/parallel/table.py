@@ -29,7 +29,7 @@ from jax import lax
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.parallel import data
-from jaxfb.parallel.collectives import all_gather, reduce_scatter
+from jaxfb.parallel.collectives import all_gather, kind_here, reduce_scatter, scatters_beside_products
 from jaxfb.parallel.sharding import shards_of
 
 MOST_PARTS = 8  # each is written out in the program
@@ -145,6 +145,15 @@ def _shards(spec: P) -> tuple[int, tuple[str, ...]]:
     found = shards_of(spec)
     assert found is not None  # a table is in shards
     return found
+
+
+def gathers_early() -> bool:
+    """Returns whether a part is gathered beside all products of the part before it, and not beside the last alone.
+
+    The scatter of the part before that runs beside them too: a step of 8B on v5p:4x4x4 takes 9.49 s in place of 9.64 s,
+    on v6e:8x8 5.17 s in place of 5.28 s. On v5e:16x16 it would take 3.81 GB in place of 3.64 GB, and no less time.
+    """
+    return scatters_beside_products(kind_here())
 
 
 def after(table: Table, *arrays: jax.Array | None) -> Table:

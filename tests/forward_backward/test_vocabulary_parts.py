@@ -9,7 +9,7 @@ import pytest
 from comparisons import close
 
 import jaxfb
-from jaxfb.losses import heads
+from jaxfb.losses import heads, logits
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.token_log_probs import log_probs_of_logits
@@ -93,6 +93,15 @@ def test_gradients_are_those_of_one_device(mesh, sizes, options):
     close(out.loss, wanted.loss)
     close(out.grads, wanted.grads)
     close(out.metrics, wanted.metrics)
+
+
+@pytest.mark.parametrize("early", [False, True])
+@pytest.mark.parametrize("sizes", [{}, slow(TIED)], ids=str)
+def test_gradients_are_those_of_one_device_however_early_parts_are_gathered(sizes, early, monkeypatch):
+    monkeypatch.setattr(logits, "gathers_early", lambda: early)
+    out, wanted = gradients({"fsdp": 4}, sizes), of_one_device(tuple(sizes.items()))
+    close(out.loss, wanted.loss)
+    close(out.grads, wanted.grads)
 
 
 @pytest.mark.parametrize("trainable", [["layers"], ["head", "layers"], ["embed", "layers"]], ids=str)

@@ -64,6 +64,12 @@ def test_only_a_group_that_is_a_whole_tpu_slice_is_split():
     assert split(Mesh("NVIDIA H100", "gpu", fsdp=64)) == [False, False]
 
 
+def test_scatters_run_beside_products_on_tpus_but_v5e():
+    kinds = ("TPU v4", "TPU v5", "TPU v6 lite", "TPU v5 lite", "NVIDIA H100", None)
+    found = [collectives.scatters_beside_products(kind) for kind in kinds]
+    assert found == [True, True, True, False, False, False]
+
+
 @pytest.mark.parametrize(
     ("kind", "axes", "given", "steps"),
     [
