@@ -538,6 +538,20 @@ MUTATIONS = (
         "forward_backward/test_overwriting.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "gradients_overwritten_where_products_wait_for_it",
+        "forward_backward/overwriting.py",
+        'and remat in ("layer", "offload", "full")',
+        "",
+        "forward_backward/test_overwriting.py::test_it_is_the_default_where_it_was_measured_to_pay",
+    ),
+    Mutation(
+        "gradients_overwritten_in_pipelines",
+        "forward_backward/execution.py",
+        "overwrites = not in_pipeline and self.ahead is True",
+        "overwrites = self.ahead is True",
+        "forward_backward/test_overwriting.py::test_it_is_the_default_where_it_was_measured_to_pay",
+    ),
+    Mutation(
         "buffers_of_adapters_many_times_their_size",
         "forward_backward/overwriting.py",
         "sizes[dim] >= _LEAST * _TILE[dim]",

@@ -10,10 +10,13 @@ from comparisons import close
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
+from jaxfb.config import load_config
 from jaxfb.forward_backward import execution, overwriting
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import collectives
+from jaxfb.planner import parse_topology
+from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations
 
 KEY = jax.random.key(5)
@@ -111,6 +114,35 @@ def test_gradients_of_the_transformer_are_those_of_one_device(experts, ahead):
     whole, cut = result({}), result(mesh, gather_ahead=ahead)
     close(cut.loss, whole.loss)
     close(cut.grads, whole.grads)
+
+
+@pytest.mark.parametrize(
+    ("topology", "layout", "writes"),
+    [
+        ("v6e:2x4", ["parallel.remat=full"], True),
+        ("v5p:2x2x2", ["parallel.remat=offload"], True),
+        ("v5e:2x4", ["parallel.remat=full"], False),
+        ("gpu:h100x8", ["parallel.remat=full"], False),
+        ("v6e:2x4", ["parallel.remat=selective"], False),
+        ("v6e:2x4", ["parallel.remat=full", "parallel.gather_ahead=half"], False),
+        ("v6e:2x4", ["parallel.remat=full", "mesh.fsdp=4", "mesh.tensor=2"], False),
+        ("v6e:2x4", ["parallel.remat=layer", "mesh.fsdp=4", "mesh.pipe=2", "schedule=1f1b"], False),
+    ],
+    ids=str,
+)
+def test_it_is_the_default_where_it_was_measured_to_pay(topology, layout, writes, monkeypatch):
+    monkeypatch.undo()
+    sizes = ["data.tokenizer=bytes", "model.num_heads=8", "model.num_kv_heads=8", "model.hidden_size=512"]
+    config = load_config("configs/quickstart.yaml", [*sizes, "mesh.fsdp=8", *layout])
+    job = make_job(config, abstract_mesh(config, 8, abstract_device(parse_topology(topology))))
+    program = job.step.trace(job.state, job.batch).jaxpr
+    found = [
+        tuple(np.subtract(*(var.aval.shape[-2:] for var in eqn.invars[:2])))
+        for eqn in equations(program)
+        if eqn.primitive.name == "dynamic_update_slice"
+        and eqn.invars[0].aval.ndim == eqn.invars[1].aval.ndim == 2
+    ]
+    assert bool({(0, 128), (16, 0)} & set(found)) == writes
 
 
 def test_buffers_are_wider_where_that_is_little(monkeypatch):
