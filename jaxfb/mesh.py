@@ -136,6 +136,12 @@ def platform_here() -> str:
     return jax.default_backend() if device is None else device.platform
 
 
+def kind_here() -> str | None:
+    """Returns the kind of device that the function being traced will run on, such as "TPU v5p"; None outside a mesh."""
+    device = jax.sharding.get_abstract_mesh().abstract_device
+    return None if device is None else device.device_kind
+
+
 def check_mesh(mesh: Mesh) -> Mesh:
     """Accepts any mesh with our axis names, such as one the caller made with `jax.make_mesh`.
 

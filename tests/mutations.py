@@ -538,6 +538,13 @@ MUTATIONS = (
         "forward_backward/test_overwriting.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "parts_of_a_head_gathered_late",
+        "losses/logits.py",
+        "(earlier, *grads[:-2]) if",
+        "(hidden_grad, *grads[:-1]) if",
+        "forward_backward/test_vocabulary_parts.py::test_gathered_early_a_part_waits_for_fewer_products",
+    ),
+    Mutation(
         "gradients_overwritten_where_products_wait_for_it",
         "forward_backward/overwriting.py",
         'and remat in ("layer", "offload", "full")',

@@ -22,8 +22,8 @@ from jaxfb.forward_backward.piece_stage import PieceStage
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import as_is, layer_output
 from jaxfb.forward_backward.stage import Stage
+from jaxfb.mesh import kind_here
 from jaxfb.parallel import data, sharding, tensor
-from jaxfb.parallel.collectives import kind_here
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
 from jaxfb.trainable import is_trained, joined, like

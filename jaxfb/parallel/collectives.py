@@ -76,12 +76,6 @@ def scatters_beside_products(kind: str | None) -> bool:
     return kind is not None and "TPU" in kind and kind != "TPU v5 lite"
 
 
-def kind_here() -> str | None:
-    """Returns the kind of device that the function being traced will run on, such as "TPU v5p"; None: not known."""
-    device = get_abstract_mesh().abstract_device
-    return None if device is None else device.device_kind
-
-
 def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
     kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
     return kind == "TPU v6 lite" or (on_v5p and kind in _V5P)

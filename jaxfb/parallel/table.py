@@ -28,8 +28,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.mesh import kind_here
 from jaxfb.parallel import data
-from jaxfb.parallel.collectives import all_gather, kind_here, reduce_scatter, scatters_beside_products
+from jaxfb.parallel.collectives import all_gather, reduce_scatter, scatters_beside_products
 from jaxfb.parallel.sharding import shards_of
 
 MOST_PARTS = 8  # each is written out in the program

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import close
+from jax.sharding import PartitionSpec as P
 
 import jaxfb
 from jaxfb.losses import heads, logits
@@ -93,6 +94,38 @@ def test_gradients_are_those_of_one_device(mesh, sizes, options):
     close(out.loss, wanted.loss)
     close(out.grads, wanted.grads)
     close(out.metrics, wanted.metrics)
+
+
+def products_before_the_last_gather(early, monkeypatch):
+    """How many products of the head's gradients must be there before the last part is gathered for them."""
+    monkeypatch.setattr(logits, "gathers_early", lambda: early)
+    mesh = jaxfb.make_mesh(fsdp=4)
+    head = table.Table(jnp.ones((4, VOCAB)), P("fsdp"), 1, jnp.dtype("float64"))
+
+    def run(hidden):
+        return logits.gradients_by_part(
+            lambda _, kernel: hidden[0] @ kernel, hidden, jnp.ones(hidden.shape[:2], bool), head
+        )[0]
+
+    run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
+    program = [*equations(jax.make_jaxpr(run)(jnp.ones((1, LENGTH, 16))).jaxpr)]
+    made_by = {id(var): eqn for eqn in program for var in eqn.outvars}
+    wanted, seen = [[eqn for eqn in program if eqn.primitive.name == "all_gather"][-1]], {}
+    while wanted:
+        for var in wanted.pop().invars:
+            if (eqn := made_by.get(id(var))) is not None and id(eqn) not in seen:
+                seen[id(eqn)] = eqn
+                wanted.append(eqn)
+    return sum(eqn.primitive.name == "dot_general" for eqn in seen.values())
+
+
+def test_gathered_early_a_part_waits_for_fewer_products(monkeypatch):
+    late, early = (products_before_the_last_gather(each, monkeypatch) for each in (False, True))
+    assert 0 < early < late
+    kinds = {"TPU v5p": True, "TPU v6 lite": True, "TPU v5 lite": False, "NVIDIA H100": False, None: False}
+    for kind, expected in kinds.items():
+        monkeypatch.setattr(table, "kind_here", lambda kind=kind: kind)
+        assert table.gathers_early() == expected
 
 
 @pytest.mark.parametrize("early", [False, True])
