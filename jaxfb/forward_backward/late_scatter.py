@@ -53,7 +53,8 @@ class LateScatter:
     def step_further(self, sums: PyTree, waiting: Waiting) -> tuple[PyTree, Waiting, PyTree]:
         """Runs the next step for all that wait, and adds to `sums` what the last step has completed.
 
-        Returns (sums, what still waits, buffers that are free when the newest gradients have been read).
+        Returns (sums, what still waits, the buffers of the newest gradients, which may be overwritten; None: there are
+        none).
         """
         further = [step(one) for one, step in zip(waiting, self._late_steps, strict=True)]
         free = None
@@ -64,7 +65,7 @@ class LateScatter:
         return self.add(sums, last), tuple(still), free
 
     def take(self, sums: PyTree, waiting: Waiting, made: OfLayer, free: PyTree) -> tuple[PyTree, Waiting]:
-        """Returns (sums, what waits) with a layer's gradients in one or the other; free: of `step_further`."""
+        """Returns (sums, what waits) with a layer's gradients in one or the other; free: buffers, of `step_further`."""
         late, in_turn = self._parts(made)
         if self._overwriting is not None:
             late = late._replace(grads=self._overwriting.write(free, late.grads))

@@ -148,11 +148,11 @@ def two_steps(size: int, inner: int) -> tuple[Groups, Groups]:
 
 
 def neighbours(size: int, dims: int | None) -> int | None:
-    """Returns how many devices the groups within have, of a whole slice of a torus; None: the size is a prime.
+    """Returns the devices in a group within, as `inner` of `two_steps`, of all `size` of a torus; None if that is prime.
 
-    dims: of the torus, where something waits for the second step of a scatter: the first then runs across all
-      dimensions but the last, and leaves the less. None: 4 across, since a torus is a multiple of 4 in each dimension
-      once it is large.
+    dims: number of dimensions of the torus, where gradients wait for the second step of a scatter. The first step then
+      runs across all dimensions but the last, so that less is left to wait. None: a group across has 4 devices, since
+      a large torus is a multiple of 4 in each dimension.
     """
     divisors = [n for n in range(2, size) if size % n == 0]
     if dims is None:
@@ -163,7 +163,7 @@ def neighbours(size: int, dims: int | None) -> int | None:
 def _steps(axes: Axes, kind: str, apart: bool = False) -> list[tuple[Axes, Groups | None]]:
     """Returns the (axes, groups) of each collective that a scatter consists of, in turn; of a gather in reverse.
 
-    apart: something waits for the second step.
+    apart: other work runs between the steps of a scatter, so that gradients wait for the second.
     """
     mesh = get_abstract_mesh()
     names = [axes] if isinstance(axes, str) else [axis for axis in axes if mesh.shape[axis] > 1]
