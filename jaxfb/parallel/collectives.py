@@ -148,7 +148,7 @@ def two_steps(size: int, inner: int) -> tuple[Groups, Groups]:
 
 
 def neighbours(size: int, dims: int | None) -> int | None:
-    """Returns the devices in a group within, as `inner` of `two_steps`, of all `size` of a torus; None if that is prime.
+    """Returns the number of devices of a group within (`two_steps`), of `size` in a torus; None if that is a prime.
 
     dims: number of dimensions of the torus, where gradients wait for the second step of a scatter. The first step then
       runs across all dimensions but the last, so that less is left to wait. None: a group across has 4 devices, since
