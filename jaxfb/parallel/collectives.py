@@ -46,14 +46,10 @@ def reduce_scatter(
       which see `psum_of_one`, those of a `dtype` of 16 bits are too: terms and sum alone are rounded.
     steps: those of its collectives that run; the next ones take what these return.
     """
-    scatter = partial(_reduce_scatter, axes=axes, dim=dim, steps=steps)
-    if dtype is None:
-        return _widened(scatter, whole)
-    whole = whole.astype(dtype)
-    return _widened(scatter, whole) if _on_cpu() else scatter(whole)
+    return summed_in(dtype, partial(_reduce_scatter, axes=axes, dim=dim, steps=steps), whole)
 
 
-def steps_apart(axes: Axes, in_halves: bool = False, overwrites: bool = False) -> int:
+def steps_apart(axes: Axes, in_halves: bool = False, exposed: bool = False) -> int:
     """Returns in how many steps `reduce_scatter` is to run with other work in between; 1: all at once.
 
     On v6e each collective is a step: 8B on v6e:8x8 takes 5.69 s and 6.99 GB in place of 6.60 s and 6.72 GB. On v5p that
@@ -64,10 +60,11 @@ def steps_apart(axes: Axes, in_halves: bool = False, overwrites: bool = False) -
       step if experts are cut too, since the first of two would end before the experts' products begin: six layers of
       Mixtral 8x22B on v5p:4x4x8 take 752 ms and 12.5 GB in place of 770 ms and 12.1 GB; with full recomputation it
       would be 762 ms and 11.8 GB in place of 763 ms and 11.3 GB (libtpu 0.0.48).
-    overwrites: the next layer's gradients wait for the first step, and on v5p it is apart: 8B on v5p:4x4x4 takes 9.64 s
-      in place of 10.32 s. With experts too, few gradients are cut over all devices.
+    exposed: nothing would run beside the first step. On v5p each is then a step without experts too: where gradients
+      overwrite those that the first step reads, 8B on v5p:4x4x4 takes 9.64 s in place of 10.32 s; where activations are
+      kept, 70B on v5p:8x8x8, fsdp 512, 8.58 s in place of 8.75 s. With experts, few gradients are cut over all devices.
     """
-    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves if "expert" in axes else overwrites)
+    gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves if "expert" in axes else exposed)
     return len(_steps(axes, "scatter")) if gains else 1
 
 
@@ -86,6 +83,14 @@ def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax
     for axis, groups in _steps(axes, "scatter", apart)[steps]:
         whole = lax.psum_scatter(whole, axis, scatter_dimension=dim, tiled=True, axis_index_groups=groups)
     return whole
+
+
+def summed_in(dtype: Any, collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """Returns a collective's sum of x in a dtype; None: as of `reduce_scatter`."""
+    if dtype is None:
+        return _widened(collective, x)
+    x = x.astype(dtype)
+    return _widened(collective, x) if _on_cpu() else collective(x)
 
 
 def psum(tree: PyTree, axes: str | tuple[str, ...]) -> PyTree:
@@ -172,7 +177,7 @@ def _steps(axes: Axes, kind: str, apart: bool = False) -> list[tuple[Axes, Group
     if len(names) > 1:
         return [(axis, None) for axis in names]
     size = lax.axis_size(names[0])
-    inner = neighbours(size, (2 if _is_flat(mesh) else 3) if apart else None)
+    inner = neighbours(size, torus_dims(mesh) if apart else None)
     return [(names[0], some) for some in two_steps(size, inner)] if inner else [(names[0], None)]
 
 
@@ -182,6 +187,11 @@ def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
     return kind == "scatter" or not _is_flat(mesh)
+
+
+def torus_dims(mesh: AbstractMesh) -> int:
+    """Returns how many dimensions the torus of the devices has; 2 where they form none."""
+    return 2 if _is_flat(mesh) else 3
 
 
 def _is_flat(mesh: AbstractMesh) -> bool:

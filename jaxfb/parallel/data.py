@@ -121,14 +121,14 @@ def to_shards(grads: PyTree, specs: PyTree, reduce_dtype: Any = None, steps: sli
     return jax.tree.map(lambda grad, spec: _to_shards(grad, spec, reduce_dtype, steps), grads, specs)
 
 
-def steps_to_shards(specs: PyTree, in_halves: bool = False, overwrites: bool = False) -> int:
+def steps_to_shards(specs: PyTree, in_halves: bool = False, exposed: bool = False) -> int:
     """Returns in how many steps `to_shards` is to run with other work in between; leaves of fewer begin with them.
 
-    in_halves, overwrites: as of `steps_apart`.
+    in_halves, exposed: as of `steps_apart`.
     """
     found = [shards_of(spec) for spec in jax.tree.leaves(specs, is_leaf=lambda x: isinstance(x, P))]
     return max(
-        (steps_apart(shards[1], in_halves, overwrites) for shards in found if shards is not None), default=1
+        (steps_apart(shards[1], in_halves, exposed) for shards in found if shards is not None), default=1
     )
 
 

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.parallel.columns import Columns, columns_of
 from jaxfb.parallel.table import Table, after
 from jaxfb.parallel.tensor import AXIS, constrain, num_shards
 from jaxfb.platforms.compat import custom_vjp
@@ -22,12 +23,14 @@ def look_up(matrix: jax.Array | Table, tokens: jax.Array) -> jax.Array:
     """Returns `matrix[tokens]`, float[..., width], for tokens of any shape.
 
     Args:
-      matrix: float[vocab, width], or a table of it in shards, whose parts are gathered one after the other. Its
-        gradient is summed over the tokens in float32, or in its own dtype if that is wider.
+      matrix: float[vocab, width], or a table of it in shards, of which each device gathers a few columns, or one part
+        after the other. Its gradient is summed over the tokens in float32, or in its own dtype if that is wider.
       tokens: int[...].
     """
     if isinstance(matrix, Table):
-        return _in_parts(matrix, tokens)
+        tokens = jnp.where(tokens < 0, tokens + matrix.whole_shape[0], tokens)
+        columns = columns_of(matrix, tokens.size)
+        return _in_parts(matrix, tokens) if columns is None else _in_columns(columns, matrix, tokens)
     exact = jnp.promote_types(matrix.dtype, jnp.float32) == matrix.dtype
     return matrix[tokens] if exact else _rows(matrix, tokens)
 
@@ -108,3 +111,25 @@ def _in_parts_backward(residuals: tuple[Table, jax.Array], cotangent: jax.Array)
 
 
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
+
+
+@custom_vjp(0)
+def _in_columns(columns: Columns, table: Table, tokens: jax.Array) -> jax.Array:
+    there = jnp.clip(tokens.reshape(-1), 0, table.whole_shape[0] - 1)
+    places = columns.places(table, columns.ask(there))
+    return columns.answer(columns.of(table)[places]).reshape(*tokens.shape, -1)
+
+
+def _in_columns_forward(columns: Columns, table: Table, tokens: jax.Array):
+    return _in_columns(columns, table, tokens), (table, tokens)
+
+
+def _in_columns_backward(columns: Columns, residuals: tuple[Table, jax.Array], cotangent: jax.Array):
+    table, tokens = residuals
+    places = columns.places(table, columns.ask(tokens.reshape(-1)))
+    found = columns.answered(cotangent.reshape(tokens.size, -1))
+    zeros = jnp.zeros((table.whole_shape[0], found.shape[-1]), table.sum_dtype)
+    return columns.scattered(table, zeros.at[places].add(found, mode="drop")), None
+
+
+_in_columns.defvjp(_in_columns_forward, _in_columns_backward)

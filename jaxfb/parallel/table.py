@@ -59,6 +59,13 @@ class Table:
         return data.gather_shard(self.shard, self.spec, self.dtype, self.reduce_dtype)
 
     @property
+    def cut(self) -> tuple[int, tuple[str, ...]]:
+        """Returns (the dim that is cut into shards, the axes that have them, outermost first)."""
+        found = shards_of(self.spec)
+        assert found is not None  # a table is in shards
+        return found
+
+    @property
     def num_parts(self) -> int:
         """Returns how many parts there are: the fewest that are not too large."""
         return num_parts(self.whole_shape, self.vocabulary, self._num_rows, self.shard.dtype)
@@ -67,7 +74,7 @@ class Table:
         """Gathers one part: the same columns, or rows, of every device's shard."""
         size = self._num_rows // self.num_parts
         own = lax.slice_in_dim(self.shard, number * size, (number + 1) * size, axis=self.vocabulary)
-        dim, axes = _shards(self.spec)
+        dim, axes = self.cut
         return all_gather(own.astype(self.dtype), axes, dim)
 
     def as_head(self, matrix: jax.Array) -> jax.Array:
@@ -88,7 +95,7 @@ class Table:
 
     def scattered(self, grad: jax.Array) -> jax.Array:
         """Sums a part's gradient over the devices; returns what belongs to this one's shard, in the shard's dtype."""
-        dim, axes = _shards(self.spec)
+        dim, axes = self.cut
         grad = grad.astype(self.reduce_dtype or self.shard.dtype)
         return reduce_scatter(grad, axes, dim, self.reduce_dtype).astype(self.shard.dtype)
 
@@ -103,7 +110,7 @@ class Table:
     @property
     def _num_cuts(self) -> int:
         """Returns among how many devices the vocabulary is cut."""
-        dim, axes = _shards(self.spec)
+        dim, axes = self.cut
         return math.prod(map(lax.axis_size, axes)) if dim == self.vocabulary else 1
 
     @property
@@ -114,7 +121,7 @@ class Table:
     @property
     def whole_shape(self) -> tuple[int, ...]:
         """Returns the shape of the whole matrix."""
-        dim, axes = _shards(self.spec)
+        dim, axes = self.cut
         devices = math.prod(map(lax.axis_size, axes))
         return tuple(size * (devices if one == dim else 1) for one, size in enumerate(self.shard.shape))
 
@@ -140,12 +147,6 @@ def pays(num_tokens: int, width: int, dtype: Any) -> bool:
     """
     size, wide = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
     return num_tokens * size <= width * (size + wide)
-
-
-def _shards(spec: P) -> tuple[int, tuple[str, ...]]:
-    found = shards_of(spec)
-    assert found is not None  # a table is in shards
-    return found
 
 
 def gathers_early() -> bool:

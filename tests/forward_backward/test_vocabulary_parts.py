@@ -17,6 +17,7 @@ from jaxfb.losses.token_log_probs import log_probs_of_logits
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import data, table
+from jaxfb.parallel import look_up as look_up_module
 from jaxfb.parallel.look_up import look_up
 from jaxfb.platforms.compat import cut_down, equations
 
@@ -94,6 +95,17 @@ def test_gradients_are_those_of_one_device(mesh, sizes, options):
     close(out.loss, wanted.loss)
     close(out.grads, wanted.grads)
     close(out.metrics, wanted.metrics)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "sizes"),
+    [({"fsdp": 4}, TIED), slow({"fsdp": 4}, WIDTH_CUT), slow({"fsdp": 2, "context": 2}, {})],
+    ids=str,
+)
+def test_gradients_are_those_of_one_device_with_an_embedding_in_parts(mesh, sizes, monkeypatch):
+    """Where its rows are not looked up by columns."""
+    monkeypatch.setattr(look_up_module, "columns_of", lambda table, num_tokens: None)
+    test_gradients_are_those_of_one_device(mesh, sizes, {})
 
 
 def products_before_the_last_gather(early, monkeypatch):

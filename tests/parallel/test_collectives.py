@@ -75,10 +75,10 @@ def test_scatters_run_beside_products_on_tpus_but_v5e():
     [
         ("TPU v6 lite", ("fsdp", "expert"), {}, 2),
         ("TPU v5", ("fsdp", "expert"), {"in_halves": True}, 2),
-        ("TPU v5", ("fsdp", "expert"), {"overwrites": True}, 1),
+        ("TPU v5", ("fsdp", "expert"), {"exposed": True}, 1),
         ("TPU v5", ("fsdp", "context"), {"in_halves": True}, 1),
-        ("TPU v5", ("fsdp", "context"), {"overwrites": True}, 2),
-        ("TPU v5p", ("fsdp",), {"overwrites": True}, 2),
+        ("TPU v5", ("fsdp", "context"), {"exposed": True}, 2),
+        ("TPU v5p", ("fsdp",), {"exposed": True}, 2),
         ("TPU v5 lite", ("fsdp", "expert"), {"in_halves": True}, 1),
     ],
 )
