@@ -103,9 +103,12 @@ class Ahead:
         others: PyTree,
         reverse: bool = False,
         first: int = 0,
-    ) -> tuple[PyTree, PyTree]:
+        whole: PyTree = None,
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Equals `lax.scan(lambda c, xs: one(c, gather(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`, with
-        as many shards as there are others, from the place `first` on.
+        as many shards as there are others, from the place `first` on; returns the last layer's whole parameters too.
+
+        whole: parameters of the first layer that runs, where they are gathered already (`gathered`).
 
         Two layers are a turn of the loop, so that the parameters of one come to lie where those of the layer before
         it were; a loop that carried them from each layer to the next would copy them.
@@ -133,7 +136,7 @@ class Ahead:
             carried, second = step(*lax.optimization_barrier((carried, turns[1])))
             return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
 
-        carried = carry, self.gather(_as_stored(at(early, jnp.int32(0), first)))
+        carried = carry, self.gathered(shards, number - 1 + first if reverse else first, whole)
         even = number - number % 2
         carried, out = lax.scan(pair, carried, places[:even].reshape(-1, 2))
         out = jax.tree.map(lambda leaf: leaf.reshape(even, *leaf.shape[2:]), out)
@@ -142,7 +145,15 @@ class Ahead:
             out = jax.tree.map(lambda leaf, one: jnp.concatenate([leaf, one[None]]), out, last)
         if reverse:
             out = jax.tree.map(lambda leaf: leaf[::-1], out)
-        return carried[0], out
+        # the last turn has gathered its own layer once more
+        return carried[0], out, carried[1]
+
+    def gathered(self, shards: PyTree, place: int, whole: PyTree = None) -> PyTree:
+        """Returns the parameters that are gathered ahead of the layer at that place; whole: the same, if not None."""
+        if whole is not None:
+            return whole
+        early = self.parts(shards)[0]
+        return self.gather(_as_stored(jax.tree.map(lambda leaf: read_one(leaf, jnp.int32(place)), early)))
 
 
 @dataclass(frozen=True)
@@ -157,8 +168,9 @@ class Late(Ahead):
         others: PyTree,
         reverse: bool = False,
         first: int = 0,
-    ) -> tuple[PyTree, PyTree]:
-        """Returns as `Ahead.scan`; shards: parameters as `one` takes them."""
+        whole: PyTree = None,
+    ) -> tuple[PyTree, PyTree, PyTree]:
+        """Returns as `Ahead.scan`, with None for whole parameters; shards: parameters as `one` takes them."""
         number = jax.tree.leaves(others)[0].shape[0]
 
         def turn(carry: PyTree, xs: tuple) -> tuple[PyTree, PyTree]:
@@ -167,7 +179,7 @@ class Late(Ahead):
             return one(carry, jax.tree.map(at, shards), other)
 
         places = jnp.arange(first, first + number, dtype=jnp.int32)
-        return lax.scan(turn, carry, (places, others), reverse=reverse)
+        return *lax.scan(turn, carry, (places, others), reverse=reverse), None
 
 
 @dataclass(frozen=True)

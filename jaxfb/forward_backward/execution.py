@@ -15,6 +15,7 @@ from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
 from jaxfb.forward_backward.half_passes import LayerInHalves, StageOfHalves
+from jaxfb.forward_backward.handed import handing_on_pays
 from jaxfb.forward_backward.last_microbatch import Reduce, reduce_layer
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.overwriting import Overwriting, overwriting_pays
@@ -86,14 +87,14 @@ class Execution:
         dtypes = self.dtypes["layers"]
         return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
 
-    def layer_to_shards(self, overwrites: bool = False):
+    def layer_to_shards(self, exposed: bool = False):
         """Returns the functions, one after the other, from gradients of one whole layer, or of some of its leaves, to
         those of its shards.
 
-        overwrites: the next layer's gradients wait for the first of them.
+        exposed: as of `steps_apart`.
         """
         specs = like(self.sums["layers"], self._layer_specs())
-        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat, overwrites))
+        *firsts, last = range(data.steps_to_shards(specs, "halves" in self.remat, exposed))
         steps = [*(slice(first, first + 1) for first in firsts), slice(last, None)]
 
         def to_shards(steps: slice, grads: PyTree) -> PyTree:
@@ -176,20 +177,26 @@ class Execution:
             keep = PIPELINE_KEEPS[remat]
             keep = "inputs" if keep == "input" and not in_pipeline else keep
             overwrites = not in_pipeline and self.ahead is True and overwrites_gradients(remat)
+            hands = not in_pipeline and bool(self.ahead) and hands_on(remat)
             part = options | {
                 "first": first,
                 "end": end,
-                "ahead": self._ahead(model, first < self.kept, reduce, overwrites),
+                "ahead": self._ahead(model, first < self.kept, reduce, overwrites, hands),
+                "hands_on": hands,
             }
             stages.append(self._stage_of_part(model, remat, keep, num_pieces, first < self.kept, part))
         return stages[0] if len(stages) == 1 and not self.kept else MixedStage(stages)
 
     def _ahead(
-        self, model: Pipelined, is_kept: bool, reduce: Reduce | None, overwrites: bool
+        self, model: Pipelined, is_kept: bool, reduce: Reduce | None, overwrites: bool, hands: bool
     ) -> Ahead | None:
         """Returns what is gathered ahead, scattered or reduced late, of layers that stay gathered or do not."""
         in_turn = model.halves.second_params if self.ahead == "half" and model.halves is not None else ()
-        steps = self.layer_to_shards(overwrites), self.layer_before_scatter(self.reduce_dtype), in_turn
+        steps = (
+            self.layer_to_shards(overwrites or hands),
+            self.layer_before_scatter(self.reduce_dtype),
+            in_turn,
+        )
         last = () if reduce is None else (reduce,)
         if is_kept:
             return Gathered(as_is, *steps, last)
@@ -249,6 +256,11 @@ def _of_gathered(half: Callable, gather: Callable[[PyTree], PyTree]) -> Callable
 def overwrites_gradients(remat: str) -> bool:
     """Returns whether a layer's gradients are written over those of another on the devices in context."""
     return overwriting_pays(kind_here(), tensor.num_shards(), remat)
+
+
+def hands_on(remat: str) -> bool:
+    """Returns whether a loop over the layers hands on what it has on the devices in context."""
+    return handing_on_pays(kind_here(), remat)
 
 
 def is_cut_over(spec: P, axis: str) -> bool:

@@ -19,6 +19,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.accumulate import empty_sums, split_totals
+from jaxfb.forward_backward.handed import Handed
 from jaxfb.forward_backward.last_microbatch import LastMicrobatch
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.loss import as_loss_output
@@ -87,11 +88,15 @@ class InPlace:
         layers = self._layers(params)
 
         def step(carry, xs):
-            (grads, kept), (microbatch, row_keys, seed) = carry, xs
+            ((grads, kept), handed), (microbatch, row_keys, seed) = carry, xs
             target, inputs = only_chunk(grads["layers"]), StageInputs(microbatch, row_keys)
-            return self._microbatch(params, layers, outer_params(grads), target, kept, inputs, seed)
+            given = outer_params(grads), target, kept, inputs, seed, handed
+            return self._microbatch(params, layers, *given)
 
-        return lax.scan(step, start, each)
+        first = self.stage.begin(layers, only_chunk(start[0]["layers"]))
+        ((grads, kept), handed), out = lax.scan(step, (start, first), each)
+        sums = self.stage.end(only_chunk(grads["layers"]), handed)
+        return (_with_sums(outer_params(grads), sums), kept), out
 
     def _run_reduced(self, params, last: LastMicrobatch, each: tuple, kept: PyTree, accum_dtypes: PyTree):
         """Runs the last microbatch behind the loop over the others."""
@@ -102,14 +107,24 @@ class InPlace:
             outs.append(out)
         microbatch, row_keys, seed = jax.tree.map(lambda leaf: leaf[-1], each)
         target = last.target(params["layers"], accum_dtypes["layers"], before.get("layers"))
-        given = target, kept, StageInputs(microbatch, row_keys), seed
+        given = target, kept, StageInputs(microbatch, row_keys), seed, None
         of_last = replace(self, stage=last.stage)
-        (grads, _), out = of_last._microbatch(params, self._layers(params), outer_params(before), *given)
+        ((grads, _), _), out = of_last._microbatch(params, self._layers(params), outer_params(before), *given)
         outs.append(jax.tree.map(lambda leaf: leaf[None], out))
         return grads, jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *outs)
 
-    def _microbatch(self, params, layers: Layers, so_far, target: Target, kept, inputs: StageInputs, seeds):
-        """Returns ((gradients with this microbatch's added, what its layers kept), its answer).
+    def _microbatch(
+        self,
+        params,
+        layers: Layers,
+        so_far,
+        target: Target,
+        kept,
+        inputs: StageInputs,
+        seeds,
+        handed: Handed | None,
+    ):
+        """Returns (((gradients with this microbatch's added, what its layers kept), what they hand on), its answer).
 
         so_far: the sums of the gradients beside the layers, to which this microbatch's are added; target: of theirs.
         """
@@ -117,7 +132,9 @@ class InPlace:
         with jax.named_scope("forward"):
             embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, inputs))
             with jax.named_scope("layers"):
-                hidden, of_layers, slot = self.stage.forward(layers, embedded, inputs, slot)
+                hidden, of_layers, slot, handed = self.stage.forward_on(
+                    layers, embedded, inputs, slot, handed
+                )
                 assert slot is not None  # one was given
             outer, hidden = self._in_this_turn(outer, hidden)
             totals, head_vjp, out = self._head_vjp(so_far, outer, hidden, inputs)
@@ -126,13 +143,14 @@ class InPlace:
             so_far, cotangent = self._in_this_turn(self._added(so_far, of_head), cotangent)
             of_terms = _seeded(split_totals(of_layers)[0], seeds)
             with jax.named_scope("layers"):
-                sums, cotangent = self.stage.backward(layers, slot, cotangent, of_terms, inputs, target)
+                given = layers, slot, cotangent, of_terms, inputs, target
+                sums, cotangent, handed = self.stage.backward_on(*given, handed)
             so_far = self._added(so_far, *embed_vjp(cotangent))
         # Else XLA removes the chunk's dim from the sums before the last layer's gradients are added to them, and has
         # to copy all sums for it: 0.5 GB in each microbatch of 70B on v5p:8x8x8 (libtpu 0.0.48).
         (sums,) = self._in_this_turn(sums)
-        grads = so_far | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
-        return (grads, slot.buffers), with_layers(out, of_layers)
+        grads = _with_sums(so_far, sums)
+        return ((grads, slot.buffers), handed), with_layers(out, of_layers)
 
     def _embed_vjp(self, so_far: PyTree, outer: PyTree, inputs: StageInputs):
         """Returns (hidden, VJP to those shards beside the layers that the embedding reads and that are trained)."""
@@ -194,6 +212,11 @@ class InPlace:
     def _empty(self, params, inputs: StageInputs) -> PyTree:
         """Returns zeros for what the layers keep of one microbatch, [1, l, ...]."""
         return self.stage.empty(jax.eval_shape(self._layers, params), self._hidden(params, inputs), inputs, 1)
+
+
+def _with_sums(outer: PyTree, sums: PyTree) -> PyTree:
+    """Returns gradients like params; sums: those of the layers, [1, l, ...]."""
+    return outer | {"layers": jax.tree.map(lambda leaf: leaf[0], sums)}
 
 
 def _read_by(function: Callable, trained: PyTree) -> PyTree:

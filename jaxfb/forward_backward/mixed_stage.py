@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from jaxfb.forward_backward.handed import Handed
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import joined_parts
 from jaxfb.forward_backward.slot import Slot
@@ -39,6 +40,12 @@ class MixedStage:
             kept.append(own)
         return hidden, joined_parts(outs), None if slot is None else _slot_of(kept)
 
+    def forward_on(
+        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None, handed: Handed | None
+    ) -> tuple[PyTree, LossOutput, Slot | None, Handed | None]:
+        """Returns as `Stage.forward_on`."""
+        return *self.forward(layers, hidden, inputs, slot), handed
+
     def backward(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
     ) -> tuple[PyTree, PyTree]:
@@ -47,6 +54,26 @@ class MixedStage:
             sums, cotangent = part.backward(_of(part, layers), own, cotangent, seeds, inputs, target)
             target = target._replace(sums=sums)
         return target.sums, cotangent
+
+    def backward_on(
+        self,
+        layers: Layers,
+        slot: Slot,
+        cotangent: PyTree,
+        seeds: dict,
+        inputs: StageInputs,
+        target: Target,
+        handed: Handed | None,
+    ) -> tuple[PyTree, PyTree, Handed | None]:
+        """Returns as `Stage.backward_on`."""
+        return *self.backward(layers, slot, cotangent, seeds, inputs, target), handed
+
+    def begin(self, layers: Layers, target: Target) -> None:
+        """Hands nothing on."""
+
+    def end(self, target: Target, handed: Handed | None) -> PyTree:
+        """Returns as `Stage.end`."""
+        return target.sums
 
     def backward_input(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot

@@ -134,7 +134,7 @@ class PieceStage(Stage):
             cache = cache.with_part(place, inputs.number, own)
             return (self._if_real(layer, after, before), kept, cache), self._masked(layer, out)
 
-        (after, kept, cache), out = self._scan(one, (hidden, *slot), layers)
+        (after, kept, cache), out, _ = self._scan(one, (hidden, *slot), layers)
         kept = slot.kept.put(hidden) if slot.kept is not None and keeps_input else kept
         return after, sum_of_layers(out), PieceSlot(kept, cache)
 
@@ -166,7 +166,7 @@ class PieceStage(Stage):
             return (self._if_real(layer, before, cotangent), gradients, carried), grads
 
         carry = cotangent, gradients, reads.first()
-        (before, gradients, _), sums = self._add_up(one, carry, layers, target)
+        (before, gradients, _), sums, _ = self._add_up(one, carry, layers, target)
         return sums, before, gradients
 
     def empty_slots(
@@ -221,5 +221,5 @@ class PieceStage(Stage):
             after, _ = self._passes.run(layer, before, given)
             return self._if_real(layer, after, before), before
 
-        _, befores = self._scan(one, slot.kept.get(), layers)
+        _, befores, _ = self._scan(one, slot.kept.get(), layers)
         return lambda place: jax.tree.map(lambda leaf: leaf[place], befores)

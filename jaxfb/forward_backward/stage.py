@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered
+from jaxfb.forward_backward.handed import Handed
 from jaxfb.forward_backward.late_scatter import LateScatter
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
@@ -42,6 +43,7 @@ class Stage:
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
     ahead: where layers are gathered a layer ahead of their use, or gradients are scattered or reduced a layer late;
       `layer` is then given what `ahead.scan` makes of the parameters.
+    hands_on: whether its loops hand on to each other what they have (`handed.py`); only with `ahead`.
     first, end: it runs the layers from first to before end (None: to the last) of those that it is given. Places are
       those among all that it is given; buffers and metrics are of its own layers.
     """
@@ -57,6 +59,7 @@ class Stage:
         on_host: bool = False,
         trained: Callable[[PyTree], PyTree] = lambda params: params,
         ahead: Ahead | None = None,
+        hands_on: bool = False,
         first: int = 0,
         end: int | None = None,
     ):
@@ -64,6 +67,7 @@ class Stage:
         self._keep, self._padded, self._written_out = keep, padded, written_out
         self._begin, self._end = first, end
         self._trained, self._ahead, self._on_host = trained, ahead, on_host
+        self._hands_on = hands_on
 
     @property
     def gathers_ahead(self) -> bool:
@@ -82,6 +86,12 @@ class Stage:
 
         slot: None keeps nothing.
         """
+        return self.forward_on(layers, hidden, inputs, slot, None)[:3]
+
+    def forward_on(
+        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None, handed: Handed | None
+    ) -> tuple[PyTree, LossOutput, Slot | None, Handed | None]:
+        """Returns as `forward`, and what is handed on; handed: by `begin`, or by the backward before."""
         by_layer = None if self._keep == "input" else slot
 
         def one(carry, xs):
@@ -90,9 +100,10 @@ class Stage:
             slot = None if slot is None else slot.put(kept, self._here(place))
             return (self._if_real(layer, after, before), slot), self._masked(layer, out)
 
-        (after, by_layer), out = self._scan(one, (hidden, by_layer), layers)
+        first = None if handed is None else handed.whole
+        (after, by_layer), out, whole = self._scan(one, (hidden, by_layer), layers, whole=first)
         kept = slot.put(hidden) if slot is not None and self._keep == "input" else by_layer
-        return after, sum_of_layers(out), kept
+        return after, sum_of_layers(out), kept, None if handed is None else handed._replace(whole=whole)
 
     def backward(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
@@ -100,6 +111,22 @@ class Stage:
         """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input).
 
         seeds: name -> cotangent of the total of each of the layers' terms.
+        """
+        return self.backward_on(layers, slot, cotangent, seeds, inputs, target, None)[:2]
+
+    def backward_on(
+        self,
+        layers: Layers,
+        slot: Slot,
+        cotangent: PyTree,
+        seeds: dict,
+        inputs: StageInputs,
+        target: Target,
+        handed: Handed | None,
+    ) -> tuple[PyTree, PyTree, Handed | None]:
+        """Returns as `backward`, and what is handed on: the gradients of a layer are in it, not in the sums.
+
+        handed: by the forward.
         """
         reads = self._reads(layers, self._kept(layers, slot, inputs))
 
@@ -109,8 +136,21 @@ class Stage:
             grads, before = self._passes.backward(layer, kept, cotangent, seeds, inputs)
             return (self._if_real(layer, before, cotangent), carried), grads
 
-        (before, _), sums = self._add_up(one, (cotangent, reads.first()), layers, target)
-        return sums, before
+        (before, _), sums, handed = self._add_up(one, (cotangent, reads.first()), layers, target, handed)
+        return sums, before, handed
+
+    def begin(self, layers: Layers, target: Target) -> Handed | None:
+        """Returns what is handed to the first of several forwards; None: nothing is handed on."""
+        if self._ahead is None or not self._hands_on:
+            return None
+        whole = self._ahead.gathered(layers.params, self._places(layers)[0])
+        return Handed(whole, self._scatter(target).nothing_yet(self._of_last(layers)))
+
+    def end(self, target: Target, handed: Handed | None) -> PyTree:
+        """Returns target.sums with the gradients that the last of several backwards has handed on added."""
+        if handed is None:
+            return target.sums
+        return self._scatter(target).to_the_end(target.sums, handed.waiting)
 
     def backward_input(
         self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, saved: Slot
@@ -125,7 +165,7 @@ class Stage:
             saved = saved.put(now, self._here(place))
             return (self._if_real(layer, before, cotangent), saved, carried), None
 
-        before, saved, _ = self._backwards(one, (cotangent, saved, reads.first()), layers)
+        (before, saved, _), _ = self._backwards(one, (cotangent, saved, reads.first()), layers)
         return saved, before
 
     def backward_weight(
@@ -181,12 +221,16 @@ class Stage:
 
         if len(places := self._places(layers)) == 1:
             return lambda place: slot.get()
-        last, befores = self._scan(one, slot.get(), layers, places[:-1])
+        last, befores, _ = self._scan(one, slot.get(), layers, places[:-1])
         befores = jax.tree.map(lambda head, tail: jnp.concatenate([head, tail[None]]), befores, last)
         return lambda place: jax.tree.map(lambda leaf: leaf[self._here(place)], befores)
 
-    def _backwards(self, one: Callable, carry: PyTree, layers: Layers) -> PyTree:
-        """Runs `one` through (place, layer) from the last to the first and returns what it carries; nothing is stacked.
+    def _backwards(
+        self, one: Callable, carry: PyTree, layers: Layers, whole: PyTree = None
+    ) -> tuple[PyTree, PyTree]:
+        """Runs `one` through (place, layer) from the last to the first; nothing is stacked.
+
+        Returns (what it carries, whole parameters as of `_scan`).
 
         Written out by hand: what `lax.scan` unrolls becomes a function that is called, and the TPU's compiler ends the
         process where there is a `shard_map` over `tensor` in one (libtpu 0.0.42), as there is in splash attention's
@@ -194,11 +238,12 @@ class Stage:
         """
         places = self._places(layers)
         if len(places) > self._written_out:
-            return self._scan(one, carry, layers, reverse=True)[0]
+            carry, _, whole = self._scan(one, carry, layers, reverse=True, whole=whole)
+            return carry, whole
         for place in reversed(places):
             carry, here = self._in_turn(carry, jnp.int32(place))
             carry, _ = one(carry, (here, tuple(self._layer(layers, place))))
-        return carry
+        return carry, None
 
     def _in_turn(self, carry: PyTree, place: jax.Array) -> tuple[PyTree, jax.Array]:
         """Returns the same; a layer that reads its slot at that place waits for the layers behind it, as in a loop.
@@ -211,10 +256,19 @@ class Stage:
         return (carry, place) if self._ahead is not None else lax.optimization_barrier((carry, place))
 
     def _scan(
-        self, one: Callable, carry: PyTree, layers: Layers, places: range | None = None, reverse: bool = False
-    ) -> tuple:
+        self,
+        one: Callable,
+        carry: PyTree,
+        layers: Layers,
+        places: range | None = None,
+        reverse: bool = False,
+        whole: PyTree = None,
+    ) -> tuple[PyTree, PyTree, PyTree]:
         """Equals `lax.scan` of `one` over (place, layer), where shards are gathered a layer ahead with whole layers.
 
+        Returns (what it carries, what is stacked, whole parameters of the layer that ran last; None without `ahead`).
+
+        whole: those of the layer that runs first, where they are gathered already.
         places: of the layers that are run; None: all of this stage. Where others are given too, a turn reads its layer
           from all of them: a part of the stack would be a copy of it.
         """
@@ -228,23 +282,27 @@ class Stage:
 
             part = slice(places.start, places.stop)
             rest = numbers, layers.index[part], layers.real[part]
-            return self._ahead.scan(with_whole, carry, layers.params, rest, reverse, places.start)
+            return self._ahead.scan(with_whole, carry, layers.params, rest, reverse, places.start, whole)
         if len(places) == layers.index.shape[0]:
-            return lax.scan(one, carry, (numbers, tuple(layers)), reverse=reverse)
+            return *lax.scan(one, carry, (numbers, tuple(layers)), reverse=reverse), None
 
         def turn(carry, place):
             of_place = jax.tree.map(lambda leaf: read_one(leaf, place), tuple(layers))
             return one(carry, (place, of_place))
 
-        return lax.scan(turn, carry, numbers, reverse=reverse)
+        return *lax.scan(turn, carry, numbers, reverse=reverse), None
 
-    def _add_up(self, one: Callable, carry: PyTree, layers: Layers, target: Target) -> tuple[PyTree, PyTree]:
+    def _add_up(
+        self, one: Callable, carry: PyTree, layers: Layers, target: Target, handed: Handed | None = None
+    ) -> tuple[PyTree, PyTree, Handed | None]:
         """Runs `one(carry, place, layer) -> (carry, gradients)` from the last layer to the first.
 
-        Returns (what it carries, target.sums with all gradients added). With `ahead` they are summed over devices, and
-        added, a layer late (`LateScatter`).
+        Returns (what it carries, target.sums with all gradients added but what is handed on, that). With `ahead` they
+        are summed over devices, and added, a layer late (`LateScatter`).
         """
-        return (self._add_at_once if self._ahead is None else self._add_late)(one, carry, layers, target)
+        if self._ahead is None:
+            return *self._add_at_once(one, carry, layers, target), None
+        return self._add_late(one, carry, layers, target, handed)
 
     def _add_at_once(
         self, one: Callable, carry: PyTree, layers: Layers, target: Target
@@ -254,16 +312,12 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, target.add(sums, OfLayer(place, layer.real, grads), self._padded)), None
 
-        return self._backwards(turn, (carry, target.sums), layers)
+        return self._backwards(turn, (carry, target.sums), layers)[0]
 
     def _add_late(
-        self, one: Callable, carry: PyTree, layers: Layers, target: Target
-    ) -> tuple[PyTree, PyTree]:
-        assert self._ahead is not None
-        if self._ahead.reduce:
-            scatter = LateScatter(self._ahead, target.put, target.of_all)
-        else:
-            scatter = LateScatter(self._ahead, partial(target.add, padded=self._padded), as_is)
+        self, one: Callable, carry: PyTree, layers: Layers, target: Target, handed: Handed | None
+    ) -> tuple[PyTree, PyTree, Handed | None]:
+        scatter = self._scatter(target)
 
         def turn(carried, xs):
             (carry, sums, waiting), (place, layer) = carried, (xs[0], Layers(*xs[1]))
@@ -273,12 +327,22 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads), free)), None
 
+        whole, waiting = handed or (None, scatter.nothing_yet(self._of_last(layers)))
+        (carry, sums, waiting), whole = self._backwards(turn, (carry, target.sums, waiting), layers, whole)
+        if handed is None:
+            return carry, scatter.to_the_end(sums, waiting), None
+        return carry, sums, Handed(whole, waiting)
+
+    def _scatter(self, target: Target) -> LateScatter:
+        assert self._ahead is not None
+        if self._ahead.reduce:
+            return LateScatter(self._ahead, target.put, target.of_all)
+        return LateScatter(self._ahead, partial(target.add, padded=self._padded), as_is)
+
+    def _of_last(self, layers: Layers) -> OfLayer:
+        """Returns the last layer, with the shapes of its trained parameters in place of gradients."""
         last, shapes = self._places(layers)[-1], jax.eval_shape(self._first, layers).params
-        nothing = OfLayer(jnp.int32(last), layers.real[last], self._trained(shapes))
-        carry, sums, waiting = self._backwards(
-            turn, (carry, target.sums, scatter.nothing_yet(nothing)), layers
-        )
-        return carry, scatter.to_the_end(sums, waiting)
+        return OfLayer(jnp.int32(last), layers.real[last], self._trained(shapes))
 
     def _first(self, layers: Layers) -> Layers:
         return self._layer(layers, self._begin)
