@@ -88,7 +88,7 @@ def gradients_in_parts(
         of_part = exponentials, parts[number].top, table.ids(number)
         return _logits_grad(*of_part, targets, mask, head, scores)
 
-    return scores, gradients_by_part(of_logits, hidden, mask != 0, table)
+    return scores, gradients_by_part(of_logits, hidden, mask != 0, table, kept)
 
 
 def _first_pass(

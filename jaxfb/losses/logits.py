@@ -9,7 +9,7 @@ Dtypes: logits, softmax, sums and accumulated gradients are float32 (float64 for
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -128,7 +128,11 @@ def _products(
 
 
 def gradients_by_part(
-    logits_grad: Callable[[int, jax.Array], jax.Array], hidden: jax.Array, counted: jax.Array, table: Table
+    logits_grad: Callable[[int, jax.Array], jax.Array],
+    hidden: jax.Array,
+    counted: jax.Array,
+    table: Table,
+    before: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Table]:
     """Computes gradients of both factors of hidden @ head, with one part of the head's vocabulary at a time.
 
@@ -136,16 +140,20 @@ def gradients_by_part(
       logits_grad: (number of the part, kernel [D, W]) -> [T or more, W] of all tokens, times `half_scale` and in the
         kernel's dtype; 0 where not counted.
       hidden: float[rows, seq, D]. counted: bool[rows, seq], where a gradient flows.
+      before: results of what runs before this, in turn: the first part is gathered once the last but one is there.
     Returns:
       (float32[rows, seq, D], that of the table's shard).
     """
     wide = sum_dtype(hidden)
     flat = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
-    hidden_grad, grads = jnp.zeros(flat.shape, wide), []
-    earlier = hidden_grad
+    zeros, grads = jnp.zeros(flat.shape, wide), []
+    earlier, hidden_grad = (
+        lax.optimization_barrier((zeros, some))[0] for some in (before[-2:-1], before[-1:])
+    )
     for number in range(table.num_parts):
         # one part after the other: the compiler would gather them, and make their gradients, all at once
-        there = (earlier, *grads[:-2]) if gathers_early() else (hidden_grad, *grads[:-1])
+        early = number == 0 or gathers_early()
+        there = (earlier, *grads[:-2]) if early else (hidden_grad, *grads[:-1])
         kernel = table.as_head(after(table, *there).part(number))
         earlier = hidden_grad
         grad, scale = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
