@@ -1062,8 +1062,8 @@ MUTATIONS = (
     Mutation(
         "formula_hides_communication_beside_nothing",
         "planner/formula_time.py",
-        "return max(exposed_share(config, topology) * wire, least - work)",
-        "return exposed_share(config, topology) * wire",
+        "return max(exposed_share(config, sizes, topology) * wire, least - work)",
+        "return exposed_share(config, sizes, topology) * wire",
         "planner/test_formula.py::test_no_more_communication_is_hidden_than_there_is_work",
     ),
     Mutation(

@@ -25,6 +25,7 @@ from jaxfb.planner.formula_memory import (
 )
 from jaxfb.planner.formula_time import (
     exchange_seconds,
+    exposed_exchange,
     exposed_seconds,
     kept_scatter_seconds,
     step_flops,
@@ -111,8 +112,8 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         flops=step_flops(config, sizes, topology),
         work_seconds=work,
         wire_seconds=wire + exchange,
-        exposed_seconds=exposed_seconds(config, topology, wire, work)
+        exposed_seconds=exposed_seconds(config, sizes, topology, wire, work)
         + loop_seconds(config, sizes, topology)
         + kept_scatter_seconds(config, sizes, topology)
-        + exchange,
+        + exposed_exchange(config, sizes, topology),
     ).with_host(state - on_host, on_host, topology.chip)

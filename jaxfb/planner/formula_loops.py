@@ -32,7 +32,7 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     if chip is None or size == 1 or not sizes.sequence_parallel or chip.kind not in compiler.TENSOR_TABLE:
         return 0.0
     collectives = tensor_seconds(config, sizes, chip)
-    counted = exposed_share(config, topology) * collectives
+    counted = exposed_share(config, sizes, topology) * collectives
     if size == 2:
         return max(0.0, _BETWEEN_TWO * collectives - counted)
     turns, tokens = size // 2, tokens_of_microbatch(config)

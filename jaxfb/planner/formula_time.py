@@ -10,6 +10,7 @@ from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
+from jaxfb.parallel.table import num_parts
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     context_method,
@@ -26,6 +27,7 @@ from jaxfb.planner.counts import (
     reduced_bytes,
     reduces_beside,
     runs_flash,
+    share_ahead,
     share_gathered,
     share_of_layers,
     stored,
@@ -58,12 +60,19 @@ up what each turn gives."""
 _RING_BYTES = 85
 """Read and written a query's number and turn of a ring of kernels, to cut and to sum: 79 and 102 of two lengths."""
 _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
-"""Share of communication that nothing hides: on TPUs 0.05 to 0.16 of those whose compiler has options in
-`jaxfb/platforms/compiler.py`, where layers are gathered ahead; 0.61 of v5e, which has none; on H100 0.10 to 0.28 where
-layers are gathered ahead."""
+"""Share of communication that nothing hides: with tensor shards or stages on TPUs whose compiler has options in
+`jaxfb/platforms/compiler.py`; 0.61 of v5e, which has none; on H100 0.10 to 0.28 where layers are gathered ahead."""
+_EXPOSED_A_LAYER_AHEAD, _EXPOSED_HALF_AHEAD = 0.05, 0.23
+"""The same of the others of these TPUs: 0.03 to 0.08 of 8B and 70B on v5p and v6e, without context axis; half a layer
+ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are scattered in its own turn."""
+_EXPOSED_EXCHANGE = {"tpu": 0.07, "gpu": 0.35}
+"""Share of what experts exchange that nothing hides where a layer's halves run beside it: on v5p 0.03 of Mixtral 8x22B
+and 0.10 of a model like DeepSeek-V3, on H100 0.30 and 0.37."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
+_FEWEST_IN_A_GRID = 4
+"""Devices that can look up an embedding's rows by columns (`parallel/columns.py`)."""
 _IN_TWO_STEPS = 0.87
 """Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
 steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
@@ -206,6 +215,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
+    gathered -= times * (4 + reduced_bytes(config)) * _looked_up_by_columns(config, sizes)
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
@@ -218,6 +228,14 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     return seconds
 
 
+def _looked_up_by_columns(config: Config, sizes: TransformerConfig) -> int:
+    """Returns the numbers of an embedding that is not gathered, since its rows are looked up by columns."""
+    shape = sizes.vocab_size, sizes.hidden_size
+    in_parts = gathers_layers(config) and num_parts(shape, 0, sizes.vocab_size, "float32") > 1
+    cuts = config.mesh.pipe * config.mesh.tensor > 1 or num_shards(config) < _FEWEST_IN_A_GRID
+    return 0 if sizes.tied_embeddings or cuts or not in_parts else math.prod(shape)
+
+
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     """Returns the time of sums over tensor shards, of four of a layer's products."""
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * num_microbatches(config)
@@ -225,8 +243,17 @@ def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> floa
     return 8 * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
 
 
+def exposed_exchange(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns the time of `exchange_seconds` that nothing hides."""
+    if topology.chip is None:
+        return 0.0
+    overlaps = sizes.expert_overlap and "halves" in config.parallel.remat
+    share = _EXPOSED_EXCHANGE.get(topology.platform, 1.0) if overlaps else 1.0
+    return share * exchange_seconds(config, sizes, topology.chip)
+
+
 def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
-    """Returns the time in which rows go to experts of other devices, which nothing hides."""
+    """Returns the time in which rows go to experts of other devices."""
     if config.mesh.expert == 1 or not sizes.num_experts:
         return 0.0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
@@ -243,14 +270,16 @@ def kept_scatter_seconds(config: Config, sizes: TransformerConfig, topology: Top
     return _SCATTERS_OF_KEPT * sent * _turn(config, topology.chip, "fsdp", "expert", "context")
 
 
-def exposed_seconds(config: Config, topology: Topology, wire: float, work: float) -> float:
+def exposed_seconds(
+    config: Config, sizes: TransformerConfig, topology: Topology, wire: float, work: float
+) -> float:
     """Returns the communication that nothing hides: a share of it, and at least what is longer than the work."""
     is_slice = topology.platform == "tpu" and num_shards(config) == topology.num_devices
     least = _IN_TWO_STEPS * wire if is_slice else wire
-    return max(exposed_share(config, topology) * wire, least - work)
+    return max(exposed_share(config, sizes, topology) * wire, least - work)
 
 
-def exposed_share(config: Config, topology: Topology) -> float:
+def exposed_share(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns the share of communication that nothing hides where there is work enough beside it."""
     if topology.chip is None or topology.platform == "cpu":
         return 1.0
@@ -261,7 +290,15 @@ def exposed_share(config: Config, topology: Topology) -> float:
     if topology.chip.kind not in compiler.TABLE:
         return _EXPOSED_BY_DEFAULT
     waits = num_shards(config) > 1 and config.parallel.fsdp_gather == "layer" and not ahead
-    return 1.0 if waits else _EXPOSED
+    return 1.0 if waits else _exposed_ahead(config, sizes, topology)
+
+
+def _exposed_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+    """Returns `exposed_share` of TPUs whose compiler has options."""
+    mesh, share = config.mesh, share_ahead(config, sizes, topology)
+    if mesh.tensor * mesh.pipe > 1 or share == 0:
+        return _EXPOSED
+    return _EXPOSED_A_LAYER_AHEAD if share == 1 or mesh.context > 1 else _EXPOSED_HALF_AHEAD
 
 
 def _turn(config: Config, chip: Chip, *axes: str) -> float:
