@@ -63,7 +63,7 @@ def gradients(mesh, sizes=None, dtype=np.float64, num_microbatches=2, model=None
 
 
 def replicas(mesh):
-    return mesh.get("data", 1) * mesh.get("fsdp", 1)
+    return mesh.get("data", 1) * mesh.get("fsdp", 1) * mesh.get("expert", 1)
 
 
 @cache
@@ -84,6 +84,7 @@ def of_one_device(sizes=()):
         slow({"data": 2, "fsdp": 2}, {}, {"optimizer_sharding": "data"}),
         slow({"fsdp": 2, "context": 2}, {}, {}),
         slow({"fsdp": 2, "tensor": 2}, {}, {}),
+        slow({"fsdp": 2, "expert": 2}, {"num_experts": 4}, {"gather_ahead": True}),
         slow({"fsdp": 4}, {"mtp_depth": 1}, {"num_microbatches": 2}),
         slow({"fsdp": 4}, {"z_loss": 1e-3, "label_smoothing": 0.1}, {}),
         slow({"fsdp": 4}, {}, {"num_microbatches": 1, "gather_ahead": "half"}),
