@@ -19,10 +19,10 @@ gradients once:
 | 8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4 | 8.62 -> 7.91 | 15.65 -> 15.58 |
 | 8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16 | 10.19 -> 7.98 | 36.01 -> 35.93 |
 | 8B, v5e:16x16, fsdp 256, sums in bfloat16 | 5.10 -> 4.83 | 6.50 -> 6.48 |
-| 8B, v5p:4x4x4, fsdp 64 | 5.91 -> 5.60 | 9.49 -> 10.28 |
-| 8B, v6e:8x8, fsdp 64 | 5.90 -> 5.53 | 5.17 -> 5.94 |
+| 8B, v5p:4x4x4, fsdp 64 | 5.82 -> 5.62 | 9.38 -> 10.13 |
+| 8B, v6e:8x8, fsdp 64 | 5.88 -> 5.56 | 5.00 -> 5.71 |
 | like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 44.17 -> 38.02 | 15.76 -> 15.65 |
-| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 29.53 -> 27.81 | 52.47 -> 53.81 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.59 -> 27.70 | 52.40 -> 53.74 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
 With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's

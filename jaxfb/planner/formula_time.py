@@ -65,9 +65,10 @@ _EXPOSED, _EXPOSED_BY_DEFAULT = 0.12, 0.6
 _EXPOSED_A_LAYER_AHEAD, _EXPOSED_HALF_AHEAD = 0.05, 0.23
 """The same of the others of these TPUs: 0.03 to 0.08 of 8B and 70B on v5p and v6e, without context axis; half a layer
 ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are scattered in its own turn."""
-_EXPOSED_EXCHANGE = {"tpu": 0.07, "gpu": 0.35}
-"""Share of what experts exchange that nothing hides where a layer's halves run beside it: on v5p 0.03 of Mixtral 8x22B
-and 0.10 of a model like DeepSeek-V3, on H100 0.30 and 0.37."""
+_EXPOSED_EXCHANGE = 0.07
+"""Share of what experts exchange that nothing hides where a layer's halves run beside it, on TPUs: 0.03 of Mixtral
+8x22B and 0.10 of a model like DeepSeek-V3 on v5p. On GPUs all of it is counted, since the formula takes the work of
+such layers for shorter than it is by as much."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
@@ -247,8 +248,8 @@ def exposed_exchange(config: Config, sizes: TransformerConfig, topology: Topolog
     """Returns the time of `exchange_seconds` that nothing hides."""
     if topology.chip is None:
         return 0.0
-    overlaps = sizes.expert_overlap and "halves" in config.parallel.remat
-    share = _EXPOSED_EXCHANGE.get(topology.platform, 1.0) if overlaps else 1.0
+    overlaps = topology.platform == "tpu" and sizes.expert_overlap and "halves" in config.parallel.remat
+    share = _EXPOSED_EXCHANGE if overlaps else 1.0
     return share * exchange_seconds(config, sizes, topology.chip)
 
 
