@@ -114,7 +114,8 @@ JOBS = {
     "8B, v6e:8x8, fsdp 64, layers' inputs on the host": Job(
         "8b", "v6e:8x8", INPUTS_ON_HOST, INPUTS_OFFLOADED
     ),
-    "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP, LESS_REMAT),
+    "8B, v5p:4x4x4, fsdp 64, memory used": Job("8b", "v5p:4x4x4", IN_STEP[:1], LESS_REMAT),
+    "8B, v5p:4x4x4, fsdp 64, memory used, gathered once an update": Job("8b", "v5p:4x4x4", IN_STEP, None),
     "8B, v6e:8x8, fsdp 64, memory used": Job("8b", "v6e:8x8", IN_STEP[:1], LESS_REMAT),
     "70B, v6e:4x8, fsdp 16 x tensor 2, state on the host": Job(
         "70b", "v6e:4x8", ("mesh.fsdp=16", "mesh.tp=2", *ON_HOST), None

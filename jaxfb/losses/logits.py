@@ -147,6 +147,7 @@ def gradients_by_part(
     wide = sum_dtype(hidden)
     flat = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
     zeros, grads = jnp.zeros(flat.shape, wide), []
+    # behind what runs before: the compiler would gather the first two parts at its start and keep them all the while
     earlier, hidden_grad = (
         lax.optimization_barrier((zeros, some))[0] for some in (before[-2:-1], before[-1:])
     )

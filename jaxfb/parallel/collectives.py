@@ -190,7 +190,7 @@ def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
 
 
 def torus_dims(mesh: AbstractMesh) -> int:
-    """Returns how many dimensions the torus of the devices has; 2 where they form none."""
+    """Returns how many dimensions the torus of the chips has; for devices that form none what is good for them, too."""
     return 2 if _is_flat(mesh) else 3
 
 

@@ -74,7 +74,7 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("8b", "v5p:4x4x4", 5.82, 9.38),
         ("8b", "v6e:8x8", 5.88, 5.00),
         ("8b", "v5e:16x16", 3.77, 6.73),
-        ("8b parallel.remat=selective", "v5p:4x4x4", 19.88, 8.40),
+        ("8b parallel.remat=selective", "v5p:4x4x4", 19.98, 7.74),
         ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 13.56, 9.47),
         (
             "8b data.sequence_length=131072 batch.rows=32 mesh.fsdp=4 mesh.cp=16",
@@ -98,7 +98,7 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
 
 
 def test_layouts_are_in_the_order_of_the_compiler():
-    """8B on v5p:4x4x4: 7.74, 7.85, 8.12 and 9.36 s a step (libtpu 0.0.48)."""
+    """8B on v5p:4x4x4: 7.74, 7.74, 8.12 and 9.38 s a step (libtpu 0.0.48)."""
     layouts = (
         "parallel.remat=selective parallel.fsdp_gather=step",
         "parallel.remat=selective",
