@@ -138,8 +138,12 @@ def platform_here() -> str:
 
 def kind_here() -> str | None:
     """Returns the kind of device that the function being traced will run on, such as "TPU v5p"; None outside a mesh."""
-    device = jax.sharding.get_abstract_mesh().abstract_device
-    return None if device is None else device.device_kind
+    return kind_of(jax.sharding.get_abstract_mesh())
+
+
+def kind_of(mesh: AbstractMesh) -> str | None:
+    """Returns the kind of a mesh's devices; None where it is not known."""
+    return None if mesh.abstract_device is None else mesh.abstract_device.device_kind
 
 
 def check_mesh(mesh: Mesh) -> Mesh:

@@ -650,6 +650,27 @@ MUTATIONS = (
         "parallel/test_columns.py::test_negative_tokens_count_from_the_end_and_those_of_no_row_change_nothing",
     ),
     Mutation(
+        "the_second_pass_over_a_head_gathered_at_once",
+        "losses/logits.py",
+        "for some in (before[-2:-1], before[-1:])",
+        "for some in ((), ())",
+        "forward_backward/test_vocabulary_parts.py::test_no_part_is_gathered_for_gradients_before_the_scores_are_nearly_there",
+    ),
+    Mutation(
+        "both_steps_of_a_scatter_at_once_where_activations_are_kept",
+        "forward_backward/execution.py",
+        "self.layer_to_shards(overwrites or hands)",
+        "self.layer_to_shards(overwrites)",
+        "forward_backward/test_ahead.py::test_on_a_whole_slice_a_layer_waits_between_the_steps_of_its_scatter_but_on_v5e",
+    ),
+    Mutation(
+        "nothing_is_handed_on",
+        "forward_backward/execution.py",
+        "return Ahead(self.gather_layer(), *steps, last, buffers, hands)",
+        "return Ahead(self.gather_layer(), *steps, last, buffers)",
+        "forward_backward/test_handed.py::test_it_is_the_default_where_it_was_measured_to_pay",
+    ),
+    Mutation(
         "gradients_that_were_handed_on_are_lost",
         "forward_backward/stage.py",
         "self._scatter(target).to_the_end(target.sums, handed.waiting)",

@@ -82,6 +82,7 @@ class Ahead:
     reduce: of the last microbatch, one step more (`last_microbatch.py`): gradients of the shards of all microbatches ->
       their sums over the devices that have the same shards.
     overwriting: of gradients that are scattered a layer late, where one layer's are written over those of another.
+    hands_on: whether the loops over the layers hand on to each other what they have (`handed.py`).
     """
 
     gather: Callable[[PyTree], PyTree]
@@ -90,6 +91,7 @@ class Ahead:
     in_turn: tuple[str, ...] = ()
     reduce: tuple[Callable[[PyTree], PyTree], ...] = ()
     overwriting: Overwriting | None = None
+    hands_on: bool = False
 
     def parts(self, tree: PyTree) -> tuple[PyTree, PyTree]:
         """Returns a tree like parameters or gradients, pruned to what is ahead or late, and to what is in its turn."""

@@ -182,7 +182,6 @@ class Execution:
                 "first": first,
                 "end": end,
                 "ahead": self._ahead(model, first < self.kept, reduce, overwrites, hands),
-                "hands_on": hands,
             }
             stages.append(self._stage_of_part(model, remat, keep, num_pieces, first < self.kept, part))
         return stages[0] if len(stages) == 1 and not self.kept else MixedStage(stages)
@@ -202,7 +201,7 @@ class Execution:
             return Gathered(as_is, *steps, last)
         if self.ahead:
             buffers = Overwriting(like(self.sums["layers"], self._layer_specs())) if overwrites else None
-            return Ahead(self.gather_layer(), *steps, last, buffers)
+            return Ahead(self.gather_layer(), *steps, last, buffers, hands)
         return Late(as_is, (), self.layer_before_scatter(None), (), last) if last else None
 
     def _parts(self, number: int) -> Iterator[tuple[str, int, int]]:

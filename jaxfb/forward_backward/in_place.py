@@ -93,9 +93,9 @@ class InPlace:
             given = outer_params(grads), target, kept, inputs, seed, handed
             return self._microbatch(params, layers, *given)
 
-        first = self.stage.begin(layers, only_chunk(start[0]["layers"]))
+        first = self.stage.hand_to_first(layers, only_chunk(start[0]["layers"]))
         ((grads, kept), handed), out = lax.scan(step, (start, first), each)
-        sums = self.stage.end(only_chunk(grads["layers"]), handed)
+        sums = self.stage.add_handed(only_chunk(grads["layers"]), handed)
         return (_with_sums(outer_params(grads), sums), kept), out
 
     def _run_reduced(self, params, last: LastMicrobatch, each: tuple, kept: PyTree, accum_dtypes: PyTree):
@@ -132,9 +132,8 @@ class InPlace:
         with jax.named_scope("forward"):
             embedded, embed_vjp = self._embed_vjp(so_far, *self._in_this_turn(outer, inputs))
             with jax.named_scope("layers"):
-                hidden, of_layers, slot, handed = self.stage.forward_on(
-                    layers, embedded, inputs, slot, handed
-                )
+                given = layers, embedded, inputs, slot, handed
+                hidden, of_layers, slot, handed = self.stage.forward(*given)
                 assert slot is not None  # one was given
             outer, hidden = self._in_this_turn(outer, hidden)
             totals, head_vjp, out = self._head_vjp(so_far, outer, hidden, inputs)
@@ -143,8 +142,8 @@ class InPlace:
             so_far, cotangent = self._in_this_turn(self._added(so_far, of_head), cotangent)
             of_terms = _seeded(split_totals(of_layers)[0], seeds)
             with jax.named_scope("layers"):
-                given = layers, slot, cotangent, of_terms, inputs, target
-                sums, cotangent, handed = self.stage.backward_on(*given, handed)
+                given = layers, slot, cotangent, of_terms, inputs, target, handed
+                sums, cotangent, handed = self.stage.backward(*given)
             so_far = self._added(so_far, *embed_vjp(cotangent))
         # Else XLA removes the chunk's dim from the sums before the last layer's gradients are added to them, and has
         # to copy all sums for it: 0.5 GB in each microbatch of 70B on v5p:8x8x8 (libtpu 0.0.48).

@@ -30,32 +30,22 @@ class MixedStage:
         return any(part.gathers_ahead for part in self._parts)
 
     def forward(
-        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None
-    ) -> tuple[PyTree, LossOutput, Slot | None]:
-        """Returns as `Stage.forward`."""
+        self,
+        layers: Layers,
+        hidden: PyTree,
+        inputs: StageInputs,
+        slot: Slot | None = None,
+        handed: Handed | None = None,
+    ) -> tuple[PyTree, LossOutput, Slot | None, None]:
+        """Returns as `Stage.forward`; nothing is handed on."""
         outs, kept = [], []
         for part, own in zip(self._parts, self._slots(slot), strict=True):
-            hidden, out, own = part.forward(_of(part, layers), hidden, inputs, own)
+            hidden, out, own, _ = part.forward(_of(part, layers), hidden, inputs, own)
             outs.append(out)
             kept.append(own)
-        return hidden, joined_parts(outs), None if slot is None else _slot_of(kept)
-
-    def forward_on(
-        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None, handed: Handed | None
-    ) -> tuple[PyTree, LossOutput, Slot | None, Handed | None]:
-        """Returns as `Stage.forward_on`."""
-        return *self.forward(layers, hidden, inputs, slot), handed
+        return hidden, joined_parts(outs), None if slot is None else _slot_of(kept), None
 
     def backward(
-        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
-    ) -> tuple[PyTree, PyTree]:
-        """Returns as `Stage.backward`."""
-        for part, own in self._backwards(slot):
-            sums, cotangent = part.backward(_of(part, layers), own, cotangent, seeds, inputs, target)
-            target = target._replace(sums=sums)
-        return target.sums, cotangent
-
-    def backward_on(
         self,
         layers: Layers,
         slot: Slot,
@@ -63,16 +53,19 @@ class MixedStage:
         seeds: dict,
         inputs: StageInputs,
         target: Target,
-        handed: Handed | None,
-    ) -> tuple[PyTree, PyTree, Handed | None]:
-        """Returns as `Stage.backward_on`."""
-        return *self.backward(layers, slot, cotangent, seeds, inputs, target), handed
+        handed: Handed | None = None,
+    ) -> tuple[PyTree, PyTree, None]:
+        """Returns as `Stage.backward`; nothing is handed on."""
+        for part, own in self._backwards(slot):
+            sums, cotangent, _ = part.backward(_of(part, layers), own, cotangent, seeds, inputs, target)
+            target = target._replace(sums=sums)
+        return target.sums, cotangent, None
 
-    def begin(self, layers: Layers, target: Target) -> None:
-        """Hands nothing on."""
+    def hand_to_first(self, layers: Layers, target: Target) -> None:
+        """Hands nothing on: another part's layers run before these run again."""
 
-    def end(self, target: Target, handed: Handed | None) -> PyTree:
-        """Returns as `Stage.end`."""
+    def add_handed(self, target: Target, handed: Handed | None) -> PyTree:
+        """Returns target.sums."""
         return target.sums
 
     def backward_input(

@@ -191,7 +191,7 @@ class Tick:
     ) -> tuple[PyTree, LossOutput, PyTree]:
         """Returns (hidden, the layers' terms and metrics, residual)."""
         slot = self._slot(residual, row, "f_residual")
-        hidden, out, slot = self._stage.forward(layers, before, inputs, slot)
+        hidden, out, slot, _ = self._stage.forward(layers, before, inputs, slot)
         return hidden, out, residual if slot is None else slot.buffers
 
     def _input(self, b: Buffers, row: dict, when: str) -> PyTree:
@@ -254,7 +254,7 @@ class Tick:
             slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
             return slot.buffers, sums, before
         target = Target(sums, chunk, row["b_valid"] == 1)
-        return saved, *self._stage.backward(*arguments, target)
+        return saved, *self._stage.backward(*arguments, target)[:2]
 
     def _embed_backward(self, b: Buffers, row: dict, before: PyTree, when: str) -> Buffers:
         if not jax.tree.leaves(b.grads.outer):

@@ -43,7 +43,6 @@ class Stage:
     trained: a layer's parameters -> those that have a gradient, with None in place of the others.
     ahead: where layers are gathered a layer ahead of their use, or gradients are scattered or reduced a layer late;
       `layer` is then given what `ahead.scan` makes of the parameters.
-    hands_on: whether its loops hand on to each other what they have (`handed.py`); only with `ahead`.
     first, end: it runs the layers from first to before end (None: to the last) of those that it is given. Places are
       those among all that it is given; buffers and metrics are of its own layers.
     """
@@ -59,7 +58,6 @@ class Stage:
         on_host: bool = False,
         trained: Callable[[PyTree], PyTree] = lambda params: params,
         ahead: Ahead | None = None,
-        hands_on: bool = False,
         first: int = 0,
         end: int | None = None,
     ):
@@ -67,7 +65,6 @@ class Stage:
         self._keep, self._padded, self._written_out = keep, padded, written_out
         self._begin, self._end = first, end
         self._trained, self._ahead, self._on_host = trained, ahead, on_host
-        self._hands_on = hands_on
 
     @property
     def gathers_ahead(self) -> bool:
@@ -80,18 +77,19 @@ class Stage:
         return isinstance(self._ahead, Gathered)
 
     def forward(
-        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None = None
-    ) -> tuple[PyTree, LossOutput, Slot | None]:
-        """Returns (hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads).
-
-        slot: None keeps nothing.
-        """
-        return self.forward_on(layers, hidden, inputs, slot, None)[:3]
-
-    def forward_on(
-        self, layers: Layers, hidden: PyTree, inputs: StageInputs, slot: Slot | None, handed: Handed | None
+        self,
+        layers: Layers,
+        hidden: PyTree,
+        inputs: StageInputs,
+        slot: Slot | None = None,
+        handed: Handed | None = None,
     ) -> tuple[PyTree, LossOutput, Slot | None, Handed | None]:
-        """Returns as `forward`, and what is handed on; handed: by `begin`, or by the backward before."""
+        """Returns (hidden, terms summed over the layers and metrics [l, ...], the slot with what the backward reads,
+        what is handed to the backward).
+
+        slot: None keeps nothing. handed: by the backward of the microbatch before, or by `hand_to_first`; None: nothing
+          is handed on.
+        """
         by_layer = None if self._keep == "input" else slot
 
         def one(carry, xs):
@@ -106,15 +104,6 @@ class Stage:
         return after, sum_of_layers(out), kept, None if handed is None else handed._replace(whole=whole)
 
     def backward(
-        self, layers: Layers, slot: Slot, cotangent: PyTree, seeds: dict, inputs: StageInputs, target: Target
-    ) -> tuple[PyTree, PyTree]:
-        """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input).
-
-        seeds: name -> cotangent of the total of each of the layers' terms.
-        """
-        return self.backward_on(layers, slot, cotangent, seeds, inputs, target, None)[:2]
-
-    def backward_on(
         self,
         layers: Layers,
         slot: Slot,
@@ -122,11 +111,13 @@ class Stage:
         seeds: dict,
         inputs: StageInputs,
         target: Target,
-        handed: Handed | None,
+        handed: Handed | None = None,
     ) -> tuple[PyTree, PyTree, Handed | None]:
-        """Returns as `backward`, and what is handed on: the gradients of a layer are in it, not in the sums.
+        """Returns (target.sums with the gradient of the parameters added, cotangent of the stage's input, what is
+        handed to the next microbatch's forward).
 
-        handed: by the forward.
+        seeds: name -> cotangent of the total of each of the layers' terms. handed: by the forward. Where something is
+          handed on, it has the gradients of the first layer, which are not yet in the sums.
         """
         reads = self._reads(layers, self._kept(layers, slot, inputs))
 
@@ -139,15 +130,15 @@ class Stage:
         (before, _), sums, handed = self._add_up(one, (cotangent, reads.first()), layers, target, handed)
         return sums, before, handed
 
-    def begin(self, layers: Layers, target: Target) -> Handed | None:
-        """Returns what is handed to the first of several forwards; None: nothing is handed on."""
-        if self._ahead is None or not self._hands_on:
+    def hand_to_first(self, layers: Layers, target: Target) -> Handed | None:
+        """Returns what is handed to the forward of the first microbatch; None: nothing is handed on."""
+        if self._ahead is None or not self._ahead.hands_on:
             return None
         whole = self._ahead.gathered(layers.params, self._places(layers)[0])
         return Handed(whole, self._scatter(target).nothing_yet(self._of_last(layers)))
 
-    def end(self, target: Target, handed: Handed | None) -> PyTree:
-        """Returns target.sums with the gradients that the last of several backwards has handed on added."""
+    def add_handed(self, target: Target, handed: Handed | None) -> PyTree:
+        """Returns target.sums with the gradients added that the backward of the last microbatch has handed on."""
         if handed is None:
             return target.sums
         return self._scatter(target).to_the_end(target.sums, handed.waiting)

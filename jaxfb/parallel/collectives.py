@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.sharding import AbstractMesh, get_abstract_mesh
 
+from jaxfb.mesh import kind_of
 from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
@@ -60,9 +61,10 @@ def steps_apart(axes: Axes, in_halves: bool = False, exposed: bool = False) -> i
       step if experts are cut too, since the first of two would end before the experts' products begin: six layers of
       Mixtral 8x22B on v5p:4x4x8 take 752 ms and 12.5 GB in place of 770 ms and 12.1 GB; with full recomputation it
       would be 762 ms and 11.8 GB in place of 763 ms and 11.3 GB (libtpu 0.0.48).
-    exposed: nothing would run beside the first step. On v5p each is then a step without experts too: where gradients
-      overwrite those that the first step reads, 8B on v5p:4x4x4 takes 9.64 s in place of 10.32 s; where activations are
-      kept, 70B on v5p:8x8x8, fsdp 512, 8.58 s in place of 8.75 s. With experts, few gradients are cut over all devices.
+    exposed: whether no product would hide the first step if the second followed at once. On v5p each is then a step
+      without experts too: where gradients overwrite those that the first step reads, 8B on v5p:4x4x4 takes 9.64 s in
+      place of 10.32 s; where activations are kept, 70B on v5p:8x8x8, fsdp 512, 8.58 s in place of 8.75 s. With experts,
+      few gradients are cut over all devices.
     """
     gains = _gains_by_steps_apart(get_abstract_mesh(), in_halves if "expert" in axes else exposed)
     return len(_steps(axes, "scatter")) if gains else 1
@@ -74,7 +76,7 @@ def scatters_beside_products(kind: str | None) -> bool:
 
 
 def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
-    kind = None if mesh.abstract_device is None else mesh.abstract_device.device_kind
+    kind = kind_of(mesh)
     return kind == "TPU v6 lite" or (on_v5p and kind in _V5P)
 
 
@@ -177,7 +179,7 @@ def _steps(axes: Axes, kind: str, apart: bool = False) -> list[tuple[Axes, Group
     if len(names) > 1:
         return [(axis, None) for axis in names]
     size = lax.axis_size(names[0])
-    inner = neighbours(size, torus_dims(mesh) if apart else None)
+    inner = neighbours(size, torus_dims(kind_of(mesh)) if apart else None)
     return [(names[0], some) for some in two_steps(size, inner)] if inner else [(names[0], None)]
 
 
@@ -186,14 +188,9 @@ def _falls_back(axes: Sequence[str], kind: str, mesh: AbstractMesh) -> bool:
     device = mesh.abstract_device
     if device is None or device.platform != "tpu" or math.prod(mesh.shape[axis] for axis in axes) < mesh.size:
         return False
-    return kind == "scatter" or not _is_flat(mesh)
+    return kind == "scatter" or torus_dims(device.device_kind) > 2
 
 
-def torus_dims(mesh: AbstractMesh) -> int:
-    """Returns how many dimensions the torus of the chips has; for devices that form none what is good for them, too."""
-    return 2 if _is_flat(mesh) else 3
-
-
-def _is_flat(mesh: AbstractMesh) -> bool:
-    """Returns whether the devices form a torus of two dimensions."""
-    return mesh.abstract_device is None or "lite" in mesh.abstract_device.device_kind
+def torus_dims(kind: str | None) -> int:
+    """Returns how many dimensions the torus of a kind of TPU has: 2, also for an unknown kind, or 3, also for GPUs."""
+    return 2 if kind is None or "lite" in kind else 3

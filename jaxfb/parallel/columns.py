@@ -1,10 +1,10 @@
-"""Looks up rows of an embedding in shards where they are, a few columns on each device, and exchanges what is found.
+"""Looks up tokens in an embedding that is in shards: each device has a few columns of all rows and sends what it finds.
 
-An embedding that is gathered for a look-up is sent whole to every device, which then reads a row for each of its
-tokens, and the gradient comes back whole: of 8B 1.05 GB in bfloat16 and 2.1 GB in float32 for a microbatch of 4,096
-tokens, whose rows are 34 MB. Here the devices form a grid. Each gathers some columns of the whole embedding, from its
-row of the grid alone, looks up the tokens of all devices at its place in the other rows, and sends each of them what it
-found. On v6e:8x8 that is 0.13 + 0.03 GB, and for the gradient 0.03 + 0.26 GB.
+If the embedding is gathered, every device is sent all of it and reads one row for each of its tokens, and the whole
+gradient is sent back. For 8B and a microbatch of 4,096 tokens that is 1.05 GB in bfloat16 and 2.1 GB in float32, for
+rows of 34 MB. Here the devices form a grid. Each gathers some columns of the embedding from its row of the grid. The
+devices at the same place in all rows have all columns between them: each looks up the tokens of all of them, and sends
+each the part of its rows that it found. On v6e:8x8 that is 0.13 + 0.03 GB, and for the gradient 0.03 + 0.26 GB.
 
 | by libtpu 0.0.48, in parts -> by columns | HBM, GB | step, s |
 | --- | --- | --- |
@@ -17,7 +17,9 @@ All functions here run inside `jax.shard_map`.
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -28,10 +30,10 @@ from jaxfb.parallel.grid import Grid, grids
 from jaxfb.parallel.table import Table
 
 _MOST_TOKENS = 2
-"""Tokens that a device looks up, for each row of the embedding. Rows become shorter as they become more, and short ones
-take longer to find than a compiler's report of bytes shows."""
+"""How many tokens a device looks up at most, for each row of the embedding. With more rows of the grid it looks up more
+tokens and reads fewer columns of each, and a chip takes longer for many short reads than their bytes suggest."""
 _LARGEST = 2
-"""Size of the columns' gradient, in sizes of the largest part in which it would be scattered otherwise."""
+"""How large the gradient of a device's columns may be, in units of `data.LARGEST_SCATTER`."""
 
 
 @dataclass(frozen=True)
@@ -78,21 +80,28 @@ class Columns:
 
 
 def columns_of(table: Table, num_tokens: int) -> Columns | None:
-    """Returns the columns in which a device's tokens are looked up, as few on each device as may be; None where the
-    table is better gathered.
-    """
-    vocab, width = table.whole_shape
+    """Returns the columns in which so many tokens of a device are looked up; None: the table is better gathered."""
+    found = grids(table.cut[1]) if table.vocabulary == 0 else []
     tile = 128 if platform_here() == "tpu" else 1
-    for grid in grids(table.cut[1]) if table.vocabulary == 0 else ():
-        size = vocab * width // grid.across * jnp.dtype(table.sum_dtype).itemsize
-        is_small = size <= _LARGEST * data.LARGEST_SCATTER
-        if (
-            is_small
-            and width % (grid.across * tile) == 0
-            and grid.across * num_tokens <= _MOST_TOKENS * vocab
-        ):
-            return Columns(grid)
-    return None
+    across = most_rows([grid.across for grid in found], table.whole_shape, num_tokens, table.sum_dtype, tile)
+    return next((Columns(grid) for grid in found if grid.across == across), None)
+
+
+def most_rows(
+    numbers: Iterable[int], shape: Sequence[int], num_tokens: int, sum_dtype: Any, tile: int
+) -> int | None:
+    """Returns the first of these numbers of rows of a grid with which an embedding can be looked up by columns.
+
+    shape: of the embedding. num_tokens: of a device. sum_dtype: of the gradient. tile: what divides a device's columns.
+    """
+    vocab, width = shape
+
+    def fits(rows: int) -> bool:
+        size = vocab * width // rows * jnp.dtype(sum_dtype).itemsize
+        is_small = size <= _LARGEST * data.LARGEST_SCATTER and rows * num_tokens <= _MOST_TOKENS * vocab
+        return is_small and width % (rows * tile) == 0
+
+    return next(filter(fits, numbers), None)
 
 
 def _cuts_vocabulary(table: Table) -> bool:

@@ -6,6 +6,7 @@ All functions here run inside `jax.shard_map`.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -14,6 +15,7 @@ import jax
 from jax import lax
 from jax.sharding import get_abstract_mesh
 
+from jaxfb.mesh import kind_here
 from jaxfb.parallel.collectives import Groups, neighbours, summed_in, torus_dims, two_steps
 
 
@@ -58,15 +60,25 @@ class Grid:
 
 
 def grids(axes: tuple[str, ...]) -> list[Grid]:
-    """Returns the grids of the devices along mesh axes, outermost first, those with the most rows first.
-
-    Of one axis, rows are one dimension of the torus, or all but one; of several, some of the axes.
-    """
+    """Returns the grids of the devices along mesh axes, outermost first, in the order of `shapes`."""
     sizes = {axis: size for axis in axes if (size := get_abstract_mesh().shape[axis]) > 1}
     names = tuple(sizes)
-    if len(names) > 1:
-        cuts = ((names[:cut], names[cut:]) for cut in range(len(names) - 1, 0, -1))
-        return [Grid(*both, *(math.prod(sizes[axis] for axis in some) for some in both)) for both in cuts]
-    size = math.prod(sizes.values())
-    row = neighbours(size, torus_dims(get_abstract_mesh()))
-    return [Grid(names, names, size // n, n) for n in sorted({row, size // row})] if row else []
+    found = shapes(tuple(sizes.values()), torus_dims(kind_here()))
+    if len(names) < 2:
+        return [Grid(names, names, *shape) for shape in found]
+    return [Grid(names[:-cut], names[-cut:], *shape) for cut, shape in enumerate(found, 1)]
+
+
+def shapes(sizes: Sequence[int], dims: int) -> list[tuple[int, int]]:
+    """Returns (rows, devices in a row) of the grids of devices along axes of these sizes, those with the most rows
+    first.
+
+    Of one axis, a row is one dimension of the torus, or all but one; of several, some of the axes.
+
+    dims: of the torus.
+    """
+    if len(sizes) > 1:
+        return [(math.prod(sizes[:cut]), math.prod(sizes[cut:])) for cut in range(len(sizes) - 1, 0, -1)]
+    size = math.prod(sizes)
+    row = neighbours(size, dims)
+    return [(size // n, n) for n in sorted({row, size // row})] if row else []

@@ -10,6 +10,9 @@ from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
+from jaxfb.parallel.collectives import torus_dims
+from jaxfb.parallel.columns import most_rows
+from jaxfb.parallel.grid import shapes
 from jaxfb.parallel.table import num_parts
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
@@ -72,8 +75,6 @@ such layers for shorter than it is by as much."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
-_FEWEST_IN_A_GRID = 4
-"""Devices that can look up an embedding's rows by columns (`parallel/columns.py`)."""
 _IN_TWO_STEPS = 0.87
 """Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
 steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
@@ -216,7 +217,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
-    gathered -= times * (4 + reduced_bytes(config)) * _looked_up_by_columns(config, sizes)
+    gathered -= times * _spared_by_columns(config, sizes, chip)
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
@@ -229,12 +230,18 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     return seconds
 
 
-def _looked_up_by_columns(config: Config, sizes: TransformerConfig) -> int:
-    """Returns the numbers of an embedding that is not gathered, since its rows are looked up by columns."""
-    shape = sizes.vocab_size, sizes.hidden_size
+def _spared_by_columns(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
+    """Returns the bytes of a microbatch that are not sent since an embedding's rows are looked up by columns."""
+    shape, mesh = (sizes.vocab_size, sizes.hidden_size), config.mesh
     in_parts = gathers_layers(config) and num_parts(shape, 0, sizes.vocab_size, "float32") > 1
-    cuts = config.mesh.pipe * config.mesh.tensor > 1 or num_shards(config) < _FEWEST_IN_A_GRID
-    return 0 if sizes.tied_embeddings or cuts or not in_parts else math.prod(shape)
+    if sizes.tied_embeddings or mesh.pipe * mesh.tensor > 1 or not in_parts:
+        return 0.0
+    axes = [size for size in (mesh.fsdp, mesh.expert, mesh.context) if size > 1]
+    numbers = [rows for rows, _ in shapes(axes, torus_dims(chip.kind))]
+    tile = 128 if "TPU" in chip.kind else 1
+    rows = most_rows(numbers, shape, tokens_of_microbatch(config), "float32", tile)
+    sent = 2 + reduced_bytes(config)  # a number of the columns, there and its gradient back
+    return 0.0 if rows is None else math.prod(shape) * (2 + sent - sent / rows)
 
 
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:

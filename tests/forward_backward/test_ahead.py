@@ -11,7 +11,6 @@ import jaxfb
 from jaxfb.config import load_config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
-from jaxfb.parallel import collectives
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations
@@ -81,22 +80,27 @@ def test_gradients_are_those_of_one_device(mesh, options):
     ],
     ids=named,
 )
-def test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device(mesh, options, monkeypatch):
-    """As on v6e and v5p where fsdp is a whole slice."""
-    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
-    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
+def test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device(mesh, options, in_two_steps):
     out = gradients(mesh, **options, gather_ahead=True)
     loss, grads = toy.gradient(options.get("layers", LAYERS), seed=5)
     close(out.loss, loss)
     close(out.grads, grads)
 
 
-@pytest.mark.parametrize("topology", ["v6e:2x4", slow("v5e:2x4"), slow("v5p:2x2x2")])
-def test_on_a_whole_slice_a_layer_waits_between_the_steps_of_its_scatter_but_on_v5e(topology):
+@pytest.mark.parametrize(
+    ("topology", "remat"),
+    [
+        ("v6e:2x4", "full"),
+        ("v5p:2x2x2", "selective"),
+        slow("v5e:2x4", "full"),
+        slow("v5p:2x2x2", "full"),
+    ],
+)
+def test_on_a_whole_slice_a_layer_waits_between_the_steps_of_its_scatter_but_on_v5e(topology, remat):
     over = (
         "mesh.fsdp=8",
         "data.tokenizer=bytes",
-        "parallel.remat=full",
+        f"parallel.remat={remat}",
         "model.num_heads=8",
         "model.num_kv_heads=8",
     )

@@ -10,7 +10,6 @@ from comparisons import close
 
 import jaxfb
 from jaxfb.config import load_config
-from jaxfb.parallel import collectives
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations
@@ -61,10 +60,8 @@ def test_gradients_are_those_of_one_device(mesh, options):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("fsdp_gather", ["layer", 2])
-def test_scatters_in_several_steps_give_the_gradients_of_one_device(fsdp_gather, monkeypatch):
+def test_scatters_in_several_steps_give_the_gradients_of_one_device(fsdp_gather, in_two_steps):
     """As on v6e where fsdp is a whole slice: those of the first half a turn apart, those of the second in one."""
-    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
-    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
     out = gradients({"fsdp": 4}, remat="full", fsdp_gather=fsdp_gather, gather_ahead="half")
     close(out.grads, toy.gradient(3, seed=5)[1])
 

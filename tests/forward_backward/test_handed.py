@@ -1,21 +1,18 @@
 """Whole parameters and waiting gradients that one loop over the layers hands on to the next: the same numbers."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
 import toy
 from comparisons import close
+from late import call, gradients, of_transformer
 
-import jaxfb
+from jaxfb.config import load_config
 from jaxfb.forward_backward import execution, handed
-from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import init_params, transformer
-from jaxfb.parallel import collectives
+from jaxfb.forward_backward.stage import Stage
+from jaxfb.planner import parse_topology
+from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations
-
-KEY = jax.random.key(5)
 
 
 @pytest.fixture(autouse=True)
@@ -29,25 +26,6 @@ def set_handing_on(monkeypatch, hands_on):
     """Calls with equal options share one trace, which knows nothing of this."""
     monkeypatch.setattr(execution, "hands_on", lambda remat: hands_on)
     jax.clear_caches()
-
-
-@pytest.fixture
-def in_two_steps(monkeypatch):
-    """As on v6e and v5p where fsdp is a whole slice."""
-    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
-    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
-
-
-def call(mesh, layers, num_microbatches=2, dtype=np.float64, gather_ahead=True, **options):
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), gather_ahead=gather_ahead, **options)
-    return fb, (toy.model, toy.params(layers=layers, dtype=dtype), toy.batch(), plan, KEY)
-
-
-def gradients(*args, **options):
-    fb, arguments = call(*args, **options)
-    return fb(*arguments)
 
 
 def slow(*case):
@@ -70,7 +48,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mesh", "layers", "options"), CASES, ids=str)
 def test_gradients_are_those_of_one_device(mesh, layers, options):
-    out = gradients(mesh, layers, **options)
+    out = gradients(mesh, layers, gather_ahead=True, **options)
     loss, grads = toy.gradient(layers, seed=5)
     close(out.loss, loss)
     close(out.grads, grads)
@@ -94,9 +72,9 @@ def test_gradients_are_those_of_one_device_with_a_scatter_in_two_steps(mesh, lay
 )
 def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
     """Also in narrow dtypes: every sum is formed in the same order."""
-    with_it = gradients({"fsdp": 4}, 3, remat="selective", **options)
+    with_it = gradients({"fsdp": 4}, 3, gather_ahead=True, remat="selective", **options)
     set_handing_on(monkeypatch, False)
-    without = gradients({"fsdp": 4}, 3, remat="selective", **options)
+    without = gradients({"fsdp": 4}, 3, gather_ahead=True, remat="selective", **options)
     jax.tree.map(np.testing.assert_array_equal, with_it.grads, without.grads)
 
 
@@ -104,27 +82,14 @@ def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
 @pytest.mark.parametrize("ahead", [True, "half"])
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}], ids=str)
 def test_gradients_of_the_transformer_are_those_of_one_device(experts, ahead):
-    sizes = TransformerConfig(
-        vocab_size=32, num_layers=3, hidden_size=16, num_heads=2, mlp_size=32, **experts
-    )
-    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
-    tokens = np.random.default_rng(0).integers(0, 32, (8, 8))
-    batch = {"tokens": tokens, "targets": tokens, "loss_mask": np.ones((8, 8))}
-    mesh = {"fsdp": 2, "expert": 2} if experts else {"fsdp": 4}
-
-    def result(axes, **options):
-        plan = jaxfb.BatchPlan(rows=8, data_parallel=math.prod(axes.values()), num_microbatches=2)
-        return jaxfb.get_forward_backward_func(jaxfb.make_mesh(**axes), **options)(model, params, batch, plan)
-
-    out, wanted = result(mesh, gather_ahead=ahead, remat="selective"), result({"data": 1})
+    wanted, out = of_transformer(experts, gather_ahead=ahead, remat="selective")
     close(out.loss, wanted.loss)
     close(out.grads, wanted.grads)
 
 
 def collectives_at_the_ends():
     """How many gathers and scatters the loop over microbatches has, those of the loops over the layers once."""
-    fb, (model, params, *rest) = call({"fsdp": 4}, 4, remat="selective")
+    fb, (model, params, *rest) = call({"fsdp": 4}, 4, gather_ahead=True, remat="selective")
     program = jax.make_jaxpr(lambda params: fb(model, params, *rest))(params).jaxpr
     bodies = [eqn.params["jaxpr"].jaxpr for eqn in equations(program) if eqn.primitive.name == "scan"]
     names = max(([eqn.primitive.name for eqn in equations(body)] for body in bodies), key=len)
@@ -144,3 +109,31 @@ def test_only_tpus_where_activations_are_kept_hand_on():
     assert [handed.handing_on_pays(kind, "selective") for kind in kinds] == [True, True, *[False] * 4]
     remats = ("none", "selective", "full", "layer", "offload", "halves")
     assert [handed.handing_on_pays("TPU v5p", remat) for remat in remats] == [True, True, *[False] * 4]
+
+
+@pytest.mark.parametrize(
+    ("topology", "layout", "hands_on"),
+    [
+        ("v6e:2x4", ["parallel.remat=selective"], True),
+        ("v5p:2x2x2", ["parallel.remat=none", "parallel.gather_ahead=half"], True),
+        ("v6e:2x4", ["parallel.remat=full"], False),
+        ("v5e:2x4", ["parallel.remat=selective"], False),
+        ("v6e:2x4", ["parallel.remat=selective", "parallel.gather_ahead=false"], False),
+        ("v6e:2x4", ["parallel.remat=selective", "mesh.fsdp=4", "mesh.pipe=2", "schedule=1f1b"], False),
+    ],
+    ids=str,
+)
+def test_it_is_the_default_where_it_was_measured_to_pay(topology, layout, hands_on, monkeypatch):
+    monkeypatch.undo()
+    handed_on = []
+
+    def spy(stage, layers, target):
+        handed_on.append(hand_to_first(stage, layers, target) is not None)
+        return hand_to_first(stage, layers, target)
+
+    hand_to_first = Stage.hand_to_first
+    monkeypatch.setattr(Stage, "hand_to_first", spy)
+    config = load_config("configs/quickstart.yaml", ["data.tokenizer=bytes", "mesh.fsdp=8", *layout])
+    job = make_job(config, abstract_mesh(config, 8, abstract_device(parse_topology(topology))))
+    job.step.trace(job.state, job.batch)
+    assert any(handed_on) == hands_on

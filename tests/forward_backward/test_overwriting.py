@@ -1,25 +1,18 @@
 """Gradients that wait for their scatter in the memory of another layer's: the same numbers, and one buffer for all."""
 
-import math
-
 import jax
 import numpy as np
 import pytest
 import toy
 from comparisons import close
 from jax.sharding import PartitionSpec as P
+from late import call, gradients, of_transformer
 
-import jaxfb
 from jaxfb.config import load_config
 from jaxfb.forward_backward import execution, overwriting
-from jaxfb.models.config import TransformerConfig
-from jaxfb.models.transformer import init_params, transformer
-from jaxfb.parallel import collectives
 from jaxfb.planner import parse_topology
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job
 from jaxfb.platforms.compat import equations
-
-KEY = jax.random.key(5)
 
 
 @pytest.fixture(autouse=True)
@@ -27,25 +20,6 @@ def on_any_platform(monkeypatch):
     """And with matrices that fill no tile."""
     monkeypatch.setattr(execution, "overwrites_gradients", lambda remat: True)
     monkeypatch.setattr(overwriting, "_LEAST", 0)
-
-
-@pytest.fixture
-def in_two_steps(monkeypatch):
-    """As on v6e and v5p where fsdp is a whole slice."""
-    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
-    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
-
-
-def call(mesh, layers, num_microbatches=2, schedule=None, dtype=np.float64, **options):
-    replicas = mesh.get("data", 1) * mesh.get("fsdp", 1)
-    plan = jaxfb.BatchPlan(rows=toy.ROWS, data_parallel=replicas, num_microbatches=num_microbatches)
-    fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), schedule, gather_ahead=True, **options)
-    return fb, (toy.model, toy.params(layers=layers, dtype=dtype), toy.batch(), plan, KEY)
-
-
-def gradients(*args, **options):
-    fb, arguments = call(*args, **options)
-    return fb(*arguments)
 
 
 def slow(*case):
@@ -64,7 +38,7 @@ CASES = [
 
 @pytest.mark.parametrize(("mesh", "layers", "options"), CASES, ids=str)
 def test_gradients_are_those_of_one_device(mesh, layers, options):
-    out = gradients(mesh, layers, **options)
+    out = gradients(mesh, layers, gather_ahead=True, **options)
     loss, grads = toy.gradient(layers, seed=5)
     close(out.loss, loss)
     close(out.grads, grads)
@@ -87,10 +61,10 @@ def test_gradients_are_those_of_one_device_with_a_scatter_in_two_steps(mesh, lay
     ids=str,
 )
 def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
-    with_it = gradients({"fsdp": 4}, 3, remat="full", **options)
+    with_it = gradients({"fsdp": 4}, 3, gather_ahead=True, remat="full", **options)
     monkeypatch.setattr(execution, "overwrites_gradients", lambda remat: False)
     jax.clear_caches()  # calls with equal options share one trace
-    without = gradients({"fsdp": 4}, 3, remat="full", **options)
+    without = gradients({"fsdp": 4}, 3, gather_ahead=True, remat="full", **options)
     jax.tree.map(np.testing.assert_array_equal, with_it.grads, without.grads)
 
 
@@ -98,21 +72,7 @@ def test_gradients_are_bitwise_those_without_it(options, monkeypatch):
 @pytest.mark.parametrize("ahead", [True, "half"])
 @pytest.mark.parametrize("experts", [{}, {"num_experts": 4}], ids=str)
 def test_gradients_of_the_transformer_are_those_of_one_device(experts, ahead):
-    sizes = TransformerConfig(
-        vocab_size=32, num_layers=3, hidden_size=16, num_heads=2, mlp_size=32, **experts
-    )
-    model, params = transformer(sizes), init_params(sizes, jax.random.key(0))
-    params = jax.tree.map(lambda leaf: leaf.astype("float64"), params)
-    tokens = np.random.default_rng(0).integers(0, 32, (8, 8))
-    batch = {"tokens": tokens, "targets": tokens, "loss_mask": np.ones((8, 8))}
-    mesh = {"fsdp": 2, "expert": 2} if experts else {"fsdp": 4}
-
-    def result(axes, **options):
-        plan = jaxfb.BatchPlan(rows=8, data_parallel=math.prod(axes.values()), num_microbatches=2)
-        fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**axes), remat="full", **options)
-        return fb(model, params, batch, plan, KEY)
-
-    whole, cut = result({}), result(mesh, gather_ahead=ahead)
+    whole, cut = of_transformer(experts, gather_ahead=ahead, remat="full")
     close(cut.loss, whole.loss)
     close(cut.grads, whole.grads)
 
@@ -159,7 +119,7 @@ def test_buffers_are_wider_where_that_is_little(monkeypatch):
 
 
 def test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter():
-    fb, arguments = call({"fsdp": 4}, 4, remat="full")
+    fb, arguments = call({"fsdp": 4}, 4, gather_ahead=True, remat="full")
     program = jax.make_jaxpr(lambda *given: fb(*given).grads, static_argnums=(0, 3))(*arguments).jaxpr
     made_by = {id(var): eqn for eqn in equations(program) for var in eqn.outvars}
     writes = [

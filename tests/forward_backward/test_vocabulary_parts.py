@@ -109,21 +109,25 @@ def test_gradients_are_those_of_one_device_with_an_embedding_in_parts(mesh, size
     test_gradients_are_those_of_one_device(mesh, sizes, {})
 
 
-def products_before_the_last_gather(early, monkeypatch):
-    """How many products of the head's gradients must be there before the last part is gathered for them."""
+def products_before_a_gather(early, monkeypatch, which=-1, number_before=0):
+    """How many products must be there before a part of the head is gathered for its gradients.
+
+    number_before: of products that run before these gradients.
+    """
     monkeypatch.setattr(logits, "gathers_early", lambda: early)
     mesh = jaxfb.make_mesh(fsdp=4)
     head = table.Table(jnp.ones((4, VOCAB)), P("fsdp"), 1, jnp.dtype("float64"))
 
     def run(hidden):
-        return logits.gradients_by_part(
-            lambda _, kernel: hidden[0] @ kernel, hidden, jnp.ones(hidden.shape[:2], bool), head
-        )[0]
+        before = [hidden[0] @ hidden[0].T * number for number in range(number_before)]
+        counted = jnp.ones(hidden.shape[:2], bool)
+        given = lambda _, kernel: hidden[0] @ kernel, hidden, counted, head, before  # noqa: E731
+        return logits.gradients_by_part(*given)[0]
 
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
     program = [*equations(jax.make_jaxpr(run)(jnp.ones((1, LENGTH, 16))).jaxpr)]
     made_by = {id(var): eqn for eqn in program for var in eqn.outvars}
-    wanted, seen = [[eqn for eqn in program if eqn.primitive.name == "all_gather"][-1]], {}
+    wanted, seen = [[eqn for eqn in program if eqn.primitive.name == "all_gather"][which]], {}
     while wanted:
         for var in wanted.pop().invars:
             if (eqn := made_by.get(id(var))) is not None and id(eqn) not in seen:
@@ -133,12 +137,20 @@ def products_before_the_last_gather(early, monkeypatch):
 
 
 def test_gathered_early_a_part_waits_for_fewer_products(monkeypatch):
-    late, early = (products_before_the_last_gather(each, monkeypatch) for each in (False, True))
+    late, early = (products_before_a_gather(each, monkeypatch) for each in (False, True))
     assert 0 < early < late
     kinds = {"TPU v5p": True, "TPU v6 lite": True, "TPU v5 lite": False, "NVIDIA H100": False, None: False}
     for kind, expected in kinds.items():
         monkeypatch.setattr(table, "kind_here", lambda kind=kind: kind)
         assert table.gathers_early() == expected
+
+
+@pytest.mark.parametrize("early", [False, True])
+def test_no_part_is_gathered_for_gradients_before_the_scores_are_nearly_there(early, monkeypatch):
+    """The first once the last but one of three products is there; the second once the last is, and what it made."""
+    first, second = (products_before_a_gather(early, monkeypatch, which, 3) for which in (0, 1))
+    assert first == 1 and second >= 1
+    assert products_before_a_gather(early, monkeypatch, 0, 0) == 0
 
 
 @pytest.mark.parametrize("early", [False, True])

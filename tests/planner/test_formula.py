@@ -12,7 +12,7 @@ from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import HOLES, kept_bytes
-from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, wire_seconds, work_seconds
+from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
 from jaxfb.planner.verdict import estimated
@@ -282,9 +282,17 @@ def test_an_exchange_waits_for_nothing_but_its_ends_where_halves_of_a_layer_run_
     assert shares == [pytest.approx(0.07), 1, 1]
 
 
+def test_half_a_layer_ahead_leaves_more_exposed_but_where_tensor_or_context_cut():
+    topology, shares = parse_topology("v5p:4x4x4"), []
+    for layout in ("mesh.fsdp=64", "mesh.fsdp=64 parallel.gather_ahead=half", "mesh.fsdp=16 mesh.context=4"):
+        config = load_config("configs/8b.yaml", layout.split())
+        shares.append(formula_time.exposed_share(config, model_sizes(config), topology))
+    assert shares == [0.05, 0.23, 0.05]
+
+
 def test_of_an_embedding_only_columns_are_gathered():
-    """Untied, of 8B: a tied one is the head too, and with few devices the embedding is gathered whole."""
-    chip, gathered = parse_topology("v5p:4x4x4").chip, []
+    """Of 8B untied; a tied one is the head too, and in pairs of devices the embedding is gathered."""
+    chip, spared = parse_topology("v5p:4x4x4").chip, []
     for tied, devices in ((False, 64), (True, 64), (False, 2)):
         layout = [
             f"mesh.fsdp={devices}",
@@ -292,10 +300,9 @@ def test_of_an_embedding_only_columns_are_gathered():
             f"model.tied_embeddings={str(tied).lower()}",
         ]
         config = load_config("configs/8b.yaml", layout)
-        sizes = model_sizes(config)
-        gathered.append(formula_time._looked_up_by_columns(config, sizes))
-        assert wire_seconds(config, sizes, chip) > 0
-    assert gathered == [128256 * 4096, 0, 0]
+        spared.append(formula_time._spared_by_columns(config, model_sizes(config), chip))
+    # 16 rows of 4: of 4 bytes that two gathers would send, and 4 of the gradient, a sixteenth of 2 + 4 is
+    assert spared == [128256 * 4096 * (8 - 6 / 16), 0, 0]
 
 
 def test_short_products_in_loops_wait_for_permutes_over_tensor():
