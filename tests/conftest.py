@@ -22,6 +22,7 @@ from quickly import flags  # noqa: E402
 
 import jaxfb.platforms.cpu  # noqa: E402
 from jaxfb import parts  # noqa: E402
+from jaxfb.parallel import collectives  # noqa: E402
 from jaxfb.registry import Registry  # noqa: E402
 from jaxfb.schedules import KINDS  # noqa: E402
 
@@ -71,3 +72,16 @@ def pytest_collection_modifyitems(items):
     for item in items:
         if " at 0x" in item.nodeid:
             raise pytest.UsageError(f"the name of a test contains an object's address: {item.nodeid}")
+
+
+@pytest.fixture
+def in_two_steps(monkeypatch):
+    """Scatters over fsdp in two steps, a layer apart, as on v6e and v5p where fsdp is a whole slice.
+
+    Calls with equal options share one trace, which knows nothing of this: none is shared with other tests.
+    """
+    monkeypatch.setattr(collectives, "_falls_back", lambda axes, kind, mesh: "fsdp" in axes)
+    monkeypatch.setattr(collectives, "_gains_by_steps_apart", lambda mesh, on_v5p: True)
+    jax.clear_caches()
+    yield
+    jax.clear_caches()
