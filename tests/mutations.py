@@ -1004,6 +1004,15 @@ MUTATIONS = (
         "forward_backward/test_vocabulary_parts.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
+        "parts_of_a_heads_gradient_are_scaled_once_they_are_summed",
+        "losses/logits.py",
+        """* (scale / half)
+        grads.append(table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))""",
+        """/ half
+        grads.append(scale * table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))""",
+        "forward_backward/test_vocabulary_parts.py::test_devices_whose_microbatches_weigh_differently_each_scale_their_own_part",
+    ),
+    Mutation(
         "target_from_what_is_kept",
         "losses/cross_entropy_by_parts.py",
         "grad = jnp.where(ids == target, exact, kept[:number].astype(factor.dtype) * factor)",

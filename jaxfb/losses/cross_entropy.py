@@ -22,7 +22,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.cross_entropy_by_parts import Head, Scores, gradients_in_parts, scores_in_parts
+from jaxfb.losses.cross_entropy_by_parts import (
+    Head,
+    Scores,
+    gradients_in_parts,
+    scores_and_residuals,
+    scores_in_parts,
+)
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -88,11 +94,11 @@ def chunked_cross_entropy(
       CrossEntropy.
     """
     loss_mask = lax.stop_gradient(loss_mask).astype(sum_dtype(hidden))
-    in_parts = isinstance(kernel, Table)
-    if in_parts and (regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype)):
+    if isinstance(kernel, Table) and (regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype)):
         kernel = kernel.as_head(kernel.whole())
     head = Head(chunk, axis, logit_softcap, regularizers)
-    sums, correct, log_probs = _cross_entropy(hidden, kernel, targets, loss_mask, head)
+    run = _in_parts if isinstance(kernel, Table) else _cross_entropy
+    sums, correct, log_probs = run(hidden, kernel, targets, loss_mask, head)
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
     log_probs = lax.stop_gradient(jnp.where(counted, log_probs, 0))
@@ -128,17 +134,31 @@ def _cross_entropy_backward(head, residuals, cotangents):
     else:
         (hidden_grad, kernel_grad), hidden, kernel = residuals
         scale = cotangents[0].loss
-    kernel_grad = jax.tree.map(lambda grad, leaf: (scale * grad).astype(leaf.dtype), kernel_grad, kernel)
-    return (scale * hidden_grad).astype(hidden.dtype), kernel_grad, None, None
+    return (scale * hidden_grad).astype(hidden.dtype), (scale * kernel_grad).astype(kernel.dtype), None, None
 
 
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+@custom_vjp(4)
+def _in_parts(hidden, table: Table, targets, mask, head: Head):
+    return _collect(scores_in_parts(hidden, table, targets, head), mask)
+
+
+def _in_parts_forward(hidden, table, targets, mask, head):
+    scores, kept = scores_and_residuals(hidden, table, targets, head)
+    return _collect(scores, mask), (hidden, table, targets, mask, kept)
+
+
+def _in_parts_backward(head, residuals, cotangents):
+    return *gradients_in_parts(*residuals, head, cotangents[0].loss), None, None
+
+
+_in_parts.defvjp(_in_parts_forward, _in_parts_backward)
+
+
 def _summed_up(hidden, kernel, targets, mask, head):
     """Returns (_Sums, correct [rows, seq], log_probs [rows, seq])."""
-    if isinstance(kernel, Table):
-        return _collect(scores_in_parts(hidden, kernel, targets, head), mask)
 
     def step(tokens):
         hidden, targets = tokens
@@ -149,9 +169,6 @@ def _summed_up(hidden, kernel, targets, mask, head):
 
 def _with_gradients(hidden, kernel, targets, mask, head, seeds: _Sums):
     """Returns the same, and the gradients of both factors for these cotangents of the sums, in the sums' dtype."""
-    if isinstance(kernel, Table):
-        scores, grads = gradients_in_parts(hidden, kernel, targets, mask, head)
-        return _collect(scores, mask), grads
 
     def logits_grad(hidden, targets, mask):
         logits = project(hidden, kernel, head.softcap)

@@ -58,6 +58,14 @@ class Scores(NamedTuple):
     mean_logit: jax.Array | None = None
 
 
+class Residuals(NamedTuple):
+    """What is kept of a first pass: exp(logit - top) of each part [T, W], and its tops [T], both padded at the end."""
+
+    scores: Scores
+    kept: list[jax.Array]
+    tops: list[jax.Array]
+
+
 def scores_in_parts(hidden: jax.Array, table: Table, targets: jax.Array, head: Head) -> Scores:
     """Scores every token, [rows, seq].
 
@@ -70,10 +78,10 @@ def scores_in_parts(hidden: jax.Array, table: Table, targets: jax.Array, head: H
     return _of_all(parts, targets.shape)
 
 
-def gradients_in_parts(
-    hidden: jax.Array, table: Table, targets: jax.Array, mask: jax.Array, head: Head
-) -> tuple[Scores, tuple[jax.Array, Table]]:
-    """Returns the same, and the gradients of hidden and of the table's shard of sum(mask * -log p(target))."""
+def scores_and_residuals(
+    hidden: jax.Array, table: Table, targets: jax.Array, head: Head
+) -> tuple[Scores, Residuals]:
+    """Returns the same, and what `gradients_in_parts` takes."""
     kept: list[jax.Array] = []
     parts: list[PartScores] = []
     for number in range(table.num_parts):
@@ -82,13 +90,27 @@ def gradients_in_parts(
         parts.append(scores)
         kept.append(exponentials)
     scores = _of_all(parts, targets.shape)
+    return scores, Residuals(scores, kept, [part.top for part in parts])
+
+
+def gradients_in_parts(
+    hidden: jax.Array,
+    table: Table,
+    targets: jax.Array,
+    mask: jax.Array,
+    residuals: Residuals,
+    head: Head,
+    scale: jax.Array,
+) -> tuple[jax.Array, Table]:
+    """Returns the gradients of hidden and of the table's shard of this device's scale * sum(mask * -log p(target))."""
 
     def of_logits(number: int, kernel: jax.Array) -> jax.Array:
-        _, exponentials = lax.optimization_barrier((kernel, kept[number]))  # else of all parts at once
-        of_part = exponentials, parts[number].top, table.ids(number)
-        return _logits_grad(*of_part, targets, mask, head, scores)
+        # the barrier: else of all parts at once
+        _, exponentials = lax.optimization_barrier((kernel, residuals.kept[number]))
+        of_part = exponentials, residuals.tops[number], table.ids(number)
+        return _logits_grad(*of_part, targets, mask, head, residuals.scores)
 
-    return scores, gradients_by_part(of_logits, hidden, mask != 0, table, kept)
+    return gradients_by_part(of_logits, hidden, mask != 0, table, scale, residuals.kept)
 
 
 def _first_pass(

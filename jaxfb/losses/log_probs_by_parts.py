@@ -33,9 +33,14 @@ class _PartScores(NamedTuple):
 
 
 def gradients_in_parts(
-    hidden: jax.Array, table: Table, counted: jax.Array, others: tuple[jax.Array, ...], scoring: Scoring
+    hidden: jax.Array,
+    table: Table,
+    counted: jax.Array,
+    others: tuple[jax.Array, ...],
+    scoring: Scoring,
+    scale: jax.Array,
 ) -> tuple[jax.Array, Table]:
-    """Computes gradients of hidden, float32[rows, seq, D], and of the table's shard, where counted.
+    """Computes gradients of hidden and of the table's shard, where counted, times this device's scale.
 
     Args:
       hidden: float[rows, seq, D]. table: the head, [D, vocab] or tied [vocab, D]. counted: bool[rows, seq].
@@ -52,7 +57,7 @@ def gradients_in_parts(
         grads = lax.map(step, cut_tokens(scoring.chunk, hidden, counted, *others))
         return grads.reshape(-1, grads.shape[-1])
 
-    return gradients_by_part(of_logits, hidden, counted, table)
+    return gradients_by_part(of_logits, hidden, counted, table, scale)
 
 
 def scores_in_parts(hidden, table: Table, ids, scoring: Scoring):

@@ -132,17 +132,22 @@ def gradients_by_part(
     hidden: jax.Array,
     counted: jax.Array,
     table: Table,
+    scale: jax.Array,
     before: Sequence[jax.Array] = (),
 ) -> tuple[jax.Array, Table]:
     """Computes gradients of both factors of hidden @ head, with one part of the head's vocabulary at a time.
+
+    Each device has its own factor of them, such as one over the weight of its microbatch, and those of the head are
+    summed over devices: they are multiplied before.
 
     Args:
       logits_grad: (number of the part, kernel [D, W]) -> [T or more, W] of all tokens, times `half_scale` and in the
         kernel's dtype; 0 where not counted.
       hidden: float[rows, seq, D]. counted: bool[rows, seq], where a gradient flows.
+      scale: float[], this device's factor.
       before: results of what runs before this, in turn: the first part is gathered once the last but one is there.
     Returns:
-      (float32[rows, seq, D], that of the table's shard).
+      (that of hidden in its dtype, that of the table's shard).
     """
     wide = sum_dtype(hidden)
     flat = jnp.where(counted[..., None], hidden, 0).reshape(-1, hidden.shape[-1])
@@ -157,13 +162,13 @@ def gradients_by_part(
         there = (earlier, *grads[:-2]) if early else (hidden_grad, *grads[:-1])
         kernel = table.as_head(after(table, *there).part(number))
         earlier = hidden_grad
-        grad, scale = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
-        added = jnp.matmul(grad, kernel.T, preferred_element_type=wide) / scale
+        grad, half = logits_grad(number, kernel)[: flat.shape[0]], half_scale(kernel)
+        added = jnp.matmul(grad, kernel.T, preferred_element_type=wide) / half
         # the part of the head is then not needed any more while its gradient is made
         hidden_grad, grad = lax.optimization_barrier((hidden_grad + added, grad))
-        kernel_grad = jnp.matmul(flat.T, grad, preferred_element_type=wide) / scale
+        kernel_grad = jnp.matmul(flat.T, grad, preferred_element_type=wide) * (scale / half)
         grads.append(table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))
-    return hidden_grad.reshape(hidden.shape), table.joined(grads)
+    return (scale * hidden_grad).astype(hidden.dtype).reshape(hidden.shape), table.joined(grads)
 
 
 def half_scale(kernel: jax.Array) -> float:

@@ -117,9 +117,8 @@ def _backward(scoring, residuals, cotangents):
     hidden, head, ids, counted, normalizer, entropy = residuals
     scale, seeds = in_units(cotangents, counted)
     gradients = gradients_in_parts if isinstance(head, Table) else _gradients
-    hidden_grad, head_grad = gradients(hidden, head, counted, (ids, normalizer, entropy, *seeds), scoring)
-    head_grad = jax.tree.map(lambda grad, leaf: (scale * grad).astype(leaf.dtype), head_grad, head)
-    return (scale * hidden_grad).astype(hidden.dtype), head_grad, None, None
+    others = (ids, normalizer, entropy, *seeds)
+    return *gradients(hidden, head, counted, others, scoring, scale), None, None
 
 
 _token_log_probs.defvjp(_forward, _backward)
@@ -153,14 +152,17 @@ def _scores_by_token(hidden, kernel, ids, scoring):
     return lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
 
 
-def _gradients(hidden, kernel, counted, others, scoring):
-    """Computes gradients of hidden and kernel, in the dtype of sums."""
+def _gradients(hidden, kernel, counted, others, scoring, scale):
+    """Computes gradients of hidden and kernel, times the scale."""
 
     def logits_grad(hidden, ids, *others):
         logits = project(hidden, kernel, scoring.softcap)
         vocab = token_ids(logits, ids.dtype, scoring.axis)
         return logits_gradient(logits, vocab, scoring, ids, *others), None
 
-    return gradients_by_chunk(
+    grads = gradients_by_chunk(
         logits_grad, hidden, counted, kernel, others, chunk=scoring.chunk, axis=scoring.axis
     )[:2]
+    return tuple(
+        (scale * grad).astype(leaf.dtype) for grad, leaf in zip(grads, (hidden, kernel), strict=True)
+    )

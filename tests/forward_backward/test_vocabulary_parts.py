@@ -54,12 +54,12 @@ def batch():
     return {"tokens": tokens, "targets": targets, "loss_mask": mask.astype(np.float64)}
 
 
-def gradients(mesh, sizes=None, dtype=np.float64, num_microbatches=2, model=None, **options):
+def gradients(mesh, sizes=None, dtype=np.float64, num_microbatches=2, model=None, given=None, **options):
     config = TransformerConfig(**SIZES | (sizes or {}))
     params = init_params(config, jax.random.key(1), dtype)
     plan = jaxfb.BatchPlan(rows=ROWS, data_parallel=replicas(mesh), num_microbatches=num_microbatches)
     fb = jaxfb.get_forward_backward_func(jaxfb.make_mesh(**mesh), fsdp_gather="layer", **options)
-    return fb(model or transformer(config), params, batch(), plan)
+    return fb(model or transformer(config), params, given or batch(), plan)
 
 
 def replicas(mesh):
@@ -98,6 +98,33 @@ def test_gradients_are_those_of_one_device(mesh, sizes, options):
     close(out.metrics, wanted.metrics)
 
 
+def uneven():
+    """A batch of whose rows some weigh little."""
+    mask = batch()["loss_mask"] * np.array([0.1, 1, 0.1, 1, 1, 2, 1, 1])[:, None]
+    mask[2, 3:] = 0
+    return batch() | {"loss_mask": mask}
+
+
+@pytest.mark.parametrize("sizes", [{}, slow(TIED | CAPPED)], ids=str)
+def test_devices_whose_microbatches_weigh_differently_each_scale_their_own_part(sizes):
+    """A mean of the microbatches' means: the cotangent of a device's sum is one over the weight of its rows."""
+    options = {"sizes": sizes, "normalize": "microbatch", "given": uneven()}
+    out = gradients({"fsdp": 4}, **options)
+    close(out.grads, gradients({"data": 1}, num_microbatches=ROWS, **options).grads)
+
+
+@pytest.mark.parametrize("sizes", [{}, slow(TIED | CAPPED)], ids=str)
+def test_a_loss_on_log_probs_may_weigh_the_tokens_of_each_device_differently(sizes):
+    def loss(log_probs, entropy, microbatch):
+        weights = microbatch["loss_mask"] * jnp.exp(microbatch["tokens"] / 20)
+        total = jnp.sum(weights * (jnp.exp(log_probs) - 0.1 * entropy))
+        return jaxfb.Sum(total, microbatch["loss_mask"].sum())
+
+    own = heads.policy_loss_fn(transformer(TransformerConfig(**SIZES | sizes)), loss)
+    out, wanted = (gradients(mesh, sizes, model=own) for mesh in ({"fsdp": 4}, {"data": 1}))
+    close(out.grads, wanted.grads)
+
+
 @pytest.mark.parametrize(
     ("mesh", "sizes"),
     [({"fsdp": 4}, TIED), slow({"fsdp": 4}, WIDTH_CUT), slow({"fsdp": 2, "context": 2}, {})],
@@ -121,7 +148,7 @@ def products_before_a_gather(early, monkeypatch, which=-1, number_before=0):
     def run(hidden):
         before = [hidden[0] @ hidden[0].T * number for number in range(number_before)]
         counted = jnp.ones(hidden.shape[:2], bool)
-        given = lambda _, kernel: hidden[0] @ kernel, hidden, counted, head, before  # noqa: E731
+        given = lambda _, kernel: hidden[0] @ kernel, hidden, counted, head, 1.0, before  # noqa: E731
         return logits.gradients_by_part(*given)[0]
 
     run = jax.shard_map(run, mesh=mesh, in_specs=P(), out_specs=P(), check_vma=False)
