@@ -129,7 +129,21 @@ def _in_columns_backward(columns: Columns, residuals: tuple[Table, jax.Array], c
     places = columns.places(table, columns.ask(tokens.reshape(-1)))
     found = columns.answered(cotangent.reshape(tokens.size, -1))
     zeros = jnp.zeros((table.whole_shape[0], found.shape[-1]), table.sum_dtype)
-    return columns.scattered(table, zeros.at[places].add(found, mode="drop")), None
+    return columns.scattered(table, _with_added(zeros, places, found)), None
 
 
 _in_columns.defvjp(_in_columns_forward, _in_columns_backward)
+
+
+def _with_added(sums: jax.Array, places: jax.Array, rows: jax.Array) -> jax.Array:
+    """Adds rows [devices, n, columns] to the sums at their places [devices, n], those of one device at a time.
+
+    The compiler of TPUs sorts the places of a scatter. It takes 0.1 s to compile a sort of 8,192 of them, 2 s of twice
+    and 6 s of sixteen times as many (libtpu 0.0.48).
+    """
+
+    def step(sums, of_device):
+        places, rows = of_device
+        return sums.at[places].add(rows, mode="drop"), None
+
+    return lax.scan(step, sums, (places, rows))[0]
