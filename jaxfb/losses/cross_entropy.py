@@ -22,13 +22,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxfb.losses.cross_entropy_by_parts import (
-    Head,
-    Scores,
-    gradients_in_parts,
-    scores_and_residuals,
-    scores_in_parts,
-)
+from jaxfb.losses.cross_entropy_by_parts import gradients_in_parts, scores_and_residuals, scores_in_parts
+from jaxfb.losses.cross_entropy_by_shares import gradients_by_shares, scores_by_shares
 from jaxfb.losses.logits import (
     capped_slope,
     cut_tokens,
@@ -41,6 +36,8 @@ from jaxfb.losses.logits import (
     token_ids,
     vocab_size,
 )
+from jaxfb.losses.part_scores import Head, Scores
+from jaxfb.parallel.shares import Shares, shares_of
 from jaxfb.parallel.table import Table, pays
 from jaxfb.platforms.compat import custom_vjp
 
@@ -97,7 +94,7 @@ def chunked_cross_entropy(
     if isinstance(kernel, Table) and (regularizers or not pays(targets.size, hidden.shape[-1], kernel.dtype)):
         kernel = kernel.as_head(kernel.whole())
     head = Head(chunk, axis, logit_softcap, regularizers)
-    run = _in_parts if isinstance(kernel, Table) else _cross_entropy
+    run = _in_shards if isinstance(kernel, Table) else _cross_entropy
     sums, correct, log_probs = run(hidden, kernel, targets, loss_mask, head)
     counted = loss_mask != 0
     correct_sum = jnp.sum(jnp.where(counted & correct, loss_mask, 0))
@@ -140,6 +137,12 @@ def _cross_entropy_backward(head, residuals, cotangents):
 _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
+def _in_shards(hidden, table, targets, mask, head):
+    shares = shares_of(table, targets.size)
+    given = hidden, table, targets, mask, head
+    return _in_parts(*given) if shares is None else _by_shares(*given, shares)
+
+
 @custom_vjp(4)
 def _in_parts(hidden, table: Table, targets, mask, head: Head):
     return _collect(scores_in_parts(hidden, table, targets, head), mask)
@@ -151,10 +154,30 @@ def _in_parts_forward(hidden, table, targets, mask, head):
 
 
 def _in_parts_backward(head, residuals, cotangents):
-    return *gradients_in_parts(*residuals, head, cotangents[0].loss), None, None
+    hidden, table, targets, mask, kept = residuals
+    grads = gradients_in_parts(hidden, table, targets, mask, kept, head, cotangents[0].loss)
+    return *grads, None, None
 
 
 _in_parts.defvjp(_in_parts_forward, _in_parts_backward)
+
+
+@custom_vjp(4, 5)
+def _by_shares(hidden, table: Table, targets, mask, head: Head, shares: Shares):
+    return _by_shares_forward(hidden, table, targets, mask, head, shares)[0]
+
+
+def _by_shares_forward(hidden, table, targets, mask, head, shares):
+    scores, kept = scores_by_shares(hidden, table, targets, mask, head, shares)
+    return _collect(scores, mask), (table, mask, kept)
+
+
+def _by_shares_backward(head, shares, residuals, cotangents):
+    table, mask, kept = residuals
+    return *gradients_by_shares(table, mask, kept, head, cotangents[0].loss, shares), None, None
+
+
+_by_shares.defvjp(_by_shares_forward, _by_shares_backward)
 
 
 def _summed_up(hidden, kernel, targets, mask, head):

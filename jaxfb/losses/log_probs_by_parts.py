@@ -8,6 +8,7 @@ Shapes: T = all tokens, W = vocabulary of a part, K = tokens scored at each posi
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import jax
@@ -19,7 +20,7 @@ from jaxfb.losses.scoring import Scoring, logits_gradient, picked
 from jaxfb.parallel.table import Table, after
 
 
-class _PartScores(NamedTuple):
+class PartLogProbs(NamedTuple):
     """Describes the tokens' logits over one part, [T] but for the first; sums are over the part.
 
     picked: [T, K], the logits of the ids, 0 where they are elsewhere. top: the largest logit. total: the sum of
@@ -36,7 +37,7 @@ def gradients_in_parts(
     hidden: jax.Array,
     table: Table,
     counted: jax.Array,
-    others: tuple[jax.Array, ...],
+    others: Sequence[jax.Array],
     scoring: Scoring,
     scale: jax.Array,
 ) -> tuple[jax.Array, Table]:
@@ -48,25 +49,22 @@ def gradients_in_parts(
     """
 
     def of_logits(number: int, kernel: jax.Array) -> jax.Array:
-        def step(tokens):
-            hidden, counted, *others = tokens
-            logits = project(hidden, kernel, scoring.softcap)
-            grad = logits_gradient(logits, table.ids(number), scoring, *others)
-            return (jnp.where(counted[:, None], grad, 0) * half_scale(kernel)).astype(kernel.dtype)
-
-        grads = lax.map(step, cut_tokens(scoring.chunk, hidden, counted, *others))
-        return grads.reshape(-1, grads.shape[-1])
+        return logits_gradients(hidden, kernel, table.ids(number), counted, others, scoring)
 
     return gradients_by_part(of_logits, hidden, counted, table, scale)
 
 
 def scores_in_parts(hidden, table: Table, ids, scoring: Scoring):
     """Returns (log_probs [T, K], entropy [T], normalizer [T]) of all tokens, padded at the end."""
-    parts: list[_PartScores] = []
+    parts: list[PartLogProbs] = []
     for number in range(table.num_parts):
         kernel = table.as_head(after(table, *jax.tree.leaves(parts[-2:-1])).part(number))
-        parts.append(_of_part(hidden, kernel, table.ids(number), ids, scoring))
-    each = jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts)
+        parts.append(of_part(hidden, kernel, table.ids(number), ids, scoring))
+    return of_all(jax.tree.map(lambda *leaves: jnp.stack(leaves), *parts))
+
+
+def of_all(each: PartLogProbs) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Puts those of all parts, [parts, T, ...], together: (log_probs [T, K], entropy [T], normalizer [T])."""
     top, found = each.top.max(0), each.picked.sum(0)
     lower, factor = each.top - top, jnp.exp(each.top - top)
     total = jnp.sum(factor * each.total, axis=0)
@@ -75,16 +73,43 @@ def scores_in_parts(hidden, table: Table, ids, scoring: Scoring):
     return found - normalizer[:, None], jnp.log(total) - mean, normalizer
 
 
-def _of_part(hidden, kernel, vocab, ids, scoring: Scoring) -> _PartScores:
+def of_part(
+    hidden: jax.Array, kernel: jax.Array, vocab: jax.Array, ids: jax.Array, scoring: Scoring
+) -> PartLogProbs:
+    """Scores tokens over a part of the vocabulary, padded at the end.
+
+    hidden: float[rows, seq, D]. kernel: [D, W]. vocab: i32[W], the tokens of its columns. ids: i32[rows, seq, K].
+    """
+
     def step(tokens):
         hidden, ids = tokens
         logits = scoring.scaled(project(hidden, kernel, scoring.softcap), vocab)
         top = jnp.max(logits, axis=-1)
         lower = logits - top[:, None]
         weights = jnp.exp(lower)
-        return _PartScores(
+        return PartLogProbs(
             picked(logits, ids, vocab), top, weights.sum(-1), jnp.sum(weights * lower, axis=-1)
         )
 
     scores = lax.map(step, cut_tokens(scoring.chunk, hidden, ids))
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
+
+
+def logits_gradients(
+    hidden: jax.Array,
+    kernel: jax.Array,
+    vocab: jax.Array,
+    counted: jax.Array,
+    others: Sequence[jax.Array],
+    scoring: Scoring,
+) -> jax.Array:
+    """Returns the gradient of the logits of a part, [T or more, W], times `half_scale` and in the kernel's dtype."""
+
+    def step(tokens):
+        hidden, counted, *others = tokens
+        logits = project(hidden, kernel, scoring.softcap)
+        grad = logits_gradient(logits, vocab, scoring, *others)
+        return (jnp.where(counted[:, None], grad, 0) * half_scale(kernel)).astype(kernel.dtype)
+
+    grads = lax.map(step, cut_tokens(scoring.chunk, hidden, counted, *others))
+    return grads.reshape(-1, grads.shape[-1])

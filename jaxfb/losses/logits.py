@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxfb.parallel.shares import Shares
 from jaxfb.parallel.table import Table, after, gathers_early
 from jaxfb.parallel.tensor import constrain
 
@@ -169,6 +170,32 @@ def gradients_by_part(
         kernel_grad = jnp.matmul(flat.T, grad, preferred_element_type=wide) * (scale / half)
         grads.append(table.scattered(kernel_grad if table.vocabulary == 1 else kernel_grad.T))
     return (scale * hidden_grad).astype(hidden.dtype).reshape(hidden.shape), table.joined(grads)
+
+
+def gradients_by_share(
+    grad: jax.Array,
+    hidden: jax.Array,
+    kernel: jax.Array,
+    table: Table,
+    scale: jax.Array,
+    shares: Shares,
+) -> tuple[jax.Array, Table]:
+    """Computes gradients of both factors of hidden @ head from those of the logits of this device's share.
+
+    Args:
+      grad: [T or more, W] of the tokens of all neighbours, times `half_scale` and in the kernel's dtype.
+      hidden: float[rows, seq, D] of all neighbours, 0 where nothing is counted. kernel: [D, W], the share of the table.
+      scale: float[], by which both are multiplied.
+    Returns:
+      (that of this device's own hidden states in their dtype, that of the table's shard).
+    """
+    flat, scale = hidden.reshape(-1, hidden.shape[-1]), scale / half_scale(kernel)
+    grad = grad[: flat.shape[0]]
+    matmul = partial(jnp.matmul, preferred_element_type=sum_dtype(kernel))
+    # that of hidden first: it is summed over the neighbours beside the other product
+    hidden_grad, grad = lax.optimization_barrier((matmul(grad, kernel.T), grad))
+    own = scale * shares.summed(hidden_grad.reshape(hidden.shape))
+    return own.astype(hidden.dtype), shares.scattered(table, scale * matmul(flat.T, grad))
 
 
 def half_scale(kernel: jax.Array) -> float:

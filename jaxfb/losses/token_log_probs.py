@@ -9,6 +9,8 @@ Shapes: T = tokens in a chunk, V = vocabulary, or this device's share of it, K =
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -16,6 +18,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxfb.losses.log_probs_by_parts import gradients_in_parts, scores_in_parts
+from jaxfb.losses.log_probs_by_shares import gradients_by_shares, scores_by_shares
 from jaxfb.losses.logits import (
     IdRanges,
     cut_tokens,
@@ -29,6 +32,7 @@ from jaxfb.losses.logits import (
 )
 from jaxfb.losses.scoring import Scoring, in_units, logits_gradient, picked
 from jaxfb.losses.settings import check_positive
+from jaxfb.parallel.shares import shares_of
 from jaxfb.parallel.table import Table
 from jaxfb.platforms.compat import custom_vjp
 
@@ -116,7 +120,7 @@ def _forward(hidden, head, ids, counted, scoring):
 def _backward(scoring, residuals, cotangents):
     hidden, head, ids, counted, normalizer, entropy = residuals
     scale, seeds = in_units(cotangents, counted)
-    gradients = gradients_in_parts if isinstance(head, Table) else _gradients
+    gradients = _functions(head, counted.size)[1]
     others = (ids, normalizer, entropy, *seeds)
     return *gradients(hidden, head, counted, others, scoring, scale), None, None
 
@@ -124,9 +128,18 @@ def _backward(scoring, residuals, cotangents):
 _token_log_probs.defvjp(_forward, _backward)
 
 
+def _functions(head: jax.Array | Table, num_tokens: int) -> tuple[Callable, Callable]:
+    """Returns what scores so many tokens with a head, and what makes the gradients."""
+    if not isinstance(head, Table):
+        return _scores_by_token, _gradients
+    if (shares := shares_of(head, num_tokens)) is None:
+        return scores_in_parts, gradients_in_parts
+    return partial(scores_by_shares, shares=shares), partial(gradients_by_shares, shares=shares)
+
+
 def _scores(hidden, head, ids, counted, scoring):
     """Returns (log_probs [rows, seq, K], entropy [rows, seq], normalizer [rows, seq])."""
-    by_token = scores_in_parts if isinstance(head, Table) else _scores_by_token
+    by_token = _functions(head, counted.size)[0]
     shapes = (ids.shape, counted.shape, counted.shape)
     log_probs, entropy, normalizer = map(join_tokens, by_token(hidden, head, ids, scoring), shapes)
     there = counted[..., None] & (ids != -1)

@@ -26,8 +26,8 @@ from jaxfb.parallel.context import AXIS, size_here, zigzag
 from jaxfb.parallel.scores import PLAIN, Scores
 
 MOST_GROUPS = 4
-"""With 8 groups 8B takes as long at 32k and 128k tokens, and as much memory or 0.2 GB less. But each of their gathers and
-scatters is compiled by itself, and there are 96 of them in place of 48."""
+"""With 8 groups 8B takes as long at 32k and 128k tokens, and as much memory or 0.2 GB less. But each gather and scatter
+is compiled by itself: 96 of them in place of 48."""
 LARGEST_TABLE = 2**16
 """Pairs of blocks for which the tables, four bytes a pair, fit a TPU's memory for scalars."""
 

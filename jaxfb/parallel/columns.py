@@ -18,7 +18,7 @@ All functions here run inside `jax.shard_map`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -44,10 +44,7 @@ class Columns:
 
     def of(self, table: Table) -> jax.Array:
         """Gathers this device's columns, [vocab, width / across] in the table's dtype, in the order of `places`."""
-        own = table.shard.astype(table.dtype)
-        if _cuts_vocabulary(table):
-            own = self.grid.exchange(own, 1, 0)
-        return self.grid.gather_within(own, table.cut[0])
+        return table.slice(self.grid, 1)
 
     def places(self, table: Table, tokens: jax.Array) -> jax.Array:
         """Returns the rows of `of` that are the tokens'; of a token beyond the vocabulary one beyond the rows."""
@@ -60,11 +57,7 @@ class Columns:
 
     def scattered(self, table: Table, grad: jax.Array) -> Table:
         """Returns the gradient of the table's shard from that of the columns, in the order of `of`."""
-        dtype = table.reduce_dtype
-        grad = self.grid.scatter_within(grad.astype(dtype or table.shard.dtype), table.cut[0], dtype)
-        if _cuts_vocabulary(table):
-            grad = self.grid.exchange(grad, 0, 1)
-        return replace(table, shard=grad.astype(table.shard.dtype))
+        return table.slice_scattered(self.grid, grad, 1)
 
     def ask(self, tokens: jax.Array) -> jax.Array:
         """Returns the tokens that are looked up here, [across, n], from this device's [n]."""

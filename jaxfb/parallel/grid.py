@@ -25,12 +25,15 @@ class Grid:
 
     outer, inner: the mesh axes across and within rows; the same one axis for both, or several that differ.
     across: how many rows there are. within: how many devices are in a row.
+    adjacent: whether it is the devices across that are next to each other: then the device at `place * across + row` is
+      at that place of that row.
     """
 
     outer: tuple[str, ...]
     inner: tuple[str, ...]
     across: int
     within: int
+    adjacent: bool = False
 
     @property
     def size(self) -> int:
@@ -50,23 +53,56 @@ class Grid:
         scatter = partial(lax.psum_scatter, axis_name=self.inner, scatter_dimension=dim, tiled=True)
         return summed_in(dtype, partial(scatter, axis_index_groups=self._groups(1)), x)
 
+    def scatter_across(self, x: jax.Array) -> jax.Array:
+        """Returns this row's part along the first dim of the sum over the devices at this place of all rows."""
+        groups = self._groups(0)
+        return lax.psum_scatter(x, self.outer, scatter_dimension=0, tiled=True, axis_index_groups=groups)
+
+    def row(self) -> jax.Array:
+        """Returns the number of the row in which this device is."""
+        index = lax.axis_index(self.outer)
+        if self.outer != self.inner:
+            return index
+        return index % self.across if self.adjacent else index // self.within
+
     def exchange(self, x: jax.Array, cut: int, join: int) -> jax.Array:
         """Cuts x along one dim, sends each row of devices its part, and joins along another dim what they send."""
         return lax.all_to_all(x, self.outer, cut, join, axis_index_groups=self._groups(0), tiled=True)
 
     def _groups(self, which: int) -> Groups | None:
         """Returns the groups across (0) or within (1); None where axes of a mesh make them."""
-        return two_steps(self.size, self.within)[which] if self.outer == self.inner else None
+        if self.outer != self.inner:
+            return None
+        return two_steps(self.size, self.across if self.adjacent else self.within)[which ^ self.adjacent]
 
 
 def grids(axes: tuple[str, ...]) -> list[Grid]:
     """Returns the grids of the devices along mesh axes, outermost first, in the order of `shapes`."""
-    sizes = {axis: size for axis in axes if (size := get_abstract_mesh().shape[axis]) > 1}
-    names = tuple(sizes)
-    found = shapes(tuple(sizes.values()), torus_dims(kind_here()))
+    names, found = _found(axes)
     if len(names) < 2:
         return [Grid(names, names, *shape) for shape in found]
     return [Grid(names[:-cut], names[-cut:], *shape) for cut, shape in enumerate(found, 1)]
+
+
+def adjacent_grids(axes: tuple[str, ...]) -> list[Grid]:
+    """Returns those in which the devices across are next to each other, in the order of `adjacent_shapes`."""
+    names, found = _found(axes, adjacent=True)
+    if len(names) < 2:
+        return [Grid(names, names, *shape, adjacent=True) for shape in found]
+    return [Grid(names[-cut:], names[:-cut], *shape, adjacent=True) for cut, shape in enumerate(found, 1)]
+
+
+def _found(axes: tuple[str, ...], adjacent: bool = False) -> tuple[tuple[str, ...], list[tuple[int, int]]]:
+    """Returns the axes of several devices, outermost first, and the shapes of the devices along them."""
+    sizes = {axis: size for axis in axes if (size := get_abstract_mesh().shape[axis]) > 1}
+    shapes_of = adjacent_shapes if adjacent else shapes
+    return tuple(sizes), shapes_of(tuple(sizes.values()), torus_dims(kind_here()))
+
+
+def adjacent_shapes(sizes: Sequence[int], dims: int) -> list[tuple[int, int]]:
+    """Returns the same as `shapes`, of grids in which the devices across are next to each other."""
+    found = shapes(sizes, dims)
+    return [(within, across) for across, within in found] if len(sizes) > 1 else found
 
 
 def shapes(sizes: Sequence[int], dims: int) -> list[tuple[int, int]]:

@@ -32,6 +32,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.mesh import kind_here
 from jaxfb.parallel import data
 from jaxfb.parallel.collectives import all_gather, reduce_scatter, scatters_beside_products
+from jaxfb.parallel.grid import Grid
 from jaxfb.parallel.sharding import shards_of
 
 MOST_PARTS = 8  # each is written out in the program
@@ -77,6 +78,29 @@ class Table:
         own = lax.slice_in_dim(self.shard, number * size, (number + 1) * size, axis=self.vocabulary)
         dim, axes = self.cut
         return all_gather(own.astype(self.dtype), axes, dim)
+
+    def slice(self, grid: Grid, dim: int, size: int | None = None) -> jax.Array:
+        """Gathers this device's slice along `dim`, of as many as the grid has rows; the devices in a row have the same.
+
+        Along the other dim, if that is the one in shards, they come in the order of the devices in a row.
+
+        size: that `dim` of the shard is padded to with zeros before.
+        """
+        own = self.shard.astype(self.dtype)
+        if size is not None:
+            own = jnp.pad(own, [(0, size - own.shape[dim] if one == dim else 0) for one in (0, 1)])
+        if self.cut[0] != dim:
+            own = grid.exchange(own, dim, 1 - dim)
+        return grid.gather_within(own, self.cut[0])
+
+    def slice_scattered(self, grid: Grid, grad: jax.Array, dim: int) -> Table:
+        """Returns the gradient of the shard from that of `slice`."""
+        dtype = self.reduce_dtype
+        grad = grid.scatter_within(grad.astype(dtype or self.shard.dtype), self.cut[0], dtype)
+        if self.cut[0] != dim:
+            grad = grid.exchange(grad, 1 - dim, dim)
+        grad = lax.slice_in_dim(grad, 0, self.shard.shape[dim], axis=dim)
+        return replace(self, shard=grad.astype(self.shard.dtype))
 
     def as_head(self, matrix: jax.Array) -> jax.Array:
         """Returns the whole, or a part, as [width, vocab]: its transpose if it is an embedding."""

@@ -10,7 +10,7 @@ from comparisons import close
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
-from jaxfb.losses import heads, logits
+from jaxfb.losses import cross_entropy, heads, logits, token_log_probs
 from jaxfb.losses.cross_entropy import chunked_cross_entropy
 from jaxfb.losses.language_model import next_token_loss
 from jaxfb.losses.token_log_probs import log_probs_of_logits
@@ -41,8 +41,10 @@ def slow(*case):
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch):
-    """Parts of 48 tokens in float64."""
+    """Parts of 48 tokens in float64, and no shares."""
     monkeypatch.setattr(data, "LARGEST_SCATTER", 48 * 16 * 8)
+    for module in (cross_entropy, token_log_probs):
+        monkeypatch.setattr(module, "shares_of", lambda table, num_tokens: None)
 
 
 @cache
