@@ -7,7 +7,6 @@ import jax.numpy as jnp
 from jaxfb.config import Config
 from jaxfb.forward_backward.overwriting import overwriting_pays
 from jaxfb.models.config import TransformerConfig, seen_share
-from jaxfb.parallel.table import num_parts, pays
 from jaxfb.planner.counts import (
     context_method,
     gathers_layers,
@@ -30,6 +29,7 @@ from jaxfb.planner.counts import (
     trained_numbers,
 )
 from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
+from jaxfb.planner.formula_tables import head_bytes
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
 
@@ -70,8 +70,8 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     weights, what a layer's backward and a block of logits take.
 
     Gathered a layer ahead, a second layer's weights and gradient; half a layer ahead, those of its first half. Where
-    layers are gathered without a pipeline, that of a layer or that of the head, the larger; of a large head one part of
-    the vocabulary at a time.
+    layers are gathered without a pipeline, that of a layer or that of the head, the larger; of a large head a part or a
+    share of the vocabulary.
     """
     (layers, _), (trained, trained_outer) = held_numbers(config, sizes), trained_numbers(config, sizes)
     gathers, share = gathers_layers(config), share_ahead(config, sizes, topology)
@@ -89,7 +89,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
     if gathers and config.mesh.pipe == 1:
         table = 2 * sizes.vocab_size * sizes.hidden_size / config.mesh.tensor
-        at_head = _head_in_parts_bytes(config, sizes) or table + of_head
+        at_head = head_bytes(config, sizes, kind) or table + of_head
         return whole + max(2 * layer * (1 + share) + of_layer, at_head)
     return whole + of_layer + of_head + (2 * layer * (1 + share) if gathers else 0)
 
@@ -98,20 +98,6 @@ def _overwrites_gradients(config: Config, kind: str | None) -> bool:
     """Returns whether all layers' gradients that wait for their scatter take the memory of one."""
     kinds = (remat for remat, _ in remat_parts(config.parallel.remat))
     return config.mesh.pipe == 1 and all(overwriting_pays(kind, config.mesh.tensor, remat) for remat in kinds)
-
-
-def _head_in_parts_bytes(config: Config, sizes: TransformerConfig) -> float | None:
-    """Counts what `cross_entropy_by_parts` keeps of all tokens, and takes for one part; None where it does not run."""
-    width, vocabulary, tokens = sizes.hidden_size, sizes.vocab_size, tokens_of_piece(config)
-    parts = num_parts((width, vocabulary), 1, vocabulary, "float32")
-    if config.mesh.tensor > 1 or parts == 1 or sizes.mtp_depth or sizes.z_loss or sizes.label_smoothing:
-        return None
-    if not pays(tokens, width, "bfloat16"):
-        return None
-    of_part = (
-        2 * 2 * width + 4 * width + 2 * tokens + 8 * min(tokens, sizes.loss_chunk)
-    )  # two parts of the head
-    return (2 * tokens + of_part / parts) * vocabulary
 
 
 def streamed_bytes(config: Config, sizes: TransformerConfig) -> float:

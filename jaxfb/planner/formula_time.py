@@ -10,10 +10,6 @@ from jaxfb.models import splash
 from jaxfb.models.adapted import lora_of
 from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
-from jaxfb.parallel.collectives import torus_dims
-from jaxfb.parallel.columns import most_rows
-from jaxfb.parallel.grid import shapes
-from jaxfb.parallel.table import num_parts
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     context_method,
@@ -40,6 +36,7 @@ from jaxfb.planner.counts import (
 )
 from jaxfb.planner.formula_memory import gradient_bytes
 from jaxfb.planner.formula_pieces import waiting_turns
+from jaxfb.planner.formula_tables import spared_bytes
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
 
@@ -217,7 +214,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
     of_layers, of_head = turns_of_layers_and_head(config)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
-    gathered -= times * _spared_by_columns(config, sizes, chip)
+    gathered -= times * spared_bytes(config, sizes, chip.kind)
     experts = held_experts(config, sizes) / held
     seconds = gathered * experts * _turn(config, chip, "fsdp", "context")
     seconds += gathered * (1 - experts) * _turn(config, chip, "fsdp", "expert", "context")
@@ -228,20 +225,6 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
         seconds += 10 / mesh.tensor * hidden * of_head * _turn(config, chip, "pipe")
     return seconds
-
-
-def _spared_by_columns(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
-    """Returns the bytes of a microbatch that are not sent since an embedding's rows are looked up by columns."""
-    shape, mesh = (sizes.vocab_size, sizes.hidden_size), config.mesh
-    in_parts = gathers_layers(config) and num_parts(shape, 0, sizes.vocab_size, "float32") > 1
-    if sizes.tied_embeddings or mesh.pipe * mesh.tensor > 1 or not in_parts:
-        return 0.0
-    axes = [size for size in (mesh.fsdp, mesh.expert, mesh.context) if size > 1]
-    numbers = [rows for rows, _ in shapes(axes, torus_dims(chip.kind))]
-    tile = 128 if "TPU" in chip.kind else 1
-    rows = most_rows(numbers, shape, tokens_of_microbatch(config), "float32", tile)
-    sent = 2 + reduced_bytes(config)  # a number of the columns, there and its gradient back
-    return 0.0 if rows is None else math.prod(shape) * (2 + sent - sent / rows)
 
 
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:

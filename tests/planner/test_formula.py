@@ -7,7 +7,7 @@ import pytest
 from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import num_params
-from jaxfb.planner import formula_time, parse_topology
+from jaxfb.planner import formula_tables, formula_time, parse_topology
 from jaxfb.planner.counts import turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.formula_loops import loop_seconds
@@ -290,9 +290,9 @@ def test_half_a_layer_ahead_leaves_more_exposed_but_where_tensor_or_context_cut(
     assert shares == [0.05, 0.23, 0.05]
 
 
-def test_of_an_embedding_only_columns_are_gathered():
-    """Of 8B untied; a tied one is the head too, and in pairs of devices the embedding is gathered."""
-    chip, spared = parse_topology("v5p:4x4x4").chip, []
+def test_of_an_embedding_only_columns_are_gathered_and_of_a_head_shares():
+    """Of 8B untied; a tied one is both, and in pairs of devices they are gathered."""
+    spared = []
     for tied, devices in ((False, 64), (True, 64), (False, 2)):
         layout = [
             f"mesh.fsdp={devices}",
@@ -300,9 +300,11 @@ def test_of_an_embedding_only_columns_are_gathered():
             f"model.tied_embeddings={str(tied).lower()}",
         ]
         config = load_config("configs/8b.yaml", layout)
-        spared.append(formula_time._spared_by_columns(config, model_sizes(config), chip))
-    # 16 rows of 4: of 4 bytes that two gathers would send, and 4 of the gradient, a sixteenth of 2 + 4 is
-    assert spared == [128256 * 4096 * (8 - 6 / 16), 0, 0]
+        spared.append(formula_tables.spared_bytes(config, model_sizes(config), "TPU v5"))
+    # 16 rows of 4: of 4 bytes that two gathers would send, and 4 of the gradient, a sixteenth of 2 + 4 is; 4 neighbours
+    # send hidden states and their gradients in place of three quarters
+    columns, shares = 8 - 6 / 16, 8 - 6 / 4
+    assert spared == [128256 * 4096 * (columns + shares) - 6 * 4 * 4096 * 4096, 0, 0]
 
 
 def test_short_products_in_loops_wait_for_permutes_over_tensor():
