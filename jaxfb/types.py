@@ -163,7 +163,7 @@ class Pipelined:
            `own` is a tree of float arrays [rows, tokens, ...], such as keys and values, that later pieces read.
     halves: optional, the layer as two functions, one after the other; what remat="halves" keeps is between them.
     tables: optional, outer -> tree like it of int: the vocabulary's dim of each leaf that `embed` and `head` accept as
-           a `jaxfb.parallel.table.Table` too, of which they gather a part or some columns at a time (an embedding by
+           a `jaxfb.parallel.table.Table` too, of which they gather a part, a share or some columns (an embedding by
            `jaxfb.parallel.look_up.look_up`); -1 for the others.
     check: optional, (microbatch of shapes [rows, ...], num_parts) -> None: raises ValueError if the head would not give
            the same of a global batch split into so many parts. Asked before a training call is compiled.

@@ -11,8 +11,8 @@ another. 8B by the compiler of libtpu 0.0.48, whole -> in parts:
 | v5e:16x16, fsdp 256 | 4.83 -> 3.64 | 7.20 -> 7.15 |
 | v5p:4x4x4, fsdp 16 x context 4, 32k tokens | 7.91 -> 7.54 | 15.58 -> 15.55 |
 
-On v5p and v6e a layer's own arrays decide the memory; there the time is what is saved. Of an embedding columns are
-gathered in place of parts where that is possible (`columns.py`).
+On v5p and v6e a layer's own arrays decide the memory; there the time is what is saved. Where possible, of an embedding
+columns are gathered in place of parts (`columns.py`), and of a head shares (`shares.py`).
 
 All functions here run inside `jax.shard_map` and see one device's shard.
 """
