@@ -21,7 +21,7 @@ from jax import lax
 
 from jaxfb.mesh import platform_here
 from jaxfb.parallel.grid import Grid, adjacent_grids
-from jaxfb.parallel.table import Table
+from jaxfb.parallel.table import Table, pays
 
 _MOST_TOKENS = 1 / 3
 """How many tokens a device scores at most, for each id of the vocabulary.
@@ -95,8 +95,9 @@ class Shares:
 
 def shares_of(table: Table, num_tokens: int) -> Shares | None:
     """Returns the shares by which so many tokens of a device are scored; None: the head is better in parts."""
-    found = adjacent_grids(table.cut[1])
-    across = fewest_sent([grid.across for grid in found], table.whole_shape[table.vocabulary], num_tokens)
+    vocab, width = table.whole_shape[table.vocabulary], table.whole_shape[1 - table.vocabulary]
+    found = adjacent_grids(table.cut[1]) if pays(num_tokens, width, table.dtype) else []
+    across = fewest_sent([grid.across for grid in found], vocab, num_tokens)
     return next((Shares(grid) for grid in found if grid.across == across), None)
 
 

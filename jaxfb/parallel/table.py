@@ -167,8 +167,8 @@ def num_parts(shape: Sequence[int], vocabulary: int, own: int, dtype: Any) -> in
 
 
 def pays(num_tokens: int, width: int, dtype: Any) -> bool:
-    """Returns whether a head in parts, which keeps [tokens, vocab] in its dtype, takes less memory than the whole head
-    and the sum of its gradients.
+    """Returns whether what keeps [tokens, vocab] in a head's dtype takes less memory than the whole head and the sum of
+    its gradients.
     """
     size, wide = jnp.dtype(dtype).itemsize, jnp.promote_types(dtype, jnp.float32).itemsize
     return num_tokens * size <= width * (size + wide)

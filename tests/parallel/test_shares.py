@@ -100,7 +100,8 @@ def test_what_is_gathered_from_neighbours_comes_back(sizes, spec, vocabulary, vo
         ("TPU v6 lite", {"fsdp": 64}, 4096, 8),
         ("TPU v5", {"fsdp": 64}, 4096, 4),
         ("TPU v5", {"fsdp": 64}, 1024, 16),
-        ("TPU v5", {"fsdp": 64}, 65536, None),
+        ("TPU v5", {"fsdp": 64}, 10000, 4),
+        ("TPU v5", {"fsdp": 64}, 10700, None),  # a third of the vocabulary
         ("TPU v5 lite", {"fsdp": 256}, 4096, None),
         ("TPU v5 lite", {"fsdp": 256}, 2048, 16),
         ("TPU v5", {"fsdp": 16, "context": 4}, 8192, 4),
@@ -108,13 +109,15 @@ def test_what_is_gathered_from_neighbours_comes_back(sizes, spec, vocabulary, vo
         ("TPU v5", {"fsdp": 7}, 4096, None),
     ],
 )
-def test_as_many_neighbours_as_send_the_fewest_bytes(kind, shape, tokens, across, monkeypatch):
-    """Of the head of 8B."""
+@pytest.mark.parametrize("width", [4096, 1024])
+def test_as_many_neighbours_as_send_the_fewest_bytes(kind, shape, tokens, across, width, monkeypatch):
+    """Of the head of 8B; where it is narrow, what is kept of many tokens would take more memory than all of it."""
     for name in ("kind_here", "get_abstract_mesh"):
         value = kind if name == "kind_here" else SimpleNamespace(shape=shape)
         monkeypatch.setattr(grid, name, lambda value=value: value)
     axes = tuple(shape)
-    table = SimpleNamespace(cut=(0, axes), vocabulary=1, whole_shape=(4096, 128256), dtype="bfloat16")
+    table = SimpleNamespace(cut=(0, axes), vocabulary=1, whole_shape=(width, 128256), dtype="bfloat16")
     found = shares.shares_of(table, tokens)
+    across = across if tokens <= 3 * width else None
     assert (found and found.grid.across) == across
     assert found is None or found.grid.across * found.grid.within == np.prod([*shape.values()])
