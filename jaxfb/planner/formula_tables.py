@@ -64,7 +64,7 @@ def _spared_by_shares(config: Config, sizes: TransformerConfig, kind: str) -> fl
 def _neighbours(config: Config, sizes: TransformerConfig, kind: str | None) -> int | None:
     """Returns how many neighbours score each other's tokens; None where the head is better in parts."""
     numbers = [across for across, _ in adjacent_shapes(_axes(config), torus_dims(kind))]
-    return fewest_sent(numbers, sizes.vocab_size, tokens_of_piece(config))
+    return fewest_sent(kind, numbers, sizes.vocab_size, tokens_of_piece(config))
 
 
 def _is_scored_cut(config: Config, sizes: TransformerConfig) -> bool:

@@ -102,8 +102,10 @@ def test_what_is_gathered_from_neighbours_comes_back(sizes, spec, vocabulary, vo
         ("TPU v5", {"fsdp": 64}, 1024, 16),
         ("TPU v5", {"fsdp": 64}, 10000, 4),
         ("TPU v5", {"fsdp": 64}, 10700, None),  # a third of the vocabulary
-        ("TPU v5 lite", {"fsdp": 256}, 4096, None),
-        ("TPU v5 lite", {"fsdp": 256}, 2048, 16),
+        ("TPU v6 lite", {"fsdp": 256}, 4096, None),
+        ("TPU v6 lite", {"fsdp": 256}, 2048, 16),
+        ("TPU v5 lite", {"fsdp": 256}, 2048, None),
+        ("NVIDIA H100", {"fsdp": 64}, 4096, 4),
         ("TPU v5", {"fsdp": 16, "context": 4}, 8192, 4),
         ("TPU v5", {"fsdp": 2}, 4096, None),
         ("TPU v5", {"fsdp": 7}, 4096, None),
@@ -115,6 +117,7 @@ def test_as_many_neighbours_as_send_the_fewest_bytes(kind, shape, tokens, across
     for name in ("kind_here", "get_abstract_mesh"):
         value = kind if name == "kind_here" else SimpleNamespace(shape=shape)
         monkeypatch.setattr(grid, name, lambda value=value: value)
+    monkeypatch.setattr(shares, "kind_here", lambda: kind)
     axes = tuple(shape)
     table = SimpleNamespace(cut=(0, axes), vocabulary=1, whole_shape=(width, 128256), dtype="bfloat16")
     found = shares.shares_of(table, tokens)
