@@ -27,6 +27,7 @@ class Case:
     container:   what kind of pytree the toy's parameters are: dict, ordered, namedtuple or list.
     leaves:      unusual leaves beside them: empty (of size zero), unused, stopped (read without a gradient), scalar.
     mixed:       vectors stay float32 where matrices are 16-bit.
+    large_tables: embedding and head are taken for so large that no device has all of them, as those of 8B are.
     terms, layer_terms, metrics, layer_metrics, outputs: what the toy's loss function returns, by name (`answers.py`).
     masks:       full, ragged, empty_microbatch (one of them counts nothing) or empty (none counts anything).
     length:      tokens of a row.
@@ -54,6 +55,7 @@ class Case:
     container: str = "dict"
     leaves: tuple[str, ...] = ()
     mixed: bool = False
+    large_tables: bool = False
     terms: tuple[str, ...] = ("tokens",)
     layer_terms: bool = False
     metrics: tuple[str, ...] = ()

@@ -89,6 +89,7 @@ def draw(seed: int, index: int, own: Own | None = None) -> Case:
     values |= _update(dice, values)
     values |= _reduction(dice, values)
     values |= _overlap(dice, values)
+    values |= _tables(dice, values)
     return Case(**values)
 
 
@@ -288,3 +289,12 @@ def _reduction(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
     if values["model"] != "sums" and values.get("optimizer", "sgd") in FOR_FEW_BITS:
         choices |= {"bfloat16": 2}
     return {"reduce_dtype": dice.weighted(choices)}
+
+
+def _tables(dice: Dice, values: dict[str, Any]) -> dict[str, Any]:
+    """Draws whether the built-in model's embedding and head are large, where that makes a difference."""
+    mesh = values["mesh"]
+    in_shards = bool({"fsdp", "expert", "context"} & mesh.keys()) and values["fsdp_gather"] == "layer"
+    if values["model"] not in ("transformer", "moe") or "pipe" in mesh or not in_shards:
+        return {}
+    return {"large_tables": dice.chance(0.7)}

@@ -94,8 +94,9 @@ def equinox(case: Case) -> tuple[LossFn, PyTree]:
 def built_in(case: Case) -> tuple[Pipelined, PyTree]:
     """Returns the built-in transformer, with experts in "moe", and its parameters."""
     experts = {"num_experts": 4, "expert_mlp_size": 8, "router_z_coefficient": 0.1}
+    vocab_size = toys.VOCAB * (4 if case.large_tables else 1)
     config = TransformerConfig(
-        vocab_size=toys.VOCAB, num_layers=case.num_layers, hidden_size=8, mlp_size=8, num_heads=HEADS, head_size=4,
+        vocab_size=vocab_size, num_layers=case.num_layers, hidden_size=8, mlp_size=8, num_heads=HEADS, head_size=4,
         num_kv_heads=HEADS, tied_embeddings=case.tied, dropout=toys.RATE if case.dropout else 0.0, loss_chunk=16,
         attention="xla", context_attention=case.attention or "ring", **(experts if case.model == "moe" else {}),
     )  # fmt: skip

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 import traceback
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
 from typing import Any
@@ -22,6 +23,7 @@ from jaxfb.checking.reference import Answer, OneDevice, keys_of_rows, value_of
 from jaxfb.checking.update import differences_of_updates
 from jaxfb.forward_backward import get_forward_backward_func
 from jaxfb.output import ForwardBackwardOutput
+from jaxfb.parallel import data
 from jaxfb.refusal import Refused
 from jaxfb.types import Sum
 
@@ -32,13 +34,24 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
     """Runs a case and returns its outcome, whatever it raises."""
     begun = time.monotonic()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), _large_tables(case):
             warnings.simplefilter("ignore")
             outcome = _judged(differences(case, problem_of(case, own)))
     except Exception as error:
         outcome = _refused_or_failed(error)
     jax.clear_caches()
     return replace(outcome, seconds=round(time.monotonic() - begun, 1))
+
+
+@contextmanager
+def _large_tables(case: Case) -> Iterator[None]:
+    """Takes smaller arrays for large, if the case has it: what is traced meanwhile must not be used afterwards."""
+    usual = data.LARGEST_SCATTER
+    data.LARGEST_SCATTER = 2**9 if case.large_tables else usual
+    try:
+        yield
+    finally:
+        data.LARGEST_SCATTER = usual
 
 
 def differences(case: Case, problem: Problem) -> list[Difference]:

@@ -53,6 +53,7 @@ CHOICES = {
     "normalize": ("global", "microbatch", "none"),
     "remat": ("none", "selective", "layer", "halves", "offload", "full"),
     "fsdp_gather": ("layer", "step"),
+    "large_tables": (False, True),
     "optimizer_sharding": ("none", "data", "gradients"),
     "param_dtype": ("float64", "float32", "bfloat16", "float16"),
     "compute_dtype": (None, "float32", "bfloat16", "float16"),

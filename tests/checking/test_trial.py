@@ -42,11 +42,21 @@ CASES = {
     ),
     "sums": SMALL.but(model="sums", mesh={"fsdp": 2}, param_dtype="float16", metrics=(), outputs=()),
     "a key a row": SMALL.but(remainder="drop", surplus=1, rng="rows", dropout=True),
+    "large tables": SMALL.but(
+        model="transformer",
+        mesh={"fsdp": 2},
+        length=8,
+        large_tables=True,
+        normalize="microbatch",
+        metrics=(),
+        outputs=(),
+    ),
     "a mean of means": SMALL.but(normalize="microbatch", remainder="pad", surplus=1, rng="key", dropout=True),
 }
 
 
 SLOW = {
+    "large tables",
     "a mean of means",
     "two updates",
     "a skipped update",
