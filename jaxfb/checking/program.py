@@ -22,7 +22,7 @@ from jaxfb.checking.case import Case
 
 case = Case({case})
 own = {own}
-with jax.enable_x64(case.x64):
+with jax.enable_x64(case.x64), trial.large_tables(case):
     toy = problem.problem_of(case, own)  # toy.model, toy.params, toy.batch
     mesh = jaxfb.make_mesh({mesh})
     plan = jaxfb.BatchPlan({plan})

@@ -34,7 +34,7 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
     """Runs a case and returns its outcome, whatever it raises."""
     begun = time.monotonic()
     try:
-        with warnings.catch_warnings(), _large_tables(case):
+        with warnings.catch_warnings(), large_tables(case):
             warnings.simplefilter("ignore")
             outcome = _judged(differences(case, problem_of(case, own)))
     except Exception as error:
@@ -44,7 +44,7 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
 
 
 @contextmanager
-def _large_tables(case: Case) -> Iterator[None]:
+def large_tables(case: Case) -> Iterator[None]:
     """Takes smaller arrays for large, if the case has it: what is traced meanwhile must not be used afterwards."""
     usual = data.LARGEST_SCATTER
     data.LARGEST_SCATTER = 2**9 if case.large_tables else usual
