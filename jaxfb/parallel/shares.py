@@ -103,9 +103,8 @@ def shares_of(table: Table, num_tokens: int) -> Shares | None:
 def fewest_sent(kind: str | None, numbers: Iterable[int], vocab: int, num_tokens: int) -> int | None:
     """Returns with which of these numbers of neighbours fewest bytes are sent; None: with none of them few enough.
 
-    On v5e always None. There a step takes as much memory as its head does: by shares 8B on v5e:4x4 takes 12.3 GB in
-    place of 11.5 GB, and 106.7 s in place of 108.3 s; on v5e:2x4, fsdp 8, 13.7 GB in place of 13.0 GB, and 276.8 s in
-    place of 277.8 s (libtpu 0.0.48).
+    On v5e always None. There a step takes as much memory as its head does, and nothing is gained: by shares 8B on
+    v5e:4x4 takes 12.3 GB in place of 12.0 GB, and 106.7 s in place of 106.5 s (libtpu 0.0.48).
 
     kind: of the devices. num_tokens: of a device.
     """
