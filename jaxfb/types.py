@@ -128,7 +128,7 @@ class Unembedding:
     kernel:  float[width, vocab/tensor].
     softcap: None leaves the logits as they are.
     chunk:   how many tokens' logits may exist at one time.
-    table:   the kernel, or its transpose, as a `jaxfb.parallel.table.Table`, of which a part at a time can be gathered;
+    table:   the kernel, or its transpose, as a `jaxfb.parallel.table.Table`, of which losses gather a share or parts;
              None: it is whole already.
     """
 

@@ -16,6 +16,12 @@ def close(got, wanted, tolerance=1e-12):
         assert worst <= tolerance * (scale or 1), (jax.tree_util.keystr(path), worst, scale)
 
 
+def worst_error(got, wanted):
+    """Returns the largest error relative to the largest number of its leaf, over all leaves."""
+    one = lambda a, b: np.abs(a - b).max() / np.abs(b).max()  # noqa: E731
+    return max(jax.tree.leaves(jax.tree.map(one, *map(jax.device_get, (got, wanted)))))
+
+
 def on_the_host(tree):
     """Returns every leaf as numpy, PRNG keys as their data; a copy, since a step's state is donated."""
     plain = lambda x: jax.random.key_data(x) if jnp.issubdtype(x.dtype, jax.dtypes.prng_key) else x  # noqa: E731

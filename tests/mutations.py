@@ -1027,6 +1027,20 @@ MUTATIONS = (
         "forward_backward/test_head_by_shares.py::test_neighbours_whose_tokens_weigh_differently_each_scale_their_own",
     ),
     Mutation(
+        "an_embeddings_gradient_is_added_at_once",
+        "parallel/look_up.py",
+        "return lax.scan(step, sums, (places, rows))[0]",
+        "return step(sums, (places, rows))[0]",
+        "parallel/test_columns.py::test_the_gradient_is_added_one_device_at_a_time",
+    ),
+    Mutation(
+        "the_formula_counts_parts_alone",
+        "planner/formula_tables.py",
+        "if (across := _neighbours(config, sizes, kind)) is not None:",
+        "if (across := None) is not None:",
+        "planner/test_formula.py::test_a_head_by_shares_is_counted_as_it_is_scored",
+    ),
+    Mutation(
         "padding_of_a_share_counts",
         "parallel/shares.py",
         "return ((vocab, vocab + 1),) if self._padded(table) > table.shard.shape[table.vocabulary] else ()",

@@ -27,7 +27,7 @@ class Case:
     container:   what kind of pytree the toy's parameters are: dict, ordered, namedtuple or list.
     leaves:      unusual leaves beside them: empty (of size zero), unused, stopped (read without a gradient), scalar.
     mixed:       vectors stay float32 where matrices are 16-bit.
-    large_tables: embedding and head are taken for so large that no device has all of them, as those of 8B are.
+    large_tables: embedding and head are treated as so large that no device has all of them, as for 8B.
     terms, layer_terms, metrics, layer_metrics, outputs: what the toy's loss function returns, by name (`answers.py`).
     masks:       full, ragged, empty_microbatch (one of them counts nothing) or empty (none counts anything).
     length:      tokens of a row.

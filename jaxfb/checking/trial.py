@@ -45,7 +45,10 @@ def try_case(case: Case, own: OwnModel | None = None) -> Outcome:
 
 @contextmanager
 def large_tables(case: Case) -> Iterator[None]:
-    """Takes smaller arrays for large, if the case has it: what is traced meanwhile must not be used afterwards."""
+    """Lowers the size from which an embedding or a head is large, if the case asks for it.
+
+    The size is no argument of what JAX traces: clear its caches afterwards, as `try_case` does.
+    """
     usual = data.LARGEST_SCATTER
     data.LARGEST_SCATTER = 2**9 if case.large_tables else usual
     try:

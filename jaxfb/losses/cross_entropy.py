@@ -78,8 +78,8 @@ def chunked_cross_entropy(
 
     Args:
       hidden: float[rows, seq, width].
-      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a part at a time is gathered
-        where that takes less memory.
+      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a share or a part at a
+        time is gathered where that takes less memory.
       targets: i32[rows, seq].
       loss_mask: float[rows, seq], weight of each token; no gradient flows to it.
       chunk: tokens whose logits exist at one time.
@@ -138,6 +138,7 @@ _cross_entropy.defvjp(_cross_entropy_forward, _cross_entropy_backward)
 
 
 def _in_shards(hidden, table, targets, mask, head):
+    """Scores with a head of which no device has all: by shares, or in parts where those are better."""
     shares = shares_of(table, targets.size)
     given = hidden, table, targets, mask, head
     return _in_parts(*given) if shares is None else _by_shares(*given, shares)

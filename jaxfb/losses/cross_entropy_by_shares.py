@@ -27,6 +27,7 @@ class Residuals(NamedTuple):
     """Holds what a first pass keeps. All but the kernel, [D, W], is of the neighbours' tokens.
 
     hidden: [rows, seq, D]. targets: [rows, seq]. kept: exp(logit - top), [T, W]. top: of this share, [T].
+    scores: over the whole vocabulary.
     """
 
     hidden: jax.Array

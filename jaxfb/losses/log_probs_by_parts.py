@@ -49,7 +49,7 @@ def gradients_in_parts(
     """
 
     def of_logits(number: int, kernel: jax.Array) -> jax.Array:
-        return logits_gradients(hidden, kernel, table.ids(number), counted, others, scoring)
+        return gradient_of_part(hidden, kernel, table.ids(number), counted, others, scoring)
 
     return gradients_by_part(of_logits, hidden, counted, table, scale)
 
@@ -95,7 +95,7 @@ def of_part(
     return jax.tree.map(lambda leaf: leaf.reshape(-1, *leaf.shape[2:]), scores)
 
 
-def logits_gradients(
+def gradient_of_part(
     hidden: jax.Array,
     kernel: jax.Array,
     vocab: jax.Array,

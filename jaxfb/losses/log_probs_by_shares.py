@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import jax
 import jax.numpy as jnp
 
-from jaxfb.losses.log_probs_by_parts import PartLogProbs, logits_gradients, of_all, of_part
+from jaxfb.losses.log_probs_by_parts import PartLogProbs, gradient_of_part, of_all, of_part
 from jaxfb.losses.logits import gradients_by_share
 from jaxfb.losses.scoring import Scoring
 from jaxfb.parallel.shares import Shares
@@ -61,7 +61,7 @@ def gradients_by_shares(
     )
     hidden, counted, *others = map(shares.together, given)
     kernel, ids, scoring = shares.of(table), shares.ids(table), _padded(scoring, table, shares)
-    grad = logits_gradients(hidden, kernel, ids, counted, others, scoring)
+    grad = gradient_of_part(hidden, kernel, ids, counted, others, scoring)
     return gradients_by_share(grad, hidden, kernel, table, largest, shares)
 
 

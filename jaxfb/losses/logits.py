@@ -138,8 +138,8 @@ def gradients_by_part(
 ) -> tuple[jax.Array, Table]:
     """Computes gradients of both factors of hidden @ head, with one part of the head's vocabulary at a time.
 
-    Each device has its own factor of them, such as one over the weight of its microbatch, and those of the head are
-    summed over devices: they are multiplied before.
+    Devices may scale them differently, such as by one over the weight of their microbatch. Since those of the head are
+    summed over devices, each device multiplies its own before that sum.
 
     Args:
       logits_grad: (number of the part, kernel [D, W]) -> [T or more, W] of all tokens, times `half_scale` and in the
@@ -192,7 +192,7 @@ def gradients_by_share(
     flat, scale = hidden.reshape(-1, hidden.shape[-1]), scale / half_scale(kernel)
     grad = grad[: flat.shape[0]]
     matmul = partial(jnp.matmul, preferred_element_type=sum_dtype(kernel))
-    # that of hidden first: it is summed over the neighbours beside the other product
+    # in this order 8B takes 9.31 s on v5p:4x4x4 and 4.91 s on v6e:8x8, in the other 9.30 s and 4.92 s (libtpu 0.0.48)
     hidden_grad, grad = lax.optimization_barrier((matmul(grad, kernel.T), grad))
     own = scale * shares.summed(hidden_grad.reshape(hidden.shape))
     return own.astype(hidden.dtype), shares.scattered(table, scale * matmul(flat.T, grad))

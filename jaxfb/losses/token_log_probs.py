@@ -67,7 +67,8 @@ def token_log_probs(
 
     Args:
       hidden: float[rows, seq, width].
-      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a part at a time is gathered.
+      kernel: float[width, vocab/tensor], or a `Table` of it or of its transpose, of which a share or a part at a
+        time is gathered.
       targets: i32[rows, seq], or i32[rows, seq, K] to score K tokens at each position (each costs a pass over
         the chunk's logits); -1 is none, its log-prob is 0.
       loss_mask: float[rows, seq]; only whether it is 0 matters.

@@ -1,4 +1,4 @@
-"""Cuts the vocabulary of a head among neighbours, which score all their tokens with their share of it.
+"""Cuts the vocabulary of a head among neighbouring devices: each scores the tokens of all of them with its share.
 
 In parts (`table.py`) every device is sent the whole head twice, and its whole gradient goes back: 4.2 GB for 8B and a
 microbatch of any size. Here the devices form a grid. Each gathers a share of the vocabulary from its row; the devices
@@ -65,15 +65,6 @@ class Shares:
         largest = jnp.max(jnp.abs(self.together(jnp.reshape(scale, 1))))
         return scale / jnp.where(largest > 0, largest, 1), largest
 
-    def _padded(self, table: Table) -> int:
-        """Returns the size of the vocabulary of a shard that is cut into shares of whole tiles."""
-        number = table.shard.shape[table.vocabulary]
-        tile = 128 if platform_here() == "tpu" else 1
-        if table.cut[0] != table.vocabulary:
-            return -(-number // (self.grid.across * tile)) * self.grid.across * tile
-        tile //= math.gcd(tile, self.grid.within)
-        return -(-number // tile) * tile
-
     def scattered(self, table: Table, grad: jax.Array) -> Table:
         """Returns the gradient of the table's shard from that of the share, [width, W]."""
         return table.slice_scattered(self.grid, table.as_head(grad), table.vocabulary)
@@ -90,6 +81,15 @@ class Shares:
     def summed(self, x: jax.Array) -> jax.Array:
         """Returns this device's [n, ...] of the sum of [across * n, ...] over the neighbours."""
         return self.grid.scatter_across(x)
+
+    def _padded(self, table: Table) -> int:
+        """Returns the size of the vocabulary of a shard that is cut into shares of whole tiles."""
+        number = table.shard.shape[table.vocabulary]
+        tile = 128 if platform_here() == "tpu" else 1
+        if table.cut[0] != table.vocabulary:
+            return -(-number // (self.grid.across * tile)) * self.grid.across * tile
+        tile //= math.gcd(tile, self.grid.within)
+        return -(-number // tile) * tile
 
 
 def shares_of(table: Table, num_tokens: int) -> Shares | None:
@@ -108,7 +108,7 @@ def fewest_sent(kind: str | None, numbers: Iterable[int], vocab: int, num_tokens
 
     kind: of the devices. num_tokens: of a device.
     """
-    few = [number for number in numbers if number * num_tokens <= _MOST_TOKENS * vocab]
     if kind == "TPU v5 lite":
         return None
+    few = [number for number in numbers if number * num_tokens <= _MOST_TOKENS * vocab]
     return min(few, key=lambda number: number * num_tokens + vocab / number, default=None)

@@ -84,7 +84,7 @@ class Table:
 
         Along the other dim, if that is the one in shards, they come in the order of the devices in a row.
 
-        size: that `dim` of the shard is padded to with zeros before.
+        size: to which `dim` of the shard is first padded with zeros; None: it is not padded.
         """
         own = self.shard.astype(self.dtype)
         if size is not None:

@@ -28,9 +28,8 @@ def head_bytes(config: Config, sizes: TransformerConfig, kind: str | None) -> fl
             across * tokens, sizes.loss_chunk
         )  # the share and its gradient, logits
         return 2 * tokens * vocabulary + 6 * across * tokens * width + of_share / across * vocabulary
-    of_part = (
-        2 * 2 * width + 4 * width + 2 * tokens + 8 * min(tokens, sizes.loss_chunk)
-    )  # two parts of the head
+    # two parts of the head, the gradient of one, logits
+    of_part = 2 * 2 * width + 4 * width + 2 * tokens + 8 * min(tokens, sizes.loss_chunk)
     return (2 * tokens + of_part / parts) * vocabulary
 
 

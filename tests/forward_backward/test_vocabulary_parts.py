@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from comparisons import close
+from comparisons import close, worst_error
 from jax.sharding import PartitionSpec as P
 
 import jaxfb
@@ -217,14 +217,7 @@ def test_in_other_dtypes_gradients_are_as_close_as_those_of_whole_tables(options
     monkeypatch.setattr(data, "LARGEST_SCATTER", 2**28)
     whole = gradients({"fsdp": 2}, **options).grads
 
-    def error(grads):
-        """Relative to the largest of each leaf, of the worst leaf."""
-        worst = jax.tree.map(
-            lambda a, b: np.abs(a - b).max() / np.abs(b).max(), *map(jax.device_get, (grads, wanted))
-        )
-        return max(jax.tree.leaves(worst))
-
-    assert error(in_parts) < min(tolerance, 1.3 * error(whole))
+    assert worst_error(in_parts, wanted) < min(tolerance, 1.3 * worst_error(whole, wanted))
 
 
 def test_a_confident_token_has_the_gradient_of_its_own_target_to_the_last_digit():

@@ -88,6 +88,16 @@ def test_a_narrow_gradient_is_summed_over_the_tokens_in_float32(reduce_dtype):
     )
 
 
+def test_the_gradient_is_added_one_device_at_a_time():
+    """Places of many devices in one scatter would be sorted together, which takes the TPU compiler seconds."""
+    sizes, spec, vocab = MESHES[0]
+    program = looked_up(sizes, spec, *given(vocab))[2]
+    added = [
+        one.invars[2].aval.shape for one in equations(program.jaxpr) if one.primitive.name == "scatter-add"
+    ]
+    assert added and max(shape[0] for shape in added) == ROWS * LENGTH // 8
+
+
 def test_neither_the_embedding_nor_its_gradient_is_anywhere_whole():
     sizes, spec, vocab = MESHES[0]
     program = looked_up(sizes, spec, *given(vocab))[2]

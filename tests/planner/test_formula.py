@@ -307,6 +307,19 @@ def test_of_an_embedding_only_columns_are_gathered_and_of_a_head_shares():
     assert spared == [128256 * 4096 * (columns + shares) - 6 * 4 * 4096 * 4096, 0, 0]
 
 
+def test_a_head_by_shares_is_counted_as_it_is_scored():
+    """Of 8B: what is kept of logits, hidden states of four neighbours and their gradients, a share and its gradient."""
+    config = load_config("configs/8b.yaml", ["mesh.fsdp=64"])
+    bytes_on = {
+        kind: formula_tables.head_bytes(config, model_sizes(config), kind)
+        for kind in ("TPU v5", "TPU v5 lite")
+    }
+    kept, hidden = 2 * 4096 * 128256, 6 * 4 * 4096 * 4096
+    assert bytes_on["TPU v5"] == kept + hidden + (6 * 4096 + 8 * 512) / 4 * 128256
+    in_six_parts = kept + (8 * 4096 + 2 * 4096 + 8 * 512) / 6 * 128256
+    assert bytes_on["TPU v5 lite"] == pytest.approx(in_six_parts)
+
+
 def test_short_products_in_loops_wait_for_permutes_over_tensor():
     """Of 70B with tensor 8 attention's products do: a chunk of tokens has 4 turns to come from either side, of which 3
     are hidden by a product each.
