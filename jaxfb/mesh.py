@@ -7,14 +7,14 @@ context axis as a further one; see `with_context`.
 from __future__ import annotations
 
 import math
-from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from jaxfb.device_order import arranged, as_product
 from jaxfb.platforms import cpu
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
@@ -42,9 +42,9 @@ def make_mesh(
     """Arranges devices on the six axes, outermost first: pipe, data, fsdp, expert, context, tensor.
 
     Neighbours on the inner axes are neighbours on the interconnect, so tensor is innermost; over several TPU
-    slices or GPU hosts the outer axes take the slow network between them, see `arranged`. One size may be
-    -1: it takes the devices that the others leave. Sizes that use only some of the devices must still divide
-    their number; the first devices are taken.
+    slices or GPU hosts the outer axes take the slow network between them, see `arranged` in
+    `jaxfb/device_order.py`. One size may be -1: it takes the devices that the others leave. Sizes that use only
+    some of the devices must still divide their number; the first devices are taken.
 
     Raises:
       ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.
@@ -56,7 +56,7 @@ def make_mesh(
     needed = math.prod(sizes.values())
     if needed < len(devices) and jax.process_count() > 1:
         raise Refused(
-            f"with several processes the mesh must use all devices: {_product(sizes)} = {needed}, "
+            f"with several processes the mesh must use all devices: {as_product(sizes)} = {needed}, "
             f"there are {len(devices)}; set data=-1 to take the rest"
         )
     return Mesh(arranged(sizes, devices[:needed]), AXES, axis_types=(AxisType.Auto,) * len(AXES))
@@ -216,7 +216,7 @@ def _misfit(sizes: dict[str, int], known: int, num_devices: int, choice: Mapping
         if len(choice) == 1
         else f"the other axes alone need {rest}; make them smaller, such as {words}"
     )
-    product = _product(sizes) + (f" = {known}" if known not in sizes.values() else "")
+    product = as_product(sizes) + (f" = {known}" if known not in sizes.values() else "")
     devices = "1 device" if num_devices == 1 else f"{num_devices} devices"
     return f"a mesh of {product} cannot be made of {devices}; {advice}"
 
@@ -238,77 +238,3 @@ def _nearest(sizes: dict[str, int], known: int, num_devices: int) -> dict[str, i
 def _nearest_divisor(number: int, size: int) -> int:
     small = [k for k in range(1, math.isqrt(number) + 1) if number % k == 0]
     return min({*small, *(number // k for k in small)}, key=lambda divisor: (abs(divisor - size), divisor))
-
-
-def _product(sizes: dict[str, int]) -> str:
-    return " x ".join(f"{axis} {size}" for axis, size in sizes.items() if size not in (1, -1)) or "1"
-
-
-def arranged(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
-    """Returns the devices as an array [pipe, data, fsdp, expert, context, tensor], near each other on the inner axes.
-
-    Devices of several slices (TPU slices, GPU hosts or NVLink domains; `device.slice_index`) are joined by the
-    slow network: axes are cut over it outermost first, and never tensor.
-
-    Raises:
-      ValueError: the slices cannot be shared out so, or have different numbers of devices.
-    """
-    slices = Counter(getattr(device, "slice_index", 0) or 0 for device in devices)
-    if len(slices) > 1 and devices[0].platform != "cpu":
-        return _over_slices(sizes, devices, slices)
-    return _in_one_slice(tuple(sizes.values()), devices)
-
-
-def across_slices(sizes: Mapping[str, int], num_slices: int) -> dict[str, int]:
-    """Returns how many parts each axis has over the slow network; the product is the number of slices.
-
-    Raises:
-      ValueError: the axes outside tensor do not divide by the slices.
-    """
-    left, parts = integer("num_slices", num_slices), {}
-    for axis, size in sizes.items():
-        parts[axis] = 1 if axis == "tensor" else math.gcd(size, left)
-        left //= parts[axis]
-    if left > 1:
-        raise Refused(
-            f"{num_slices} slices cannot be shared out over {_product(dict(sizes))}: only pipe, data, fsdp, expert and "
-            f"context go over the network between slices, and their sizes leave a factor {left}; make data "
-            f"{sizes['data'] * left} or a multiple of it, or tensor smaller"
-        )
-    return parts
-
-
-def _over_slices(sizes: dict[str, int], devices: Sequence[Any], slices: Counter) -> np.ndarray:
-    from jax.experimental.mesh_utils import create_hybrid_device_mesh
-
-    if len(set(slices.values())) > 1:
-        each = ", ".join(f"{count} of slice {index}" for index, count in sorted(slices.items()))
-        raise Refused(
-            f"a mesh over several slices needs as many devices of each, {_product(sizes)} takes {each}; "
-            f"make it {min(slices.values()) * len(slices)} devices"
-        )
-    parts = across_slices(sizes, len(slices))
-    inside = tuple(size // parts[axis] for axis, size in sizes.items())
-    return _splitting(create_hybrid_device_mesh, inside, tuple(parts.values()), devices=devices)
-
-
-def _in_one_slice(shape: tuple[int, ...], devices: Sequence[Any]) -> np.ndarray:
-    from jax.experimental.mesh_utils import create_device_mesh
-
-    if devices[0].platform == "cpu":
-        return np.asarray(devices, object).reshape(shape)
-    return _splitting(create_device_mesh, shape, devices=devices)
-
-
-def _splitting(
-    create: Callable[..., np.ndarray], *shapes: tuple[int, ...], devices: Sequence[Any]
-) -> np.ndarray:
-    """Returns what `create` makes. An axis of a torus may be split where sizes are no product of the torus' own.
-
-    It always may be in one so small that whole axes seldom fit, as in `jax.make_mesh`.
-    """
-    try:
-        is_small = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
-        return create(*shapes, devices, allow_split_physical_axes=is_small)
-    except NotImplementedError:
-        return create(*shapes, devices, allow_split_physical_axes=True)

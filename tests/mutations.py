@@ -267,6 +267,27 @@ MUTATIONS = (
         "parallel/test_sharding.py::test_each_device_stores_its_share_of_a_mixture",
     ),
     Mutation(
+        "fsdp_pairs_apart_in_a_ring",
+        "torus.py",
+        "pair.size != 2 or",
+        "pair.size == 2 or",
+        "test_torus.py::test_pairs_of_fsdp_are_neighbours_in_longer_rings",
+    ),
+    Mutation(
+        "pairs_not_turned_around",
+        "torus.py",
+        "(pair.of(along) + block) % 2",
+        "pair.of(along)",
+        "test_torus.py::test_in_a_ring_of_four_the_pairs_of_both_axes_are_neighbours",
+    ),
+    Mutation(
+        "open_rings_taken_for_closed",
+        "torus.py",
+        "all(length % 4 == 0 for length in lengths)",
+        "True",
+        "test_torus.py::test_other_meshes_are_as_jax_places_them",
+    ),
+    Mutation(
         "zigzag_without_the_late_piece",
         "parallel/context.py",
         "pieces[[c, 2 * size - 1 - c]]",

@@ -8,10 +8,9 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxfb
+from jaxfb.device_order import across_slices, arranged
 from jaxfb.mesh import (
     AXES,
-    across_slices,
-    arranged,
     axis_size,
     check_mesh,
     data_parallel,

@@ -12,7 +12,8 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxfb.config import Config
-from jaxfb.mesh import across_slices, mesh_sizes
+from jaxfb.device_order import across_slices
+from jaxfb.mesh import mesh_sizes
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
 from jaxfb.refusal import Refused
