@@ -85,6 +85,8 @@ INPUTS_ON_HOST = ("parallel.remat=offload",)
 HALF = ("parallel.gather_ahead=half",)
 IN_STEP = ("parallel.remat=selective", "parallel.fsdp_gather=step")
 INPUTS_OFFLOADED = {"remat_policy": "custom", "decoder_layer_input": "offload"}
+SHARED_RING = {"allow_split_physical_axes": True}
+"""Two axes in one ring of the torus, which MaxText refuses unless it is asked."""
 LESS_REMAT = {"remat_policy": "minimal"}
 """Use the memory that full recomputation leaves: of both libraries the products' results are kept."""
 JOBS = {
@@ -95,6 +97,26 @@ JOBS = {
     "8B, v6e:8x8, fsdp 64, half a layer ahead": Job("8b", "v6e:8x8", HALF),
     "8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4": Job("8b", "v5p:4x4x4", LONG, LONG_MAXTEXT),
     "8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16": Job("8b", "v5p:4x4x4", LONGER, LONGER_MAXTEXT),
+    "8B at 32k tokens, v5p:4x4x4, fsdp 8 x context 8": Job(
+        "8b",
+        "v5p:4x4x4",
+        (*LONG[:2], "mesh.fsdp=8", "mesh.context=8"),
+        LONG_MAXTEXT
+        | SHARED_RING
+        | {
+            "ici_fsdp_parallelism": 8,
+            "ici_context_parallelism": 8,
+            "per_device_batch_size": 1 / 8,
+            "gradient_accumulation_steps": 16,
+        },
+    ),
+    "8B at 8k tokens, v5p:4x4x4, fsdp 32 x context 2": Job(
+        "8b",
+        "v5p:4x4x4",
+        ("data.sequence_length=8192", "batch.rows=512", "mesh.fsdp=32", "mesh.context=2"),
+        SHARED_RING
+        | {"ici_fsdp_parallelism": 32, "ici_context_parallelism": 2, "per_device_batch_size": 1 / 2},
+    ),
     "8B at 128k tokens, v5p:2x2x2, pipe 8": Job("8b", "v5p:2x2x2", LONG_STAGES, None),
     "8B at 128k tokens, v5p:2x2x2, pipe 8, 16 pieces": Job(
         "8b", "v5p:2x2x2", (*LONG_STAGES, "parallel.pieces=16"), None
@@ -105,6 +127,12 @@ JOBS = {
     "8B, v5p:4x4x4, data 8 x fsdp 8, ZeRO-1": Job(
         "8b", "v5p:4x4x4", ("mesh.data=8", "mesh.fsdp=8", "optimizer.sharding=data"), None
     ),  # MaxText refuses ZeRO-1 beside fsdp
+    "8B, v6e:8x8, data 2 x fsdp 32": Job(
+        "8b",
+        "v6e:8x8",
+        ("mesh.data=2", "mesh.fsdp=32"),
+        {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 32},
+    ),
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
     "8B, v5e:4x4, fsdp 16, state on the host": Job("8b", "v5e:4x4", ON_HOST, None),
     "8B, v5e:2x4, fsdp 8, state on the host": Job("8b", "v5e:2x4", ON_HOST, None),
@@ -162,7 +190,29 @@ JOBS = {
         ("model.sequence_parallel=true", *INPUTS_ON_HOST),
         TENSOR | {"ici_fsdp_parallelism": 128} | INPUTS_OFFLOADED,
     ),
+    "405B with 128 layers, v5p:8x8x16, fsdp 256 x tensor 4, memory used": Job(
+        "400b",
+        "v5p:8x8x16",
+        ("mesh.fsdp=256", "mesh.tp=4", "model.sequence_parallel=true", *IN_STEP[:1]),
+        SHARED_RING
+        | {"ici_fsdp_parallelism": 256, "ici_tensor_parallelism": 4}
+        | LESS_REMAT
+        | {"per_device_batch_size": 1 / 4, "gradient_accumulation_steps": 8},
+    ),
+    "405B with 128 layers, v5p:8x8x16, fsdp 1024, memory used": Job(
+        "400b",
+        "v5p:8x8x16",
+        ("mesh.fsdp=1024", "mesh.tp=1"),
+        {
+            "ici_fsdp_parallelism": 1024,
+            "gradient_accumulation_steps": 2,
+            "remat_policy": "save_dot_except_mlp",
+        },
+    ),  # neither has memory for the MLP's products; jaxfb uses it for a whole layer ahead
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8": Job("moe-141b", "v5p:4x4x8", (), MIXTRAL),
+    "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, memory used": Job(
+        "moe-141b", "v5p:4x4x8", IN_STEP[:1], MIXTRAL | LESS_REMAT
+    ),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, overlap": Job("moe-141b", "v5p:4x4x8", OVERLAP, None),
     "Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8, half a layer ahead": Job(
         "moe-141b", "v5p:4x4x8", HALF, MIXTRAL

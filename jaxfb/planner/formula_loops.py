@@ -40,7 +40,11 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     heads, middle = sizes.num_heads, dense_width(sizes)
     widths = (heads + 2 * sizes.num_kv_heads) * sizes.head_size, heads * sizes.head_size, 2 * middle, middle
     products = (2 * tokens * sizes.hidden_size * width / size / chip.flops for width in widths if width)
-    waits = sum(max(0.0, turns * permute - (1 - 1 / turns) * product) for product in products)
+    # a collective without a loop takes (size - 1) / 2 permutes, since it sends both ways
+    longest = (size - 1) / 2 * permute
+    waits = sum(
+        min(longest, _WAITS * max(0.0, turns * permute - (1 - 1 / turns) * product)) for product in products
+    )
     of_layers, _ = turns_of_layers_and_head(config)
     runs = (
         layers_here(config, sizes)
@@ -48,4 +52,4 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         * num_microbatches(config)
         * (2 + forwards_again(config, sizes))
     )
-    return max(0.0, _WAITS * waits * runs - counted)
+    return max(0.0, waits * runs - counted)

@@ -265,8 +265,11 @@ def exposed_seconds(
     config: Config, sizes: TransformerConfig, topology: Topology, wire: float, work: float
 ) -> float:
     """Returns the communication that nothing hides: a share of it, and at least what is longer than the work."""
-    is_slice = topology.platform == "tpu" and num_shards(config) == topology.num_devices
-    least = _IN_TWO_STEPS * wire if is_slice else wire
+    is_tpu = topology.platform == "tpu"
+    is_slice = is_tpu and num_shards(config) == topology.num_devices
+    # over a torus, what goes along tensor has links of its own; `formula_loops` counts how long it is waited for
+    along_tensor = tensor_seconds(config, sizes, topology.chip) if is_tpu and topology.chip else 0.0
+    least = _IN_TWO_STEPS * wire if is_slice else max(along_tensor, wire - along_tensor)
     return max(exposed_share(config, sizes, topology) * wire, least - work)
 
 

@@ -191,6 +191,18 @@ def test_no_more_communication_is_hidden_than_there_is_work():
     assert exposed_seconds(whole, sizes, topology, wire=5.0, work=1.0) == pytest.approx(0.87 * 5 - 1)
 
 
+def test_a_tensor_axis_has_links_of_its_own_on_a_torus_alone():
+    config = load_config("configs/8b.yaml", ["mesh.fsdp=8", "mesh.tp=8"])
+    sizes = model_sizes(config)
+    for topology in (parse_topology("v6e:8x8"), parse_topology("gpu:h100x64")):
+        assert topology.chip is not None
+        along = formula_time.tensor_seconds(config, sizes, topology.chip)
+        wire = 3 * along
+        alone = wire if topology.platform == "gpu" else 2 * along
+        found = exposed_seconds(config, sizes, topology, wire, work=along / 2)
+        assert found == pytest.approx(alone - along / 2)
+
+
 def test_what_goes_between_hosts_takes_longer():
     config = load_config("configs/1b.yaml", [*ONE_B, "mesh.dp=16", "mesh.fsdp=1"])
     sizes, machine = model_sizes(config), parse_topology("gpu:h100x16")
@@ -322,7 +334,7 @@ def test_a_head_by_shares_is_counted_as_it_is_scored():
 
 def test_short_products_in_loops_wait_for_permutes_over_tensor():
     """Of 70B with tensor 8 attention's products do: a chunk of tokens has 4 turns to come from either side, of which 3
-    are hidden by a product each.
+    are hidden by a product each. None takes longer than a collective that sends both ways around.
     """
     topology, layout = parse_topology("v5p:8x8x8"), ["mesh.fsdp=64", "mesh.tp=8"]
     config = load_config("configs/70b.yaml", layout)
@@ -330,12 +342,15 @@ def test_short_products_in_loops_wait_for_permutes_over_tensor():
     assert chip is not None
     permute = 2 * 4096 * 8192 / 8 / (chip.axis_bandwidth / 2)
     products = [2 * 4096 * 8192 * width / 8 / chip.flops for width in (10240, 8192)]
-    waits = sum(4 * permute - 3 / 4 * product for product in products)
+    waits = [1.36 * (4 * permute - 3 / 4 * product) for product in products]
+    assert waits[0] < 7 / 2 * permute < waits[1]
     runs = 80 * 16 * 3  # forward, again, and backward
     counted = formula_time.exposed_share(config, sizes, topology) * formula_time.tensor_seconds(
         config, sizes, chip
     )
-    assert loop_seconds(config, sizes, topology) == pytest.approx(1.36 * waits * runs - counted)
+    assert loop_seconds(config, sizes, topology) == pytest.approx(
+        (waits[0] + 7 / 2 * permute) * runs - counted
+    )
     plain = load_config("configs/70b.yaml", [*layout, "model.sequence_parallel=false"])
     assert loop_seconds(plain, model_sizes(plain), topology) == 0
     other = parse_topology("gpu:h100x512")

@@ -106,3 +106,27 @@ def test_inputs_of_layers_travel_to_the_host_and_back_beside_the_products_of_oth
     for moved in (read, write):
         assert moved.beside_products > 0.85 * moved.bytes
         assert moved.exposed_seconds < 0.1 * moved.seconds
+
+
+@compiler
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("layout", "topology"),
+    [
+        ("mesh.fsdp=32 mesh.context=2", "v5p:4x4x4"),  # both axes share a ring: `jaxfb/torus.py`
+        ("mesh.fsdp=32 mesh.dp=2", "v6e:8x8"),  # scatters: `jaxfb/platforms/compiler.py`
+    ],
+)
+def test_communication_of_fsdp_runs_beside_products_where_it_is_not_over_the_whole_slice(layout, topology):
+    sizes = (
+        "model.num_layers=4 model.vocab_size=4096 model.hidden_size=4096 model.mlp_size=14336 "
+        "data.sequence_length=4096 batch.rows=128 batch.rows_per_microbatch=1 parallel.fsdp_gather=layer "
+        "parallel.remat=full mesh.tp=1"
+    )
+    with jax.enable_x64(False):
+        verdict = plan(
+            load_config("configs/1b.yaml", [*sizes.split(), *layout.split()]), parse_topology(topology)
+        )
+    of_fsdp = {kind: found for (axes, kind), found in verdict.traffic.items() if "fsdp" in axes}
+    assert of_fsdp["all-gather"].exposed_seconds < 0.2 * of_fsdp["all-gather"].seconds
+    assert of_fsdp["reduce-scatter"].bytes > 20 * getattr(of_fsdp.get("all-reduce"), "bytes", 0)
