@@ -14,8 +14,8 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from jaxfb.device_order import arranged, as_product
 from jaxfb.platforms import cpu
+from jaxfb.platforms.device_order import arranged, as_product
 from jaxfb.refusal import INT32, Refused, instance, integer, refuse
 
 AXES = ("pipe", "data", "fsdp", "expert", "context", "tensor")
@@ -43,8 +43,8 @@ def make_mesh(
 
     Neighbours on the inner axes are neighbours on the interconnect, so tensor is innermost; over several TPU
     slices or GPU hosts the outer axes take the slow network between them, see `arranged` in
-    `jaxfb/device_order.py`. One size may be -1: it takes the devices that the others leave. Sizes that use only
-    some of the devices must still divide their number; the first devices are taken.
+    `jaxfb/platforms/device_order.py`. One size may be -1: it takes the devices that the others leave. Sizes that
+    use only some of the devices must still divide their number; the first devices are taken.
 
     Raises:
       ValueError: a size is not a positive int, two are -1, or the sizes do not divide the devices or slices.

@@ -8,7 +8,6 @@ import pytest
 from jax.sharding import AxisType, Mesh
 
 import jaxfb
-from jaxfb.device_order import across_slices, arranged
 from jaxfb.mesh import (
     AXES,
     axis_size,
@@ -17,6 +16,7 @@ from jaxfb.mesh import (
     manual_axes,
     replica_axes,
 )
+from jaxfb.platforms.device_order import across_slices, arranged
 
 
 def sizes(mesh):

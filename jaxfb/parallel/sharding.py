@@ -27,9 +27,9 @@ def param_specs(
     """Returns PartitionSpec of every parameter: tensor dims as the model annotates them, one further dim in shards.
 
     Shards are over fsdp, expert and context together, those of experts over fsdp and context; of a leaf in which these
-    divide no free dim, over fewer of them. The dim is the largest that they divide and tensor leaves free, of those
-    whose shards fill a TPU's tiles if there are such; a leaf without any, and a vector (of a layer, if stacked), is
-    replicated.
+    divide no free dim, over fewer of them. The dim is one that they divide and tensor leaves free, of those whose
+    shards fill a TPU's tiles if there are such: a matrix's rows before its columns, otherwise the largest. A leaf
+    without any, and a vector (of a layer, if stacked), is replicated.
 
     Args:
       params: tree of arrays or ShapeDtypeStructs.
@@ -214,9 +214,19 @@ def _add_axes(shape: tuple[int, ...], spec: P, axes: tuple[str, ...], mesh: Mesh
         if entries[dim] is None and shape[dim] and shape[dim] % size == 0
     ]
     if size > 1 and free:
-        best = max(free, key=lambda dim: (_fills_tiles(shape, dim, shape[dim] // size), shape[dim], dim))
+        best = max(free, key=lambda dim: _preference(shape, dim, size))
         entries[best] = axes if len(axes) > 1 else "".join(axes)
     return _shortest(entries)
+
+
+def _preference(shape: tuple[int, ...], dim: int, size: int) -> tuple[bool, bool, int, int]:
+    """Returns a key that is largest for the dim to cut.
+
+    Of matrices that are cut along their columns libtpu 0.0.48 copies the gradients before it scatters them, and XLA for
+    GPUs keeps weights and sums twice. Along rows 8B takes 20.0 s in place of 21.8 s an update on v6e:4x4 with fsdp 16,
+    and 39.6 s and 23.1 GB in place of 40.5 s and 25.0 GB on 8 H100.
+    """
+    return _fills_tiles(shape, dim, shape[dim] // size), dim == len(shape) - 2, shape[dim], dim
 
 
 def _fills_tiles(shape: tuple[int, ...], dim: int, share: int) -> bool:

@@ -12,10 +12,10 @@ from importlib.util import find_spec
 from typing import Any
 
 from jaxfb.config import Config
-from jaxfb.device_order import across_slices
 from jaxfb.mesh import mesh_sizes
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms.device_order import across_slices
 from jaxfb.refusal import Refused
 
 PLUGINS = ("xla_cuda13", "xla_cuda12")

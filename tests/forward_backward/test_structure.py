@@ -138,7 +138,7 @@ def test_gathered_weights_are_not_kept_for_the_backward(remat):
     """A stack of whole weights in the program would be ZeRO-3 undone."""
     plan = jaxfb.BatchPlan(rows=16, data_parallel=2, num_microbatches=2)
     text = compile_fb(jaxfb.make_mesh(fsdp=2), plan, remat=remat).as_text()
-    assert f"f64[{toy.LAYERS},{toy.WIDTH},{toy.WIDTH // 2}]" in text  # the shards
+    assert f"f64[{toy.LAYERS},{toy.WIDTH // 2},{toy.WIDTH}]" in text  # the shards
     assert f"f64[{toy.LAYERS},{toy.WIDTH},{toy.WIDTH}]" not in text
 
 

@@ -7,8 +7,8 @@ import pytest
 from legal import integers, maybe, nothing, one_of
 from wrong import Call, circular, pool
 
-from jaxfb.device_order import across_slices
 from jaxfb.mesh import AXES, check_mesh, make_mesh, mesh_sizes
+from jaxfb.platforms.device_order import across_slices
 
 SIZE = integers(least=-1)
 SIZES = {axis: lambda value: SIZE(value) and value != 0 for axis in AXES}

@@ -39,11 +39,11 @@ TREE = {
 FSDP = AbstractMesh((4,), ("fsdp",))
 
 
-def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
+def test_fsdp_cuts_rows_before_columns():
     specs = param_specs(TREE | {"layers": {"w": leaf(8, 16), "square": leaf(8, 8), "odd": leaf(4, 3)}}, FSDP)
     assert specs == {
         "embed": P("fsdp"),
-        "layers": {"w": P(None, "fsdp"), "square": P(None, "fsdp"), "odd": P("fsdp")},
+        "layers": {"w": P("fsdp"), "square": P("fsdp"), "odd": P("fsdp")},
         "gain": P(),
         "scalar": P(),
         "empty": P(),
@@ -54,7 +54,8 @@ def test_fsdp_cuts_the_largest_dim_that_divides_and_the_last_of_equals():
     "shape, fsdp, spec",
     [
         ((4096, 14336), 64, P("fsdp")),  # 224 columns end within a tile of 128, 64 rows at the end of one
-        ((4096, 14336), 8, P(None, "fsdp")),
+        ((4096, 14336), 8, P("fsdp")),  # both fill tiles
+        ((72, 4096), 8, P(None, "fsdp")),  # 9 rows do not
         ((4096, 4096), 64, P("fsdp")),
         ((32, 4096, 14336), 64, P(None, "fsdp")),
         ((128, 24, 40), 8, P("fsdp")),  # dims before the last two have no tiles
@@ -93,7 +94,7 @@ def test_an_expert_axis_is_more_fsdp_for_all_but_the_experts():
 
     both = specs(fsdp=2, expert=4)
     assert both["a"] == P(("fsdp", "expert")) and both["b"] == P("fsdp")
-    assert both["experts"]["up"] == P("expert", None, "fsdp") and both["own"] == P("expert", "fsdp")
+    assert both["experts"]["up"] == P("expert", "fsdp") and both["own"] == P("expert", "fsdp")
     # `expert` alone would be a dim of experts: an axis of one device is named beside it
     alone = specs(expert=4)
     assert alone["a"] == P(("fsdp", "expert")) and alone["own"] == P("expert")
@@ -135,7 +136,7 @@ def test_each_device_stores_its_share_of_a_mixture():
 
 def test_the_stacked_dim_of_layers_is_never_cut_over_fsdp():
     specs = param_specs(TREE, make_mesh(fsdp=4), stacked=True)
-    assert specs["layers"]["odd"] == P() and specs["layers"]["w"] == P(None, None, "fsdp")
+    assert specs["layers"]["odd"] == P() and specs["layers"]["w"] == P(None, "fsdp")
     assert specs["embed"] == P("fsdp")
 
 
@@ -161,7 +162,7 @@ def test_zero1_cuts_one_more_dim_over_data():
     specs = param_specs(TREE, mesh, stacked=True)
     cut = optimizer_specs(specs, TREE, mesh)
     assert cut["embed"] == P("fsdp", "data")
-    assert cut["layers"]["w"] == P("data", None, "fsdp")  # that dim has no tiles
+    assert cut["layers"]["w"] == P("data", "fsdp")  # that dim has no tiles
     assert cut["layers"]["odd"] == P("data")  # the stacked dim is free for the optimizer
     assert cut["gain"] == cut["scalar"] == P()
 

@@ -113,7 +113,7 @@ def test_inputs_of_layers_travel_to_the_host_and_back_beside_the_products_of_oth
 @pytest.mark.parametrize(
     ("layout", "topology"),
     [
-        ("mesh.fsdp=32 mesh.context=2", "v5p:4x4x4"),  # both axes share a ring: `jaxfb/torus.py`
+        ("mesh.fsdp=32 mesh.context=2", "v5p:4x4x4"),  # both axes share a ring: `jaxfb/platforms/torus.py`
         ("mesh.fsdp=32 mesh.dp=2", "v6e:8x8"),  # scatters: `jaxfb/platforms/compiler.py`
     ],
 )

@@ -60,8 +60,8 @@ def test_whatever_of_the_state_is_like_a_parameter_lives_as_its_gradient(name):
     optimizer, dtype, tree = CASES[name]
     make, loss = TREES[tree]
     for sizes, options, of_matrix, of_moment in (
-        ({"data": 2}, {"optimizer_sharding": "data"}, P(), P(None, "data")),
-        ({"fsdp": 2}, {}, P(None, "fsdp"), P(None, "fsdp")),
+        ({"data": 2}, {"optimizer_sharding": "data"}, P(), P("data")),
+        ({"fsdp": 2}, {}, P("fsdp"), P("fsdp")),
     ):
         step = make_train_step(loss, optimizer, make_mesh(**sizes), PLAN, **options)
         state = step.abstract_state(lambda key, make=make: make(*map(jnp.asarray, arrays(dtype))))

@@ -331,7 +331,7 @@ def test_params_made_by_a_function_are_born_sharded():
         BatchPlan(rows=16, data_parallel=4, num_microbatches=2),
     )
     state = step.init(lambda key: jax.tree.map(lambda x: x * jax.random.normal(key), toy.params()), rng=3)
-    assert state.params["layers"]["w"].addressable_shards[0].data.shape == (4, 8, 2)
+    assert state.params["layers"]["w"].addressable_shards[0].data.shape == (4, 2, 8)
     assert jax.tree.all(jax.tree.map(lambda x, y: x.sharding == y, state, step.state_shardings(state)))
 
 

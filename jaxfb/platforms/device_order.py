@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from jaxfb import torus
+from jaxfb.platforms import torus
 from jaxfb.refusal import Refused, integer
 
 

@@ -6,8 +6,8 @@ from itertools import product
 import numpy as np
 import pytest
 
-from jaxfb.device_order import arranged
 from jaxfb.mesh import AXES
+from jaxfb.platforms.device_order import arranged
 
 
 @dataclass(frozen=True)
