@@ -213,7 +213,8 @@ def relaid_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -
 
     Those are matrices out of a layer whose rows a tensor axis cuts.
     """
-    if topology.platform != "gpu" or config.mesh.tensor == 1 or config.mesh.fsdp == 1 or not gathers_layers(config):
+    mesh = config.mesh
+    if topology.platform != "gpu" or min(mesh.fsdp, mesh.tensor) == 1 or not gathers_layers(config):
         return 0.0
     layers, _ = stored(trained_numbers, config, sizes)
     return 2 * 4 * layers * _OUT_OF
