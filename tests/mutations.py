@@ -288,6 +288,27 @@ MUTATIONS = (
         "platforms/test_torus.py::test_other_meshes_are_as_jax_places_them",
     ),
     Mutation(
+        "experts_products_computed_again",
+        "forward_backward/remat.py",
+        "{splash.KEPT, grouped_matmul.KEPT}",
+        "{splash.KEPT}",
+        "models/test_moe.py::test_selective_computes_no_product_with_experts_again",
+    ),
+    Mutation(
+        "columns_before_rows",
+        "parallel/sharding.py",
+        "dim == len(shape) - 2, ",
+        "",
+        "parallel/test_sharding.py::test_fsdp_cuts_rows_before_columns",
+    ),
+    Mutation(
+        "tensor_shares_the_links_of_fsdp",
+        "planner/formula_time.py",
+        "max(along_tensor, wire - along_tensor)",
+        "wire",
+        "planner/test_formula.py::test_a_tensor_axis_has_links_of_its_own_on_a_torus_alone",
+    ),
+    Mutation(
         "zigzag_without_the_late_piece",
         "parallel/context.py",
         "pieces[[c, 2 * size - 1 - c]]",

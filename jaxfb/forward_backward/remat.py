@@ -7,7 +7,7 @@ from collections.abc import Callable
 import jax
 from jax.ad_checkpoint import checkpoint_name
 
-from jaxfb.models.splash import KEPT
+from jaxfb.models import grouped_matmul, splash
 from jaxfb.parallel.host_memory import HOST
 
 PIPELINE_KEEPS = {
@@ -20,6 +20,7 @@ PIPELINE_KEEPS = {
 }
 """What a slot of a pipeline keeps of a stage's forward; see `Stage`."""
 _INPUT = "input of a layer"
+_NAMED = {splash.KEPT, grouped_matmul.KEPT}
 
 # flash attention: its output and softmax sums take no more memory than a product with a weight. cuDNN's is a primitive;
 # splash names the two, since what its kernel writes has the sums 128 times
@@ -39,9 +40,10 @@ _VIEWS = {
 def checkpoint_layer(layer: Callable, name: str, keep_gathered: bool = True) -> Callable:
     """Returns `layer` with the recomputation of that name.
 
-    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight and of flash
-    attention (cuDNN's, or splash on a TPU), and computes elementwise work and any other attention again; "layer",
-    "halves" and "full" keep the layer's input only; "offload" too, in the host's memory.
+    "none" keeps every intermediate; "selective" keeps the outputs of matrix products with a weight, experts' included,
+    and of flash attention (cuDNN's, or splash on a TPU), and computes elementwise work, the exchange of rows with
+    experts and any other attention again; "layer", "halves" and "full" keep the layer's input only; "offload" too, in
+    the host's memory.
     keep_gathered=False never keeps an all-gathered weight, whatever the name: the backward gathers it again.
     """
     if name == "none" and keep_gathered:
@@ -72,7 +74,7 @@ def _input_named(layer: Callable) -> Callable:
 
 
 def _products_with_weights_and_flash_attention(primitive, *shapes, **params) -> bool:
-    if primitive.name in _FLASH or (primitive.name == "name" and params["name"] == KEPT):
+    if primitive.name in _FLASH or (primitive.name == "name" and params["name"] in _NAMED):
         return True
     return jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *shapes, **params)
 

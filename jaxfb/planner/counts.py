@@ -201,16 +201,27 @@ def kept_width(config: Config, sizes: TransformerConfig) -> float:
     """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
 
     Beside its input: what attention is made from, its answer before and after the last product, and both halves of an
-    MLP's middle. An MLP's answer is not needed again, and products with experts are computed again.
+    MLP's middle, of experts with the space that there is for rows. An MLP's answer is not needed again.
     """
     width = 2 * (sizes.num_heads + sizes.num_kv_heads) * sizes.head_size
     if sizes.latent:
         width = _latent_width(sizes) + sizes.num_heads * sizes.latent.value_size
     middle = sum(
-        number * (one.shared_expert_size if one.num_experts else one.mlp_size)
+        number * (one.shared_expert_size + _experts_width(config, one) if one.num_experts else one.mlp_size)
         for one, number in stack_of(sizes).counted()
     )
     return (width + 2 * middle / sizes.num_layers) / config.mesh.tensor + hidden_width(config, sizes)
+
+
+def _experts_width(config: Config, sizes: TransformerConfig) -> float:
+    """Returns how many numbers of a token one of an expert's first products gives, empty rows included."""
+    return row_space(config, sizes) * sizes.experts_per_token * sizes.expert_mlp_size
+
+
+def row_space(config: Config, sizes: TransformerConfig) -> float:
+    """Returns for how many times the rows of its own tokens a device's experts have space at a time."""
+    axis = config.mesh.expert
+    return axis if sizes.expert_buffer is None else min(sizes.expert_buffer, axis)
 
 
 def reduced_bytes(config: Config) -> int:

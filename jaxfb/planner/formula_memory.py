@@ -19,6 +19,7 @@ from jaxfb.planner.counts import (
     product_width,
     reduced_bytes,
     reduces_beside,
+    row_space,
     runs_flash,
     schedule_kind,
     share_ahead,
@@ -188,8 +189,7 @@ def _exchanged_rows_bytes(config: Config, sizes: TransformerConfig) -> float:
     if config.mesh.expert == 1 or not sizes.num_experts:
         return 0.0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    space = config.mesh.expert if sizes.expert_buffer is None else sizes.expert_buffer
-    return 2 * sizes.hidden_size * rows * (2 + 4 * min(space, config.mesh.expert))
+    return 2 * sizes.hidden_size * rows * (2 + 4 * row_space(config, sizes))
 
 
 def _gathered_keys_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:

@@ -260,15 +260,27 @@ def whole():
     return params, key, run(params)
 
 
+@pytest.mark.parametrize("remat, again", [("none", 0), ("selective", 0), ("layer", 3)])
+def test_selective_computes_no_product_with_experts_again(remat, again):
+    """A layer has three forward and six backward; each is one of several by platform."""
+    fb = jaxfb.get_forward_backward_func(remat=remat)
+    params = jax.eval_shape(lambda key: init_params(LAW, key), jax.random.key(0))
+    plan = jaxfb.BatchPlan(rows=ROWS, num_microbatches=2)
+    program = jax.make_jaxpr(lambda params: fb(transformer(LAW), params, _batch(), plan).grads)(params)
+    assert str(program).count("platform_index[") == 3 + 6 + again
+
+
 SPLITS = [
     ({"data": 2, "expert": 2}, 4, {"remat": "selective"}),
     ({"expert": 2, "fsdp": 2}, 2, {"remat": "halves", "gather_ahead": True}),
+    ({"expert": 2, "fsdp": 2}, 2, {"remat": "selective", "gather_ahead": True}),
     *(
         pytest.param(*split, marks=pytest.mark.slow)
         for split in [
             ({}, 4, {"remat": "full"}),
             ({"pipe": 2, "expert": 2}, 4, {"remat": "halves", "schedule": "zero_bubble"}),
             ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {"remat": "full"}),
+            ({"pipe": 2, "expert": 2, "fsdp": 2}, 2, {"remat": "selective", "schedule": "zero_bubble"}),
             ({"data": 2, "context": 2, "expert": 2}, 2, {"remat": "full", "optimizer_sharding": "data"}),
             (
                 {"pipe": 2, "expert": 2, "tensor": 2},

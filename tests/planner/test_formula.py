@@ -145,6 +145,15 @@ def test_selective_keeps_what_the_backward_reads():
     assert kept_bytes(config, model_sizes(config), parse_topology("v5p:4x4x4")) == 2 * 4096 * 32 * a_token
 
 
+@pytest.mark.parametrize("expert, space", [(1, 1), (8, 1.25)])
+def test_selective_keeps_products_with_experts_of_all_rows_there_is_space_for(expert, space):
+    layout = ["parallel.remat=selective", f"mesh.expert={expert}", f"mesh.fsdp={128 // expert}"]
+    config = load_config("configs/moe-141b.yaml", layout)
+    attention, inner = 2 * (48 + 8) * 128 + 2 * 6144, 2 * 2 * 16384
+    kept = kept_bytes(config, model_sizes(config), parse_topology("v5p:4x4x8"))
+    assert kept == 2 * 4096 * 56 * (attention + space * inner)
+
+
 def test_gradients_wait_for_their_scatter_in_the_dtype_of_its_sum():
     """Of the layer being computed, and of attention of the layer behind it, which is on its way."""
     rounded, exact = (
