@@ -22,7 +22,7 @@ gradients once:
 | 8B, v5p:4x4x4, fsdp 64 | 5.85 -> 5.55 | 9.31 -> 10.08 |
 | 8B, v6e:8x8, fsdp 64 | 5.89 -> 5.59 | 4.91 -> 5.70 |
 | like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 44.17 -> 38.00 | 15.75 -> 15.64 |
-| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.59 -> 27.70 | 52.40 -> 53.74 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.60 -> 27.80 | 52.38 -> 53.73 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
 With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's
