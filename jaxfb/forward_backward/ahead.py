@@ -21,7 +21,7 @@ gradients once:
 | 8B, v5e:16x16, fsdp 256, sums in bfloat16 | 5.10 -> 4.83 | 6.50 -> 6.48 |
 | 8B, v5p:4x4x4, fsdp 64 | 5.85 -> 5.55 | 9.31 -> 10.08 |
 | 8B, v6e:8x8, fsdp 64 | 5.89 -> 5.59 | 4.91 -> 5.70 |
-| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 44.17 -> 38.00 | 15.75 -> 15.64 |
+| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 42.84 -> 38.07 | 15.68 -> 15.59 |
 | Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.60 -> 27.80 | 52.38 -> 53.73 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
