@@ -306,7 +306,7 @@ MUTATIONS = (
         "planner/formula_time.py",
         "max(along_tensor, wire - along_tensor)",
         "wire",
-        "planner/test_formula.py::test_a_tensor_axis_has_links_of_its_own_on_a_torus_alone",
+        "planner/test_formula.py::test_a_tensor_axis_uses_other_links_than_fsdp_on_a_torus_alone",
     ),
     Mutation(
         "zigzag_without_the_late_piece",

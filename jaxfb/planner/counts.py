@@ -219,7 +219,7 @@ def _experts_width(config: Config, sizes: TransformerConfig) -> float:
 
 
 def row_space(config: Config, sizes: TransformerConfig) -> float:
-    """Returns for how many times the rows of its own tokens a device's experts have space at a time."""
+    """Returns the rows that a device's experts have space for at a time, over those that its tokens' choices make."""
     axis = config.mesh.expert
     return axis if sizes.expert_buffer is None else min(sizes.expert_buffer, axis)
 

@@ -267,7 +267,7 @@ def exposed_seconds(
     """Returns the communication that nothing hides: a share of it, and at least what is longer than the work."""
     is_tpu = topology.platform == "tpu"
     is_slice = is_tpu and num_shards(config) == topology.num_devices
-    # over a torus, what goes along tensor has links of its own; `formula_loops` counts how long it is waited for
+    # on a torus tensor uses other links than fsdp; `formula_loops` counts how long its collectives are waited for
     along_tensor = tensor_seconds(config, sizes, topology.chip) if is_tpu and topology.chip else 0.0
     least = _IN_TWO_STEPS * wire if is_slice else max(along_tensor, wire - along_tensor)
     return max(exposed_share(config, sizes, topology) * wire, least - work)

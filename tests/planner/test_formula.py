@@ -216,7 +216,7 @@ def test_no_more_communication_is_hidden_than_there_is_work():
     assert exposed_seconds(whole, sizes, topology, wire=5.0, work=1.0) == pytest.approx(0.87 * 5 - 1)
 
 
-def test_a_tensor_axis_has_links_of_its_own_on_a_torus_alone():
+def test_a_tensor_axis_uses_other_links_than_fsdp_on_a_torus_alone():
     config = load_config("configs/8b.yaml", ["mesh.fsdp=8", "mesh.tp=8"])
     sizes = model_sizes(config)
     for topology in (parse_topology("v6e:8x8"), parse_topology("gpu:h100x64")):
