@@ -2,12 +2,13 @@
 
 A mesh of fsdp 32 x tensor 2 on a torus of 4 x 4 x 4 shares one of its rings, of four chips, between the two axes. With
 tensor's pairs next to each other, (0, 1) and (2, 3), those of FSDP are (0, 2) and (1, 3). On v5p libtpu 0.0.48 then
-runs no gather of FSDP beside a product: 8B takes 13.0 s an update in place of 11.5 s, and with context 2 in place of tensor 2
-15.5 s in place of 10.3 s. With FSDP's pairs as (0, 1) and (3, 2), tensor's are (0, 3) and (1, 2), neighbours too, since
-the ring is closed. In a ring of eight, tensor's four have half the ring's bandwidth in either order: as a line of four
-that is not closed, or as a ring whose links two groups share. More than two of FSDP's devices stay as they are: their
-collectives run beside products anyway (fsdp 32 x expert 16 on v5p:8x8x8), as they all do on v6e, whose rings are not
-closed but in the largest slices.
+runs no gather of FSDP beside a product: 8B takes 13.0 s an update in place of 11.5 s, and with context 2 in place of
+tensor 2 15.5 s in place of 10.3 s. With FSDP's pairs as (0, 1) and (3, 2), tensor's are (0, 3) and (1, 2), neighbours
+too, since the ring is closed. In a ring of eight, tensor's four have half the ring's bandwidth in either order: as a
+line of four that is not closed, or as a ring whose links two groups share.
+
+More than two of FSDP's devices stay as they are: their collectives run beside products anyway (fsdp 32 x expert 16 on
+v5p:8x8x8), as they all do on v6e, whose rings are not closed but in the largest slices.
 """
 
 from __future__ import annotations
