@@ -211,9 +211,10 @@ SECTIONS = (
           in {faster} of {count} jobs. Over all rows of jaxfb, communication that no computation
           hides takes {exposed_least:.0%} to {exposed_most:.0%} of the step.
         - **With the memory that is left.** In the jobs "memory used", which the figures above leave out, both libraries
-          keep activations that fit instead of computing them again (MaxText by its policy "minimal", jaxfb by
-          `selective`), and jaxfb keeps gathered weights for the whole step where that pays. jaxfb's step takes
-          {used_least:.2f} to {used_most:.2f} times as long as MaxText's.
+          keep activations that fit instead of computing them again (MaxText by its policy "minimal", or
+          "save_dot_except_mlpwi" where that does not fit; jaxfb by `selective`, but for the largest model over all
+          chips, where it gathers a whole layer ahead instead), and jaxfb keeps gathered weights for the whole step
+          where that pays. jaxfb's step takes {used_least:.2f} to {used_most:.2f} times as long as MaxText's.
         - **As installed.** jaxfb chooses compiler options by the kind of chip and the layout; MaxText sets none, though
           some of its recipes do. Compared like that, jaxfb's step takes {shipped_least:.2f} to {shipped_most:.2f} times
           as long.

@@ -35,16 +35,12 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     counted = exposed_share(config, sizes, topology) * collectives
     if size == 2:
         return max(0.0, _BETWEEN_TWO * collectives - counted)
-    turns, tokens = size // 2, tokens_of_microbatch(config)
+    tokens = tokens_of_microbatch(config)
     permute = 2 * tokens * sizes.hidden_size / size / (chip.axis_bandwidth / 2)
     heads, middle = sizes.num_heads, dense_width(sizes)
     widths = (heads + 2 * sizes.num_kv_heads) * sizes.head_size, heads * sizes.head_size, 2 * middle, middle
     products = (2 * tokens * sizes.hidden_size * width / size / chip.flops for width in widths if width)
-    # a collective without a loop takes (size - 1) / 2 permutes, since it sends both ways
-    longest = (size - 1) / 2 * permute
-    waits = sum(
-        min(longest, _WAITS * max(0.0, turns * permute - (1 - 1 / turns) * product)) for product in products
-    )
+    waits = sum(_waited(product, permute, size) for product in products)
     of_layers, _ = turns_of_layers_and_head(config)
     runs = (
         layers_here(config, sizes)
@@ -53,3 +49,14 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         * (2 + forwards_again(config, sizes))
     )
     return max(0.0, waits * runs - counted)
+
+
+def _waited(product: float, permute: float, size: int) -> float:
+    """Returns the seconds that a loop waits for its permutes, at most what one collective in place of the loop takes.
+
+    product: seconds of the whole product. permute: seconds of one turn's permute, which uses one of two links; a
+      collective uses both.
+    """
+    turns = size // 2
+    waited = _WAITS * max(0.0, turns * permute - (1 - 1 / turns) * product)
+    return min(waited, (size - 1) / 2 * permute)

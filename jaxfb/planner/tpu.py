@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms.torus import is_of_cubes
 from jaxfb.refusal import Refused
 
 INSTALL = "pip install 'jaxfb[plan]' adds libtpu (no TPU is needed)"
@@ -57,14 +58,13 @@ def devices(topology: Topology) -> list:
 def wraps(topology: Topology) -> tuple[bool, bool, bool]:
     """Returns in which dimensions of a slice the last chip is linked to the first.
 
-    A torus of three dimensions consists of cubes of 4x4x4, whose faces optical switches join; smaller slices are
-    meshes. One of two dimensions has such links along a side of 16 chips. A compiler that is not given this takes
-    the slice for a mesh: no permute along a ring runs beside anything, and gathers over all of it are all-reduces.
+    A torus of three dimensions consists of cubes (`is_of_cubes`); smaller slices are meshes. One of two dimensions has
+    such links along a side of 16 chips. A compiler that is not given this takes the slice for a mesh: no permute along
+    a ring runs beside anything, and gathers over all of it are all-reduces.
     """
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
     if topology.chip is not None and topology.chip.torus == 3:
-        closed = all(size % 4 == 0 for size in shape)
-        return closed, closed, closed
+        return (is_of_cubes(shape),) * 3
     x, y, _ = (size == 16 for size in shape)
     return x, y, False
 

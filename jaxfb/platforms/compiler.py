@@ -44,11 +44,10 @@ _ON_SPARSECORE: dict[str, Value] = {
     # an exchange of an embedding's or a head's slices otherwise waits for all collectives that are under way: 4.92 s in
     # place of 4.94 s for 8B on v6e:8x8
     "xla_tpu_enable_async_all_to_all": True,
+    # some scatters are otherwise all-reduces of the whole array: 10.0 s in place of 10.1 s for 8B on v5p:4x4x4 with
+    # data 8 and fsdp 8, 4.97 s in place of 6.48 s on v6e:8x8 with data 2 and fsdp 32
+    "xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": False,
 }
-
-# Some scatters are otherwise all-reduces of the whole array: 10.0 s in place of 10.1 s for 8B on v5p:4x4x4 with data 8
-# and fsdp 8, 4.97 s in place of 6.48 s on v6e:8x8 with data 2 and fsdp 32. Without data, v6e has scatters anyway.
-_SCATTERS: dict[str, Value] = {"xla_tpu_check_legacy_constraints_in_reduce_scatter_legalizer": False}
 
 # Gathers of tokens over tensor become loops of products that run beside them: 12.9 s in place of 13.5 s for 70B on
 # v5p:8x8x8, fsdp 64 x tensor 8. FSDP's scatters are otherwise taken for shorter than they are and end too late: 12.9 s
@@ -62,11 +61,7 @@ _WITH_TENSOR: dict[str, Value] = {
 # Mixtral 8x22B on 128 H100 (jax 0.10.2). In others it is on anyway.
 _ON_GPUS: dict[str, Value] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
-TABLE: dict[str, Mapping[str, Value]] = {
-    "TPU v5": _ON_SPARSECORE | _SCATTERS,
-    "TPU v5p": _ON_SPARSECORE | _SCATTERS,
-    "TPU v6 lite": _ON_SPARSECORE | _SCATTERS,
-}
+TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite"), _ON_SPARSECORE)
 """By `device_kind`. Kinds that are not listed are best served by the compiler's defaults, as far as is known."""
 
 TENSOR_TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys(TABLE, _WITH_TENSOR)

@@ -13,6 +13,7 @@ v5p:8x8x8), as they all do on v6e, whose rings are not closed but in the largest
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,28 +32,29 @@ class Digit:
         return positions // self.stride % self.size
 
 
+def is_of_cubes(lengths: Sequence[int]) -> bool:
+    """Returns whether a slice with sides of so many chips consists of cubes of 4 x 4 x 4.
+
+    Optical switches join the faces of such cubes (v4, v5p and later chips of three dimensions), and so close all rings.
+    """
+    return len(lengths) == 3 and all(length % 4 == 0 for length in lengths)
+
+
 def with_pairs_adjacent(made: np.ndarray, axis: int) -> np.ndarray:
     """Returns devices of TPUs in an order in which pairs of a mesh axis within a ring are neighbours.
 
-    made: devices, in the shape of the mesh; those that are no slice whose rings are all closed are returned as they
-      are. axis: of the array.
+    made: devices, in the shape of the mesh; returned as they are if they are no slice of cubes. axis: of the array.
     """
     if any(getattr(device, "coords", None) is None for device in made.flat):
         return made
     places = np.array([device.coords for device in made.flat]).reshape(*made.shape, -1)
-    if not _is_closed(places):
+    if not is_of_cubes([*(places.reshape(-1, places.shape[-1]).max(0) + 1)]):
         return made
     moved = np.stack([_moved(along, axis) for along in np.moveaxis(places, -1, 0)], axis=-1)
     found = {_place(device, device.coords): device for device in made.flat}
     pairs = zip(made.flat, moved.reshape(made.size, -1), strict=True)
     order = [found[_place(device, place)] for device, place in pairs]
     return np.array(order, object).reshape(made.shape)
-
-
-def _is_closed(places: np.ndarray) -> bool:
-    """Returns whether these are whole cubes of 4 x 4 x 4 chips, between which v4, v5p and later switch their links."""
-    lengths = places.reshape(-1, places.shape[-1]).max(0) + 1
-    return len(lengths) == 3 and all(length % 4 == 0 for length in lengths)
 
 
 def _place(device: Any, coords: Any) -> tuple[int, ...]:

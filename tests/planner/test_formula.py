@@ -8,10 +8,10 @@ from jaxfb.config import load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import num_params
 from jaxfb.planner import formula_tables, formula_time, parse_topology
-from jaxfb.planner.counts import turns_of_layers_and_head
+from jaxfb.planner.counts import stored, trained_numbers, turns_of_layers_and_head
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.formula_loops import loop_seconds
-from jaxfb.planner.formula_memory import HOLES, kept_bytes
+from jaxfb.planner.formula_memory import HOLES, kept_bytes, relaid_bytes
 from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.text import memory_table
@@ -21,6 +21,7 @@ from jaxfb.schedules import KINDS, make
 ONE_B = (
     "model.num_layers=8 batch.rows=64 batch.rows_per_microbatch=1 mesh.dp=1 parallel.fsdp_gather=step".split()
 )
+OF_LENGTH = "data.sequence_length={} batch.rows={}"
 LONG_STAGES = "data.sequence_length=131072 batch.rows=4 mesh.fsdp=1 mesh.pp=8 parallel.remat=layer"
 
 
@@ -76,26 +77,11 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         ("8b", "v5e:16x16", 3.77, 6.73),
         ("8b parallel.remat=selective", "v5p:4x4x4", 19.99, 7.67),
         ("8b mesh.data=8 mesh.fsdp=8 optimizer.sharding=data", "v5p:4x4x4", 13.60, 9.47),
-        (
-            "8b data.sequence_length=131072 batch.rows=32 mesh.fsdp=4 mesh.cp=16",
-            "v5p:4x4x4",
-            8.19,
-            35.67,
-        ),
+        (f"8b {OF_LENGTH.format(131072, 32)} mesh.fsdp=4 mesh.cp=16", "v5p:4x4x4", 8.19, 35.67),
         ("8b", "v6e:4x4", 12.43, 20.05),
         ("8b mesh.data=2 mesh.fsdp=32", "v6e:8x8", 8.57, 4.97),
-        (
-            "8b data.sequence_length=8192 batch.rows=512 mesh.fsdp=32 mesh.cp=2",
-            "v5p:4x4x4",
-            6.09,
-            10.21,
-        ),
-        (
-            "8b data.sequence_length=32768 batch.rows=128 mesh.fsdp=8 mesh.cp=8",
-            "v5p:4x4x4",
-            5.70,
-            15.25,
-        ),
+        (f"8b {OF_LENGTH.format(8192, 512)} mesh.fsdp=32 mesh.cp=2", "v5p:4x4x4", 6.09, 10.21),
+        (f"8b {OF_LENGTH.format(32768, 128)} mesh.fsdp=8 mesh.cp=8", "v5p:4x4x4", 5.70, 15.25),
         ("400b mesh.fsdp=1024 mesh.tp=1", "v5p:8x8x16", 54.60, 57.64),
         ("moe-141b parallel.remat=selective", "v5p:4x4x8", 79.52, 44.49),
         ("70b", "v5p:8x8x8", 4.06, 12.91),
@@ -159,6 +145,16 @@ def test_selective_keeps_what_the_backward_reads():
     config = load_config("configs/8b.yaml", ["parallel.remat=selective", "mesh.fsdp=64"])
     a_token = 4096 + 4096 + 1024 + 1024 + 4096 + 4096 + 2 * 14336
     assert kept_bytes(config, model_sizes(config), parse_topology("v5p:4x4x4")) == 2 * 4096 * 32 * a_token
+
+
+@pytest.mark.parametrize("tensor, share", [(1, 0), (2, 1 / 3)])
+def test_gpus_keep_copies_of_matrices_that_a_tensor_axis_leaves_no_rows_of(tensor, share):
+    """Of a third of the layers' matrices, those out of a layer; in float32, weights and sums."""
+    config = load_config("configs/8b.yaml", [f"mesh.tensor={tensor}", f"mesh.fsdp={8 // tensor}"])
+    sizes = model_sizes(config)
+    layers, _ = stored(trained_numbers, config, sizes)
+    found = relaid_bytes(config, sizes, parse_topology("gpu:h100x8"))
+    assert found == pytest.approx(2 * 4 * layers * share)
 
 
 @pytest.mark.parametrize("expert, space", [(1, 1), (8, 1.25)])

@@ -1,6 +1,6 @@
 """How devices of a TPU slice are placed: FSDP's pairs within a ring are neighbours, and other axes' stay so."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import product
 
 import numpy as np
@@ -8,6 +8,7 @@ import pytest
 
 from jaxfb.mesh import AXES
 from jaxfb.platforms.device_order import arranged
+from jaxfb.platforms.torus import with_pairs_adjacent
 
 
 @dataclass(frozen=True)
@@ -36,6 +37,10 @@ def place(devices, **sizes):
     made = arranged({axis: sizes.get(axis, 1) for axis in AXES}, devices)
     assert set(made.flat) == set(devices) and made.size == len(devices)
     return made
+
+
+def cores(made):
+    return np.vectorize(lambda device: device.core_on_chip)(made)
 
 
 def is_run(places, length):
@@ -88,9 +93,20 @@ def test_other_meshes_are_as_jax_places_them(lengths, sizes):
     np.testing.assert_array_equal(place(devices, **sizes), expected)
 
 
-def test_slices_and_cores_keep_their_own_devices():
+def test_every_slice_keeps_its_devices():
     devices = [chip for k in range(2) for chip in slice_of(4, 4, 4, slice_index=k)]
     made = place(devices, data=2, fsdp=32, tensor=2)
     assert all(len({device.slice_index for device in one.flat}) == 1 for one in made[0])
     assert all(is_run(group[:, 0], 4) for group in along(made, "fsdp"))
-    assert made[0, 0, 0, 0, 0, 1] in devices
+
+
+def test_both_cores_of_a_chip_move_together():
+    """Over [fsdp, tensor], tensor being two chips of a ring of four and their two cores."""
+    chips = np.array(slice_of(4, 4, 4), object).reshape(4, 4, 2, 2)  # [z, y, x // 2, x % 2]
+    chips = np.moveaxis(chips, 2, 0).reshape(32, 2)
+    made = np.array([[replace(chip, core_on_chip=k) for chip in pair for k in range(2)] for pair in chips])
+    moved = with_pairs_adjacent(made, axis=0)
+    assert set(moved.flat) == set(made.flat)
+    np.testing.assert_array_equal(cores(moved), cores(made))
+    assert {device.coords[0] for device in moved[:, 0]} == {0, 1}
+    assert {device.coords[0] for device in made[:, 0]} == {0, 2}
