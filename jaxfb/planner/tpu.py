@@ -64,7 +64,8 @@ def wraps(topology: Topology) -> tuple[bool, bool, bool]:
     """
     shape = (*topology.shape, *(1,) * (3 - len(topology.shape)))
     if topology.chip is not None and topology.chip.torus == 3:
-        return (is_of_cubes(shape),) * 3
+        closed = is_of_cubes(shape)
+        return closed, closed, closed
     x, y, _ = (size == 16 for size in shape)
     return x, y, False
 
