@@ -281,6 +281,20 @@ MUTATIONS = (
         "platforms/test_torus.py::test_in_a_ring_of_four_the_pairs_of_both_axes_are_neighbours",
     ),
     Mutation(
+        "cores_of_a_chip_taken_for_one",
+        "platforms/torus.py",
+        'getattr(device, "core_on_chip", 0) or 0',
+        "0",
+        "platforms/test_torus.py::test_both_cores_of_a_chip_move_together",
+    ),
+    Mutation(
+        "copies_on_gpus_without_a_tensor_axis",
+        "planner/formula_memory.py",
+        "min(mesh.fsdp, mesh.tensor) == 1",
+        "mesh.fsdp == 1",
+        "planner/test_formula.py::test_gpus_keep_copies_of_matrices_that_a_tensor_axis_leaves_no_rows_of",
+    ),
+    Mutation(
         "open_rings_taken_for_closed",
         "platforms/torus.py",
         "all(length % 4 == 0 for length in lengths)",
@@ -658,9 +672,9 @@ MUTATIONS = (
     ),
     Mutation(
         "only_every_second_slice_of_cubes_is_closed",
-        "planner/tpu.py",
-        "all(size % 4 == 0 for size in shape)",
-        "all(size % 8 == 0 for size in shape)",
+        "platforms/torus.py",
+        "all(length % 4 == 0 for length in lengths)",
+        "all(length % 8 == 0 for length in lengths)",
         "planner/test_tpu.py::test_the_compiler_is_told_which_sides_of_a_slice_are_closed",
     ),
     Mutation(
