@@ -819,6 +819,20 @@ MUTATIONS = (
         "models/test_activations.py::test_gradients_are_those_that_jax_derives",
     ),
     Mutation(
+        "vocabulary_over_pipe_made_whole_over_tensor",
+        "parallel/tensor.py",
+        "if AXIS in _axes_of(entry)]",
+        "if entry == AXIS]",
+        "parallel/test_tensor.py::test_a_vocabulary_over_pipe_and_tensor_is_never_whole_over_tensor",
+    ),
+    Mutation(
+        "halves_of_heads_not_swapped_by_the_product",
+        "models/rope.py",
+        "size // 2, axis=1",
+        "0, axis=1",
+        "models/test_variants.py::test_a_product_turns_heads_as_slices_do",
+    ),
+    Mutation(
         "long_documents_turned_as_short",
         "models/rope.py",
         "jnp.where(is_long[:, :, None, None], of_long, angle)",

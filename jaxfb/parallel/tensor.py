@@ -68,15 +68,16 @@ def num_shards() -> int:
 
 
 def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P) -> jax.Array:
-    """Calls `function(x)` on every tensor shard of `x` by itself, where `spec` splits a dim over `tensor` alone.
+    """Calls `function(x)` on every tensor shard of `x` by itself, where `spec` splits one dim over `tensor`.
 
     For collectives over other axes: XLA's partitioner leaves a split operand of an all-reduce split, but makes that
     of an all-gather or a reduce-scatter whole over `tensor` first: a gather more, and `tensor` times the bytes.
 
     Args:
       function: keeps the number of dims, and the size of the split one.
+      spec: a dim that `pipe` cuts besides, as a vocabulary, is in x that of one stage.
     """
-    size, split = num_shards(), [dim for dim, entry in enumerate(spec) if entry == AXIS]
+    size, split = num_shards(), [dim for dim, entry in enumerate(spec) if AXIS in _axes_of(entry)]
     if size == 1 or len(split) != 1 or x.shape[split[0]] % size:
         return function(x)
     only = P(*(AXIS if dim == split[0] else None for dim in range(x.ndim)))
@@ -122,6 +123,10 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     all-gather before the next. Otherwise, and where `tensor` does not divide the tokens, whole.
     """
     return constrain(x, None, AXIS if sequence_parallel else None, None)
+
+
+def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str | None, ...]:
+    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _axis_types(mesh: Any) -> dict[str, AxisType]:

@@ -4,12 +4,14 @@ import math
 from dataclasses import replace
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from whole import logits
 
 from jaxfb import check_equivalence
 from jaxfb.config.model import ModelConfig
+from jaxfb.models import rope
 from jaxfb.models.config import TransformerConfig, num_params
 from jaxfb.models.generate import generate, stream
 from jaxfb.models.latent import Latent
@@ -154,6 +156,20 @@ def test_a_document_has_the_length_that_its_positions_tell():
     positions = np.array([[0, 1, 2, 0, 1, 0, 0, 1], [4, 5, 6, 7, 8, 0, 0, 0]])
     wanted = [[3, 3, 3, 2, 2, 1, 2, 2], [9, 9, 9, 9, 9, 1, 1, 1]]
     np.testing.assert_array_equal(document_lengths(positions), wanted)
+
+
+@pytest.mark.parametrize("size", [128, 256, 64])
+def test_a_product_turns_heads_as_slices_do(monkeypatch, size):
+    """On TPUs halves are swapped by a product; the rotation and its gradient are the same to the last bit."""
+    draw = np.random.default_rng(3).normal
+    x, cotangent = (jnp.asarray(draw(size=(2, 7, 3, size)), jnp.bfloat16) for _ in range(2))
+    positions = jnp.arange(14).reshape(2, 7)
+    turned = []
+    for platform in ("cpu", "tpu"):
+        monkeypatch.setattr(rope, "platform_here", lambda platform=platform: platform)
+        out, back = jax.vjp(lambda x: rope.rotate(x, positions, 10_000.0), x)
+        turned.append((out, back(cotangent)[0]))
+    jax.tree.map(np.testing.assert_array_equal, *turned)
 
 
 def test_short_and_long_documents_of_a_row_are_turned_as_alone():

@@ -167,7 +167,8 @@ def test_a_tensor_axis_that_does_not_divide_is_refused(field, message):
 def gathers_and_scatters(mesh, gather):
     """Those of one forward and backward of a narrow transformer, in the compiled program."""
     narrow = TransformerConfig(vocab_size=512, num_layers=2, hidden_size=64, num_heads=4, mlp_size=256)
-    model, plan = transformer(narrow), jaxfb.BatchPlan(rows=8, rows_per_microbatch=2, data_parallel=2)
+    model = transformer(narrow)
+    plan = jaxfb.BatchPlan(rows=8, rows_per_microbatch=2, data_parallel=mesh.shape["fsdp"])
     fb = jaxfb.get_forward_backward_func(mesh, fsdp_gather=gather)
     params = jax.eval_shape(lambda: init_params(narrow, jax.random.key(0)))
     params = jax.tree.map(
@@ -199,3 +200,18 @@ def test_fsdp_brings_together_what_tensor_leaves_a_device(gather):
     for kind in ("all-gather", "reduce-scatter"):
         whole, halves = (sum(one.bytes * one.times for one in each if one.kind == kind) for each in found)
         assert 0 < halves < 0.52 * whole, kind
+
+
+def test_a_vocabulary_over_pipe_and_tensor_is_never_whole_over_tensor():
+    """A stage's share of the embedding and of the head, and their gradients, stay split while fsdp gathers and sums."""
+    meshes = [
+        jaxfb.make_mesh(pipe=2, fsdp=2, tensor=size, devices=jax.devices()[: 4 * size]) for size in (1, 2)
+    ]
+    found = [gathers_and_scatters(mesh, "step") for mesh in meshes]
+    whole, halves = (
+        sum(one.bytes for one in each if "fsdp" in one.axes(mesh))
+        for each, mesh in zip(found, meshes, strict=True)
+    )
+    assert halves == whole / 2
+    table = 512 // 2 * 64 * 4  # a stage's share in float32
+    assert all(one.bytes < table for one in found[1] if one.axes(meshes[1]) == ("tensor",))
