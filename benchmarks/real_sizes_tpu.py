@@ -231,10 +231,11 @@ JOBS = {
 
 
 def options_of(job: Job) -> dict[str, Any]:
-    """The options by kind of chip and layout."""
-    chip = parse_topology(job.topology).chip
+    """The options by kind of chip, layout, and where the state is kept."""
+    chip, config = parse_topology(job.topology).chip, jaxfb_config(job)
     assert chip is not None
-    return dict(compiler.table_for(chip.kind, jaxfb_config(job).mesh.tensor))
+    on_host = config.optimizer.memory == "host"
+    return dict(compiler.table_for(chip.kind, config.mesh.tensor, state_on_host=on_host))
 
 
 def config_of(job: Job, side: str) -> Config:

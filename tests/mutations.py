@@ -826,6 +826,20 @@ MUTATIONS = (
         "parallel/test_tensor.py::test_a_vocabulary_over_pipe_and_tensor_is_never_whole_over_tensor",
     ),
     Mutation(
+        "state_on_the_host_counted_as_the_chips",
+        "platforms/compiler.py",
+        '_STATE_ON_HOST if state_on_host and kind.startswith("TPU")',
+        '_STATE_ON_HOST if state_on_host and kind.startswith("GPU")',
+        "platforms/test_compiler.py::test_a_state_on_the_host_is_no_reason_to_compute_again",
+    ),
+    Mutation(
+        "updates_compiled_as_if_their_state_were_on_the_chip",
+        "update/split_step.py",
+        'self._optimizer_memory == "host"',
+        "False",
+        "platforms/test_compiler.py::test_updates_are_compiled_with_the_options_for_where_their_state_is",
+    ),
+    Mutation(
         "halves_of_heads_not_swapped_by_the_product",
         "models/rope.py",
         "size // 2, axis=1",

@@ -171,7 +171,7 @@ def _mesh(setup: Setup) -> Iterator[tuple[str, Any]]:
     axes = {axis: size for axis, size in setup.mesh.shape.items() if size > 1}
     yield "axes", " x ".join(f"{axis} {size}" for axis, size in axes.items()) or "one device"
     yield "processes", jax.process_count()
-    for number, (name, value) in enumerate(setup.eval_forward.compiler_options):
+    for number, (name, value) in enumerate(setup.train_step(setup.plan.train).compiler_options):
         yield "" if number else "compiler options", f"{name}={as_yaml(value)}"
     schedule = setup.eval_forward.schedule_for(setup.plan.train.num_microbatches)
     if schedule is not None and isinstance(model := setup.model, Pipelined):

@@ -16,7 +16,7 @@ import jax.numpy as jnp
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import Packed
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.platforms.compiler import per_options
+from jaxfb.platforms.compiler import Options, options_for, per_options
 from jaxfb.refusal import INT32, instance, integer
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.arguments import check_gradients, check_rows
@@ -40,8 +40,10 @@ class SplitStep(StepStates):
         self._applied = per_options(self._programs.apply_in_model_order, donate_argnums=0)
 
     @property
-    def _options(self):
-        return self.forward_backward.compiler_options
+    def compiler_options(self) -> Options:
+        """Returns the options of XLA that updates are compiled with: (name, value) of each."""
+        asked = self.forward_backward.options.compiler_options
+        return options_for(self.forward_backward.mesh, asked, state_on_host=self._optimizer_memory == "host")
 
     def key_of(self, state: TrainState) -> jax.Array | None:
         """Returns the PRNG key of the next update, None without dropout."""
@@ -82,7 +84,7 @@ class SplitStep(StepStates):
         if cut.by_tokens:
             packed = Packed(batch, cut)
             batch, cut, keys = packed.batch, packed.plan, packed.keys(keys)
-        out = self._differentiated(self._options)(
+        out = self._differentiated(self.compiler_options)(
             state, self._on_mesh.batch(batch), keys, weights, model, cut
         )
         outputs = out.outputs if packed is None else packed.restore(out.outputs)
@@ -132,7 +134,7 @@ class SplitStep(StepStates):
         check_gradients(gradients, self.forward_backward.trained(shapes_of_params(state)))
         applied_rows = gradients.origin.rows if rows is None else check_rows(rows, INT32)
         out, number = self._on_mesh.gradients(gradients), self._on_mesh.rows(applied_rows)
-        return self._applied(self._options)(state, out, number)
+        return self._applied(self.compiler_options)(state, out, number)
 
 
 @partial(jax.jit, static_argnums=2)

@@ -161,7 +161,7 @@ class TrainStep(SplitStep):
         if plan.max_context:  # not one program: the batch is cut on the host
             out = self._gradients_as_stored(state, batch, plan)
             return self._apply_as_stored(state, out, real_rows, bounds)
-        program = self._updated(self._options)
+        program = self._updated(self.compiler_options)
         return self._checked_first(program, state, batch, real_rows, plan, bounds)
 
     def timed(
@@ -204,14 +204,14 @@ class TrainStep(SplitStep):
         arguments = (state, batch, None, None, self.model, plan)
         if plan.max_context:
             return self._programs.differentiate(*arguments)
-        return self._checked_first(self._differentiated_as_stored(self._options), *arguments)
+        return self._checked_first(self._differentiated_as_stored(self.compiler_options), *arguments)
 
     def _apply_as_stored(
         self, state: TrainState, out: ForwardBackwardOutput, rows: jax.Array, bounds: jax.Array | None
     ) -> tuple[TrainState, StepMetrics]:
         """Applies gradients whose layers are in the order in which the state stores them."""
         out = self._on_mesh.gradients(out)
-        return self._applied_as_stored(self._options)(state, out, rows, bounds)
+        return self._applied_as_stored(self.compiler_options)(state, out, rows, bounds)
 
     def _checked_first(self, program: Any, *arguments: Any) -> Any:
         """Calls a program, the first one after `check_program` saw it compiled; the call finds it compiled then."""
@@ -222,12 +222,12 @@ class TrainStep(SplitStep):
 
     def lower(self, state: TrainState, batch: PyTree):
         """Lowers the step for these (abstract) arguments, for ahead-of-time compilation."""
-        return self._updated(self._options).lower(
+        return self._updated(self.compiler_options).lower(
             self._as_stored(state), batch, self.plan.real_rows, self.plan
         )
 
     def trace(self, state: TrainState, batch: PyTree):
         """Traces the step for these arguments, which may live on an `AbstractMesh`; `.jaxpr` is its program."""
-        return self._updated(self._options).trace(
+        return self._updated(self.compiler_options).trace(
             self._as_stored(state), batch, self.plan.real_rows, self.plan
         )
