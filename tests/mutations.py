@@ -840,6 +840,13 @@ MUTATIONS = (
         "platforms/test_compiler.py::test_updates_are_compiled_with_the_options_for_where_their_state_is",
     ),
     Mutation(
+        "zeros_on_the_device_for_buffers_on_the_host",
+        "forward_backward/slot.py",
+        "lax.empty(",
+        "jnp.zeros(",
+        "forward_backward/test_pipeline_structure.py::test_buffers_on_the_host_are_not_made_of_zeros_on_the_device",
+    ),
+    Mutation(
         "halves_of_heads_not_swapped_by_the_product",
         "models/rope.py",
         "size // 2, axis=1",

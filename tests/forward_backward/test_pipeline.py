@@ -7,6 +7,7 @@ schedule, sizes, mesh and options are tried is decided by `pairwise`: any two va
 import dataclasses
 from functools import partial
 from itertools import combinations, product
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +19,7 @@ from jax.sharding import PartitionSpec as P
 from marks import some_slow
 
 import jaxfb
-from jaxfb.forward_backward import head_placement, pipeline, stage, target
+from jaxfb.forward_backward import head_placement, pipeline, slot, stage, target
 from jaxfb.parallel import pipe
 
 KEY = jax.random.key(3)
@@ -270,6 +271,22 @@ BY_DEVICE = [
 @pytest.mark.parametrize("case", some_slow(BY_DEVICE, fast=(BY_DEVICE[0], BY_DEVICE[3])))
 def test_devices_that_compute_different_things_in_a_tick_change_nothing(case):
     check(case)
+
+
+@pytest.mark.parametrize("case", BY_DEVICE[:3])
+def test_places_on_the_host_may_hold_anything_before_they_are_written(case, monkeypatch):
+    """On accelerators they begin as memory that nobody cleared."""
+
+    called = []
+
+    def anything(shape, dtype):
+        called.append(shape)
+        return jnp.full(shape, jnp.nan if jnp.issubdtype(dtype, jnp.floating) else 1, dtype)
+
+    monkeypatch.setattr(slot, "lax", SimpleNamespace(**{**vars(slot.lax), "empty": anything}))
+    jax.clear_caches()  # of the same case, traced by another test
+    check(case)
+    assert called
 
 
 @pytest.mark.slow

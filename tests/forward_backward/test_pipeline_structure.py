@@ -11,7 +11,7 @@ import jaxfb
 from jaxfb.forward_backward.ahead import Ahead
 from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.sequential import layer_output
-from jaxfb.forward_backward.slot import Slot
+from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target
 from jaxfb.hlo import collectives, traffic
@@ -246,3 +246,11 @@ def test_masks_made_of_the_microbatch_are_made_again():
         layer, jnp.zeros((2, *KERNEL)), jnp.zeros(HIDDEN), {"segments": jnp.zeros((3, 5), jnp.int32)}
     )
     assert (3, 5, 5) in kept and kept.count((3, 5, 5)) == 1  # the scores, not the mask
+
+
+@pytest.mark.parametrize("platform", ["cuda", "tpu"])
+def test_buffers_on_the_host_are_not_made_of_zeros_on_the_device(platform):
+    shapes = {"hidden": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)}
+    make = jax.jit(lambda: empty_slots(shapes, 3, on_host=True))
+    program = make.trace().lower(lowering_platforms=(platform,)).as_text()
+    assert "AllocateBuffer" in program and "broadcast" not in program
