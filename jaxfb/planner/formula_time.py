@@ -67,11 +67,13 @@ _EXPOSED_A_LAYER_AHEAD, _EXPOSED_HALF_AHEAD = 0.05, 0.23
 ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are scattered in its own turn."""
 _EXPOSED_EXCHANGE = 0.07
 """Share of what experts exchange that nothing hides where a layer's halves run beside it, on TPUs: 0.03 of Mixtral
-8x22B and 0.10 of a model like DeepSeek-V3 on v5p. On GPUs all of it is counted, since the formula takes the work of
-such layers for shorter than it is by as much."""
+8x22B and 0.10 of a model like DeepSeek-V3 on v5p. On GPUs all of it is counted (but see `_ROWS_ON_GPUS`)."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
+_ROWS_ON_GPUS = 50
+"""Further reads and writes of the rows that experts are given, none of which XLA for GPUs fuses with others: 67 by the
+work of Mixtral 8x22B, 64 of a model like DeepSeek-V3, less what is hidden there of the exchange."""
 _IN_TWO_STEPS = 0.87
 """Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
 steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
@@ -151,7 +153,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     beside = (
         _accumulated_bytes(config, sizes, topology)
-        + _expert_bytes(config, sizes)
+        + _expert_bytes(config, sizes, topology)
         + _copied_bytes(config, sizes)
     )
     return step_flops(config, sizes, topology) / chip.flops + (tokens * read + beside) / chip.bandwidth
@@ -173,7 +175,7 @@ def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 2 * 4 * kept * num_microbatches(config)
 
 
-def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
+def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Counts what layers with experts read and write beside products, which no product hides.
 
     Rows of a token's choices, in two bytes a number: cut from tokens and added up to them (2 and 3 times forward, 2 and
@@ -186,7 +188,8 @@ def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     again = mean_over_layers(config, sizes, lambda remat: 0 if remat == "none" else 1)
     ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    of_rows = 2 * sizes.hidden_size * rows * (13 + 2 * again + 4 * ways) * _expert_runs(config, sizes)
+    passes = 13 + 2 * again + 4 * ways + (_ROWS_ON_GPUS if topology.platform == "gpu" else 0)
+    of_rows = 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
     of_layers, _ = turns_of_layers_and_head(config)
     return of_rows + 12 * held_experts(config, sizes) * num_microbatches(config) * of_layers
 

@@ -130,12 +130,17 @@ def test_memory_that_full_recomputation_leaves_is_counted_as_it_is_used(config, 
 @pytest.mark.parametrize(
     "config, topology, seconds",
     [("8b-h100", "gpu:h100x8", 35.59), ("8b-h100", "gpu:h100x64", 4.45), ("70b-h100", "gpu:h100x512", 5.00),
-     ("moe-141b-h100", "gpu:h100x128", 32.77)],
+     ("moe-141b-h100", "gpu:h100x128", 32.77),
+     ("moe-141b-h100 model.num_layers=64 model.hidden_size=7168 model.num_heads=56 model.num_kv_heads=8 "
+      "model.num_experts=256 model.experts_per_token=8 model.expert_mlp_size=2048 model.shared_expert_size=2048 "
+      "model.router_scores=sigmoid model.router_bias_rate=0.001 optimizer.name=adamw mesh.expert=64 "
+      "batch.rows_per_microbatch=1", "gpu:h100x512", 13.05)],
 )  # fmt: skip
 def test_time_of_real_sizes_on_gpus_is_near_the_compilers(config, topology, seconds):
     """Rows of benchmarks/results/real_sizes_gpu.json."""
-    found = estimated(load_config(f"configs/{config}.yaml"), parse_topology(topology))
-    assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+    name, *overrides = config.split()
+    found = estimated(load_config(f"configs/{name}.yaml", overrides), parse_topology(topology))
+    assert found.step_seconds == pytest.approx(seconds, rel=0.1)
 
 
 def test_selective_keeps_what_the_backward_reads():
@@ -286,13 +291,18 @@ def test_rows_go_to_their_experts_and_back(remat, ways):
     assert exchange_seconds(alone, model_sizes(alone), chip) == 0
 
 
-@pytest.mark.parametrize("axis, passes", [("mesh.fsdp=16", 15 + 4 * 5), ("mesh.expert=1", 15)])
-def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, passes):
-    """A layer's second run cuts rows from tokens again; without an expert axis nothing is exchanged."""
+@pytest.mark.parametrize(
+    "axis, name, passes",
+    [("mesh.fsdp=16", "v5p:4x4x8", 15 + 4 * 5), ("mesh.expert=1", "v5p:4x4x8", 15),
+     ("mesh.fsdp=16", "gpu:h100x128", 15 + 4 * 5 + 50)],
+)  # fmt: skip
+def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, name, passes):
+    """A layer's second run cuts rows from tokens again; without an expert axis nothing is exchanged; GPUs fuse less."""
     config = load_config("configs/moe-141b.yaml", [axis, "mesh.fsdp=16", "optimizer.name=adamw"])
-    topology, sizes = parse_topology("v5p:4x4x8"), model_sizes(config)
+    topology, sizes = parse_topology(name), model_sizes(config)
     mixed, one_row = (
-        formula_time._expert_bytes(config, one) for one in (sizes, replace(sizes, experts_per_token=1))
+        formula_time._expert_bytes(config, one, topology)
+        for one in (sizes, replace(sizes, experts_per_token=1))
     )
     microbatches = 2048 / (16 * config.mesh.expert)
     a_row = 4096 * 6144 * 2 * passes * 56 * microbatches
@@ -300,7 +310,7 @@ def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, passes):
     experts = 56 * 3 * 6144 * 16384 * 8 / config.mesh.expert
     assert one_row - a_row == pytest.approx(12 * experts * microbatches)
     dense = replace(sizes, num_experts=0, mlp_size=16384 * 2)
-    assert formula_time._expert_bytes(config, dense) == 0
+    assert formula_time._expert_bytes(config, dense, topology) == 0
     assert work_seconds(config, sizes, topology) > mixed / topology.chip.bandwidth
 
 
