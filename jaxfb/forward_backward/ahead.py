@@ -19,10 +19,10 @@ gradients once:
 | 8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4 | 8.62 -> 7.91 | 15.65 -> 15.58 |
 | 8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16 | 10.19 -> 7.98 | 36.01 -> 35.93 |
 | 8B, v5e:16x16, fsdp 256, sums in bfloat16 | 5.10 -> 4.83 | 6.50 -> 6.48 |
-| 8B, v5p:4x4x4, fsdp 64 | 5.85 -> 5.55 | 9.31 -> 10.08 |
-| 8B, v6e:8x8, fsdp 64 | 5.89 -> 5.59 | 4.91 -> 5.70 |
-| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 42.84 -> 38.07 | 15.68 -> 15.59 |
-| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.60 -> 27.80 | 52.38 -> 53.73 |
+| 8B, v5p:4x4x4, fsdp 64 | 5.86 -> 5.61 | 9.30 -> 10.07 |
+| 8B, v6e:8x8, fsdp 64 | 5.90 -> 5.59 | 4.89 -> 5.70 |
+| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 43.26 -> 38.08 | 15.64 -> 15.55 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.60 -> 27.68 | 52.27 -> 53.61 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
 With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's
