@@ -547,8 +547,8 @@ MUTATIONS = (
     Mutation(
         "slots_never_on_the_host",
         "forward_backward/slot.py",
-        "jax.memory.Space.Host if on_host else",
-        "jax.memory.Space.Device if on_host else",
+        "host = jax.memory.Space.Host",
+        "host = jax.memory.Space.Device",
         "forward_backward/test_structure.py::test_the_inputs_of_layers_wait_in_the_hosts_memory_where_they_are_asked_to",
     ),
     Mutation(
