@@ -821,7 +821,7 @@ MUTATIONS = (
     Mutation(
         "vocabulary_over_pipe_made_whole_over_tensor",
         "parallel/tensor.py",
-        "if AXIS in _axes_of(entry)]",
+        "if AXIS in axes_of(entry)]",
         "if entry == AXIS]",
         "parallel/test_tensor.py::test_a_vocabulary_over_pipe_and_tensor_is_never_whole_over_tensor",
     ),
@@ -845,6 +845,13 @@ MUTATIONS = (
         "lax.empty(",
         "jnp.zeros(",
         "forward_backward/test_pipeline_structure.py::test_buffers_on_the_host_are_not_made_of_zeros_on_the_device",
+    ),
+    Mutation(
+        "heads_turned_by_a_product_beside_a_tensor_axis",
+        "models/rope.py",
+        "fills and num_shards() == 1",
+        "fills",
+        "models/test_variants.py::test_heads_are_turned_by_a_product_where_it_pays",
     ),
     Mutation(
         "halves_of_heads_not_swapped_by_the_product",

@@ -15,6 +15,7 @@ import jax
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+from jaxfb.parallel.sharding import axes_of
 from jaxfb.refusal import Refused
 
 AXIS = "tensor"
@@ -75,9 +76,9 @@ def on_shards(function: Callable[[jax.Array], jax.Array], x: jax.Array, spec: P)
 
     Args:
       function: keeps the number of dims, and the size of the split one.
-      spec: a dim that `pipe` cuts besides, as a vocabulary, is in x that of one stage.
+      spec: other axes may cut the same dim, as `pipe` does a vocabulary; x has this device's part of it.
     """
-    size, split = num_shards(), [dim for dim, entry in enumerate(spec) if AXIS in _axes_of(entry)]
+    size, split = num_shards(), [dim for dim, entry in enumerate(spec) if AXIS in axes_of(entry)]
     if size == 1 or len(split) != 1 or x.shape[split[0]] % size:
         return function(x)
     only = P(*(AXIS if dim == split[0] else None for dim in range(x.ndim)))
@@ -123,10 +124,6 @@ def residual_stream(x: jax.Array, sequence_parallel: bool) -> jax.Array:
     all-gather before the next. Otherwise, and where `tensor` does not divide the tokens, whole.
     """
     return constrain(x, None, AXIS if sequence_parallel else None, None)
-
-
-def _axes_of(entry: str | tuple[str, ...] | None) -> tuple[str | None, ...]:
-    return entry if isinstance(entry, tuple) else (entry,)
 
 
 def _axis_types(mesh: Any) -> dict[str, AxisType]:

@@ -66,7 +66,8 @@ _EXPOSED_A_LAYER_AHEAD, _EXPOSED_HALF_AHEAD = 0.05, 0.23
 """The same of the others of these TPUs: 0.03 to 0.08 of 8B and 70B on v5p and v6e, without context axis; half a layer
 ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are scattered in its own turn."""
 _EXPOSED_ON_V6E_BESIDE_TENSOR = 0.46
-"""The same on v6e beside a tensor axis: 0.45 of 70B and 0.47 of 8B with tensor 2."""
+"""Share of communication that nothing hides on v6e with a tensor axis: of FSDP's 0.45 of 70B and 0.47 of 8B, with two
+chips on that axis."""
 _EXPOSED_EXCHANGE = 0.07
 """Share of what experts exchange that nothing hides where a layer's halves run beside it, on TPUs: 0.03 of Mixtral
 8x22B and 0.10 of a model like DeepSeek-V3 on v5p. On GPUs all of it is counted (but see `_ROWS_ON_GPUS`)."""
