@@ -34,8 +34,11 @@ from jaxfb.config import Config, load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import Topology, hlo_cost, parse_topology
+from jaxfb.planner.branches import Taken
+from jaxfb.planner.counts import num_microbatches, schedule_name
 from jaxfb.planner.routing import Routed
 from jaxfb.planner.verdict import estimated
+from jaxfb.schedules import make
 
 ROOT = Path(__file__).parent.parent
 LIKE_DEEPSEEK = (
@@ -159,7 +162,7 @@ def text_path(folder: str, name: str, side: str) -> Path:
 def numbers(text: str, config: Config, topology_name: str, work: Routed | None = None) -> dict[str, Any]:
     """What a compiled program says of itself. work: of a device's experts, which no program contains."""
     topology = parse_topology(topology_name)
-    cost = hlo_cost.cost_of(text, layout(config, topology), topology.chip, work)
+    cost = hlo_cost.cost_of(text, layout(config, topology), topology.chip, work, taken(config))
     tokens = config.batch.rows * config.data.sequence_length
     host, step = {}, cost.seconds
     moved = [row for (axes, _), row in cost.traffic.items() if axes == hlo_cost.HOST]
@@ -182,7 +185,7 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
         "moved_gb": round(cost.bytes / 1e9, 1),
         "traffic": {
             f"{axes} {kind}": {
-                "count": one.count,
+                "count": round(one.count),
                 "gb": gigabytes(one.bytes),
                 "s": round(one.seconds, 3),
                 "exposed_s": round(one.exposed_seconds, 3),
@@ -191,6 +194,16 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
             for (axes, kind), one in sorted(cost.traffic.items())
         },
     }
+
+
+def taken(config: Config) -> Taken | None:
+    """How often the ticks of a pipeline of jaxfb take their branches; other programs have no such branches."""
+    pipe, pieces = config.mesh.pipe, config.parallel.pieces
+    if pipe == 1:
+        return None
+    return Taken(
+        make(schedule_name(config), pipe, int(num_microbatches(config)), config.chunks, pieces).program
+    )
 
 
 def layout(config: Config, topology: Topology) -> SimpleNamespace:

@@ -27,6 +27,7 @@ from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target
 from jaxfb.parallel import pipe
+from jaxfb.parallel.row_order import in_rows
 from jaxfb.refusal import Refused
 from jaxfb.schedules import Phase, Program
 from jaxfb.types import LossOutput, PyTree
@@ -199,9 +200,11 @@ class Tick:
         if when == "none":
             return arrived
         inputs = self._inputs(row["embed_microbatch"])
-        embedded = _if(
-            when, row["embed_valid"], lambda _: self._head.embed(self._weights.outer, inputs), _zeros(arrived)
-        )
+
+        def embed(_: PyTree) -> PyTree:
+            return self._head.embed(self._weights.outer, inputs)
+
+        embedded = _if("embed", when, row["embed_valid"], embed, _zeros(arrived))
         return _choose(row["f_embed"], embedded, arrived)
 
     def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
@@ -212,7 +215,7 @@ class Tick:
             def answer_only(records):
                 return _put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
 
-            return b._replace(records=_if(when, row["loss_valid"], answer_only, b.records))
+            return b._replace(records=_if("loss", when, row["loss_valid"], answer_only, b.records))
 
         def answer(carried):
             records, gradient, outer = carried
@@ -221,7 +224,7 @@ class Tick:
             gradient = _put(gradient, row["loss_gradient"], cotangent)
             return _put(records, microbatch, out), gradient, added(outer, grads)
 
-        carried = _if(when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
+        carried = _if("loss", when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
@@ -264,9 +267,8 @@ class Tick:
         def scatter(outer: PyTree) -> PyTree:
             return added(outer, self._head.embed_backward(self._weights.outer, inputs, before, mine))
 
-        return b._replace(
-            grads=b.grads._replace(outer=_if(when, row["embed_gradient_valid"], scatter, b.grads.outer))
-        )
+        outer = _if("embed_gradient", when, row["embed_gradient_valid"], scatter, b.grads.outer)
+        return b._replace(grads=b.grads._replace(outer=outer))
 
     def _weight(self, b: Buffers, row: dict) -> Buffers:
         chunk, inputs = row["w_chunk"], self._inputs(row["w_microbatch"])
@@ -360,11 +362,24 @@ def _when(valid: np.ndarray) -> str:
     return "all" if valid.all() else "some" if valid.any() else "none"
 
 
-def _if(when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
-    """Returns `do(tree)` where valid, else tree; all devices agree on the predicate, so collectives may be inside."""
-    if when == "some":
-        return lax.cond(valid == 1, do, lambda same: same, tree)
-    return do(tree) if when == "all" else tree
+def _if(event: str, when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
+    """Returns `do(tree)` where valid, else tree; all devices agree on the predicate, so collectives may be inside.
+
+    The sums pass through several branches, and keep one order in all, or each would copy them to its own. The planner
+    knows a branch by its scope (`jaxfb/planner/branches.py`).
+    """
+    if when == "none":
+        return tree
+
+    def same(given: PyTree) -> PyTree:
+        return jax.tree.map(in_rows, given)
+
+    with jax.named_scope(event):
+        return (
+            do(tree)
+            if when == "all"
+            else lax.cond(valid == 1, lambda given: same(do(same(given))), same, tree)
+        )
 
 
 def _check_float(hidden: PyTree) -> PyTree:

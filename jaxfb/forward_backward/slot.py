@@ -1,9 +1,12 @@
 """Stores a microbatch's values in a pipeline between two ticks.
 
 What a stage keeps is written and read a layer at a time, so that the values of all its layers are never stacked and
-copied. Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. The TPU's
-compiler (libtpu 0.0.48) runs both beside other work: an input is written while the next layer runs, and read while the
-layer behind runs its backward (`reads.py`).
+copied. Buffers stay in the order of their rows: where forward and backward asked for two orders, the TPU's compiler
+copied all slots in every tick (8B on v5p, pipe 16, zb_v, remat none: 13.3 s a step in place of 9.1 s).
+
+Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. The TPU's compiler
+(libtpu 0.0.48) runs both beside other work: an input is written while the next layer runs, and read while the layer
+behind runs its backward (`reads.py`).
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
+from jaxfb.parallel.row_order import in_rows
 from jaxfb.types import PyTree
 
 # Indices of slots, chunks and layers are never negative. JAX would count negative ones from the end, with three
@@ -42,7 +46,7 @@ class Slot(NamedTuple):
         def put(leaf, value):
             at = (self.index, *place, *FROM_START * value.ndim)
             value = value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape)
-            return write(leaf, _moved(value, jax.typeof(leaf).memory_space), at)
+            return in_rows(write(in_rows(leaf), _moved(value, jax.typeof(leaf).memory_space), at))
 
         return Slot(jax.tree.map(put, self.buffers, values), self.index)
 
@@ -52,7 +56,7 @@ class Slot(NamedTuple):
         def get(leaf):
             where = 1 + len(place)
             at = (self.index, *place, *FROM_START * (leaf.ndim - where))
-            value = read(leaf, at, (1,) * where + leaf.shape[where:])
+            value = read(in_rows(leaf), at, (1,) * where + leaf.shape[where:])
             return _moved(value, jax.memory.Space.Device).reshape(leaf.shape[where:])
 
         return jax.tree.map(get, self.buffers)

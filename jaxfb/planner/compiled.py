@@ -179,7 +179,7 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
         return {"too_large": asdict(refusal)}
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
     work = routed(job, traced.jaxpr)
-    compiled = _read(program, job.mesh, topology, work, *seconds)
+    compiled = _read(program, job, topology, work, *seconds)
     if topology.platform == "tpu":
         in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes
         compiled = replace(compiled, temporaries=in_hbm - compiled.arguments - compiled.outputs)
@@ -211,13 +211,16 @@ def _devices(topology: Topology) -> list:
     return tpu.devices(topology)
 
 
-def _read(program, mesh, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
+def _read(program, job, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
+    from jaxfb.planner.branches import Taken
     from jaxfb.planner.hlo_cost import cost_of
 
     memory = program.memory_analysis()
-    cost = cost_of(program.as_text(), mesh, topology.chip, work)
+    taken = Taken(job.schedule.program) if job.schedule else None
+    cost = cost_of(program.as_text(), job.mesh, topology.chip, work, taken)
     traffic = [
-        {"axes": axes, "kind": kind, **vars(row)} for (axes, kind), row in sorted(cost.traffic.items())
+        {"axes": axes, "kind": kind, **vars(row), "count": round(row.count)}
+        for (axes, kind), row in sorted(cost.traffic.items())
     ]
     return Compiled(
         arguments=memory.argument_size_in_bytes,

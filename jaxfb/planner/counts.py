@@ -254,18 +254,12 @@ def num_microbatches(config: Config) -> float:
     return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / _rows_per_microbatch(config)
 
 
-def turns_of_layers_and_head(config: Config) -> tuple[float, float]:
-    """Returns how often a microbatch's worth of layers runs, and of the head.
-
-    A pipeline fills and drains, and while it is full its head runs in every tick, of which a microbatch takes as many
-    as there are chunks.
-    """
-    pipe, chunks, microbatches = config.mesh.pipe, config.chunks, num_microbatches(config)
-    if pipe == 1:
-        return 1.0, 1.0
-    return 1 + schedule_kind(config).fill(pipe) / (chunks * microbatches * config.parallel.pieces), max(
-        1.0, chunks - pipe * (chunks - 1) / microbatches
-    )
+def turns_of_layers(config: Config) -> float:
+    """Returns how often a microbatch's worth of layers runs: more than once in a pipeline, which fills and drains."""
+    if config.mesh.pipe == 1:
+        return 1.0
+    idle = schedule_kind(config).fill(config.mesh.pipe)
+    return 1 + idle / (config.chunks * num_microbatches(config) * config.parallel.pieces)
 
 
 def runs_flash(config: Config, sizes: TransformerConfig, topology: Topology) -> bool:

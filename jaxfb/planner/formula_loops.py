@@ -14,7 +14,7 @@ from jaxfb.planner.counts import (
     layers_here,
     num_microbatches,
     tokens_of_microbatch,
-    turns_of_layers_and_head,
+    turns_of_layers,
 )
 from jaxfb.planner.formula_time import exposed_share, forwards_again, tensor_seconds
 from jaxfb.planner.topology import Topology
@@ -41,7 +41,7 @@ def loop_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     widths = (heads + 2 * sizes.num_kv_heads) * sizes.head_size, heads * sizes.head_size, 2 * middle, middle
     products = (2 * tokens * sizes.hidden_size * width / size / chip.flops for width in widths if width)
     waits = sum(_waited(product, permute, size) for product in products)
-    of_layers, _ = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     runs = (
         layers_here(config, sizes)
         * of_layers

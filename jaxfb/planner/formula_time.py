@@ -32,7 +32,7 @@ from jaxfb.planner.counts import (
     stored,
     tokens_of_microbatch,
     trained_numbers,
-    turns_of_layers_and_head,
+    turns_of_layers,
 )
 from jaxfb.planner.formula_memory import gradient_bytes
 from jaxfb.planner.formula_pieces import waiting_turns
@@ -91,13 +91,13 @@ on v5p with half of its layers gathered."""
 
 def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topology) -> tuple[float, float]:
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
-    of_layers, of_head = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
     again = forwards_again(config, sizes)
     left_out = min(again, 1) * 2 * sizes.hidden_size * dense_width(sizes) * sizes.num_layers
     layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
-    return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head * of_head
+    return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head
 
 
 def forwards_again(config: Config, sizes: TransformerConfig) -> float:
@@ -134,7 +134,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     chip, length = topology.chip, config.data.sequence_length
     assert chip is not None  # times are asked of chips with a known peak alone
     tokens = config.batch.rows * length / topology.num_devices
-    of_layers, of_head = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     moved = _MOVED
     if config.mesh.pipe > 1:
         in_slots = {"none": _MOVED_WITH_RESIDUALS}
@@ -149,7 +149,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read += 2 * _HIDDEN_OVER_TENSOR * config.mesh.tensor * sizes.hidden_size * sizes.num_layers
     read = (
         read * of_layers * share_of_layers(config, sizes) * config.mesh.pipe
-        + _LOGIT_BYTES * share * sizes.vocab_size * of_head
+        + _LOGIT_BYTES * share * sizes.vocab_size
     )
     if context_method(config, sizes, topology) == "ring" and runs_flash(config, sizes, topology):
         turns = (config.mesh.context - 1) * sizes.num_layers
@@ -193,13 +193,13 @@ def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
     passes = 13 + 2 * again + 4 * ways + (_ROWS_ON_GPUS if topology.platform == "gpu" else 0)
     of_rows = 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
-    of_layers, _ = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     return of_rows + 12 * held_experts(config, sizes) * num_microbatches(config) * of_layers
 
 
 def _expert_runs(config: Config, sizes: TransformerConfig) -> float:
     """Returns how often a device runs a layer with experts forward in an update, without a second run."""
-    of_layers, _ = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     with_experts = sum(number for one, number in stack_of(sizes).counted() if one.num_experts)
     return num_microbatches(config) * of_layers * with_experts * share_of_layers(config, sizes)
 
@@ -218,7 +218,7 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     times = microbatches if config.parallel.fsdp_gather != "step" else 1
     of_kept = held_numbers(config, sizes)[0] * share_gathered(config, sizes)
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * microbatches
-    of_layers, of_head = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     gathered = 4 * times * held - (4 * times - 2) * of_kept + times * reduced_bytes(config) * trained
     gathered -= times * spared_bytes(config, sizes, chip.kind)
     experts = held_experts(config, sizes) / held
@@ -229,14 +229,14 @@ def wire_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     if mesh.pipe > 1:
         # a stage's result there and its gradient back; around the head, sums of five hidden states, cut over `tensor`
         seconds += 2 * hidden * of_layers * config.chunks / _rate(config, chip, "pipe", neighbours=True)
-        seconds += 10 / mesh.tensor * hidden * of_head * _turn(config, chip, "pipe")
+        seconds += 10 / mesh.tensor * hidden * _turn(config, chip, "pipe")
     return seconds
 
 
 def tensor_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:
     """Returns the time of sums over tensor shards, of four of a layer's products."""
     hidden = 2 * tokens_of_microbatch(config) * sizes.hidden_size * num_microbatches(config)
-    of_layers, _ = turns_of_layers_and_head(config)
+    of_layers = turns_of_layers(config)
     return 8 * hidden * of_layers * layers_here(config, sizes) * _turn(config, chip, "tensor")
 
 

@@ -1,9 +1,10 @@
 """Computes what a compiled program costs on a chip, from its scheduled text: a roofline, instruction by instruction.
 
 An instruction takes the longer of its products at the peak rate and its bytes at the peak bandwidth; loops count their
-length, a conditional is the longest of its branches. A collective takes its bytes at the bandwidth of its mesh axis;
-those among the same devices follow one another; what runs between its start and its done hides it. So it is with what
-moves between a device and its host's memory, each way at the bandwidth of the link.
+length. A conditional is the longest of its branches; in the ticks of a pipeline, each as often as it is taken
+(`branches.py`). A collective takes its bytes at the bandwidth of its mesh axis; those among the same devices follow one
+another; what runs between its start and its done hides it. So it is with what moves between a device and its host's
+memory, each way at the bandwidth of the link.
 Nothing is faster than its roof, so this is a lower bound of the time, and shows where the time goes.
 """
 
@@ -19,6 +20,7 @@ from jax.sharding import Mesh
 
 from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
+from jaxfb.planner.branches import Taken, branch_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.hlo_bytes import Bytes
 from jaxfb.planner.hlo_products import Products
@@ -88,13 +90,20 @@ def wire_bytes(kind: str, size: float, group: int) -> float:
     return size * {"all-reduce": 2 * share, "collective-permute": 1.0}.get(kind, share)
 
 
-def cost_of(text: str, mesh: Mesh, chip: Chip | None = None, routed: Routed | None = None) -> Cost:
+def cost_of(
+    text: str,
+    mesh: Mesh,
+    chip: Chip | None = None,
+    routed: Routed | None = None,
+    taken: Taken | None = None,
+) -> Cost:
     """Reads `compiled.as_text()`. Without a chip nothing takes time.
 
     routed: what a loop of unknown length and a kernel for experts works through; without it, one turn and all rows.
+    taken: how often the ticks of a pipeline take their branches; without it, always the longest.
     """
     computations, entry = hlo.parse(text)
-    return _Reader(computations, mesh, chip, routed or Routed()).cost(entry)
+    return _Reader(computations, mesh, chip, routed or Routed(), taken).cost(entry)
 
 
 class Executed(NamedTuple):
@@ -135,9 +144,16 @@ def _rows_of(loop: Instruction) -> set[int]:
 
 
 class _Reader:
-    def __init__(self, computations, mesh: Mesh | None, chip: Chip | None, routed: Routed):
+    def __init__(
+        self,
+        computations,
+        mesh: Mesh | None,
+        chip: Chip | None,
+        routed: Routed,
+        taken: Taken | None = None,
+    ):
         self._computations, self._mesh, self._chip = computations, mesh, chip
-        self._routed = routed
+        self._routed, self._taken = routed, taken
         self._products, self._bytes = Products(computations, routed), Bytes(computations)
         self._costs: dict[str, Cost] = {}
         self._chains: dict[str, float] = {}
@@ -157,14 +173,34 @@ class _Reader:
             self._costs[name] = run.end()
         return self._costs[name]
 
-    def regions(self, instruction: Instruction) -> list[tuple[Cost, float]]:
-        """Returns (cost of one run, how many) of what an instruction runs; of branches, the longest."""
+    def regions(self, instruction: Instruction, name: str) -> list[tuple[Cost, float]]:
+        """Returns (cost of one run, how many) of what an instruction of a computation runs."""
+        if instruction.opcode == "conditional":
+            return self._branches(instruction, name)
         called = hlo.callees(instruction, self._computations)
         _, turns = self._routed.of(_rows_of(instruction))
-        costs = [(self.cost(name), turns if length is None else length) for name, length in called]
-        if instruction.opcode == "conditional":
-            return sorted(costs, key=lambda one: (one[0].seconds, one[0].flops))[-1:]
-        return costs
+        return [(self.cost(one), turns if length is None else length) for one, length in called]
+
+    def _branches(self, conditional: Instruction, name: str) -> list[tuple[Cost, float]]:
+        """Returns (cost, share of the runs that take it) of the branches; the longest, where that is not known."""
+        *others, longest = self._by_length(conditional)
+        share = self._share(conditional, name)
+        if share is None or len(others) != 1:
+            return [(longest, 1.0)]
+        return [(others[0], 1 - share), (longest, share)]
+
+    def _share(self, conditional: Instruction, name: str) -> float | None:
+        """Returns how often the longest branch is taken, where it belongs to the ticks of a pipeline."""
+        if self._taken is None or (branch := branch_of(conditional)) is None:
+            return None
+        beside = {one.what: two for two in self._computations[name] if (one := branch_of(two))}
+        kinds = {what: self._by_length(two)[-1].seconds for what, two in beside.items() if what in "FBW"}
+        return self._taken.share(branch, kinds)
+
+    def _by_length(self, conditional: Instruction) -> list[Cost]:
+        """Returns the costs of the branches, the longest last."""
+        costs = [self.cost(one) for one, _ in hlo.callees(conditional, self._computations)]
+        return sorted(costs, key=lambda one: (one.seconds, one.flops))
 
     def alone(self, instruction: Instruction, name: str) -> Cost:
         """Returns the cost of an instruction that runs no other computation, without collectives."""
@@ -244,7 +280,7 @@ class _Run:
 
     def step(self, instruction: Instruction) -> None:
         if instruction.opcode in hlo.REGIONS:
-            for cost, times in self._reader.regions(instruction):
+            for cost, times in self._reader.regions(instruction, self._name):
                 self._cost.add(cost, times)
                 self._clock += times * cost.seconds
             return
