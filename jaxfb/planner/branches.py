@@ -61,7 +61,7 @@ class Taken:
     def _on_the_busiest(self, branch: Branch, seconds: Mapping[str, float]) -> Iterator[np.ndarray]:
         for rows in self._rows(branch.phase):
             valid = {kind: np.asarray(rows[f"{kind.lower()}_valid"]) == 1 for kind in seconds}
-            busiest = sum(seconds[kind] * valid[kind] for kind in seconds).argmax(1)
+            busiest = np.sum([seconds[kind] * valid[kind] for kind in seconds], 0).argmax(1)
             yield np.take_along_axis(valid[branch.what], busiest[:, None], 1)[:, 0]
 
     def _rows(self, kinds: str) -> Iterator[dict[str, list]]:

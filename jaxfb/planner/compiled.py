@@ -164,6 +164,9 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
     from jaxfb.training.setup import enable_float64
 
     enable_float64(config)
+    jax.config.update(
+        "jax_compilation_cache_include_metadata_in_key", True
+    )  # scopes are read (`branches.py`)
     if topology.platform == "gpu":
         config = gpu.with_attention(config, "cudnn" if gpu.takes_flash(config, topology) else "xla")
     job = make_job(config, _mesh(config, topology))

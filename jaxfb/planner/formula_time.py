@@ -34,6 +34,7 @@ from jaxfb.planner.counts import (
     trained_numbers,
     turns_of_layers,
 )
+from jaxfb.planner.formula_by_device import waits
 from jaxfb.planner.formula_memory import gradient_bytes
 from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.formula_tables import spared_bytes
@@ -91,10 +92,10 @@ on v5p with half of its layers gathered."""
 
 def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topology) -> tuple[float, float]:
     """Returns (those of the layers, recomputation and bubble included; those of the head)."""
-    of_layers = turns_of_layers(config)
+    again = forwards_again(config, sizes)
+    of_layers = turns_of_layers(config) * waits(config, sizes, again)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
-    again = forwards_again(config, sizes)
     left_out = min(again, 1) * 2 * sizes.hidden_size * dense_width(sizes) * sizes.num_layers
     layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head
@@ -134,7 +135,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
     chip, length = topology.chip, config.data.sequence_length
     assert chip is not None  # times are asked of chips with a known peak alone
     tokens = config.batch.rows * length / topology.num_devices
-    of_layers = turns_of_layers(config)
+    of_layers = turns_of_layers(config) * waits(config, sizes, forwards_again(config, sizes))
     moved = _MOVED
     if config.mesh.pipe > 1:
         in_slots = {"none": _MOVED_WITH_RESIDUALS}

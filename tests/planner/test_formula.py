@@ -10,6 +10,7 @@ from jaxfb.models.config import num_params
 from jaxfb.planner import formula_tables, formula_time, parse_topology
 from jaxfb.planner.counts import stored, trained_numbers, turns_of_layers
 from jaxfb.planner.formula import estimate
+from jaxfb.planner.formula_by_device import waits
 from jaxfb.planner.formula_loops import loop_seconds
 from jaxfb.planner.formula_memory import HOLES, kept_bytes, relaid_bytes
 from jaxfb.planner.formula_time import exchange_seconds, exposed_seconds, work_seconds
@@ -37,6 +38,36 @@ LONG_STAGES = "data.sequence_length=131072 batch.rows=4 mesh.fsdp=1 mesh.pp=8 pa
 def test_a_pipeline_fills_and_drains(layout, turns):
     config = load_config("configs/1b.yaml", [*ONE_B, *layout.split()])
     assert turns_of_layers(config) == pytest.approx(turns)
+
+
+@pytest.mark.parametrize(
+    "schedule, remat, seconds",
+    [
+        # by the compiler of libtpu 0.0.48: 8B on v5p:4x4x4, one row a microbatch
+        ("interleaved", "layer", 9.99),
+        ("v_half", "selective", 10.12),
+        ("zb_v", "none", 9.12),
+    ],
+)
+def test_a_pipeline_of_two_chunks_takes_about_as_long_as_compiled(schedule, remat, seconds):
+    pipe = 16 if schedule == "zb_v" else 8
+    layout = f"mesh.fsdp=1 mesh.pp={pipe} mesh.dp={64 // pipe} chunks=2 batch.rows_per_microbatch=1"
+    config = load_config(
+        "configs/8b.yaml", [*layout.split(), f"schedule={schedule}", f"parallel.remat={remat}"]
+    )
+    found = estimated(config, parse_topology("v5p:4x4x4"))
+    assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+
+
+def test_where_devices_differ_the_most_expensive_kind_decides():
+    """All that is computed again is in B, and while one device runs B the others wait."""
+    layout = "mesh.pp=8 mesh.fsdp=1 mesh.dp=8 schedule=v_min chunks=2 batch.rows_per_microbatch=1".split()
+    config = load_config("configs/8b.yaml", layout)
+    sizes = model_sizes(config)
+    alone, alike = (waits(config, sizes, again) for again in (1.0, 0.0))
+    assert 1.0 < alike < 1.2 and alone > 1.3
+    assert waits(load_config("configs/8b.yaml", [*layout[:3], "schedule=1f1b"]), sizes, 1.0) == 1.0
+    assert waits(load_config("configs/8b.yaml", ["mesh.fsdp=64"]), sizes, 1.0) == 1.0
 
 
 @pytest.mark.parametrize("name", [name for name in KINDS if not KINDS[name].baseline])
