@@ -1232,9 +1232,16 @@ MUTATIONS = (
     Mutation(
         "slots_in_any_order",
         "forward_backward/slot.py",
-        "in_rows(write(in_rows(leaf), ",
-        "in_rows(write(leaf, ",
+        "self.ordered(write(self.ordered(leaf), ",
+        "self.ordered(write(leaf, ",
         "parallel/test_row_order.py::test_a_slot_is_written_and_read_in_the_order_of_rows",
+    ),
+    Mutation(
+        "slots_of_one_chunk_in_the_order_of_rows",
+        "forward_backward/pipeline.py",
+        "self._layout.num_chunks > 1 and",
+        "self._layout.num_chunks > 0 and",
+        "parallel/test_row_order.py::test_pipelines_of_several_chunks_keep_the_order",
     ),
     Mutation(
         "sums_in_any_order_behind_an_event",

@@ -98,7 +98,7 @@ class MixedStage:
     def _slots(self, slot: Slot | None) -> list:
         if slot is None:
             return [None] * len(self._parts)
-        return [Slot(buffers, slot.index) for buffers in slot.buffers]
+        return [slot._replace(buffers=buffers) for buffers in slot.buffers]
 
     def _backwards(self, slot: Slot) -> list[tuple[Stage, Slot]]:
         return [*zip(self._parts, self._slots(slot), strict=True)][::-1]
@@ -110,4 +110,4 @@ def _of(part: Stage, layers: Layers) -> Layers:
 
 
 def _slot_of(parts: Sequence[Slot]) -> Slot:
-    return Slot(tuple(one.buffers for one in parts), parts[0].index)
+    return parts[0]._replace(buffers=tuple(one.buffers for one in parts))

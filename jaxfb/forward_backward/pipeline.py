@@ -23,7 +23,7 @@ from jaxfb.forward_backward.layer_passes import Layers, StageInputs
 from jaxfb.forward_backward.mixed_stage import MixedStage
 from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import with_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
+from jaxfb.forward_backward.slot import Slot, SlotInRows, empty_slots, read_one
 from jaxfb.forward_backward.stage import Stage
 from jaxfb.forward_backward.target import Target
 from jaxfb.parallel import pipe
@@ -141,6 +141,7 @@ class Tick:
             read_one(np.asarray(table), me) for table in (self._layout.index, self._layout.real)
         )
         self._poison, self._shapes = executor.poison, self._traced()
+        self._keeps_order = self._layout.num_chunks > 1 and self._program.num_pieces == 1
 
     def _traced(self) -> Shapes:
         """Returns what a stage reads and writes, in shapes."""
@@ -204,7 +205,7 @@ class Tick:
         def embed(_: PyTree) -> PyTree:
             return self._head.embed(self._weights.outer, inputs)
 
-        embedded = _if("embed", when, row["embed_valid"], embed, _zeros(arrived))
+        embedded = self._if("embed", when, row["embed_valid"], embed, _zeros(arrived))
         return _choose(row["f_embed"], embedded, arrived)
 
     def _loss(self, b: Buffers, row: dict, hidden: PyTree, when: str) -> Buffers:
@@ -215,7 +216,7 @@ class Tick:
             def answer_only(records):
                 return _put(records, microbatch, self._head.loss(self._weights.outer, hidden, inputs))
 
-            return b._replace(records=_if("loss", when, row["loss_valid"], answer_only, b.records))
+            return b._replace(records=self._if("loss", when, row["loss_valid"], answer_only, b.records))
 
         def answer(carried):
             records, gradient, outer = carried
@@ -224,7 +225,7 @@ class Tick:
             gradient = _put(gradient, row["loss_gradient"], cotangent)
             return _put(records, microbatch, out), gradient, added(outer, grads)
 
-        carried = _if("loss", when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
+        carried = self._if("loss", when, row["loss_valid"], answer, (b.records, b.gradient, b.grads.outer))
         return b._replace(records=carried[0], gradient=carried[1], grads=b.grads._replace(outer=carried[2]))
 
     def _backward(self, b: Buffers, row: dict, when: str) -> Buffers:
@@ -252,9 +253,15 @@ class Tick:
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Returns (saved, sums, cotangent of the stage's input)."""
         chunk = row["b_chunk"]
-        arguments = (self._layers(chunk), Slot(residual, row["b_residual"]), cotangent, seeds, inputs)
+        arguments = (
+            self._layers(chunk),
+            self._slot_at(residual, row["b_residual"]),
+            cotangent,
+            seeds,
+            inputs,
+        )
         if self._splits:
-            slot, before = self._stage.backward_input(*arguments, Slot(saved, row["b_cotangent"]))
+            slot, before = self._stage.backward_input(*arguments, self._slot_at(saved, row["b_cotangent"]))
             return slot.buffers, sums, before
         target = Target(sums, chunk, row["b_valid"] == 1)
         return saved, *self._stage.backward(*arguments, target)[:2]
@@ -267,12 +274,12 @@ class Tick:
         def scatter(outer: PyTree) -> PyTree:
             return added(outer, self._head.embed_backward(self._weights.outer, inputs, before, mine))
 
-        outer = _if("embed_gradient", when, row["embed_gradient_valid"], scatter, b.grads.outer)
+        outer = self._if("embed_gradient", when, row["embed_gradient_valid"], scatter, b.grads.outer)
         return b._replace(grads=b.grads._replace(outer=outer))
 
     def _weight(self, b: Buffers, row: dict) -> Buffers:
         chunk, inputs = row["w_chunk"], self._inputs(row["w_microbatch"])
-        slots = Slot(b.residual, row["w_residual"]), Slot(b.cotangent, row["w_cotangent"])
+        slots = self._slot_at(b.residual, row["w_residual"]), self._slot_at(b.cotangent, row["w_cotangent"])
         seeds = self._seed(row["w_microbatch"], b.layer_records.terms)
 
         def run(sums):
@@ -289,6 +296,25 @@ class Tick:
             return do(carried)
         return lax.cond(row[f"{kind}_valid"] == 1, do, lambda same: same, carried)
 
+    def _if(
+        self, event: str, when: str, valid: jax.Array, do: Callable[[PyTree], PyTree], tree: PyTree
+    ) -> PyTree:
+        """Returns `do(tree)` where valid, else tree; all devices agree on it, so collectives may be inside.
+
+        Sums that pass through branches keep one order in all, or each branch would copy them to its own. The planner
+        knows a branch by its scope (`jaxfb/planner/branches.py`).
+        """
+        if when == "none":
+            return tree
+
+        def same(given: PyTree) -> PyTree:
+            return jax.tree.map(in_rows, given) if self._keeps_order else given
+
+        with jax.named_scope(event):
+            if when == "all":
+                return do(tree)
+            return lax.cond(valid == 1, lambda given: same(do(same(given))), same, tree)
+
     def _filled(self, valid: jax.Array, tree: PyTree) -> PyTree:
         """Returns the input of a stage; with `poison`, in a bubble, NaN in its place.
 
@@ -301,7 +327,10 @@ class Tick:
 
     def _slot(self, buffers: PyTree, row: dict, name: str) -> Slot | None:
         """Returns the slot's shapes; None where the program keeps nothing for a backward."""
-        return Slot(buffers, row[name]) if self._program.num_residual_slots else None
+        return self._slot_at(buffers, row[name]) if self._program.num_residual_slots else None
+
+    def _slot_at(self, buffers: PyTree, index: jax.Array) -> Slot:
+        return (SlotInRows if self._keeps_order else Slot)(buffers, index)
 
     def _layers(self, chunk: jax.Array) -> Layers:
         return Layers(*_get((self._weights.layers, self._index, self._real, self._whole_layers), chunk))
@@ -360,26 +389,6 @@ class Tick:
 def _when(valid: np.ndarray) -> str:
     """Returns whether something happens in "all" ticks of a phase, in "some" or in "none"."""
     return "all" if valid.all() else "some" if valid.any() else "none"
-
-
-def _if(event: str, when: str, valid: jax.Array, do, tree: PyTree) -> PyTree:
-    """Returns `do(tree)` where valid, else tree; all devices agree on the predicate, so collectives may be inside.
-
-    The sums pass through several branches, and keep one order in all, or each would copy them to its own. The planner
-    knows a branch by its scope (`jaxfb/planner/branches.py`).
-    """
-    if when == "none":
-        return tree
-
-    def same(given: PyTree) -> PyTree:
-        return jax.tree.map(in_rows, given)
-
-    with jax.named_scope(event):
-        return (
-            do(tree)
-            if when == "all"
-            else lax.cond(valid == 1, lambda given: same(do(same(given))), same, tree)
-        )
 
 
 def _check_float(hidden: PyTree) -> PyTree:

@@ -1,8 +1,7 @@
 """Stores a microbatch's values in a pipeline between two ticks.
 
 What a stage keeps is written and read a layer at a time, so that the values of all its layers are never stacked and
-copied. Buffers stay in the order of their rows: where forward and backward asked for two orders, the TPU's compiler
-copied all slots in every tick (8B on v5p, pipe 16, zb_v, remat none: 13.3 s a step in place of 9.1 s).
+copied.
 
 Buffers may be in the host's memory; a value moves there as it is written, and back as it is read. The TPU's compiler
 (libtpu 0.0.48) runs both beside other work: an input is written while the next layer runs, and read while the layer
@@ -46,9 +45,10 @@ class Slot(NamedTuple):
         def put(leaf, value):
             at = (self.index, *place, *FROM_START * value.ndim)
             value = value.astype(leaf.dtype).reshape((1,) * (1 + len(place)) + value.shape)
-            return in_rows(write(in_rows(leaf), _moved(value, jax.typeof(leaf).memory_space), at))
+            value = _moved(value, jax.typeof(leaf).memory_space)
+            return self.ordered(write(self.ordered(leaf), value, at))
 
-        return Slot(jax.tree.map(put, self.buffers, values), self.index)
+        return self._replace(buffers=jax.tree.map(put, self.buffers, values))
 
     def get(self, *place: jax.Array) -> PyTree:
         """Reads buffers[index], or buffers[index, place]."""
@@ -56,10 +56,28 @@ class Slot(NamedTuple):
         def get(leaf):
             where = 1 + len(place)
             at = (self.index, *place, *FROM_START * (leaf.ndim - where))
-            value = read(in_rows(leaf), at, (1,) * where + leaf.shape[where:])
+            value = read(self.ordered(leaf), at, (1,) * where + leaf.shape[where:])
             return _moved(value, jax.memory.Space.Device).reshape(leaf.shape[where:])
 
         return jax.tree.map(get, self.buffers)
+
+    def ordered(self, leaf: jax.Array) -> jax.Array:
+        """Returns a buffer in the order in which it is kept: any."""
+        return leaf
+
+
+class SlotInRows(Slot):
+    """Selects one of many places in buffers that TPUs keep in the order of their rows.
+
+    For pipelines with several chunks on a device: where forward and backward asked for two orders, the TPU's compiler
+    copied all slots in every tick (libtpu 0.0.48: 8B on v5p, pipe 16, zb_v, remat none, 13.3 s a step in place of 9.1
+    s). With one chunk they do not, and of sequences in pieces a given order costs memory: 83.3 GB in place of 70.1 GB
+    of 8B at 131,072 tokens.
+    """
+
+    def ordered(self, leaf: jax.Array) -> jax.Array:
+        """Returns the buffer in the order of its rows."""
+        return in_rows(leaf)
 
 
 def empty_slots(shapes: PyTree, number: int, on_host: bool = False) -> PyTree:

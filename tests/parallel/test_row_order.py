@@ -1,13 +1,18 @@
 """Arrays that a pipeline carries from tick to tick keep the order of their rows, where a compiler may change it."""
 
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import pytest
 
-from jaxfb.forward_backward.pipeline import _if
-from jaxfb.forward_backward.slot import Slot
+import jaxfb
+from jaxfb.config import load_config
+from jaxfb.forward_backward.pipeline import Tick
+from jaxfb.forward_backward.slot import Slot, SlotInRows
 from jaxfb.parallel import row_order
 from jaxfb.parallel.row_order import in_rows
+from jaxfb.planner.job import make_job
 
 
 def constraints(function, *args) -> int:
@@ -28,20 +33,27 @@ def test_no_other_platform_is_told_an_order():
     assert constraints(in_rows, jnp.zeros((4, 3))) == 0
 
 
-def test_a_slot_is_written_and_read_in_the_order_of_rows(on_tpu):
+@pytest.mark.parametrize("slot, times", [(SlotInRows, 1), (Slot, 0)])
+def test_a_slot_is_written_and_read_in_the_order_of_rows(on_tpu, slot, times):
     buffers, index = jnp.zeros((3, 2, 4)), jnp.int32(1)
-    put = lambda buffers, value: Slot(buffers, index).put(value).buffers  # noqa: E731
-    assert constraints(put, buffers, jnp.ones((2, 4))) == 2  # before and after
-    assert constraints(lambda buffers: Slot(buffers, index).get(), buffers) == 1
+
+    def put(buffers, value):
+        return slot(buffers, index).put(value).buffers
+
+    assert constraints(put, buffers, jnp.ones((2, 4))) == 2 * times  # before and after
+    assert constraints(lambda buffers: slot(buffers, index).get(), buffers) == times
+    assert isinstance(slot(buffers, index).put(jnp.ones((2, 4))), slot)
 
 
-def test_sums_leave_both_branches_of_an_event_in_the_order_of_rows(on_tpu):
-    """In each branch one constraint on the way in and one on the way out would do; "same" needs one."""
+@pytest.mark.parametrize("keeps_order, expected", [(True, [1, 2]), (False, [0, 0])])
+def test_sums_leave_both_branches_of_an_event_in_the_order_of_rows(on_tpu, keeps_order, expected):
+    tick = SimpleNamespace(_keeps_order=keeps_order)
 
     def event(valid, sums):
-        return _if(
-            "loss", "some", valid, lambda given: {"table": given["table"] + 1, "scale": given["scale"]}, sums
-        )
+        def more(given):
+            return {"table": given["table"] + 1, "scale": given["scale"]}
+
+        return Tick._if(tick, "loss", "some", valid, more, sums)  # pyright: ignore[reportArgumentType]
 
     sums = {"table": jnp.zeros((4, 3)), "scale": jnp.zeros(3)}
     (cond,) = [one for one in jax.make_jaxpr(event)(jnp.int32(1), sums).eqns if one.primitive.name == "cond"]
@@ -49,4 +61,20 @@ def test_sums_leave_both_branches_of_an_event_in_the_order_of_rows(on_tpu):
         [one.primitive.name for one in branch.eqns].count("layout_constraint")
         for branch in cond.params["branches"]
     ]
-    assert found == [1, 2]
+    assert found == expected
+
+
+@pytest.mark.parametrize(
+    "schedule, chunks, ordered", [("interleaved", 2, True), ("zb_v", 2, True), ("1f1b", 1, False)]
+)
+def test_pipelines_of_several_chunks_keep_the_order(on_tpu, schedule, chunks, ordered):
+    config = load_config(
+        "configs/quickstart.yaml",
+        [
+            *("model.num_layers=8", "model.hidden_size=32", "model.mlp_size=64", "data.sequence_length=32"),
+            *("batch.rows=16", "batch.num_microbatches=8", "mesh.data=1", "mesh.pp=4"),
+            *("parallel.remat=layer", f"schedule={schedule}", f"chunks={chunks}"),
+        ],
+    )
+    job = make_job(config, jaxfb.make_mesh(pipe=4, devices=jax.devices()[:4]))
+    assert (" layout_constraint[" in str(job.step.trace(job.state, job.batch).jaxpr)) == ordered
