@@ -47,6 +47,7 @@ def test_a_pipeline_fills_and_drains(layout, turns):
         ("interleaved", "layer", 9.99),
         ("v_half", "selective", 10.12),
         ("zb_v", "none", 9.12),
+        ("v_min", "layer", 15.08),
     ],
 )
 def test_a_pipeline_of_two_chunks_takes_about_as_long_as_compiled(schedule, remat, seconds):
