@@ -25,7 +25,7 @@ from jaxfb.planner.counts import (
     num_microbatches,
     share_gathered,
     tokens_of_microbatch,
-    turns_of_layers_and_head,
+    turns_of_layers,
 )
 
 COMPUTE, MASTER = 2, 4
@@ -59,7 +59,7 @@ class Layout:
     @property
     def layer_turns(self) -> float:
         """How many layers run on a device in a step, those that fill and drain a pipeline included."""
-        turns = num_microbatches(self.config) * turns_of_layers_and_head(self.config)[0]
+        turns = num_microbatches(self.config) * turns_of_layers(self.config)
         return turns * layers_here(self.config, self.sizes)
 
     @property
@@ -84,7 +84,7 @@ def gathered_and_scattered(one: Layout) -> float:
     gathered. A stage that runs again from its input gathers once more.
     """
     layers, outer = held_numbers(one.config, one.sizes)
-    turns, head = turns_of_layers_and_head(one.config)
+    turns = turns_of_layers(one.config)
     microbatches, rounded = num_microbatches(one.config), one.config.precision.reduce_dtype == "bfloat16"
     scattered = COMPUTE if rounded or not one.ours else MASTER
     stays = share_gathered(one.config, one.sizes) if one.ours else 0.0
@@ -92,7 +92,7 @@ def gathered_and_scattered(one: Layout) -> float:
         return (COMPUTE + MASTER) * (layers + outer)
     gathered = COMPUTE * (2 + max(0, one.again - 1))
     of_layers = microbatches * turns * (gathered + scattered) * (1 - stays) + (COMPUTE + MASTER) * stays
-    of_outer = microbatches * head * (COMPUTE + scattered)
+    of_outer = microbatches * (COMPUTE + scattered)
     return of_layers * layers + of_outer * outer
 
 
@@ -148,11 +148,11 @@ def pipe(one: Layout) -> float:
     the axis, hidden states to all of its devices and the sum of their gradients. MaxText cuts the head's rows instead:
     each goes from the last stage to one device, and its gradient back.
     """
-    turns, head = turns_of_layers_and_head(one.config)
+    turns = turns_of_layers(one.config)
     cut = one.size("tensor") if one.sizes.sequence_parallel else 1
     handed_on = 2 * turns * one.config.chunks * one.hidden / cut
     # ours: the sum of the head's gradients in float32, and hidden states around it and the embedding
-    around = (10 * head / one.size("tensor") if one.ours else 2 / cut) * one.share("pipe") * one.hidden
+    around = (10 / one.size("tensor") if one.ours else 2 / cut) * one.share("pipe") * one.hidden
     return num_microbatches(one.config) * (handed_on + around)
 
 
