@@ -120,6 +120,19 @@ def test_inputs_of_layers_travel_to_the_host_and_back_beside_the_products_of_oth
 
 @compiler
 @pytest.mark.slow
+def test_slots_of_a_pipeline_are_not_copied_in_every_tick():
+    """Without a given order of their buffers the step would take 1.29 times as long as its products, with it 1.16."""
+    layout = (
+        "model.num_layers=8 model.vocab_size=16384 batch.rows=16 batch.rows_per_microbatch=1 mesh.dp=1 mesh.fsdp=1 "
+        "mesh.pp=4 schedule=zb_v chunks=2 parallel.remat=none"
+    ).split()
+    with jax.enable_x64(False):
+        compiled = plan(load_config("configs/8b.yaml", layout), parse_topology("v5p:2x2x1")).compiled
+    assert compiled.work_seconds < 1.22 * compiled.product_seconds
+
+
+@compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("layout", "topology"),
     [
