@@ -34,7 +34,7 @@ from jaxfb.config import Config, load_config
 from jaxfb.mesh import mesh_sizes
 from jaxfb.models.config import flops_per_token
 from jaxfb.planner import Topology, hlo_cost, parse_topology
-from jaxfb.planner.branches import Taken
+from jaxfb.planner.branches import TakenBranches
 from jaxfb.planner.counts import num_microbatches, schedule_name
 from jaxfb.planner.routing import Routed
 from jaxfb.planner.verdict import estimated
@@ -196,12 +196,12 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
     }
 
 
-def taken(config: Config) -> Taken | None:
+def taken(config: Config) -> TakenBranches | None:
     """How often the ticks of a pipeline of jaxfb take their branches; other programs have no such branches."""
     pipe, pieces = config.mesh.pipe, config.parallel.pieces
     if pipe == 1:
         return None
-    return Taken(
+    return TakenBranches(
         make(schedule_name(config), pipe, int(num_microbatches(config)), config.chunks, pieces).program
     )
 

@@ -1216,6 +1216,13 @@ MUTATIONS = (
         "planner/test_branches.py::test_a_head_counts_once_a_microbatch",
     ),
     Mutation(
+        "a_plan_that_does_not_know_the_schedule",
+        "planner/compiled.py",
+        "TakenBranches(job.schedule.program) if job.schedule else None",
+        "None",
+        "planner/test_branches.py::test_a_head_counts_once_a_microbatch",
+    ),
+    Mutation(
         "branches_without_their_names",
         "forward_backward/pipeline.py",
         "with jax.named_scope(event):",

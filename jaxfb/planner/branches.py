@@ -32,7 +32,7 @@ def branch_of(instruction: Instruction) -> Branch | None:
     return Branch(*found.groups())
 
 
-class Taken:
+class TakenBranches:
     """Knows in which ticks of a program each branch is taken, and by which device."""
 
     def __init__(self, program: Program):

@@ -215,11 +215,11 @@ def _devices(topology: Topology) -> list:
 
 
 def _read(program, job, topology: Topology, work, lower_seconds: float, compile_seconds: float) -> Compiled:
-    from jaxfb.planner.branches import Taken
+    from jaxfb.planner.branches import TakenBranches
     from jaxfb.planner.hlo_cost import cost_of
 
     memory = program.memory_analysis()
-    taken = Taken(job.schedule.program) if job.schedule else None
+    taken = TakenBranches(job.schedule.program) if job.schedule else None
     cost = cost_of(program.as_text(), job.mesh, topology.chip, work, taken)
     traffic = [
         {"axes": axes, "kind": kind, **vars(row), "count": round(row.count)}

@@ -15,13 +15,13 @@ from jaxfb.config.adapters import trained_patterns
 from jaxfb.forward_backward.ahead import gathers_ahead, halves_pay
 from jaxfb.forward_backward.last_microbatch import obstacle_to_overlap, overlaps
 from jaxfb.models import splash, splash_gather
-from jaxfb.models.config import TransformerConfig, num_params
+from jaxfb.models.config import TransformerConfig, num_params, seen_share
 from jaxfb.models.layout import layers_of_stages
 from jaxfb.models.pattern import stack_of
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.planner.topology import Topology
 from jaxfb.recomputation import remat_parts
-from jaxfb.schedules import Kind, default_name, kind_of
+from jaxfb.schedules import Kind, Schedule, default_name, kind_of, make
 from jaxfb.trainable import parted, pruned
 from jaxfb.types import outer_params
 
@@ -252,6 +252,28 @@ def _rows_per_microbatch(config: Config) -> int:
 def num_microbatches(config: Config) -> float:
     mesh = config.mesh
     return config.batch.rows / (mesh.data * mesh.fsdp * mesh.expert) / _rows_per_microbatch(config)
+
+
+def short_schedule(config: Config) -> Schedule:
+    """Returns the schedule of a config's pipeline for at most twice as many microbatches as there are stages: more
+    take no more slots, and repeat the same ticks.
+    """
+    pipe, pieces = config.mesh.pipe, config.parallel.pieces
+    number = min(max(1, int(num_microbatches(config))), 2 * pipe)
+    return _made(schedule_name(config), pipe, number, config.chunks, pieces)
+
+
+@lru_cache(maxsize=64)
+def _made(name: str, stages: int, microbatches: int, chunks: int, pieces: int) -> Schedule:
+    return make(name, stages, microbatches, chunks, pieces)
+
+
+def attention_flops(config: Config, sizes: TransformerConfig) -> float:
+    """Returns the operations of attention's scores and of its output in the forward of all layers, a token."""
+    length = config.data.sequence_length
+    value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
+    seen = seen_share(sizes, length) * length * sizes.num_layers / 2
+    return 2 * sizes.num_heads * (sizes.head_size + value_size) * seen
 
 
 def turns_of_layers(config: Config) -> float:

@@ -5,47 +5,44 @@ from __future__ import annotations
 from functools import lru_cache
 
 from jaxfb.config import Config
-from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
-from jaxfb.planner.counts import num_microbatches, schedule_kind, schedule_name
-from jaxfb.schedules import make
+from jaxfb.models.config import TransformerConfig, flops_per_token
+from jaxfb.planner.counts import attention_flops, schedule_kind, short_schedule
+from jaxfb.schedules import Schedule
 
 _BACKWARD_OF_ATTENTION = 7 / 2
-"""Products of attention's kernels backward over those forward; its scores are made again. All are in B."""
+"""Products of the backward of attention's kernels over those of the forward, whose scores it makes again. All are in
+B."""
 
 
 def waits(config: Config, sizes: TransformerConfig, again: float) -> float:
-    """Returns how many times as long the layers take as if F, B and W cost the same: in each tick all wait for the
-    device that has most to do. 1 where all devices compute the same kinds.
+    """Returns how many times as long the layers take as if F, B and W cost the same: in each tick all devices wait for
+    the one with most to do. 1 where all devices compute the same kinds.
 
     again: how often a layer's forward runs again for its backward.
     """
     if config.mesh.pipe == 1 or not schedule_kind(config).by_device:
         return 1.0
-    number = min(int(num_microbatches(config)), 2 * config.mesh.pipe)
-    costs = [round(cost, 2) for cost in _costs(config, sizes, again)]
-    return _waits(schedule_name(config), config.mesh.pipe, max(1, number), config.chunks, *costs)
+    costs = tuple(round(cost, 2) for cost in _costs(config, sizes, again))
+    return _waits(short_schedule(config), costs)
 
 
 def _costs(config: Config, sizes: TransformerConfig, again: float) -> tuple[float, float, float]:
-    """Returns what F, B and W cost, in the cost of a forward without attention."""
-    length = config.data.sequence_length
-    forward = flops_per_token(sizes, length) / 3 - 2 * sizes.hidden_size * sizes.vocab_size
-    value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
-    keys = seen_share(sizes, length) * length * sizes.num_layers / 2
-    scores = 2 * sizes.num_heads * (sizes.head_size + value_size) * keys
+    """Returns what F, B and W cost, where a forward without attention costs 1."""
+    head = 2 * sizes.hidden_size * sizes.vocab_size
+    forward = flops_per_token(sizes, config.data.sequence_length) / 3 - head
+    scores = attention_flops(config, sizes)
     attention = scores / (forward - scores)
     whole = 1 + attention
     return whole, 1 + _BACKWARD_OF_ATTENTION * attention + again * whole, 1.0
 
 
 @lru_cache(maxsize=64)
-def _waits(
-    name: str, stages: int, microbatches: int, chunks: int, forward: float, backward: float, weight: float
-) -> float:
-    schedule = make(name, stages, microbatches, chunks)
-    even = (forward + backward + weight) / 3
-    found, alike = (
-        schedule.simulate(forward=f, backward_input=b, backward_weight=w).time
-        for f, b, w in ((forward, backward, weight), (even, even, even))
-    )
-    return found / alike
+def _waits(schedule: Schedule, costs: tuple[float, ...]) -> float:
+    return _time(schedule, costs) / _time(schedule, (sum(costs) / 3,) * 3)
+
+
+def _time(schedule: Schedule, costs: tuple[float, ...]) -> float:
+    forward, backward_input, backward_weight = costs
+    return schedule.simulate(
+        forward=forward, backward_input=backward_input, backward_weight=backward_weight
+    ).time

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 from jaxfb.config import Config
 from jaxfb.models.config import TransformerConfig
 from jaxfb.planner.counts import (
     hidden_width,
     layers_here,
-    num_microbatches,
-    schedule_name,
+    short_schedule,
     tokens_of_microbatch,
     tokens_of_piece,
 )
 from jaxfb.planner.piece_turns import mean_turns
-from jaxfb.schedules import Schedule, make
 
 _CACHED, _READ = 2 + 4, 2 + 4 + 4
 """Bytes of a key's or value's number: in a cache, with its gradient in float32; and while a layer's backward runs,
@@ -26,7 +22,7 @@ def pieces_in_flight(config: Config) -> float:
     """Returns microbatches whose activations the first stage keeps, by the schedule's count of their pieces: abreast
     all pieces of a group, one after the other those of 1f1b and the rest of the first microbatch.
     """
-    return _schedule(config).program.allocated("residual") / (config.chunks * config.parallel.pieces)
+    return short_schedule(config).program.allocated("residual") / (config.chunks * config.parallel.pieces)
 
 
 def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
@@ -38,7 +34,7 @@ def waiting_bytes(config: Config, sizes: TransformerConfig) -> float:
     """
     if config.parallel.pieces == 1:
         return 0.0
-    program = _schedule(config).program
+    program = short_schedule(config).program
     caches = program.allocated("cache") * layers_here(config, sizes) / config.chunks
     passed = program.allocated("activation") + program.allocated("gradient")
     hidden = 2 * tokens_of_piece(config) * hidden_width(config, sizes)
@@ -57,25 +53,9 @@ def waiting_turns(config: Config) -> float:
     8B at 128k tokens, 16 pieces on 8 stages: 1.44 one after the other, 1.09 abreast.
     """
     pieces = config.parallel.pieces
-    return 1.0 if pieces == 1 else (mean_turns(_schedule(config)) + 1 / 2) / (pieces / 2)
+    return 1.0 if pieces == 1 else (mean_turns(short_schedule(config)) + 1 / 2) / (pieces / 2)
 
 
 def _keys_of_layer(config: Config, sizes: TransformerConfig) -> float:
     """Returns the numbers of a layer's keys and values of all pieces of a microbatch."""
     return 2 * tokens_of_microbatch(config) * sizes.num_kv_heads * sizes.head_size / config.mesh.tensor
-
-
-def _schedule(config: Config) -> Schedule:
-    return _made(
-        schedule_name(config),
-        config.mesh.pipe,
-        max(1, int(num_microbatches(config))),
-        config.chunks,
-        config.parallel.pieces,
-    )
-
-
-@lru_cache(maxsize=16)
-def _made(name: str, stages: int, microbatches: int, chunks: int, pieces: int) -> Schedule:
-    """Builds a schedule; more microbatches than twice the stages take no more slots."""
-    return make(name, stages, min(microbatches, 2 * stages), chunks, pieces)

@@ -12,6 +12,7 @@ from jaxfb.models.config import TransformerConfig, flops_per_token, seen_share
 from jaxfb.models.pattern import stack_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
+    attention_flops,
     context_method,
     dense_width,
     gathers_before_use,
@@ -117,9 +118,7 @@ def _flops_of_kernels(config: Config, sizes: TransformerConfig, topology: Topolo
     if topology.platform != "tpu" or not runs_flash(config, sizes, topology):
         return 0.0
     length, context = config.data.sequence_length, config.mesh.context
-    value_size = sizes.latent.value_size if sizes.latent else sizes.head_size
-    seen = seen_share(sizes, length) * length * sizes.num_layers / 2
-    attention = 6 * sizes.num_heads * (sizes.head_size + value_size) * seen
+    attention = 3 * attention_flops(config, sizes)
     # the context axis cuts a row into twice its size
     together = length if context == 1 else length // (2 * context)
     blocks = 1 + splash.block_size(together) / length

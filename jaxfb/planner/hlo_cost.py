@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from jaxfb import hlo
 from jaxfb.hlo import Collective, Instruction
-from jaxfb.planner.branches import Taken, branch_of
+from jaxfb.planner.branches import TakenBranches, branch_of
 from jaxfb.planner.chips import Chip
 from jaxfb.planner.hlo_bytes import Bytes
 from jaxfb.planner.hlo_products import Products
@@ -67,11 +67,12 @@ class Cost:
 class Traffic:
     """The traffic of one kind of collective along one set of axes: how many, their bytes, their time, hidden or not.
 
-    bytes: of the arrays, as `jaxfb.hlo.Collective` counts. asynchronous: bytes whose start and done stand apart;
-    beside_products: those of them between whose start and done there are matrix products.
+    count: whole but for rounding, where branches run in a share of a loop's turns. bytes: of the arrays, as
+    `jaxfb.hlo.Collective` counts. asynchronous: bytes whose start and done stand apart; beside_products: those of them
+    between whose start and done there are matrix products.
     """
 
-    count: int = 0
+    count: float = 0
     bytes: float = 0
     seconds: float = 0
     exposed_seconds: float = 0
@@ -95,7 +96,7 @@ def cost_of(
     mesh: Mesh,
     chip: Chip | None = None,
     routed: Routed | None = None,
-    taken: Taken | None = None,
+    taken: TakenBranches | None = None,
 ) -> Cost:
     """Reads `compiled.as_text()`. Without a chip nothing takes time.
 
@@ -150,7 +151,7 @@ class _Reader:
         mesh: Mesh | None,
         chip: Chip | None,
         routed: Routed,
-        taken: Taken | None = None,
+        taken: TakenBranches | None = None,
     ):
         self._computations, self._mesh, self._chip = computations, mesh, chip
         self._routed, self._taken = routed, taken

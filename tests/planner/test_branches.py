@@ -9,9 +9,12 @@ import pytest
 import jaxfb
 from jaxfb.config import load_config
 from jaxfb.hlo import parse
-from jaxfb.planner.branches import EVENTS, Branch, Taken, branch_of
+from jaxfb.planner.branches import EVENTS, Branch, TakenBranches, branch_of
+from jaxfb.planner.compiled import _read
 from jaxfb.planner.hlo_cost import cost_of
 from jaxfb.planner.job import make_job
+from jaxfb.planner.routing import Routed
+from jaxfb.planner.topology import parse_topology
 from jaxfb.schedules import KINDS, make
 
 BY_DEVICE = [name for name in KINDS if KINDS[name].by_device]
@@ -25,7 +28,7 @@ vocabulary of 512 that a device of four has."""
 def test_by_device_a_tick_takes_as_long_as_in_a_simulation(name, seconds):
     schedule = make(name, 4, 12, 2)
     costs = dict(zip("FBW", seconds, strict=True))
-    taken = Taken(schedule.program)
+    taken = TakenBranches(schedule.program)
     mean = sum(taken.share(Branch("FBW", kind), costs) * costs[kind] for kind in costs)
     forward, backward_input, backward_weight = seconds
     simulated = schedule.simulate(
@@ -47,7 +50,7 @@ def test_a_loss_is_computed_once_a_microbatch(name, chunks):
         )
         sometimes = 0.0
         for kinds in {phase.kinds for phase in program.phases}:
-            if (share := Taken(program).share(Branch(kinds, event), {})) is None:
+            if (share := TakenBranches(program).share(Branch(kinds, event), {})) is None:
                 continue
             with_branch = [
                 phase.num_ticks
@@ -60,13 +63,13 @@ def test_a_loss_is_computed_once_a_microbatch(name, chunks):
 
 
 def test_a_schedule_whose_devices_compute_alike_has_no_branch_for_a_kind():
-    taken = Taken(make("interleaved", 4, 8, 2).program)
+    taken = TakenBranches(make("interleaved", 4, 8, 2).program)
     assert taken.share(Branch("FB", "B"), {"B": 1.0}) is None
     assert taken.share(Branch("W", "loss"), {}) is None  # no phase computes that alone
 
 
 def compiled(schedule: str, chunks: int = 2):
-    """A step of 8 layers, 16 microbatches and four stages, and its text."""
+    """Returns a step of 8 layers, 16 microbatches and four stages, its text, and its program."""
     job = make_job(
         load_config(
             "configs/quickstart.yaml",
@@ -80,7 +83,8 @@ def compiled(schedule: str, chunks: int = 2):
         jaxfb.make_mesh(pipe=4, devices=jax.devices()[:4]),
     )
     with names_in_the_cache():
-        return job, job.step.trace(job.state, job.batch).lower().compile().as_text()
+        program = job.step.trace(job.state, job.batch).lower().compile()
+    return job, program.as_text(), program
 
 
 @contextmanager
@@ -89,8 +93,10 @@ def names_in_the_cache():
     name = "jax_compilation_cache_include_metadata_in_key"
     before = getattr(jax.config, name)
     jax.config.update(name, True)
-    yield
-    jax.config.update(name, before)
+    try:
+        yield
+    finally:
+        jax.config.update(name, before)
 
 
 @pytest.fixture(scope="module")
@@ -114,20 +120,23 @@ def test_a_program_names_its_branches(interleaved, by_device):
 
 
 def test_a_head_counts_once_a_microbatch(interleaved):
-    job, text = interleaved
+    job, text, program = interleaved
     longest = cost_of(text, job.mesh).flops
-    counted = cost_of(text, job.mesh, taken=Taken(job.schedule.program)).flops
+    counted = cost_of(text, job.mesh, taken=TakenBranches(job.schedule.program)).flops
     rows = job.schedule.program.rows["loss_valid"]
     ticks = sum(phase.num_ticks for phase in job.schedule.phases if any(rows[phase.start : phase.stop]))
     assert longest - counted == pytest.approx((ticks - 16) * HEAD)
+    assert (
+        _read(program, job, parse_topology("cpu:4"), Routed(), 0.0, 0.0).flops == counted
+    )  # as `jaxfb plan`
 
 
 def test_a_device_computes_one_kind_in_a_tick(interleaved, by_device):
     """All schedules have the same work; what they idle is less than a tenth, a branch taken every time three times."""
-    (alike, program), (job, text) = interleaved, by_device
+    (alike, program, _), (job, text, _) = interleaved, by_device
     longest, counted = (
-        cost_of(text, job.mesh, taken=taken).flops for taken in (None, Taken(job.schedule.program))
+        cost_of(text, job.mesh, taken=taken).flops for taken in (None, TakenBranches(job.schedule.program))
     )
-    other = cost_of(program, alike.mesh, taken=Taken(alike.schedule.program)).flops
+    other = cost_of(program, alike.mesh, taken=TakenBranches(alike.schedule.program)).flops
     assert 0.9 * other < counted < other
     assert longest > 3 * counted
