@@ -40,7 +40,7 @@ from jax import lax
 from jax.sharding import get_abstract_mesh
 
 from jaxfb.forward_backward.overwriting import Overwriting
-from jaxfb.forward_backward.slot import read_one
+from jaxfb.forward_backward.slot import read_layer
 from jaxfb.parallel.row_order import in_rows
 from jaxfb.recomputation import Half
 from jaxfb.trainable import joined, parted
@@ -105,11 +105,13 @@ class Ahead:
         reverse: bool = False,
         first: int = 0,
         whole: PyTree = None,
+        chunk: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Equals `lax.scan(lambda c, xs: one(c, gather(xs[0]), xs[1]), carry, (shards, others), reverse=reverse)`, with
         as many shards as there are others, from the place `first` on; returns the last layer's whole parameters too.
 
         whole: parameters of the first layer that runs, where they are gathered already (`gathered`).
+        chunk: of shards of all chunks, [num_chunks, l, ...], the one whose layers run.
 
         Two layers are a turn of the loop, so that the parameters of one come to lie where those of the layer before
         it were; a loop that carried them from each layer to the next would copy them.
@@ -118,16 +120,18 @@ class Ahead:
         places = jnp.arange(number, dtype=jnp.int32)
         early, in_turn = self.parts(shards)
 
-        def at(tree: PyTree, turn: jax.Array, first: int = 0) -> PyTree:
-            place = number - 1 - turn if reverse else turn
-            place = place + first if first else place
-            return jax.tree.map(lambda leaf: read_one(leaf, place), tree)
+        def place_of(turn: jax.Array) -> jax.Array:
+            return number - 1 - turn if reverse else turn
+
+        def gathered(shards: PyTree, turn: jax.Array) -> PyTree:
+            place = place_of(turn) + first if first else place_of(turn)
+            return self.gather(_as_stored(read_layer(shards, place, chunk)))
 
         def step(carried, turn):
             carry, whole = carried
-            following = self.gather(_as_stored(at(early, jnp.minimum(turn + 1, number - 1), first)))
-            now = self.gather(_as_stored(at(in_turn, turn, first)))
-            carry, out = one(carry, joined(whole, now), at(others, turn))
+            following = gathered(early, jnp.minimum(turn + 1, number - 1))
+            now = gathered(in_turn, turn)
+            carry, out = one(carry, joined(whole, now), read_layer(others, place_of(turn)))
             return (carry, following), out
 
         def pair(carried, turns):
@@ -137,7 +141,7 @@ class Ahead:
             carried, second = step(*lax.optimization_barrier((carried, turns[1])))
             return carried, jax.tree.map(lambda *both: jnp.stack(both), first, second)
 
-        carried = carry, self.gathered(shards, number - 1 + first if reverse else first, whole)
+        carried = carry, self.gathered(shards, number - 1 + first if reverse else first, chunk, whole)
         even = number - number % 2
         carried, out = lax.scan(pair, carried, places[:even].reshape(-1, 2))
         out = jax.tree.map(lambda leaf: leaf.reshape(even, *leaf.shape[2:]), out)
@@ -149,12 +153,11 @@ class Ahead:
         # the last turn has gathered its own layer once more
         return carried[0], out, carried[1]
 
-    def gathered(self, shards: PyTree, place: int, whole: PyTree = None) -> PyTree:
+    def gathered(self, shards: PyTree, place: int, chunk: jax.Array | None, whole: PyTree = None) -> PyTree:
         """Returns the parameters that are gathered ahead of the layer at that place; whole: the same, if not None."""
         if whole is not None:
             return whole
-        early = self.parts(shards)[0]
-        return self.gather(_as_stored(jax.tree.map(lambda leaf: read_one(leaf, jnp.int32(place)), early)))
+        return self.gather(_as_stored(read_layer(self.parts(shards)[0], jnp.int32(place), chunk)))
 
 
 @dataclass(frozen=True)
@@ -170,14 +173,14 @@ class Late(Ahead):
         reverse: bool = False,
         first: int = 0,
         whole: PyTree = None,
+        chunk: jax.Array | None = None,
     ) -> tuple[PyTree, PyTree, PyTree]:
         """Returns as `Ahead.scan`, with None for whole parameters; shards: parameters as `one` takes them."""
         number = jax.tree.leaves(others)[0].shape[0]
 
         def turn(carry: PyTree, xs: tuple) -> tuple[PyTree, PyTree]:
             place, other = xs
-            at = lambda leaf: read_one(leaf, place)  # noqa: E731
-            return one(carry, jax.tree.map(at, shards), other)
+            return one(carry, read_layer(shards, place, chunk), other)
 
         places = jnp.arange(first, first + number, dtype=jnp.int32)
         return *lax.scan(turn, carry, (places, others), reverse=reverse), None

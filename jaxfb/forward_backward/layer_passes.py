@@ -9,6 +9,7 @@ import jax
 
 from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys
+from jaxfb.forward_backward.slot import read_layer
 from jaxfb.forward_backward.split_backward import SplitBackward
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree, Sum
@@ -18,12 +19,20 @@ class Layers(NamedTuple):
     """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l].
 
     whole: of FSDP, parameters of the first layers [k, ...] that stay gathered; `MixedStage` has them run with these.
+    chunk: i32[], with which `params` and `whole` are those of all chunks, [num_chunks, l, ...]. What a device's chunk
+      has in a loop over its layers would be a copy, made in every tick; one layer is read where it is.
     """
 
     params: PyTree
     index: jax.Array
     real: jax.Array
     whole: PyTree = None
+    chunk: jax.Array | None = None
+
+    def at(self, place: jax.Array) -> Layers:
+        """Returns one layer, as a pass takes it."""
+        params = read_layer(self.params, place, self.chunk)
+        return Layers(params, *read_layer((self.index, self.real), place))
 
 
 class StageInputs(NamedTuple):

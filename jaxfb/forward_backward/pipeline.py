@@ -333,7 +333,10 @@ class Tick:
         return (SlotInRows if self._keeps_order else Slot)(buffers, index)
 
     def _layers(self, chunk: jax.Array) -> Layers:
-        return Layers(*_get((self._weights.layers, self._index, self._real, self._whole_layers), chunk))
+        params, whole = self._weights.layers, self._whole_layers
+        if self._layout.num_chunks == 1:
+            return Layers(*_get((params, self._index, self._real, whole), chunk))
+        return Layers(params, *_get((self._index, self._real), chunk), whole, chunk)
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
         return StageInputs(*_get((self._microbatches, self._keys), microbatch))

@@ -80,6 +80,13 @@ class SlotInRows(Slot):
         return in_rows(leaf)
 
 
+def read_layer(layers: PyTree, place: jax.Array, chunk: jax.Array | None = None) -> PyTree:
+    """Returns a layer's leaves of those of all, [l, ...]; chunk: of [num_chunks, l, ...], from that chunk."""
+    if chunk is None:
+        return jax.tree.map(lambda leaf: read_one(leaf, place), layers)
+    return Slot(layers, chunk).get(place)
+
+
 def empty_slots(shapes: PyTree, number: int, on_host: bool = False) -> PyTree:
     """Returns buffers [number, ...] for each leaf of `shapes`: zeros, or with on_host uncleared memory of the host.
 

@@ -20,7 +20,7 @@ from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.reduce import masked
 from jaxfb.forward_backward.sequential import as_is, sum_of_layers
-from jaxfb.forward_backward.slot import Slot, empty_slots, read_one
+from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput, PyTree
 
@@ -134,7 +134,7 @@ class Stage:
         """Returns what is handed to the forward of the first microbatch; None: nothing is handed on."""
         if self._ahead is None or not self._ahead.hands_on:
             return None
-        whole = self._ahead.gathered(layers.params, self._places(layers)[0])
+        whole = self._ahead.gathered(layers.params, self._places(layers)[0], layers.chunk)
         return Handed(whole, self._scatter(target).nothing_yet(self._of_last(layers)))
 
     def add_handed(self, target: Target, handed: Handed | None) -> PyTree:
@@ -273,13 +273,15 @@ class Stage:
 
             part = slice(places.start, places.stop)
             rest = numbers, layers.index[part], layers.real[part]
-            return self._ahead.scan(with_whole, carry, layers.params, rest, reverse, places.start, whole)
-        if len(places) == layers.index.shape[0]:
+            first = places.start
+            return self._ahead.scan(
+                with_whole, carry, layers.params, rest, reverse, first, whole, layers.chunk
+            )
+        if layers.chunk is None and len(places) == layers.index.shape[0]:
             return *lax.scan(one, carry, (numbers, tuple(layers)), reverse=reverse), None
 
         def turn(carry, place):
-            of_place = jax.tree.map(lambda leaf: read_one(leaf, place), tuple(layers))
-            return one(carry, (place, of_place))
+            return one(carry, (place, tuple(layers.at(place))))
 
         return *lax.scan(turn, carry, numbers, reverse=reverse), None
 
@@ -353,7 +355,7 @@ class Stage:
 
     def _layer(self, layers: Layers, place: int) -> Layers:
         """Returns one layer as `layer` takes it."""
-        layer = jax.tree.map(lambda leaf: leaf[place], layers)
+        layer = layers.at(jnp.int32(place))
         return layer if self._ahead is None else layer._replace(params=self._ahead.gather(layer.params))
 
     def _if_real(self, layer: Layers, yes: PyTree, no: PyTree) -> PyTree:

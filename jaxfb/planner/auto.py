@@ -16,7 +16,7 @@ from jaxfb.planner.candidates import REMAT, Fixed, label
 from jaxfb.planner.chips import GPUS, TPUS
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
-from jaxfb.planner.search import by_formula, picked, seconds
+from jaxfb.planner.search import by_formula, picked
 from jaxfb.planner.topology import Topology, topology_of
 from jaxfb.planner.verdict import MARGIN, estimated
 from jaxfb.refusal import Refused
@@ -136,7 +136,7 @@ def _chosen(opened: Config, topology: Topology, fixed: Fixed, available: float |
         layouts = fitting or [min(counted, key=lambda pair: pair[0].total)[1]]
     else:
         memory, why = topology.chip.memory, f"the fastest that fits of {len(counted)} layouts, by formula"
-        ranked = sorted(counted, key=seconds)
+        ranked = sorted(counted, key=lambda pair: pair[0].seconds)
         layouts = _fastest(counted, sizes, topology, fixed)
     if estimate(layouts[0], sizes, topology).total > memory:
         raise _too_large(layouts[0], sizes, topology, fixed, memory)
@@ -216,7 +216,7 @@ def _others(best: Config, ranked: list[Counted]) -> list[Counted]:
 def _line(before: str, pair: Counted, memory: float) -> str:
     counted, config = pair
     of = f" of {_number(memory / 1e9)}" if math.isfinite(memory) else ""
-    time = f"{seconds(pair):.2f} s a step, " if counted.seconds else ""
+    time = f"{counted.seconds:.2f} s a step, " if counted.seconds else ""
     return f"{before}{label(config)}: {time}{_number(counted.total / 1e9)}{of} GB a device"
 
 

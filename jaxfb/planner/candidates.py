@@ -14,7 +14,7 @@ from jaxfb.schedules import KINDS
 from jaxfb.schedules.by_device import runs_on
 
 CHUNKS = (1, 2, 4)
-REMAT = ("none", "selective", "layer", "full")
+REMAT = ("none", "selective", "layer", "offload", "full")
 ONE_STAGE_REMAT = REMAT[:-1]
 ROWS = (1, 2, 4, 8, 16)
 MOST_TENSOR, MOST_PIPE = 8, 16

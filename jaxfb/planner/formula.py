@@ -28,6 +28,7 @@ from jaxfb.planner.formula_time import (
     exposed_exchange,
     exposed_seconds,
     kept_scatter_seconds,
+    offload_seconds,
     step_flops,
     wire_seconds,
     work_seconds,
@@ -45,6 +46,7 @@ class Estimate:
     wire_seconds: communication; exposed_seconds: what of it nothing hides.
     host: bytes of the optimizer's state in the host's memory, which are no part of any sum here. host_seconds: to read
     them twice; they are written while others are read.
+    offload_seconds: for which layers' inputs are waited for on their way to the host and back (remat "offload").
     """
 
     parameters: float
@@ -59,6 +61,7 @@ class Estimate:
     exposed_seconds: float
     host: float = 0.0
     host_seconds: float = 0.0
+    offload_seconds: float = 0.0
 
     @property
     def arguments(self) -> float:
@@ -74,7 +77,7 @@ class Estimate:
 
     @property
     def seconds(self) -> float:
-        return self.work_seconds + self.exposed_seconds + self.host_seconds
+        return self.work_seconds + self.exposed_seconds + self.host_seconds + self.offload_seconds
 
     def with_host(self, on_device: float, on_host: float, chip: Chip | None) -> Estimate:
         """Returns the estimate for so many bytes of optimizer state in either memory."""
@@ -116,4 +119,5 @@ def estimate(config: Config, sizes: TransformerConfig, topology: Topology) -> Es
         + loop_seconds(config, sizes, topology)
         + kept_scatter_seconds(config, sizes, topology)
         + exposed_exchange(config, sizes, topology),
+        offload_seconds=offload_seconds(config, sizes, topology, work),
     ).with_host(state - on_host, on_host, topology.chip)

@@ -19,6 +19,8 @@ from jaxfb.planner.counts import (
     gathers_layers,
     held_experts,
     held_numbers,
+    hidden_width,
+    layers_by_remat,
     layers_here,
     mean_over_layers,
     num_microbatches,
@@ -86,6 +88,8 @@ _ACCUMULATED, _ACCUMULATED_IN_PRODUCTS, _SHARDS = 12, 2, 40
 """Bytes read and written a parameter and microbatch: the float32 sum there and back, and what is added; what is left of
 them on TPUs, where products add up what they give, but for a tensor axis (8B and 70B on v5p); with FSDP's shards, what
 gathers and scatters take too."""
+_EXPOSED_OFFLOAD = 0.03
+"""Share of the time in which layers' inputs travel to the host and back that nothing hides: 0 to 0.12 of nine rows."""
 _SCATTERS_OF_KEPT = 0.5
 """Share of the scatters of gradients of layers whose weights stay gathered that nothing hides, on TPUs: 0.3 to 1 of 8B
 on v5p with half of its layers gathered."""
@@ -265,6 +269,16 @@ def kept_scatter_seconds(config: Config, sizes: TransformerConfig, topology: Top
     kept = trained_numbers(config, sizes)[0] * share_gathered(config, sizes)
     sent = reduced_bytes(config) * kept * num_microbatches(config)
     return _SCATTERS_OF_KEPT * sent * _turn(config, topology.chip, "fsdp", "expert", "context")
+
+
+def offload_seconds(config: Config, sizes: TransformerConfig, topology: Topology, work: float) -> float:
+    """Returns the time that layers' inputs are waited for on their way to the host's memory and back."""
+    if topology.chip is None:
+        return 0.0
+    layers = sum(number for remat, number in layers_by_remat(config, sizes) if remat == "offload")
+    inputs = 2 * tokens_of_microbatch(config) * hidden_width(config, sizes) * layers
+    moving = 2 * inputs * num_microbatches(config) / topology.chip.host_bandwidth
+    return max(_EXPOSED_OFFLOAD * moving, moving - work)
 
 
 def exposed_seconds(

@@ -16,7 +16,6 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.planner import gpu
 from jaxfb.planner.candidates import NOTHING, Fixed, candidates, label
 from jaxfb.planner.compiled import TooLarge, compiles_here
-from jaxfb.planner.counts import num_shards
 from jaxfb.planner.formula import Estimate, estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
@@ -164,7 +163,10 @@ def _by_kind(ranked: list[Found]) -> list[Found]:
     return [ranked[place] for *_, place in sorted(turns)]
 
 
-def _on_hosts(config: Config, topology: Topology) -> bool:
+def _can_be(config: Config, topology: Topology, fixed: Fixed) -> bool:
+    """Returns whether hosts of this kind can have the layout; simulated devices have no memory but the host's."""
+    if topology.chip is None and config.parallel.remat == "offload" and fixed.remat is None:
+        return False
     try:
         gpu.check_hosts(config, topology)
     except ValueError:
@@ -205,9 +207,9 @@ def picked(
         say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
     if not fitting:
         return [one for _, one in sorted(counted, key=lambda pair: pair[0].total)[:count]]
-    fitting.sort(key=seconds)
+    fitting.sort(key=_seconds)
     filled = _filled([one for _, one in fitting[: 4 * count]], sizes, topology, fixed)
-    ordered = sorted(fitting + filled, key=seconds)
+    ordered = sorted(fitting + filled, key=_seconds)
     return list({label(one): one for _, one in ordered}.values())[:count]
 
 
@@ -222,7 +224,7 @@ def by_formula(
       ValueError: no mesh divides rows and layers.
     """
     found = candidates(config, sizes, topology.num_devices, fixed)
-    counted = [(estimate(one, sizes, topology), one) for one in found if _on_hosts(one, topology)]
+    counted = [(estimate(one, sizes, topology), one) for one in found if _can_be(one, topology, fixed)]
     if not counted:
         devices = topology.num_devices
         asked = {"schedule": fixed.schedule, "chunks": fixed.chunks}
@@ -236,19 +238,6 @@ def by_formula(
             f"use batch.rows={devices * -(-config.batch.rows // devices)}"
         )
     return counted
-
-
-def seconds(counted: tuple[Estimate, Config]) -> float:
-    """Returns the time that layouts are chosen by; gathers of single layers run beside other work, or much of it."""
-    counts, config = counted
-    if (
-        num_shards(config) == 1
-        or config.parallel.fsdp_gather == "step"
-        or config.parallel.gather_ahead is False
-    ):
-        return counts.seconds
-    longer, shorter = sorted((counts.work_seconds, counts.wire_seconds), reverse=True)
-    return longer + shorter / 10 + counts.host_seconds
 
 
 def _filled(
@@ -295,6 +284,10 @@ def _answer(asked: Found, known: Known, say) -> Verdict | None:
         return None
     known.add(asked.config, verdict)
     return verdict
+
+
+def _seconds(counted: tuple[Estimate, Config]) -> float:
+    return counted[0].seconds
 
 
 def _ranked(found: list[Found]) -> list[Found]:

@@ -127,7 +127,7 @@ def _speed(verdict: Verdict) -> Iterator[str]:
     products = f" ({compiled.product_seconds:.3f} s of products)" if isinstance(compiled, Compiled) else ""
     yield f"at best {verdict.step_seconds:.3f} s a step: {verdict.work_seconds:.3f} s work{products}, " + (
         f"{verdict.exposed_seconds:.3f} s communication that nothing hides"
-        + (f", {counted:.3f} s optimizer state" if (counted := verdict.host_seconds) else "")
+        + (f", {counted:.3f} s to and from the host" if (counted := verdict.host_seconds) else "")
     )
     device = _device(verdict)
     yield f"  {verdict.tokens_per_second:,.0f} tokens/s a {device}, MFU {verdict.mfu:.1%}"

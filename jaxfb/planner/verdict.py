@@ -125,8 +125,10 @@ class Verdict:
 
     @property
     def host_seconds(self) -> float:
-        """Returns the time that optimizer state from the host takes, where no compiled program shows what hides it."""
-        return 0.0 if any(axes == HOST for axes, _ in self.traffic) else self.estimate.host_seconds
+        """Returns the time of what travels to the host and back, where no compiled program shows what hides it."""
+        if any(axes == HOST for axes, _ in self.traffic):
+            return 0.0
+        return self.estimate.host_seconds + self.estimate.offload_seconds
 
     @property
     def mfu(self) -> float | None:

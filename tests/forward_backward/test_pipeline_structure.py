@@ -1,5 +1,7 @@
 """Law 5 and 6 under a pipeline, on the compiled program: flat memory, one reduction, nothing that grows with M."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -34,13 +36,13 @@ def head(outer, hidden, microbatch, rng):
     return jaxfb.Sum((hidden @ outer["columns"].T).mean(2).sum(), float(ROWS))
 
 
-def compiled(kind, num_microbatches, num_chunks=1, data=1, **options):
+def compiled(kind, num_microbatches, num_chunks=1, data=1, layers=LAYERS, **options):
     """Every microbatch is so many rows of a model whose hidden is far larger than what a row is given as."""
     float32 = lambda *shape: jax.ShapeDtypeStruct(shape, np.float32)  # noqa: E731
     params = {
         "rows": float32(8, WIDTH),
         "columns": float32(SEQ, WIDTH),
-        "layers": float32(LAYERS, WIDTH, WIDTH),
+        "layers": float32(layers, WIDTH, WIDTH),
     }
     plan = jaxfb.BatchPlan(rows=num_microbatches * data * ROWS, rows_per_microbatch=ROWS, data_parallel=data)
     mesh = jaxfb.make_mesh(pipe=4, data=data)
@@ -114,6 +116,17 @@ def test_one_gradient_reduction_a_call_and_permutes_as_the_schedule_says():
         ticks = count + 3  # with a forward, and as many with a backward
         assert (arrays, size) == (2 * ticks, 2 * ticks * HIDDEN_BYTES)
     assert seen[0] == seen[1]
+
+
+@pytest.mark.parametrize("kind", ["interleaved", "zero_bubble", "v_half"])
+def test_a_tick_reads_layers_where_they_are_in_all_chunks(kind):
+    """A chunk's layers cut from those of all would be a copy in every tick."""
+    _, text, _ = compiled(kind, 4, 2, layers=2 * LAYERS)
+    found = re.findall(rf"dynamic_slice .*\(tensor<2x2x{WIDTH}x{WIDTH}xf32>.* -> tensor<1x(\d)x", text)
+    assert found.count("1") >= 4
+    assert (
+        found.count("2") == 4
+    )  # two chunks change places before the loops over ticks, and two sums behind them
 
 
 def test_layers_change_places_once_a_call_if_a_device_holds_several_chunks():

@@ -23,6 +23,7 @@ ONE_B = (
     "model.num_layers=8 batch.rows=64 batch.rows_per_microbatch=1 mesh.dp=1 parallel.fsdp_gather=step".split()
 )
 OF_LENGTH = "data.sequence_length={} batch.rows={}"
+SIXTEEN_CHIPS = ("mesh.fsdp=16", "mesh.dp=1", "batch.rows_per_microbatch=1")
 LONG_STAGES = "data.sequence_length=131072 batch.rows=4 mesh.fsdp=1 mesh.pp=8 parallel.remat=layer"
 
 
@@ -44,10 +45,10 @@ def test_a_pipeline_fills_and_drains(layout, turns):
     "schedule, remat, seconds",
     [
         # by the compiler of libtpu 0.0.48: 8B on v5p:4x4x4, one row a microbatch
-        ("interleaved", "layer", 9.99),
-        ("v_half", "selective", 10.12),
+        ("interleaved", "layer", 9.66),
+        ("v_half", "selective", 9.64),
         ("zb_v", "none", 9.12),
-        ("v_min", "layer", 15.08),
+        ("v_min", "layer", 14.59),
     ],
 )
 def test_a_pipeline_of_two_chunks_takes_about_as_long_as_compiled(schedule, remat, seconds):
@@ -57,7 +58,7 @@ def test_a_pipeline_of_two_chunks_takes_about_as_long_as_compiled(schedule, rema
         "configs/8b.yaml", [*layout.split(), f"schedule={schedule}", f"parallel.remat={remat}"]
     )
     found = estimated(config, parse_topology("v5p:4x4x4"))
-    assert found.step_seconds == pytest.approx(seconds, rel=0.15)
+    assert found.step_seconds == pytest.approx(seconds, rel=0.1)
 
 
 def test_where_devices_differ_the_most_expensive_kind_decides():
@@ -294,6 +295,22 @@ def test_a_state_on_the_host_takes_its_link_in_place_of_memory():
     assert there.estimate.host_seconds == 2 * there.estimate.host / 64e9  # PCIe 5.0, each way
     assert there.step_seconds == pytest.approx(here.step_seconds + there.estimate.host_seconds)
     assert "of optimizer state: 0.251 s a step, 0.031 s a GB" in "\n".join(memory_table(there))
+
+
+def test_inputs_on_the_host_are_waited_for_where_the_link_is_slower_than_the_work():
+    topology, sizes = parse_topology("v5e:4x4"), model_sizes(load_config("configs/8b.yaml", []))
+    slow = replace(topology, chip=replace(topology.chip, host_bandwidth=1e7))
+    kept, away = (
+        load_config("configs/8b.yaml", [*SIXTEEN_CHIPS, f"parallel.remat={word}"])
+        for word in ("layer", "offload")
+    )
+    base, found, late = (
+        estimate(config, sizes, there) for config, there in ((kept, topology), (away, topology), (away, slow))
+    )
+    inputs = 32 * 64 * 4096 * 2 * 4096  # layers, microbatches, tokens, bytes of each
+    assert found.offload_seconds == pytest.approx(0.03 * 2 * inputs / 15e9, rel=1e-6)
+    assert base.seconds < found.seconds < 1.01 * base.seconds and found.total < base.total
+    assert late.seconds - base.seconds == pytest.approx(2 * inputs / 1e7 - base.work_seconds)
 
 
 @pytest.mark.parametrize(

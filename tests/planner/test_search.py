@@ -12,10 +12,11 @@ from processes import PATIENCE
 from jaxfb.cli.commands import main
 from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
-from jaxfb.planner.candidates import label
+from jaxfb.planner.candidates import NOTHING, label
 from jaxfb.planner.compiled import Compiled, TooLarge
+from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
-from jaxfb.planner.search import search, table
+from jaxfb.planner.search import by_formula, picked, search, table
 from jaxfb.planner.verdict import plan
 
 SMALL = ["configs/1b.yaml", "--topology", "v5e:2x2", "--search", "--layouts", "2"]
@@ -90,6 +91,21 @@ def test_the_given_layout_is_in_the_table_however_slow_it_is():
     assert [line.endswith("(given)") for line in table(found, most=2).splitlines()] == [False] * 3 + [True]
 
 
+@pytest.mark.parametrize("topology, offloads", [("v5e:2x4", True), ("cpu:8", False)])
+def test_inputs_go_to_the_host_where_that_is_another_memory(topology, offloads):
+    config = load_config("configs/8b.yaml", ["mesh.fsdp=8", "mesh.dp=1", "batch.rows=256"])
+    counted = by_formula(config, model_sizes(config), parse_topology(topology), NOTHING)
+    assert any(one.parallel.remat == "offload" for _, one in counted) == offloads
+
+
+def test_more_rows_with_inputs_on_the_host_beat_fewer_without_where_memory_is_short():
+    config = load_config("configs/8b.yaml", ["mesh.fsdp=16"])
+    sizes, topology = model_sizes(config), parse_topology("v5e:4x4")
+    counted = by_formula(config, sizes, topology, NOTHING)
+    best, *_ = picked([pair for pair in counted if pair[1].mesh.pipe == 1], sizes, topology, 1)
+    assert (best.parallel.remat, best.batch.rows_per_microbatch) == ("offload", 4)
+
+
 def test_a_layout_that_cannot_be_there_is_no_reason_not_to_search(compiler, tmp_path, capsys):
     assert main(["plan", *SMALL, "--out", str(tmp_path), *SIZES, "mesh.fsdp=3"]) == 0
     assert "the given layout is left out: " in capsys.readouterr().err
@@ -136,6 +152,9 @@ def test_the_compilers_process_ends_with_the_one_that_started_it():
 def test_the_state_goes_to_the_host_where_no_layout_fits_otherwise():
     config, said = load_config("configs/8b.yaml", ["batch.rows=64"]), []
     roomy, tight = (parse_topology(name) for name in ("v5p:2x2x2", "v5e:2x4"))
+    tight = replace(
+        tight, chip=replace(tight.chip, memory=16e9)
+    )  # with all of it inputs on the host would do
     assert all(
         one.config.optimizer.memory == "device" for one in search(config, roomy, layouts=2, compiled=0)
     )
