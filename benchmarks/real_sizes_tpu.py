@@ -231,11 +231,10 @@ JOBS = {
 
 
 def options_of(job: Job) -> dict[str, Any]:
-    """The options by kind of chip, layout, and where the state is kept."""
-    chip, config = parse_topology(job.topology).chip, jaxfb_config(job)
+    """The options by kind of chip and layout."""
+    chip = parse_topology(job.topology).chip
     assert chip is not None
-    on_host = config.optimizer.memory == "host"
-    return dict(compiler.table_for(chip.kind, config.mesh.tensor, state_on_host=on_host))
+    return dict(compiler.table_for(chip.kind, jaxfb_config(job).mesh.tensor))
 
 
 def config_of(job: Job, side: str) -> Config:

@@ -21,7 +21,7 @@ from jaxfb.forward_backward.spmd_program import SpmdProgram
 from jaxfb.output import ForwardBackwardOutput, Origin
 from jaxfb.parallel import annotations, sharding
 from jaxfb.platforms.compat import is_traced
-from jaxfb.platforms.compiler import per_options
+from jaxfb.platforms.programs import per_options
 from jaxfb.trainable import pruned
 from jaxfb.types import PyTree, restrict_to
 

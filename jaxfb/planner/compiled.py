@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 import tempfile
@@ -22,9 +21,9 @@ from typing import Any
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms.compiler import Options, without_memory
+from jaxfb.platforms.programs import size_of_refusal
 from jaxfb.refusal import Refused
-
-_UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 
 
 @dataclass(frozen=True)
@@ -34,6 +33,7 @@ class Compiled:
     arguments: the train state and the batch. temporaries: everything else, gradients included.
     outputs: results that are not written in the place of an argument. code: of the program.
     flops, hbm_bytes, work_seconds, product_seconds, traffic: as `hlo_cost.Cost`; traffic rows as dicts.
+    computed_twice: whether the program fits only in a form in which XLA computes products twice to save memory.
     """
 
     arguments: int
@@ -47,6 +47,7 @@ class Compiled:
     work_seconds: float
     product_seconds: float
     traffic: list[dict[str, Any]] = field(default_factory=list)
+    computed_twice: bool = False
 
     @property
     def total(self) -> int:
@@ -179,7 +180,12 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
     except jax.errors.JaxRuntimeError as error:
         if (refusal := too_large(str(error))) is None:
             raise
-        return {"too_large": asdict(refusal)}
+        if (fewer := _without_memory(config, job.step.compiler_options)) is None:
+            return {"too_large": asdict(refusal)}
+        answer = _answer(fewer, topology, directory)
+        if "compiled" in answer:
+            answer["compiled"]["computed_twice"] = True
+        return answer
     seconds = (lowered_at - began, time.monotonic() - lowered_at)
     work = routed(job, traced.jaxpr)
     compiled = _read(program, job, topology, work, *seconds)
@@ -187,6 +193,17 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
         in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes
         compiled = replace(compiled, temporaries=in_hbm - compiled.arguments - compiled.outputs)
     return {"compiled": asdict(compiled)}
+
+
+def _without_memory(config: Config, options: Options) -> Config | None:
+    """Returns the config without the table's options that take memory, as the step is compiled by itself where it does
+    not fit; None where there are none.
+    """
+    dropped = {name: None for name, _ in set(options) - set(without_memory(options))}
+    if not dropped:
+        return None
+    asked = {**(config.parallel.compiler_options or {}), **dropped}
+    return replace(config, parallel=replace(config.parallel, compiler_options=asked))
 
 
 def _mesh(config: Config, topology: Topology):
@@ -242,15 +259,8 @@ def _read(program, job, topology: Topology, work, lower_seconds: float, compile_
 
 def too_large(message: str) -> TooLarge | None:
     """Reads an out-of-memory message of the TPU compiler; None for any other message."""
-    forms = (
-        r"required for HLO temporaries \(([\d.]+)([BKMGT])\) exceeds available HBM \(([\d.]+)([BKMGT])\)",
-        r"Used ([\d.]+)([BKMGT]) of ([\d.]+)([BKMGT]) hbm",
-    )
-    found = next((one for form in forms if (one := re.search(form, message))), None)
-    if found is None:
-        return None
-    needed, available = (float(found[i]) * _UNITS[found[i + 1]] for i in (1, 3))
-    return TooLarge(needed, available, message.splitlines()[0])
+    size = size_of_refusal(message)
+    return size and TooLarge(*size, message.splitlines()[0])
 
 
 def _end_with_parent() -> None:

@@ -106,6 +106,8 @@ def _work(verdict: Verdict) -> Iterator[str]:
     if isinstance(compiled, Compiled):
         yield f"  {'compiled step, loops counted':<34}{_flops(compiled.flops)}"
         yield f"  {'HBM read and written':<34}{compiled.hbm_bytes / 1e9:>12,.1f} GB"
+        if compiled.computed_twice:
+            yield "  XLA computes products twice to save memory: the program is too large without"
 
 
 def _traffic(verdict: Verdict) -> Iterator[str]:

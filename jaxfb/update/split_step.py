@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jaxfb.batch_plan import BatchPlan
 from jaxfb.forward_backward import Packed
 from jaxfb.output import ForwardBackwardOutput
-from jaxfb.platforms.compiler import Options, options_for, per_options
+from jaxfb.platforms.compiler import Options, options_for
+from jaxfb.platforms.programs import per_options
 from jaxfb.refusal import INT32, instance, integer
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.arguments import check_gradients, check_rows
@@ -42,8 +43,7 @@ class SplitStep(StepStates):
     @property
     def compiler_options(self) -> Options:
         """Returns the options of XLA that updates are compiled with: (name, value) of each."""
-        asked = self.forward_backward.options.compiler_options
-        return options_for(self.forward_backward.mesh, asked, state_on_host=self._optimizer_memory == "host")
+        return options_for(self.forward_backward.mesh, self.forward_backward.options.compiler_options)
 
     def key_of(self, state: TrainState) -> jax.Array | None:
         """Returns the PRNG key of the next update, None without dropout."""

@@ -24,7 +24,7 @@ from jaxfb.optim import of_trained
 from jaxfb.optim.loss_scale import DynamicLossScale, StaticLossScale
 from jaxfb.output import ForwardBackwardOutput
 from jaxfb.parallel.host_memory import check_memory
-from jaxfb.platforms.compiler import per_options
+from jaxfb.platforms.programs import per_options
 from jaxfb.refusal import Refused, function
 from jaxfb.types import LossFn, Pipelined, PyTree
 from jaxfb.update.apply import Update
@@ -217,7 +217,7 @@ class TrainStep(SplitStep):
         """Calls a program, the first one after `check_program` saw it compiled; the call finds it compiled then."""
         check, self._check_program = self._check_program, None
         if check is not None:
-            check(program.lower(*arguments).compile())
+            check(program.compile(*arguments))
         return program(*arguments)
 
     def lower(self, state: TrainState, batch: PyTree):

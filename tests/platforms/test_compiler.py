@@ -6,7 +6,6 @@ import pytest
 
 import jaxfb
 from jaxfb.platforms import compiler
-from jaxfb.update import split_step
 
 KNOWN = {"xla_cpu_enable_fast_math": False}
 PLAN = jaxfb.BatchPlan(rows=4, num_microbatches=2)
@@ -79,25 +78,16 @@ def test_chips_with_sparsecores_have_options():
 
 def test_a_tensor_axis_adds_options():
     alone, beside = compiler.table_for("TPU v5"), compiler.table_for("TPU v5", tensor=8)
-    assert alone.items() < beside.items() and compiler.table_for("TPU v5 lite", tensor=8) == {}
+    assert alone.items() < beside.items()
+    assert compiler.table_for("TPU v5 lite", tensor=8) == compiler.table_for("TPU v5 lite")
 
 
-@pytest.mark.parametrize("kind", ["TPU v5 lite", "TPU v5", "TPU v6 lite"])
-def test_a_state_on_the_host_is_no_reason_to_compute_again(kind):
-    """A TPU's compiler counts arguments in the host's memory as the chip's, and would recompute to make space."""
-    limit = "xla_jf_rematerialization_percent_shared_memory_limit"
-    here, on_host = (compiler.table_for(kind, state_on_host=one) for one in (False, True))
-    assert limit not in here and on_host.items() == {**here, limit: 300}.items()
-    assert compiler.table_for("NVIDIA H100", state_on_host=True) == compiler.table_for("NVIDIA H100")
-
-
-def test_updates_are_compiled_with_the_options_for_where_their_state_is(monkeypatch):
-    chosen = lambda mesh, asked, *, state_on_host=False: (("state_on_host", state_on_host),)  # noqa: E731
-    monkeypatch.setattr(split_step, "options_for", chosen)
-    mesh, optimizer = (
-        jaxfb.make_mesh(devices=jax.devices()[:1]),
-        jaxfb.make_optimizer("adamw", learning_rate=1.0),
-    )
-    for memory in ("device", "host"):
-        step = jaxfb.make_train_step(loss, optimizer, mesh, PLAN, optimizer_memory=memory)
-        assert step.compiler_options == (("state_on_host", memory == "host"),)
+def test_a_tpu_computes_nothing_twice_unless_a_program_is_too_large():
+    limit = ("xla_jf_rematerialization_percent_shared_memory_limit", 300)
+    for kind in ("TPU v5 lite", "TPU v5", "TPU v6 lite"):
+        options = tuple(compiler.table_for(kind).items())
+        assert limit in options and compiler.without_memory(options) == tuple(
+            one for one in options if one != limit
+        )
+    assert limit[0] not in compiler.table_for("NVIDIA H100")
+    assert compiler.without_memory(((limit[0], 95),)) == ((limit[0], 95),)  # the user's own limit stays
