@@ -17,6 +17,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
 import real_sizes
 from real_sizes import LIKE_DEEPSEEK, Job, Rows, jaxfb_config, lower_jaxfb, sizes, version
 
@@ -24,6 +25,7 @@ from jaxfb.config import Config
 from jaxfb.planner import parse_topology, tpu
 from jaxfb.planner.routing import Routed
 from jaxfb.platforms import compiler
+from jaxfb.platforms.programs import size_of_refusal
 
 SIDES = ("jaxfb", "jaxfb_best", "jaxfb_rounded", "maxtext", "maxtext_best")
 """`_best`: with the options of `jaxfb/platforms/compiler.py`; `_rounded`: and with gradients summed over chips in
@@ -134,6 +136,19 @@ JOBS = {
         "v6e:8x8",
         ("mesh.data=2", "mesh.fsdp=32"),
         SHARED_RING | {"ici_data_parallelism": 2, "ici_fsdp_parallelism": 32},
+    ),
+    "8B, v5e:16x16, pipe 4 x fsdp 32 x tensor 2, memory used": Job(
+        "8b",
+        "v5e:16x16",
+        (
+            *("mesh.pp=4", "mesh.fsdp=32", "mesh.tp=2", "schedule=zero_bubble", "chunks=4"),
+            *IN_STEP,
+            "batch.rows_per_microbatch=1",
+        ),
+        None,
+    ),  # the layout that the planner's search finds
+    "8B, v5e:16x16, fsdp 256, memory used": Job(
+        "8b", "v5e:16x16", IN_STEP[:1], {"gradient_accumulation_steps": 4} | LESS_REMAT
     ),
     "8B, v6e:4x4, fsdp 16": Job("8b", "v6e:4x4", maxtext={"gradient_accumulation_steps": 64}),
     "8B, v5e:4x4, fsdp 16": Job("8b", "v5e:4x4", (), None),
@@ -248,17 +263,39 @@ def lower(job: Job, side: str, compiled) -> None:
     if side.startswith("maxtext"):
         lower_maxtext(job, compiled)
         return
-    config = config_of(job, side)
     none = dict.fromkeys(options_of(job)) if side == "jaxfb" else {}
+    try:
+        lower_with(job, side, none, compiled)
+    except jax.errors.JaxRuntimeError as error:
+        if none or size_of_refusal(str(error)) is None:
+            raise
+        lower_with(job, side, dict.fromkeys(costing_memory(job)), compiled)
+
+
+def lower_with(job: Job, side: str, options: dict[str, Any], compiled) -> None:
+    """Lowers jaxfb's step with some options changed."""
+    config = config_of(job, side)
     own = dict(config.parallel.compiler_options or {})
-    config = replace(config, parallel=replace(config.parallel, compiler_options=own | none))
+    config = replace(config, parallel=replace(config.parallel, compiler_options=own | options))
     lower_jaxfb(config, tpu.devices(parse_topology(job.topology)), compiled)
+
+
+def costing_memory(job: Job) -> set[str]:
+    """The options without which a program is compiled that is too large with them."""
+    options = tuple(options_of(job).items())
+    return {name for name, _ in set(options) - set(compiler.without_memory(options))}
 
 
 def compile_program(lowered: Any, job: Job, side: str) -> tuple[Any, float]:
     with tempfile.TemporaryDirectory() as folder:
-        options = options_of(job) if side == "maxtext_best" else {}
-        program = lowered.compile(options | tpu.report_into(Path(folder)))
+        options, report = options_of(job) if side == "maxtext_best" else {}, tpu.report_into(Path(folder))
+        try:
+            program = lowered.compile(options | report)
+        except jax.errors.JaxRuntimeError as error:
+            if not options or size_of_refusal(str(error)) is None:
+                raise
+            fewer = {name: value for name, value in options.items() if name not in costing_memory(job)}
+            program = lowered.compile(fewer | report)
         return program, tpu.reported_bytes(Path(folder))
 
 

@@ -58,8 +58,8 @@ class LayoutOptions:
       scatters its gradients while the next one's are computed; takes the memory of one more layer and its
       gradients. "half" does so for the parameters of attention alone; those of the MLP or the experts are gathered
       while attention is computed, and their gradients scattered while attention's are. That takes less memory, and
-      with fsdp alone more time. None: on GPUs and TPUs; "half" on TPUs with a tensor or context axis, and on v5e. Not
-      with optimizer_sharding="gradients".
+      with fsdp alone more time. None: on GPUs and TPUs but v5e, whose compiler does as well by itself; "half" on TPUs
+      with a tensor or context axis. Not with optimizer_sharding="gradients".
     overlap_grad_reduce: sums a `Pipelined`'s gradients over the devices, a layer at a time, while the last microbatch's
       backward computes those of the layer before; takes two layers' gradients in float32 and a larger program. None:
       on GPUs and TPUs where something is left to sum after the last microbatch, over data or under

@@ -87,11 +87,10 @@ class Resolved:
         if not isinstance(self.model, Pipelined) or not shard_axes(self.mesh):
             return False
         options, device = self.options, self.mesh.abstract_mesh.abstract_device
-        platform = None if device is None else device.platform
-        asked, sizes = options.gather_ahead, (axis_size(self.mesh, axis) for axis in ("tensor", "context"))
-        if not gathers_ahead(asked, platform, options.fsdp_gather, options.optimizer_sharding):
-            return False
         kind = None if device is None else device.device_kind
+        asked, sizes = options.gather_ahead, (axis_size(self.mesh, axis) for axis in ("tensor", "context"))
+        if not gathers_ahead(asked, kind, options.fsdp_gather, options.optimizer_sharding):
+            return False
         by_default = asked is None and _names_halves(self.model) and halves_pay(kind, *sizes)
         return "half" if asked == "half" or by_default else True
 

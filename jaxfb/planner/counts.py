@@ -113,8 +113,9 @@ def share_gathered(config: Config, sizes: TransformerConfig) -> float:
 def gathers_before_use(config: Config, topology: Topology) -> bool:
     """Returns True if a layer's weights are gathered while the layer before it runs."""
     parallel = config.parallel
+    kind = topology.chip.kind if topology.chip else None
     return num_shards(config) > 1 and gathers_ahead(
-        parallel.gather_ahead, topology.platform, parallel.fsdp_gather, config.optimizer.sharding
+        parallel.gather_ahead, kind, parallel.fsdp_gather, config.optimizer.sharding
     )
 
 

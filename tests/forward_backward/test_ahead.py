@@ -194,15 +194,15 @@ def gathers(eqn):
     return "all_gather" in names and "dot_general" not in names
 
 
-@pytest.mark.parametrize("topology", ["cpu:4", "v5e:2x2"])
-def test_it_is_the_default_on_accelerators(topology):
+@pytest.mark.parametrize("topology", ["cpu:4", "v5e:2x2", "v6e:2x2"])
+def test_it_is_the_default_on_accelerators_but_v5e(topology):
     over = ("mesh.fsdp=4", "data.tokenizer=bytes", "precision.reduce_dtype=bfloat16")
     config = load_config("configs/quickstart.yaml", over)
     where = parse_topology(topology)
     job = make_job(config, abstract_mesh(config, 4, abstract_device(where)))
     traced = job.step.trace(job.state, job.batch).jaxpr
     carried = list(carried_gathers(traced))
-    assert bool(carried) == (topology != "cpu:4")
+    assert bool(carried) == (topology == "v6e:2x2")
     # what the next turn begins with is gathered after this turn's first layer, whose parameters lie where it will
     assert all(depends_on(is_pause, eqn, body) for eqn, body in carried)
     # on CPU, which adds up no 16-bit floats, what is rounded is summed in float32
