@@ -563,7 +563,7 @@ MUTATIONS = (
         "forward_backward/ahead.py",
         "step(*lax.optimization_barrier((carried, turns[1])))",
         "step(lax.optimization_barrier(carried), turns[1])",
-        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
+        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),
     Mutation(
         "layers_that_are_no_loop_run_at_once",
@@ -645,9 +645,9 @@ MUTATIONS = (
     Mutation(
         "gathered_ahead_on_a_cpu",
         "forward_backward/ahead.py",
-        'platform not in (None, "cpu")',
-        "platform is not None",
-        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators",
+        'kind not in (None, "cpu", _V5E)',
+        "kind not in (None, _V5E)",
+        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),
     Mutation(
         "an_embedding_summed_in_its_own_dtype",
@@ -845,6 +845,20 @@ MUTATIONS = (
         "if size is None or fewer == self._options",
         "if size is None or fewer != self._options",
         "platforms/test_programs.py::test_what_is_too_large_is_compiled_without_options_that_take_memory",
+    ),
+    Mutation(
+        "plan_of_a_program_in_another_form_than_its_step",
+        "planner/compiled.py",
+        "if (fewer := _without_memory(config, job.step.compiler_options)) is None:",
+        "if (fewer := None) is None:",
+        "planner/test_compiled.py::test_a_program_that_is_too_large_is_compiled_as_its_step_is",
+    ),
+    Mutation(
+        "gathered_ahead_on_v5e",
+        "forward_backward/ahead.py",
+        'kind not in (None, "cpu", _V5E)',
+        'kind not in (None, "cpu")',
+        "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),
     Mutation(
         "chunk_of_layers_cut_in_every_tick",
