@@ -23,7 +23,7 @@ from jaxfb.forward_backward.piece_stage import PieceStage
 from jaxfb.forward_backward.remat import PIPELINE_KEEPS, checkpoint_layer
 from jaxfb.forward_backward.sequential import as_is, layer_output
 from jaxfb.forward_backward.stage import Stage
-from jaxfb.mesh import kind_here
+from jaxfb.mesh import kind_here, platform_here
 from jaxfb.parallel import data, sharding, tensor
 from jaxfb.parallel.table import Table
 from jaxfb.recomputation import Half, remat_parts
@@ -72,20 +72,24 @@ class Execution:
         specs, dtypes, sums = (_part(tree, of) for tree in (self.specs, self.dtypes, self.sums))
         return self._gather(specs, dtypes, is_trained(sums, dtypes))
 
-    def _gather(self, specs: PyTree, dtypes: PyTree, trained: PyTree):
+    def _gather(self, specs: PyTree, dtypes: PyTree, trained: PyTree, stored: bool = False):
         if not self.gathers_in_loop:
             return as_is
 
         def gather(shards: PyTree) -> PyTree:
             alike = like(shards, specs), like(shards, dtypes), like(shards, trained)
-            return data.gather_parameters(shards, *alike, self.reduce_dtype)
+            return data.gather_parameters(shards, *alike, self.reduce_dtype, stored)
 
         return gather
 
-    def gather_layer(self):
-        """Returns `gather` for one layer, or some of its leaves, with None in place of the others."""
+    def gather_layer(self, stored: bool = False):
+        """Returns `gather` for one layer, or some of its leaves, with None in place of the others.
+
+        stored: shards are read in the dtype that they are stored in (`stored_dtype.py`).
+        """
         dtypes = self.dtypes["layers"]
-        return self._gather(self._layer_specs(), dtypes, is_trained(self.sums["layers"], dtypes))
+        trained = is_trained(self.sums["layers"], dtypes)
+        return self._gather(self._layer_specs(), dtypes, trained, stored)
 
     def layer_to_shards(self, exposed: bool = False):
         """Returns the functions, one after the other, from gradients of one whole layer, or of some of its leaves, to
@@ -216,7 +220,7 @@ class Execution:
     def _stage_of_part(
         self, model: Pipelined, remat: str, keep: str, num_pieces: int, is_kept: bool, options
     ) -> Stage:
-        gather = as_is if self.ahead or is_kept else self.gather_layer()
+        gather = as_is if self.ahead or is_kept else self.gather_layer(platform_here() == "tpu")
 
         def whole(shards, hidden, microbatch, rng):
             return layer_output(model.layer(gather(shards), hidden, microbatch, rng))

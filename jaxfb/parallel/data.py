@@ -20,6 +20,7 @@ from jax.sharding import PartitionSpec as P
 from jaxfb.parallel import tensor
 from jaxfb.parallel.collectives import all_gather, psum, reduce_scatter, steps_apart
 from jaxfb.parallel.sharding import axes_of, dim_of, shards_of
+from jaxfb.parallel.stored_dtype import as_stored
 from jaxfb.platforms.compat import custom_vjp
 
 PyTree = Any
@@ -44,34 +45,47 @@ def compute_params(params: PyTree, specs: PyTree, gather: str, dtypes: PyTree, s
 
 
 def gather_parameters(
-    shards: PyTree, specs: PyTree, dtypes: PyTree, trained: PyTree, reduce_dtype: Any = None
+    shards: PyTree,
+    specs: PyTree,
+    dtypes: PyTree,
+    trained: PyTree,
+    reduce_dtype: Any = None,
+    stored: bool = False,
 ) -> PyTree:
     """All-gathers the shards in the compute dtypes; the transpose is one reduce-scatter each.
 
     trained: tree of bool. What is not is gathered without a rule for a gradient, whose name would hide the gather from
-      a remat policy. reduce_dtype: as for `gather_shard`.
+      a remat policy. reduce_dtype, stored: as for `gather_shard`.
     """
 
     def gather_leaf(leaf, spec, dtype, trains):
         if shards_of(spec) is None:
             return leaf
-        return gather_shard(leaf, spec, dtype, reduce_dtype) if trains else _gather(leaf.astype(dtype), spec)
+        if trains:
+            return gather_shard(leaf, spec, dtype, reduce_dtype, stored)
+        return _gather(leaf.astype(dtype), spec)
 
     return jax.tree.map(gather_leaf, shards, specs, dtypes, trained)
 
 
-@custom_vjp(1, 2, 3)
-def gather_shard(shard: jax.Array, spec: P, dtype: Any, reduce_dtype: Any = None) -> jax.Array:
-    """Gathers one leaf's shards, in `dtype`; its gradient is summed in `reduce_dtype`, None: the shard's dtype."""
-    return _gather(shard.astype(dtype), spec)
+@custom_vjp(1, 2, 3, 4)
+def gather_shard(
+    shard: jax.Array, spec: P, dtype: Any, reduce_dtype: Any = None, stored: bool = False
+) -> jax.Array:
+    """Gathers one leaf's shards, in `dtype`; its gradient is summed in `reduce_dtype`, None: the shard's dtype.
+
+    stored: the shard is read as `as_stored` does.
+    """
+    return _gather((as_stored(shard) if stored else shard).astype(dtype), spec)
 
 
-def _gather_forward(shard, spec, dtype, reduce_dtype):
+def _gather_forward(shard, spec, dtype, reduce_dtype, stored):
     # not `gather_shard` again: a remat policy would see that name, not all_gather, and keep the whole weight
-    return _gather(shard.astype(dtype), spec), jnp.zeros((0,), shard.dtype)
+    read = as_stored(shard) if stored else shard
+    return _gather(read.astype(dtype), spec), jnp.zeros((0,), shard.dtype)
 
 
-def _gather_backward(spec, dtype, reduce_dtype, like, cotangent):
+def _gather_backward(spec, dtype, reduce_dtype, stored, like, cotangent):
     return (_scatter_shard(cotangent, like.dtype, spec, reduce_dtype).astype(like.dtype),)
 
 
