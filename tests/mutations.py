@@ -150,8 +150,8 @@ MUTATIONS = (
     Mutation(
         "sent_in_the_sums_dtype",
         "parallel/data.py",
-        "gather_shard(leaf, spec, dtype, reduce_dtype) if trains",
-        "gather_shard(leaf, spec, dtype) if trains",
+        "gather_shard(leaf, spec, dtype, reduce_dtype, stored)",
+        "gather_shard(leaf, spec, dtype, None, stored)",
         "forward_backward/test_precision.py::test_devices_are_summed_in_the_reduce_dtype_and_microbatches_exactly",
     ),
     Mutation(
@@ -852,6 +852,13 @@ MUTATIONS = (
         "if (fewer := _without_memory(config, job.step.compiler_options)) is None:",
         "if (fewer := None) is None:",
         "planner/test_compiled.py::test_a_program_that_is_too_large_is_compiled_as_its_step_is",
+    ),
+    Mutation(
+        "all_shards_converted_in_front_of_the_loop",
+        "forward_backward/execution.py",
+        'platform_here() == "tpu"',
+        'platform_here() == "gpu"',
+        "forward_backward/test_ahead.py::test_a_loop_on_a_tpu_reads_shards_as_they_are_stored",
     ),
     Mutation(
         "gathered_ahead_on_v5e",

@@ -210,6 +210,16 @@ def test_it_is_the_default_on_accelerators_but_v5e(topology):
     assert sent == {jax.numpy.dtype("float32" if topology == "cpu:4" else "bfloat16")}
 
 
+@pytest.mark.parametrize("topology", ["cpu:4", "v5e:2x2", "v6e:2x2"])
+def test_a_loop_on_a_tpu_reads_shards_as_they_are_stored(topology):
+    """Whether they are gathered ahead or not: XLA would otherwise convert all of them in front of the loop."""
+    config = load_config("configs/quickstart.yaml", ("mesh.fsdp=4", "data.tokenizer=bytes"))
+    job = make_job(config, abstract_mesh(config, 4, abstract_device(parse_topology(topology))))
+    program = job.step.trace(job.state, job.batch).jaxpr
+    bits = [one for one in equations(program) if one.primitive.name == "bitcast_convert_type"]
+    assert bool(bits) == (topology != "cpu:4")
+
+
 def without_the_chunks_dim(program, num_layers):
     """What makes each array [1, num_layers, ...] of which a loop over microbatches takes the first dim off."""
     for eqn in equations(program):
