@@ -32,12 +32,12 @@ and a scatter beside nothing wherever it stands, so that half a layer ahead cost
 
 | by libtpu 0.0.48, half a layer ahead -> not ahead | HBM, GB | step, s |
 | --- | --- | --- |
-| 8B, v5e:16x16, fsdp 256 | 3.77 -> 3.63 | 6.72 -> 6.70 |
-| the same, remat=selective | 15.85 -> 14.49 | 6.34 -> 5.78 |
-| the same, remat=selective, sums in bfloat16 | 15.97 -> 14.53 | 5.35 -> 5.14 |
-| 8B, v5e:16x16, fsdp 128 x tensor 2 | 3.24 -> 3.34 | 7.73 -> 7.50 |
-| 8B, v5e:4x4, fsdp 16 | 11.96 -> 12.62 | 106.6 -> 105.4 |
-| the same, 4 rows, remat=offload | 12.82 -> 13.54 | 93.9 -> 94.0 |
+| 8B, v5e:16x16, fsdp 256 | 3.77 -> 3.57 | 6.72 -> 6.71 |
+| the same, remat=selective | 15.85 -> 14.44 | 6.34 -> 5.76 |
+| the same, remat=selective, sums in bfloat16 | 15.97 -> 14.47 | 5.35 -> 5.13 |
+| 8B, v5e:16x16, fsdp 128 x tensor 2 | 3.24 -> 3.28 | 7.73 -> 7.50 |
+| 8B, v5e:4x4, fsdp 16 | 11.96 -> 11.75 | 106.6 -> 105.6 |
+| the same, 4 rows, remat=offload | 12.82 -> 13.01 | 93.9 -> 94.1 |
 """
 
 from __future__ import annotations
