@@ -237,8 +237,8 @@ SECTIONS = (
           the compiler refuses it otherwise. Moving that state twice over the host's link, almost none of it
           hidden, is part of the step.
         - "Half a layer ahead" is `parallel.gather_ahead=half`: less HBM, since only attention's parameters are gathered
-          while the layer before computes. The rows with a tensor or context axis do so by default; those of v5e
-          gather nothing ahead, since its compiler runs gathers beside products by itself.
+          while the layer before computes. The rows with a tensor or context axis do so by default; on chips
+          without SparseCores nothing is gathered ahead, since the compiler runs gathers beside products by itself.
         - "Layers' inputs on the host" is `remat=offload`: what the backward reads of each layer waits in the host's
           memory. It takes less HBM, and the transfers lengthen the step.
         - Rows of jaxfb alone were not compiled with MaxText, or it has nothing of the kind: it refuses an optimizer cut

@@ -37,8 +37,8 @@ from jaxfb.recomputation import remat_parts
 _SCORES_KEPT = 9 / 8
 """Of a query, key and head, in numbers of two bytes: probabilities of a causal row in eight blocks, and a copy."""
 _SCATTERED_IN_TURN = 2 / 3
-"""Share of a layer's gradients that is there at a time where each is scattered as soon as it is computed: of 8B on 8, 16
-and 256 v5e."""
+"""Share of a layer's gradients that is there at a time where each is scattered as soon as it is computed: of 8B on 8,
+16 and 256 v5e."""
 _OUT_OF = 1 / 3
 """Of a layer's numbers, those of matrices out of it: of the down, and about half of attention's."""
 HOLES = {"tpu": 1.12}
