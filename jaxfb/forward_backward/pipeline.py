@@ -336,7 +336,8 @@ class Tick:
         params, whole = self._weights.layers, self._whole_layers
         if self._layout.num_chunks == 1:
             return Layers(*_get((params, self._index, self._real, whole), chunk))
-        return Layers(params, *_get((self._index, self._real), chunk), whole, chunk)
+        index, real = _get((self._index, self._real), chunk)
+        return Layers(params, index, real, whole, chunk)
 
     def _inputs(self, microbatch: jax.Array) -> StageInputs:
         return StageInputs(*_get((self._microbatches, self._keys), microbatch))

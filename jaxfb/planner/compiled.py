@@ -190,9 +190,13 @@ def _answer(config: Config, topology: Topology, directory: Path) -> dict:
     work = routed(job, traced.jaxpr)
     compiled = _read(program, job, topology, work, *seconds)
     if topology.platform == "tpu":
-        in_hbm = tpu.reported_bytes(directory) or program.memory_analysis().peak_memory_in_bytes
+        in_hbm = tpu.reported_bytes(directory) or _peak(program)
         compiled = replace(compiled, temporaries=in_hbm - compiled.arguments - compiled.outputs)
     return {"compiled": asdict(compiled)}
+
+
+def _peak(program: Any) -> int:
+    return program.memory_analysis().peak_memory_in_bytes
 
 
 def _without_memory(config: Config, options: Options) -> Config | None:
