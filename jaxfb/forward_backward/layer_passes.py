@@ -19,8 +19,9 @@ class Layers(NamedTuple):
     """The layers of one chunk: parameters [l, ...], their indices in the model i32[l], which are real bool[l].
 
     whole: of FSDP, parameters of the first layers [k, ...] that stay gathered; `MixedStage` has them run with these.
-    chunk: i32[], with which `params` and `whole` are those of all chunks, [num_chunks, l, ...]. What a device's chunk
-      has in a loop over its layers would be a copy, made in every tick; one layer is read where it is.
+    chunk: i32[], this chunk's number where `params` and `whole` are those of all chunks, [num_chunks, l, ...]; each
+      layer is then read from these, since a loop over the layers of a chunk that was cut out would need a copy of it in
+      every tick. None: they are of this chunk alone.
     """
 
     params: PyTree
