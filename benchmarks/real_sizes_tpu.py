@@ -269,7 +269,9 @@ def lower(job: Job, side: str, compiled) -> None:
     except jax.errors.JaxRuntimeError as error:
         if none or size_of_refusal(str(error)) is None:
             raise
-        lower_with(job, side, dict.fromkeys(costing_memory(job)), compiled)
+        lower_with(
+            job, side, dict.fromkeys(compiler.names_taking_memory(tuple(options_of(job).items()))), compiled
+        )
 
 
 def lower_with(job: Job, side: str, options: dict[str, Any], compiled) -> None:
@@ -280,12 +282,6 @@ def lower_with(job: Job, side: str, options: dict[str, Any], compiled) -> None:
     lower_jaxfb(config, tpu.devices(parse_topology(job.topology)), compiled)
 
 
-def costing_memory(job: Job) -> set[str]:
-    """The options without which a program is compiled that is too large with them."""
-    options = tuple(options_of(job).items())
-    return {name for name, _ in set(options) - set(compiler.without_memory(options))}
-
-
 def compile_program(lowered: Any, job: Job, side: str) -> tuple[Any, float]:
     with tempfile.TemporaryDirectory() as folder:
         options, report = options_of(job) if side == "maxtext_best" else {}, tpu.report_into(Path(folder))
@@ -294,8 +290,8 @@ def compile_program(lowered: Any, job: Job, side: str) -> tuple[Any, float]:
         except jax.errors.JaxRuntimeError as error:
             if not options or size_of_refusal(str(error)) is None:
                 raise
-            fewer = {name: value for name, value in options.items() if name not in costing_memory(job)}
-            program = lowered.compile(fewer | report)
+            fewer = compiler.without_memory(tuple(options.items()))
+            program = lowered.compile(dict(fewer) | report)
         return program, tpu.reported_bytes(Path(folder))
 
 

@@ -28,7 +28,7 @@ With a tensor axis it is faster as well, since that axis's reduce-scatters no lo
 0.38 s were exposed, and 0.00 s are.
 
 On v5e nothing is ahead unless it is asked for. Its compiler runs a gather beside the products in front of it by itself,
-and a scatter beside nothing wherever it stands, so that half a layer ahead costs time, and mostly memory:
+and a scatter beside nothing wherever it stands, so that half a layer ahead saves no time worth its memory:
 
 | by libtpu 0.0.48, half a layer ahead -> not ahead | HBM, GB | step, s |
 | --- | --- | --- |

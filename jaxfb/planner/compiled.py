@@ -21,7 +21,7 @@ from typing import Any
 from jaxfb.config import Config, config_from_dict, config_to_dict
 from jaxfb.planner import gpu, tpu
 from jaxfb.planner.topology import Topology
-from jaxfb.platforms.compiler import Options, without_memory
+from jaxfb.platforms.compiler import Options, names_taking_memory
 from jaxfb.platforms.programs import size_of_refusal
 from jaxfb.refusal import Refused
 
@@ -203,7 +203,7 @@ def _without_memory(config: Config, options: Options) -> Config | None:
     """Returns the config without the table's options that take memory, as the step is compiled by itself where it does
     not fit; None where there are none.
     """
-    dropped = {name: None for name, _ in set(options) - set(without_memory(options))}
+    dropped = dict.fromkeys(names_taking_memory(options))
     if not dropped:
         return None
     asked = {**(config.parallel.compiler_options or {}), **dropped}

@@ -134,6 +134,11 @@ def without_memory(options: Options) -> Options:
     return tuple(one for one in options if one not in _COMPUTE_ONCE.items())
 
 
+def names_taking_memory(options: Options) -> list[str]:
+    """Returns the names of the options that `without_memory` leaves out."""
+    return [name for name, _ in sorted(set(options) - set(without_memory(options)))]
+
+
 def _is_option(item: Any) -> bool:
     named = isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
     return named and isinstance(item[1], Value | None)

@@ -11,7 +11,7 @@ from typing import Any
 import jax
 
 from jaxfb.platforms.compat import is_tracing
-from jaxfb.platforms.compiler import Options, without_memory
+from jaxfb.platforms.compiler import Options, names_taking_memory, without_memory
 
 _UNITS = {"B": 1, "K": 2**10, "M": 2**20, "G": 2**30, "T": 2**40}
 _REFUSALS = (
@@ -63,7 +63,7 @@ class Program:
             size, fewer = size_of_refusal(str(error)), without_memory(self._options)
             if size is None or fewer == self._options:
                 raise
-        _warn(*size, set(self._options) - set(fewer))
+        _warn(*size, names_taking_memory(self._options))
         self._options, self._jitted = fewer, self._with(fewer)
         return do(self._jitted)
 
@@ -82,8 +82,8 @@ def size_of_refusal(message: str) -> tuple[float, float] | None:
     return needed, available
 
 
-def _warn(needed: float, available: float, dropped: set[tuple[str, Any]]) -> None:
-    names = ", ".join(name for name, _ in sorted(dropped))
+def _warn(needed: float, available: float, dropped: list[str]) -> None:
+    names = ", ".join(dropped)
     warnings.warn(
         f"the program needs {needed / 1e9:.1f} GB of {available / 1e9:.1f} GB and is compiled again, with products "
         "computed twice to save memory; `jaxfb plan --search` finds faster layouts, and compiler_options with null "

@@ -152,9 +152,8 @@ def test_the_compilers_process_ends_with_the_one_that_started_it():
 def test_the_state_goes_to_the_host_where_no_layout_fits_otherwise():
     config, said = load_config("configs/8b.yaml", ["batch.rows=64"]), []
     roomy, tight = (parse_topology(name) for name in ("v5p:2x2x2", "v5e:2x4"))
-    tight = replace(
-        tight, chip=replace(tight.chip, memory=16e9)
-    )  # with all of it inputs on the host would do
+    # in all of its 16.9 GB a layout would fit with the layers' inputs on the host
+    tight = replace(tight, chip=replace(tight.chip, memory=16e9))
     assert all(
         one.config.optimizer.memory == "device" for one in search(config, roomy, layouts=2, compiled=0)
     )
