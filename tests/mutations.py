@@ -575,15 +575,15 @@ MUTATIONS = (
     Mutation(
         "last_late_gradients_lost",
         "forward_backward/late_scatter.py",
-        "in reversed([*enumerate(waiting)]):",
-        "in ():",
+        "sums = self.add(sums, _run(self._late_steps(sums)[number:], one))",
+        "del number, one",
         "forward_backward/test_ahead.py::test_gradients_are_those_of_one_device",
     ),
     Mutation(
         "first_steps_of_scatters_lost",
         "forward_backward/late_scatter.py",
-        "_run(self._late_steps[number:], one)",
-        "_run(self._late_steps[-1:], one)",
+        "_run(self._late_steps(sums)[number:], one)",
+        "_run(self._late_steps(sums)[-1:], one)",
         "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
     ),
     Mutation(
@@ -624,8 +624,8 @@ MUTATIONS = (
     Mutation(
         "gradients_overwritten_before_their_scatter",
         "forward_backward/late_scatter.py",
-        "free, grads = lax.optimization_barrier((waiting[0].grads, further[0].grads))",
-        "free, grads = waiting[0].grads, further[0].grads",
+        "free, grads = lax.optimization_barrier((one.grads, further.grads))",
+        "free, grads = one.grads, further.grads",
         "forward_backward/test_overwriting.py::test_a_layer_writes_the_buffer_of_the_layer_before_it_behind_its_scatter",
     ),
     Mutation(
@@ -638,7 +638,7 @@ MUTATIONS = (
     Mutation(
         "gradients_of_the_second_half_lost",
         "forward_backward/late_scatter.py",
-        "return self.add(sums, _run(self._steps[1:], in_turn)), (late, *waiting)",
+        "return self.add(sums, _run(self._steps(sums)[1:], in_turn)), (late, *waiting)",
         "return sums, (late, *waiting)",
         "forward_backward/test_half_ahead.py::test_gradients_are_those_of_one_device",
     ),
@@ -792,10 +792,24 @@ MUTATIONS = (
     Mutation(
         "shards_reduced_before_the_others_are_added",
         "forward_backward/late_scatter.py",
-        "return [*firsts, lambda of: self.of_all(last(of)), *map(_of_grads, self.ahead.reduce)]",
+        "return [*firsts, lambda of: self.of_all(sums, last(of)), *map(_of_grads, self.ahead.reduce)]",
         "return [*firsts, last, *map(_of_grads, self.ahead.reduce[:-1]), *(\n"
-        "            lambda of: self.of_all(_of_grads(step)(of)) for step in self.ahead.reduce)]",
+        "            lambda of: self.of_all(sums, _of_grads(step)(of)) for step in self.ahead.reduce)]",
         "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "zeros_that_wait_are_written_over_the_sums",
+        "forward_backward/target.py",
+        "jnp.where(of.real, grad, read(leaf, at, grad.shape))",
+        "grad",
+        "forward_backward/test_overlap_grad_reduce.py::test_gradients_are_those_of_one_device",
+    ),
+    Mutation(
+        "reduced_gradients_beside_the_sums",
+        "forward_backward/last_microbatch.py",
+        "zero.shape == so_far.shape, zeros, before)",
+        "False, zeros, before)",
+        "forward_backward/test_overlap_grad_reduce.py::test_reduced_gradients_are_written_over_the_sums",
     ),
     Mutation(
         "layers_reduced_in_the_loop_and_at_the_end",

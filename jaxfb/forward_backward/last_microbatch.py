@@ -5,8 +5,10 @@ microbatch is written out behind the loop over the others. Its backward adds wha
 gradients, and reduces these while it computes those of the layer before: still once, and in the same order. Megatron-LM
 does so under the same name, in buckets. What is beside the layers is reduced after them.
 
-The price is a larger program, and on TPUs two layers' gradients in float32. By the compilers of libtpu 0.0.48 and
-jax-cuda13-pjrt 0.10.2, with fsdp_gather="step" but for the last row:
+The price is a larger program, and on TPUs two layers' gradients in float32. What a reduction leaves as large as it was
+is written over the sums of the other microbatches: 8B on v6e:8x8, data 2 x fsdp 32, takes 7.78 GB in place of 8.58 GB,
+and 7.77 GB if it reduces at the end. By the compilers of libtpu 0.0.48 and jax-cuda13-pjrt 0.10.2, with
+fsdp_gather="step" but for the last row:
 
 | at the end -> beside the last microbatch | s a step | memory, GB |
 | --- | --- | --- |
@@ -52,7 +54,11 @@ class LastMicrobatch:
     reduce: Reduce
 
     def target(self, layers: PyTree, accum_dtypes: PyTree, before: PyTree | None) -> Target:
-        """Returns zeros for the reduced gradients of all layers, and the sums of the microbatches before."""
+        """Returns what the reduced gradients of all layers are written to, with the sums of the microbatches before.
+
+        before: those sums; None: there are none. Where a reduction leaves their shape, gradients are written over them,
+        so that the memory of one sum is enough; the others are written to zeros.
+        """
         number = jax.tree.leaves(layers)[0].shape[0]
 
         def one(leaf: jax.Array, dtype: Any) -> jax.ShapeDtypeStruct | None:
@@ -60,7 +66,12 @@ class LastMicrobatch:
 
         shapes = jax.eval_shape(self.reduce, jax.tree.map(one, layers, accum_dtypes))
         zeros = jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), shapes)
-        return only_chunk(zeros)._replace(before=None if before is None else only_chunk(before).sums)
+        if before is None:
+            return only_chunk(zeros)
+        over = jax.tree.map(lambda zero, so_far: zero.shape == so_far.shape, zeros, before)
+        sums = jax.tree.map(lambda written_over, *both: both[written_over], over, zeros, before)
+        apart = jax.tree.map(lambda written_over, so_far: None if written_over else so_far, over, before)
+        return only_chunk(sums)._replace(before=only_chunk(apart).sums)
 
 
 def reduce_layer(specs: PyTree, grad_specs: PyTree, reduce: Callable[[jax.Array, P, P], jax.Array]) -> Reduce:

@@ -31,77 +31,79 @@ class LateScatter:
 
     ahead: with the steps.
     add: (sums, gradients of one layer's shards) -> sums with them added.
-    of_all: gradients of one layer's shards -> those that `ahead.reduce` sums over devices.
+    of_all: (sums, gradients of one layer's shards) -> those that `ahead.reduce` sums over devices.
     """
 
     ahead: Ahead
     add: Callable[[PyTree, OfLayer], PyTree]
-    of_all: Callable[[OfLayer], OfLayer]
+    of_all: Callable[[PyTree, OfLayer], OfLayer]
 
-    def nothing_yet(self, shapes: OfLayer) -> Waiting:
-        """Returns what waits before the first turn: zero gradients of the layer that the turn is for.
+    def nothing_yet(self, sums: PyTree, shapes: OfLayer) -> Waiting:
+        """Returns what waits before the first turn: zero gradients of no real layer, in the first one's place.
 
         shapes: with the shapes of its trained parameters in place of gradients.
         """
-        waiting = [jax.eval_shape(lambda of: self._parts(of)[0], shapes)]
+        waiting = [jax.eval_shape(lambda of: self._parts(sums, of)[0], shapes)]
         if self._overwriting is not None:
             waiting[0] = _of_grads(self._overwriting.buffers)(waiting[0])
-        for step in self._late_steps[:-1]:
+        for step in self._late_steps(sums)[:-1]:
             waiting.append(jax.eval_shape(step, waiting[-1]))
-        return tuple(shapes._replace(grads=_zeros(one.grads)) for one in waiting)
+        return tuple(shapes._replace(real=shapes.real & False, grads=_zeros(one.grads)) for one in waiting)
 
     def step_further(self, sums: PyTree, waiting: Waiting) -> tuple[PyTree, Waiting, PyTree]:
         """Runs the next step for all that wait, and adds to `sums` what the last step has completed.
 
         Returns (sums, what still waits, the buffers of the newest gradients, which may be overwritten; None: there are
-        none).
+        none). The oldest come first: `of_all` may read the sums only behind the write to them, or XLA copies them all.
         """
-        further = [step(one) for one, step in zip(waiting, self._late_steps, strict=True)]
-        free = None
-        if self._overwriting is not None:
-            free, grads = lax.optimization_barrier((waiting[0].grads, further[0].grads))
-            further[0] = further[0]._replace(grads=grads)
-        *still, last = further
-        return self.add(sums, last), tuple(still), free
+        free, still = None, ()
+        for number, one in reversed([*enumerate(waiting)]):
+            further = self._late_steps(sums)[number](one)
+            if number == 0 and self._overwriting is not None:
+                free, grads = lax.optimization_barrier((one.grads, further.grads))
+                further = further._replace(grads=grads)
+            if number == len(waiting) - 1:
+                sums = self.add(sums, further)
+            else:
+                still = (further, *still)
+        return sums, still, free
 
     def take(self, sums: PyTree, waiting: Waiting, made: OfLayer, free: PyTree) -> tuple[PyTree, Waiting]:
         """Returns (sums, what waits) with a layer's gradients in one or the other; free: buffers, of `step_further`."""
-        late, in_turn = self._parts(made)
+        late, in_turn = self._parts(sums, made)
         if self._overwriting is not None:
             late = late._replace(grads=self._overwriting.write(free, late.grads))
-        return self.add(sums, _run(self._steps[1:], in_turn)), (late, *waiting)
+        return self.add(sums, _run(self._steps(sums)[1:], in_turn)), (late, *waiting)
 
     def to_the_end(self, sums: PyTree, waiting: Waiting) -> PyTree:
         """Returns the sums with all that waits after the last turn."""
         for number, one in reversed([*enumerate(waiting)]):
-            sums = self.add(sums, _run(self._late_steps[number:], one))
+            sums = self.add(sums, _run(self._late_steps(sums)[number:], one))
         return sums
 
-    def _parts(self, made: OfLayer) -> tuple[OfLayer, OfLayer]:
+    def _parts(self, sums: PyTree, made: OfLayer) -> tuple[OfLayer, OfLayer]:
         """Returns what waits of a layer's gradients, and what is summed in its turn, behind the first step."""
-        made = self._steps[0](made)
+        made = self._steps(sums)[0](made)
         late, in_turn = self.ahead.parts(made.grads)
         return made._replace(grads=late), made._replace(grads=in_turn)
 
-    @property
-    def _steps(self) -> list[Step]:
+    def _steps(self, sums: PyTree) -> list[Step]:
         """Returns what makes of a layer's gradients those that are added; the first waits for nothing."""
-        return self._steps_with(self.ahead.to_shards)
+        return self._steps_with(self.ahead.to_shards, sums)
 
-    @property
-    def _late_steps(self) -> list[Step]:
+    def _late_steps(self, sums: PyTree) -> list[Step]:
         """Returns the steps after the first, of gradients that wait."""
         to_shards = self.ahead.to_shards
         if self._overwriting is not None:
             *firsts, last = to_shards
             read = self._overwriting.read
             to_shards = (*firsts, lambda grads: read(last(grads)))
-        return self._steps_with(to_shards)[1:]
+        return self._steps_with(to_shards, sums)[1:]
 
-    def _steps_with(self, to_shards: Sequence[Callable[[PyTree], PyTree]]) -> list[Step]:
+    def _steps_with(self, to_shards: Sequence[Callable[[PyTree], PyTree]], sums: PyTree) -> list[Step]:
         # cast there, the product that makes them writes them so; cast where they are added, it takes another pass
         *firsts, last = map(_of_grads, (self.ahead.before_scatter, *to_shards))
-        return [*firsts, lambda of: self.of_all(last(of)), *map(_of_grads, self.ahead.reduce)]
+        return [*firsts, lambda of: self.of_all(sums, last(of)), *map(_of_grads, self.ahead.reduce)]
 
     @property
     def _overwriting(self) -> Overwriting | None:

@@ -19,7 +19,7 @@ from jaxfb.forward_backward.late_scatter import LateScatter
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs
 from jaxfb.forward_backward.reads import Reads
 from jaxfb.forward_backward.reduce import masked
-from jaxfb.forward_backward.sequential import as_is, sum_of_layers
+from jaxfb.forward_backward.sequential import sum_of_layers
 from jaxfb.forward_backward.slot import Slot, empty_slots
 from jaxfb.forward_backward.target import OfLayer, Target
 from jaxfb.types import LossOutput, PyTree
@@ -135,7 +135,7 @@ class Stage:
         if self._ahead is None or not self._ahead.hands_on:
             return None
         whole = self._ahead.gathered(layers.params, self._places(layers)[0], layers.chunk)
-        return Handed(whole, self._scatter(target).nothing_yet(self._of_last(layers)))
+        return Handed(whole, self._scatter(target).nothing_yet(target.sums, self._of_last(layers)))
 
     def add_handed(self, target: Target, handed: Handed | None) -> PyTree:
         """Returns target.sums with the gradients added that the backward of the last microbatch has handed on."""
@@ -320,7 +320,7 @@ class Stage:
             carry, grads = one(carry, place, layer)
             return (carry, *scatter.take(sums, waiting, OfLayer(place, layer.real, grads), free)), None
 
-        whole, waiting = handed or (None, scatter.nothing_yet(self._of_last(layers)))
+        whole, waiting = handed or (None, scatter.nothing_yet(target.sums, self._of_last(layers)))
         (carry, sums, waiting), whole = self._backwards(turn, (carry, target.sums, waiting), layers, whole)
         if handed is None:
             return carry, scatter.to_the_end(sums, waiting), None
@@ -330,7 +330,7 @@ class Stage:
         assert self._ahead is not None
         if self._ahead.reduce:
             return LateScatter(self._ahead, target.put, target.of_all)
-        return LateScatter(self._ahead, partial(target.add, padded=self._padded), as_is)
+        return LateScatter(self._ahead, partial(target.add, padded=self._padded), lambda _, of: of)
 
     def _of_last(self, layers: Layers) -> OfLayer:
         """Returns the last layer, with the shapes of its trained parameters in place of gradients."""

@@ -25,8 +25,9 @@ class Target(NamedTuple):
     sums:  tree like the trained parameters of all chunks, [num_chunks, l, ...], in the accumulation dtypes.
     chunk: i32[], which of them.
     valid: bool[], whether what is computed counts.
-    before: sums of the microbatches before the last, [num_chunks, l, ...], which are added to each layer's gradients
-      before these are reduced and written to `sums`; None: there are none. Only with `Ahead.reduce`.
+    before: with `Ahead.reduce`, sums of the microbatches before the last, [num_chunks, l, ...], which are added to each
+      layer's gradients before these are reduced and written to `sums`. None for a leaf whose reduced gradients have the
+      shape of the sums: they are in `sums` until they are overwritten. None in place of a tree: there are none.
     """
 
     sums: PyTree
@@ -53,28 +54,34 @@ class Target(NamedTuple):
             return _map(add, of.grads, sums)
 
     def put(self, sums: PyTree, of: OfLayer) -> PyTree:
-        """Returns the sums with one layer's gradients in their place; zeros that were there before are overwritten."""
+        """Returns the sums with a real layer's gradients in place of what was there before."""
 
         def put(grad: jax.Array | None, leaf: jax.Array) -> jax.Array:
             if grad is None:
                 return leaf
-            return write(leaf, grad.astype(leaf.dtype)[None, None], self._at(of, grad))
+            at = self._at(of, grad)
+            grad = grad.astype(leaf.dtype)[None, None]
+            return write(leaf, jnp.where(of.real, grad, read(leaf, at, grad.shape)), at)
 
         return _map(put, of.grads, sums)
 
-    def of_all(self, of: OfLayer) -> OfLayer:
-        """Returns one layer's gradients, in the dtype of their sums, with those of the microbatches before added."""
+    def of_all(self, sums: PyTree, of: OfLayer) -> OfLayer:
+        """Returns one layer's gradients, in the dtype of their sums, with those of the microbatches before added.
+
+        sums: in which the layer's place is not written to yet.
+        """
 
         def add(grad: jax.Array | None, leaf: jax.Array, before: jax.Array | None) -> jax.Array | None:
             if grad is None:
                 return None
             grad = grad.astype(leaf.dtype)
-            if before is None:
+            before = leaf if before is None else before
+            if before.shape[2:] != grad.shape:
                 return grad
             return read(before, self._at(of, grad), (1, 1, *grad.shape))[0, 0] + grad
 
         before = jax.tree.map(lambda _: None, self.sums) if self.before is None else self.before
-        return of._replace(grads=_map(add, of.grads, self.sums, before))
+        return of._replace(grads=_map(add, of.grads, sums, before))
 
     def _at(self, of: OfLayer, grad: jax.Array) -> tuple:
         return (self.chunk, of.place, *FROM_START * grad.ndim)

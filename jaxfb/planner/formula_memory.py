@@ -89,7 +89,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
         late = max(share, 1 - share) if share or not gathers else _SCATTERED_IN_TURN
     if share == 1 and _overwrites_gradients(config, kind):
         late = 1
-    if reduces_beside(config, topology):
+    if reduces_beside(config, topology) and not gathers:
         waiting, late = 4, 2  # of a layer and the one behind it, with those of the other microbatches added
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)
     of_head = min(_head_gradient_bytes(config, sizes), 4 * trained_outer) + _logit_bytes(config, sizes)
