@@ -1377,6 +1377,20 @@ MUTATIONS = (
         "planner/test_search.py::test_a_stopped_search_keeps_what_it_found_and_goes_on_from_there",
     ),
     Mutation(
+        "search_lists_layouts_that_gain_nothing",
+        "planner/search.py",
+        "if counted.total <= (1 - LESS) * smallest.get(kind, math.inf):",
+        "if True:",
+        "planner/test_search.py::test_a_slower_layout_of_a_kind_is_listed_if_it_is_smaller",
+    ),
+    Mutation(
+        "search_compiles_the_larger_of_two_alike",
+        "planner/search.py",
+        "best = min(alike, key=lambda one: one.verdict.needed)",
+        "best = ranked[0]",
+        "planner/test_search.py::test_the_smallest_of_those_as_fast_as_the_fastest_is_compiled_first",
+    ),
+    Mutation(
         "auto_mesh_forgets_the_run",
         "training/open_mesh.py",
         "if needed == there:",

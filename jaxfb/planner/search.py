@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
-from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -27,6 +27,10 @@ from jaxfb.refusal import Refused
 
 LEFT = 0.1
 """Share of a chip's memory that layouts made to fill it leave free by formula."""
+LESS = 0.05
+"""Share of a faster layout's memory that a slower one of its kind must save to be kept."""
+ALIKE = 0.01
+"""Times that differ by less are the same to the formula, and the smaller of two such layouts is compiled first."""
 
 
 @dataclass(frozen=True)
@@ -153,14 +157,40 @@ def compared(found: list[Found]) -> str:
 
 def _by_kind(ranked: list[Found]) -> list[Found]:
     """Returns the best of each kind first, then the second of each: where the formula is off, it is off for a kind."""
-    seen: Counter[tuple] = Counter()
-    turns = []
-    for place, found in enumerate(ranked):
-        parallel, mesh = found.config.parallel, found.config.mesh
-        kind = (mesh.pipe, mesh.tensor, "parts" if "+" in parallel.remat else parallel.remat)
-        turns.append((not found.verdict.fits, seen[kind], place))
-        seen[kind] += 1
-    return [ranked[place] for *_, place in sorted(turns)]
+    kinds: dict[tuple, list[Found]] = {}
+    for found in ranked:
+        kinds.setdefault(_kind(found.config), []).append(found)
+    turns = itertools.zip_longest(*map(_smallest_first, kinds.values()))
+    ordered = [found for turn in turns for found in turn if found is not None]
+    return sorted(ordered, key=lambda found: not found.verdict.fits)
+
+
+def _smallest_first(ranked: list[Found]) -> list[Found]:
+    """Returns layouts of a kind in their order, but first the smallest of those that are as fast as the fastest."""
+    most = (1 + ALIKE) * ranked[0].verdict.step_seconds
+    alike = [one for one in ranked if one.verdict.step_seconds <= most]
+    best = min(alike, key=lambda one: one.verdict.needed)
+    return [best, *(one for one in ranked if one is not best)]
+
+
+def _kind(config: Config) -> tuple[int, int, str]:
+    remat = config.parallel.remat
+    return config.mesh.pipe, config.mesh.tensor, "parts" if "+" in remat else remat
+
+
+def _smaller_and_smaller(fastest: list[tuple[Estimate, Config]]) -> list[Config]:
+    """Returns the layouts that take less memory than all faster ones of their kind: the others gain nothing.
+
+    Else many that are alike, such as the ways to share out devices over data and fsdp, take the place of others.
+    """
+    smallest: dict[tuple, float] = {}
+    kept = []
+    for counted, one in fastest:
+        kind = _kind(one)
+        if counted.total <= (1 - LESS) * smallest.get(kind, math.inf):
+            smallest[kind] = counted.total
+            kept.append(one)
+    return kept
 
 
 def _can_be(config: Config, topology: Topology, fixed: Fixed) -> bool:
@@ -194,8 +224,9 @@ def picked(
     say: Callable[[str], None] = lambda text: None,
     fixed: Fixed = NOTHING,
 ) -> list[Config]:
-    """Returns the fastest layouts of those that fit by formula; where none does, of those that fit with the optimizer's
-    state in the host's memory; where these do not either, the smallest.
+    """Returns the fastest layouts of those that fit by formula, and of each kind those that are slower and smaller;
+    where none fits, of those that fit with the optimizer's state in the host's memory; where these do not either, the
+    smallest.
     """
     memory = topology.chip.memory if topology.chip else math.inf
     fitting = [pair for pair in counted if pair[0].total <= memory]
@@ -207,10 +238,9 @@ def picked(
         say(f"{len(fitting)} fit with the optimizer's state in the host's memory")
     if not fitting:
         return [one for _, one in sorted(counted, key=lambda pair: pair[0].total)[:count]]
-    fitting.sort(key=_seconds)
+    fitting.sort(key=_time_then_memory)
     filled = _filled([one for _, one in fitting[: 4 * count]], sizes, topology, fixed)
-    ordered = sorted(fitting + filled, key=_seconds)
-    return list({label(one): one for _, one in ordered}.values())[:count]
+    return _smaller_and_smaller(sorted(fitting + filled, key=_time_then_memory))[:count]
 
 
 def by_formula(
@@ -286,8 +316,8 @@ def _answer(asked: Found, known: Known, say) -> Verdict | None:
     return verdict
 
 
-def _seconds(counted: tuple[Estimate, Config]) -> float:
-    return counted[0].seconds
+def _time_then_memory(counted: tuple[Estimate, Config]) -> tuple[float, float]:
+    return float(f"{counted[0].seconds:.4g}"), counted[0].total
 
 
 def _ranked(found: list[Found]) -> list[Found]:

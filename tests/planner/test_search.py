@@ -5,6 +5,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from processes import PATIENCE
@@ -14,6 +15,7 @@ from jaxfb.config import load_config
 from jaxfb.planner import parse_topology
 from jaxfb.planner.candidates import NOTHING, label
 from jaxfb.planner.compiled import Compiled, TooLarge
+from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
 from jaxfb.planner.known import Known
 from jaxfb.planner.search import by_formula, picked, search, table
@@ -104,6 +106,37 @@ def test_more_rows_with_inputs_on_the_host_beat_fewer_without_where_memory_is_sh
     counted = by_formula(config, sizes, topology, NOTHING)
     best, *_ = picked([pair for pair in counted if pair[1].mesh.pipe == 1], sizes, topology, 1)
     assert (best.parallel.remat, best.batch.rows_per_microbatch) == ("offload", 4)
+
+
+def kind_of(config):
+    return config.mesh.pipe, config.mesh.tensor, config.parallel.remat
+
+
+def test_a_slower_layout_of_a_kind_is_listed_if_it_is_smaller():
+    config, topology = load_config("configs/8b.yaml", ["mesh.fsdp=16"]), parse_topology("v5p:2x2x4")
+    sizes = model_sizes(config)
+    found = picked(by_formula(config, sizes, topology, NOTHING), sizes, topology, 40)
+    sizes_by_kind = {}
+    for one in found:
+        if "+" not in one.parallel.remat:
+            sizes_by_kind.setdefault(kind_of(one), []).append(estimate(one, sizes, topology))
+    assert sum(len(each) > 1 for each in sizes_by_kind.values()) >= 3
+    for each in sizes_by_kind.values():
+        assert [one.seconds for one in each] == sorted(one.seconds for one in each)
+        assert all(after.total < 0.96 * before.total for before, after in pairwise(each))
+
+
+def test_the_smallest_of_those_as_fast_as_the_fastest_is_compiled_first(compiler):
+    config, topology = load_config("configs/8b.yaml", ["mesh.fsdp=16"]), parse_topology("v5p:2x2x4")
+    kept = []
+    search(config, topology, layouts=12, compiled=2, keep=kept.append)
+    of_formula = [one for one in kept[0] if not one.given]
+    kind = kind_of(of_formula[0].config)
+    fastest, *slower = [one for one in of_formula if kind_of(one.config) == kind]
+    alike = [one for one in slower if one.verdict.step_seconds < 1.01 * fastest.verdict.step_seconds]
+    _, first, second = compiler.asked  # the given one before them
+    assert alike and first == min(alike, key=lambda one: one.verdict.needed).config
+    assert kind_of(second) != kind
 
 
 def test_a_layout_that_cannot_be_there_is_no_reason_not_to_search(compiler, tmp_path, capsys):
