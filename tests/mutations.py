@@ -199,8 +199,8 @@ MUTATIONS = (
     Mutation(
         "the_first_half_computed_again_whenever_it_likes",
         "forward_backward/half_passes.py",
-        "made.with_leaves(beside)(cotangent)",
-        "of_first(cotangent)",
+        "unrounded(made.with_leaves(beside), trained, cotangent)",
+        "unrounded(of_first, trained, cotangent)",
         "forward_backward/test_halves.py::test_the_first_halfs_gradients_come_from_what_the_second_handed_back",
     ),
     Mutation(
@@ -585,6 +585,34 @@ MUTATIONS = (
         "_run(self._late_steps(sums)[number:], one)",
         "_run(self._late_steps(sums)[-1:], one)",
         "forward_backward/test_ahead.py::test_steps_of_a_scatter_a_layer_apart_give_the_gradients_of_one_device",
+    ),
+    Mutation(
+        "gradients_rounded_before_they_are_summed",
+        "forward_backward/unrounded.py",
+        "return before if rounds else var",
+        "return var",
+        "forward_backward/test_unrounded.py::test_gradients_are_those_before_the_last_rounding",
+    ),
+    Mutation(
+        "integers_taken_for_wider_gradients",
+        "forward_backward/unrounded.py",
+        "_bits(before.aval) > _bits(var.aval)",
+        "True",
+        "forward_backward/test_unrounded.py::test_gradients_are_those_before_the_last_rounding",
+    ),
+    Mutation(
+        "waiting_gradients_in_the_dtype_they_come_in",
+        "parallel/data.py",
+        "return grad.astype(given or dtype)",
+        "return grad.astype(given or jnp.promote_types(grad.dtype, dtype))",
+        "forward_backward/test_unrounded.py::test_sums_in_16_bits_take_gradients_in_16_bits",
+    ),
+    Mutation(
+        "scopes_lost_where_calls_are_written_out",
+        "platforms/compat.py",
+        "name_stack=scopes)",
+        "name_stack=source_info_util.current_name_stack())",
+        "forward_backward/test_unrounded.py::test_what_is_written_out_keeps_its_named_scopes",
     ),
     Mutation(
         "gradients_of_another_layer_scattered_again",

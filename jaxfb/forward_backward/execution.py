@@ -11,6 +11,7 @@ from functools import partial
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.forward_backward.ahead import Ahead, Gathered, Late
@@ -112,7 +113,9 @@ class Execution:
         """
         sums = self.sums["layers"]
         specs = like(sums, self._layer_specs())
-        return lambda grads: data.before_scatter(grads, like(grads, specs), like(grads, sums), reduce_dtype)
+        # as gradients in the dtype of their parameters would be; some come in a wider one (`unrounded`)
+        dtypes = jax.tree.map(jnp.promote_types, like(sums, self.dtypes["layers"]), sums)
+        return lambda grads: data.before_scatter(grads, like(grads, specs), like(grads, dtypes), reduce_dtype)
 
     def reduce_layer(self, grad_specs: PyTree, axes: tuple[str, ...]) -> Reduce:
         """Returns what sums the gradients of one layer over `axes`; grad_specs: of the gradients of all layers."""

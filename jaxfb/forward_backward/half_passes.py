@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jaxfb.forward_backward.layer_passes import LayerPasses, Layers, StageInputs, context_of
 from jaxfb.forward_backward.sequential import layer_output
 from jaxfb.forward_backward.stage import Stage
+from jaxfb.forward_backward.unrounded import unrounded
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree
 
@@ -67,8 +68,9 @@ class HalfPasses(LayerPasses):
         made = _Made(of_first, (layer, kept, inputs))
         second = self._of_trained(partial(self._second, made.leaves), layer, context)
         (_, totals), of_second, beside = jax.vjp(second, trained, between, has_aux=True)
-        grads, cotangent = of_second((cotangent, {name: seeds[name] for name in totals}))
-        more, cotangent = made.with_leaves(beside)(cotangent)
+        seeds = {name: seeds[name] for name in totals}
+        grads, cotangent = unrounded(of_second, trained, (cotangent, seeds))
+        more, cotangent = unrounded(made.with_leaves(beside), trained, cotangent)
         return jax.tree.map(jnp.add, more, grads), cotangent
 
     def _second(self, beside: PyTree, params: PyTree, between: PyTree, *context: Any):

@@ -11,6 +11,7 @@ from jaxfb.forward_backward.residual import Residual
 from jaxfb.forward_backward.sequential import layer_keys
 from jaxfb.forward_backward.slot import read_layer
 from jaxfb.forward_backward.split_backward import SplitBackward
+from jaxfb.forward_backward.unrounded import unrounded
 from jaxfb.trainable import joined
 from jaxfb.types import LossOutput, PyTree, Sum
 
@@ -80,7 +81,7 @@ class LayerPasses:
             vjp = self._residual.rebuilt(kept, at_hand)
         else:
             _, vjp, _ = self._vjp(at_hand, kept)
-        return vjp((cotangent, seeds))
+        return unrounded(vjp, self._trained(layer.params), (cotangent, seeds))
 
     def backward_input(self, layer: Layers, kept, cotangent, seeds: dict, inputs: StageInputs):
         """Returns (what the weight gradient needs, cotangent of the layer's input)."""

@@ -146,21 +146,20 @@ def steps_to_shards(specs: PyTree, in_halves: bool = False, exposed: bool = Fals
     )
 
 
-def before_scatter(grads: PyTree, specs: PyTree, sums: PyTree, reduce_dtype: Any = None) -> PyTree:
+def before_scatter(grads: PyTree, specs: PyTree, dtypes: PyTree, reduce_dtype: Any = None) -> PyTree:
     """Casts gradients of whole leaves to what they are summed into shards in, and annotates them as `tensor` cuts their
     parameters.
 
-    sums: tree of the dtypes of their sums over microbatches, which they get where `reduce_dtype` is None or the
-      leaf is in no shards, unless theirs is wider.
+    dtypes: tree of those that they get where `reduce_dtype` is None or the leaf is in no shards.
     """
 
     def cut(grad: jax.Array, spec: P, dtype: Any) -> jax.Array:
         entries = (*spec, *(None,) * (grad.ndim - len(spec)))
         grad = tensor.constrain(grad, *(tensor.AXIS if entry == tensor.AXIS else None for entry in entries))
         given = None if shards_of(spec) is None else reduce_dtype
-        return grad.astype(given or jnp.promote_types(grad.dtype, dtype))
+        return grad.astype(given or dtype)
 
-    return jax.tree.map(cut, grads, specs, sums)
+    return jax.tree.map(cut, grads, specs, dtypes)
 
 
 def scatter_over_data(grad_specs: PyTree, reduce_dtype: Any = None):

@@ -10,6 +10,7 @@ from jaxfb.models.config import TransformerConfig, seen_share
 from jaxfb.planner.counts import (
     context_method,
     gathers_layers,
+    held_experts,
     held_numbers,
     hidden_width,
     kept_width,
@@ -88,7 +89,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     if kind == "TPU v5 lite":
         late = max(share, 1 - share) if share or not gathers else _SCATTERED_IN_TURN
     if share == 1 and _overwrites_gradients(config, kind):
-        late = 1
+        late = 1 + held_experts(config, sizes) / layers  # experts' gradients are not overwritten
     if reduces_beside(config, topology) and not gathers:
         waiting, late = 4, 2  # of a layer and the one behind it, with those of the other microbatches added
     of_layer = waiting * gradient * late + _layer_work_bytes(config, sizes, topology)

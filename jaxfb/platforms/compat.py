@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jax._src import core, distributed, xla_bridge
+from jax._src import core, distributed, source_info_util, xla_bridge
 from jax._src.clusters import ClusterEnv
 from jax._src.interpreters import mlir
 from jax._src.lax import parallel
@@ -182,27 +182,38 @@ def _opened(value: Any) -> Any:
 
 
 def evaluate(eqns: list, env: dict, constants: dict, outvars: list, inline: bool = False) -> list:
-    """Runs equations on an environment Var -> value and returns the values of `outvars`."""
+    """Runs equations on an environment Var -> value and returns the values of `outvars`.
+
+    They keep their named scopes, which readers of compiled programs look for.
+    """
     env = {**constants, **env}
     read = lambda var: var.val if isinstance(var, Literal) else env[var]  # noqa: E731
     for eqn in eqns:
         values = [read(var) for var in eqn.invars]
         inner = eqn.params.get(_CALLS.get(eqn.primitive.name)) if inline else None
-        if inner is not None:
-            jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
-            out = evaluate(
-                jaxpr.eqns,
-                dict(zip(jaxpr.invars, values, strict=True)),
-                dict(zip(jaxpr.constvars, consts, strict=True)),
-                jaxpr.outvars,
-                True,
-            )
-        else:
-            with eqn.ctx.manager:
-                out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
-            out = out if eqn.primitive.multiple_results else [out]
+        with _scopes_of(eqn):
+            if inner is not None:
+                jaxpr, consts = (inner.jaxpr, inner.consts) if isinstance(inner, ClosedJaxpr) else (inner, ())
+                out = evaluate(
+                    jaxpr.eqns,
+                    dict(zip(jaxpr.invars, values, strict=True)),
+                    dict(zip(jaxpr.constvars, consts, strict=True)),
+                    jaxpr.outvars,
+                    True,
+                )
+            else:
+                with eqn.ctx.manager:
+                    out = eqn.primitive.bind(*values, **eqn.primitive.get_bind_params(eqn.params))
+                out = out if eqn.primitive.multiple_results else [out]
         env.update(zip(eqn.outvars, out, strict=True))
     return [read(var) for var in outvars]
+
+
+def _scopes_of(eqn: Any) -> contextlib.AbstractContextManager:
+    """Returns a context in which equations have the named scopes of this one, inside of those that are open."""
+    found = eqn.source_info
+    scopes = source_info_util.current_name_stack() + found.name_stack
+    return source_info_util.user_context(found.traceback, name_stack=scopes)
 
 
 def coordination() -> tuple[Any, int, int, str | None]:
