@@ -220,7 +220,7 @@ MUTATIONS = (
     Mutation(
         "experts_scatters_in_one_go",
         "parallel/collectives.py",
-        "(on_v5p and kind in _V5P)",
+        "(on_v5p and kind in V5P)",
         "False",
         "parallel/test_collectives.py::test_steps_of_a_scatter_run_a_layer_apart_where_that_gains",
     ),
@@ -673,7 +673,7 @@ MUTATIONS = (
     Mutation(
         "gathered_ahead_on_a_cpu",
         "forward_backward/ahead.py",
-        'kind not in (None, "cpu", _V5E)',
+        'kind not in (None, "cpu", V5E)',
         "kind not in (None, _V5E)",
         "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),
@@ -905,7 +905,7 @@ MUTATIONS = (
     Mutation(
         "gathered_ahead_on_v5e",
         "forward_backward/ahead.py",
-        'kind not in (None, "cpu", _V5E)',
+        'kind not in (None, "cpu", V5E)',
         'kind not in (None, "cpu")',
         "forward_backward/test_ahead.py::test_it_is_the_default_on_accelerators_but_v5e",
     ),

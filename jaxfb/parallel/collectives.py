@@ -23,10 +23,10 @@ from jax.sharding import AbstractMesh, get_abstract_mesh
 
 from jaxfb.mesh import kind_of
 from jaxfb.platforms.compat import custom_vjp
+from jaxfb.platforms.kinds import V5E, V5P, V6E
 
 PyTree = Any
 Groups = list[list[int]]
-_V5P = ("TPU v5", "TPU v5p")
 Axes = str | tuple[str, ...]
 """One axis of a mesh, or several, outermost first, that are cut as if they were one."""
 
@@ -72,12 +72,12 @@ def steps_apart(axes: Axes, in_halves: bool = False, exposed: bool = False) -> i
 
 def scatters_beside_products(kind: str | None) -> bool:
     """Returns whether devices of a kind are known to run reduce-scatters beside products: TPUs, but not v5e."""
-    return kind is not None and "TPU" in kind and kind != "TPU v5 lite"
+    return kind is not None and "TPU" in kind and kind != V5E
 
 
 def _gains_by_steps_apart(mesh: AbstractMesh, on_v5p: bool) -> bool:
     kind = kind_of(mesh)
-    return kind == "TPU v6 lite" or (on_v5p and kind in _V5P)
+    return kind == V6E or (on_v5p and kind in V5P)
 
 
 def _reduce_scatter(whole: jax.Array, axes: Axes, dim: int, steps: slice) -> jax.Array:

@@ -22,6 +22,7 @@ from jax import lax
 from jaxfb.mesh import kind_here, platform_here
 from jaxfb.parallel.grid import Grid, adjacent_grids
 from jaxfb.parallel.table import Table, pays
+from jaxfb.platforms.kinds import V5E
 
 _MOST_TOKENS = 1 / 3
 """How many tokens a device scores at most, for each id of the vocabulary.
@@ -108,7 +109,7 @@ def fewest_sent(kind: str | None, numbers: Iterable[int], vocab: int, num_tokens
 
     kind: of the devices. num_tokens: of a device.
     """
-    if kind == "TPU v5 lite":
+    if kind == V5E:
         return None
     few = [number for number in numbers if number * num_tokens <= _MOST_TOKENS * vocab]
     return min(few, key=lambda number: number * num_tokens + vocab / number, default=None)

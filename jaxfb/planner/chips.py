@@ -10,6 +10,8 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from jaxfb.platforms.kinds import V5E, V5P, V6E
+
 GIB = 2**30
 _TPU = "https://docs.cloud.google.com/tpu/docs/"
 _AVAILABLE = "available HBM as libtpu 0.0.42 reports it"
@@ -96,9 +98,9 @@ TPUS = {
     chip.name: chip
     for chip in (
         _tpu("v4", 275, 30.75, 1200, 600, 3, "TPU v4"),
-        _tpu("v5e", 197, 15.75, 819, 400, 2, "TPU v5 lite"),
-        _tpu("v5p", 459, 95.74, 2765, 1200, 3, "TPU v5"),
-        _tpu("v6e", 918, 31.25, 1638, 800, 2, "TPU v6 lite"),
+        _tpu("v5e", 197, 15.75, 819, 400, 2, V5E),
+        _tpu("v5p", 459, 95.74, 2765, 1200, 3, V5P[0]),
+        _tpu("v6e", 918, 31.25, 1638, 800, 2, V6E),
         _tpu("tpu7x", 2307, 94.75, 7380, 1200, 3, "TPU7x", devices=2),
     )
 }

@@ -33,6 +33,7 @@ from jaxfb.planner.counts import (
 from jaxfb.planner.formula_pieces import pieces_in_flight, read_bytes, waiting_bytes
 from jaxfb.planner.formula_tables import head_bytes
 from jaxfb.planner.topology import Topology
+from jaxfb.platforms.kinds import V5E
 from jaxfb.recomputation import remat_parts
 
 _SCORES_KEPT = 9 / 8
@@ -86,7 +87,7 @@ def working_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     # on v5e every scatter ends before more is computed: of two halves only one has its gradient at a time
     kind = topology.chip.kind if topology.chip else None
     late = 1 + share
-    if kind == "TPU v5 lite":
+    if kind == V5E:
         late = max(share, 1 - share) if share or not gathers else _SCATTERED_IN_TURN
     if share == 1 and _overwrites_gradients(config, kind):
         late = 1 + held_experts(config, sizes) / layers  # experts' gradients are not overwritten

@@ -43,6 +43,7 @@ from jaxfb.planner.formula_pieces import waiting_turns
 from jaxfb.planner.formula_tables import spared_bytes
 from jaxfb.planner.topology import Topology
 from jaxfb.platforms import compiler
+from jaxfb.platforms.kinds import V6E
 
 _FORWARDS_AGAIN = {"none": 0, "selective": 0, "layer": 1, "halves": 1, "offload": 1, "full": 2}
 """How often the forward of a layer runs again in a pipeline; in one stage "full" is "layer". The last time it leaves
@@ -310,7 +311,7 @@ def exposed_share(config: Config, sizes: TransformerConfig, topology: Topology) 
 def _exposed_ahead(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
     """Returns `exposed_share` of TPUs whose compiler has options."""
     mesh, share = config.mesh, share_ahead(config, sizes, topology)
-    if mesh.tensor > 1 and topology.chip is not None and topology.chip.kind == "TPU v6 lite":
+    if mesh.tensor > 1 and topology.chip is not None and topology.chip.kind == V6E:
         return _EXPOSED_ON_V6E_BESIDE_TENSOR
     if mesh.tensor * mesh.pipe > 1 or share == 0:
         return _EXPOSED

@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 
 from jaxfb.platforms import cpu
 from jaxfb.platforms.compat import is_tracing
+from jaxfb.platforms.kinds import V5P, V6E
 from jaxfb.refusal import Refused, shown
 
 Value = bool | int | float | str
@@ -69,7 +70,7 @@ _COMPUTE_ONCE: dict[str, Value] = {"xla_jf_rematerialization_percent_shared_memo
 # Mixtral 8x22B on 128 H100 (jax 0.10.2). In others it is on anyway.
 _ON_GPUS: dict[str, Value] = {"xla_gpu_enable_latency_hiding_scheduler": True}
 
-TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys(("TPU v5", "TPU v5p", "TPU v6 lite"), _ON_SPARSECORE)
+TABLE: dict[str, Mapping[str, Value]] = dict.fromkeys((*V5P, V6E), _ON_SPARSECORE)
 """By `device_kind`. Kinds that are not listed are best served by the compiler's defaults for collectives, as far as is
 known.
 """

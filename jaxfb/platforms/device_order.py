@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from jaxfb.platforms import torus
+from jaxfb.platforms.kinds import V5E
 from jaxfb.refusal import Refused, integer
 
 
@@ -82,7 +83,7 @@ def _splitting(
     It always may be in one so small that whole axes seldom fit, as in `jax.make_mesh`.
     """
     try:
-        is_small = devices[0].device_kind in ("TPU v5 lite", "TPU v5e")
+        is_small = devices[0].device_kind in (V5E, "TPU v5e")
         return create(*shapes, devices, allow_split_physical_axes=is_small)
     except NotImplementedError:
         return create(*shapes, devices, allow_split_physical_axes=True)

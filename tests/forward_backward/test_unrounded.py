@@ -1,6 +1,8 @@
 """Gradients that a layer's backward sums in float32 reach the engine's sums without being rounded to the parameters'
 16 bits."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,6 +11,7 @@ from comparisons import close
 
 import jaxfb
 from jaxfb.forward_backward.unrounded import unrounded
+from jaxfb.hlo import SELDOM
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
 
@@ -91,6 +94,21 @@ def test_what_is_written_out_keeps_its_named_scopes(wrap):
     text = jax.jit(grads).lower(jnp.ones((7, 6), jnp.bfloat16)).as_text(debug_info=True)
     products = [line for line in text.splitlines() if "loc(" in line and "dot_general" in line]
     assert any("outside" in line and "inside" in line for line in products)
+
+
+@pytest.mark.slow
+def test_a_split_backward_keeps_the_name_of_the_loop_that_seldom_turns():
+    """By it the planner knows that the loop usually costs nothing."""
+    sizes = TransformerConfig(**SIZES | {"num_layers": 4, "expert_buffer": 1.25})
+    model, mesh = transformer(sizes), jaxfb.make_mesh(pipe=2, expert=2)
+    params = jax.eval_shape(lambda: init_params(sizes, jax.random.key(1)))
+    tokens = jax.ShapeDtypeStruct((8, 512), np.int32)
+    batch = {"tokens": tokens, "targets": tokens, "loss_mask": jax.ShapeDtypeStruct((8, 512), np.float32)}
+    fb = jaxfb.get_forward_backward_func(mesh, "zero_bubble", remat="selective")
+    plan = jaxfb.BatchPlan(rows=8, data_parallel=2, num_microbatches=4)
+    step = jax.jit(lambda p, b: fb(model, p, b, plan).grads)
+    text = step.lower(params, batch).as_text(debug_info=True)
+    assert re.search(rf'"B/[^"]*transpose[^"]*{SELDOM}', text)
 
 
 def test_sums_in_16_bits_take_gradients_in_16_bits():
