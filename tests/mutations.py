@@ -840,6 +840,20 @@ MUTATIONS = (
         "forward_backward/test_overlap_grad_reduce.py::test_reduced_gradients_are_written_over_the_sums",
     ),
     Mutation(
+        "formula_counts_whole_gradients_where_shards_are_reduced",
+        "planner/formula_memory.py",
+        "if reduces_beside(config, topology) and not gathers:",
+        "if reduces_beside(config, topology):",
+        "planner/test_formula.py::test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers",
+    ),
+    Mutation(
+        "formula_overwrites_gradients_of_experts",
+        "planner/formula_memory.py",
+        "late = 1 + held_experts(config, sizes) / layers",
+        "late = 1",
+        "planner/test_formula.py::test_gradients_of_experts_wait_beside_those_that_are_summed",
+    ),
+    Mutation(
         "layers_reduced_in_the_loop_and_at_the_end",
         "forward_backward/strategies.py",
         "return self.reduce(grad, grad_spec, axes, spec) if cuts_layers(grad_spec) else grad",

@@ -5,10 +5,10 @@ microbatch is written out behind the loop over the others. Its backward adds wha
 gradients, and reduces these while it computes those of the layer before: still once, and in the same order. Megatron-LM
 does so under the same name, in buckets. What is beside the layers is reduced after them.
 
-The price is a larger program, and on TPUs two layers' gradients in float32. What a reduction leaves as large as it was
-is written over the sums of the other microbatches: 8B on v6e:8x8, data 2 x fsdp 32, takes 7.78 GB in place of 8.58 GB,
-and 7.77 GB if it reduces at the end. By the compilers of libtpu 0.0.48 and jax-cuda13-pjrt 0.10.2, with
-fsdp_gather="step" but for the last row:
+The price is a larger program, and on TPUs two layers' gradients in float32. Gradients whose shape the reduction does
+not change are written over the sums of the other microbatches, and take no memory beside them: 8B on v6e:8x8, data 2 x
+fsdp 32, takes 7.78 GB in place of 8.58 GB, and 7.77 GB if it reduces at the end. By the compilers of libtpu 0.0.48 and
+jax-cuda13-pjrt 0.10.2, with fsdp_gather="step" but for the last row:
 
 | at the end -> beside the last microbatch | s a step | memory, GB |
 | --- | --- | --- |
@@ -56,8 +56,8 @@ class LastMicrobatch:
     def target(self, layers: PyTree, accum_dtypes: PyTree, before: PyTree | None) -> Target:
         """Returns what the reduced gradients of all layers are written to, with the sums of the microbatches before.
 
-        before: those sums; None: there are none. Where a reduction leaves their shape, gradients are written over them,
-        so that the memory of one sum is enough; the others are written to zeros.
+        before: those sums; None: there are none. Reduced gradients of the same shape are written over them, so that the
+          memory of one sum is enough; the others are written to zeros.
         """
         number = jax.tree.leaves(layers)[0].shape[0]
 
@@ -68,9 +68,9 @@ class LastMicrobatch:
         zeros = jax.tree.map(lambda leaf: jnp.zeros((number, *leaf.shape), leaf.dtype), shapes)
         if before is None:
             return only_chunk(zeros)
-        over = jax.tree.map(lambda zero, so_far: zero.shape == so_far.shape, zeros, before)
-        sums = jax.tree.map(lambda written_over, *both: both[written_over], over, zeros, before)
-        apart = jax.tree.map(lambda written_over, so_far: None if written_over else so_far, over, before)
+        fits = jax.tree.map(lambda zero, so_far: zero.shape == so_far.shape, zeros, before)
+        sums = jax.tree.map(lambda fit, zero, so_far: so_far if fit else zero, fits, zeros, before)
+        apart = jax.tree.map(lambda fit, so_far: None if fit else so_far, fits, before)
         return only_chunk(sums)._replace(before=only_chunk(apart).sums)
 
 

@@ -39,7 +39,9 @@ class LateScatter:
     of_all: Callable[[PyTree, OfLayer], OfLayer]
 
     def nothing_yet(self, sums: PyTree, shapes: OfLayer) -> Waiting:
-        """Returns what waits before the first turn: zero gradients of no real layer, in the first one's place.
+        """Returns what waits before the first turn: zeros in the place of the layer that the turn is for.
+
+        They are marked as those of no real layer, so that nothing is overwritten by them.
 
         shapes: with the shapes of its trained parameters in place of gradients.
         """

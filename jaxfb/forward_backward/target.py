@@ -26,8 +26,8 @@ class Target(NamedTuple):
     chunk: i32[], which of them.
     valid: bool[], whether what is computed counts.
     before: with `Ahead.reduce`, sums of the microbatches before the last, [num_chunks, l, ...], which are added to each
-      layer's gradients before these are reduced and written to `sums`. None for a leaf whose reduced gradients have the
-      shape of the sums: they are in `sums` until they are overwritten. None in place of a tree: there are none.
+      layer's gradients before these are reduced and written to `sums`. A leaf is None where reduced gradients have the
+      shape of those sums, which `sums` then holds until they are overwritten; the tree is None where there are none.
     """
 
     sums: PyTree
@@ -75,9 +75,9 @@ class Target(NamedTuple):
             if grad is None:
                 return None
             grad = grad.astype(leaf.dtype)
+            if before is None and leaf.shape[2:] != grad.shape:
+                return grad  # there are no microbatches before
             before = leaf if before is None else before
-            if before.shape[2:] != grad.shape:
-                return grad
             return read(before, self._at(of, grad), (1, 1, *grad.shape))[0, 0] + grad
 
         before = jax.tree.map(lambda _: None, self.sums) if self.before is None else self.before

@@ -32,7 +32,7 @@ def unrounded(vjp: Callable, params: PyTree, cotangents: PyTree) -> Any:
     made = {var: eqn for eqn in jaxpr.eqns for var in eqn.outvars}
     wide = [_before_rounding(var, made) for var in jaxpr.outvars[:number]]
     if wide == jaxpr.outvars[:number]:
-        return vjp(cotangents)
+        return vjp(cotangents)  # not written out, for the program to be as it would be without this
     given = dict(zip(jaxpr.invars, jax.tree.leaves(cotangents), strict=True))
     constants = dict(zip(jaxpr.constvars, program.consts, strict=True))
     out = evaluate(jaxpr.eqns, given, constants, [*wide, *jaxpr.outvars[number:]])

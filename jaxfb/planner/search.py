@@ -174,6 +174,7 @@ def _smallest_first(ranked: list[Found]) -> list[Found]:
 
 
 def _kind(config: Config) -> tuple[int, int, str]:
+    """Returns what layouts have in common for which the formula is off in the same way: (pipe, tensor, remat)."""
     remat = config.parallel.remat
     return config.mesh.pipe, config.mesh.tensor, "parts" if "+" in remat else remat
 
@@ -181,7 +182,7 @@ def _kind(config: Config) -> tuple[int, int, str]:
 def _smaller_and_smaller(fastest: list[tuple[Estimate, Config]]) -> list[Config]:
     """Returns the layouts that take less memory than all faster ones of their kind: the others gain nothing.
 
-    Else many that are alike, such as the ways to share out devices over data and fsdp, take the place of others.
+    Otherwise a layout would fill the list with each way to share out its devices over data and fsdp.
     """
     smallest: dict[tuple, float] = {}
     kept = []

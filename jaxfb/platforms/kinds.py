@@ -4,4 +4,4 @@ from __future__ import annotations
 
 V5E, V6E = "TPU v5 lite", "TPU v6 lite"
 V5P = ("TPU v5", "TPU v5p")
-"""It has two names."""
+"""Both names of v5p."""
