@@ -18,6 +18,8 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfb.platforms.compat import custom_vjp
+
 TILE, TILE_OF_GPUS = 1024, 2048
 """Rows at most. They must cost more to multiply than it costs to read and write a matrix' gradient, which GPUs do three
 times for a tile: by XLA's compiler a step of Mixtral 8x22B on 128 H100 takes 32.8 s in place of 36.8 s with 1024."""
@@ -31,14 +33,17 @@ class Kernels(NamedTuple):
 
     narrow: float[L, D, F], what rows are multiplied by; it has no gradient.
     wide:   the same in float32 at least, which no product reads; its gradient is the matrices'.
+    begun:  float[], which nothing reads; its gradient is 1 where that of `wide` has been written, 0 where it is
+      undefined. So the first product writes it: zeros to add to would be a pass over it.
     """
 
     narrow: jax.Array
     wide: jax.Array
+    begun: jax.Array
 
     @classmethod
     def of(cls, kernels: jax.Array) -> Kernels:
-        return cls(lax.stop_gradient(kernels), kernels.astype(jnp.promote_types(kernels.dtype, jnp.float32)))
+        return cls(lax.stop_gradient(kernels), *_summed(jnp.dtype(kernels.dtype), kernels))
 
     def multiply(self, rows: jax.Array, sizes: jax.Array) -> tuple[jax.Array, Kernels]:
         """Returns (`grouped_matmul` of the rows, the matrices for the next rows).
@@ -46,8 +51,15 @@ class Kernels(NamedTuple):
         Each product gets the matrices from the one before it. So in the backward a loop over tiles adds to the sum
         that the loop before it made; sums of their own would be written, read and added once more for each product.
         """
-        out, wide = _multiply(rows, self.narrow, self.wide, sizes)
-        return out, Kernels(self.narrow, wide)
+        out, wide, begun = _multiply(rows, *self, sizes)
+        return out, Kernels(self.narrow, wide, begun)
+
+    def or_undefined(self) -> Kernels:
+        """Returns these gradients; where `wide` has none, sums that have not begun."""
+        if not isinstance(self.wide, SymbolicZero):
+            return self
+        shape, dtype = self.wide.shape, self.wide.dtype
+        return self._replace(wide=lax.empty(shape, dtype), begun=jnp.zeros((), dtype))
 
 
 def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -64,28 +76,39 @@ def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax
     return Kernels.of(kernels).multiply(rows, sizes)[0]
 
 
+@custom_vjp(0)
+def _summed(dtype, kernels):
+    wide = jnp.promote_types(dtype, jnp.float32)
+    return kernels.astype(wide), jnp.zeros((), wide)
+
+
+_summed.defvjp(
+    lambda dtype, kernels: (_summed(dtype, kernels), None),
+    lambda dtype, _, sums_and_begun: (sums_and_begun[0].astype(dtype),),
+)
+
+
 @jax.custom_vjp
-def _multiply(rows, narrow, wide, sizes):
-    return _product(rows, narrow, sizes), wide
+def _multiply(rows, narrow, wide, begun, sizes):
+    return _product(rows, narrow, sizes), wide, begun
 
 
-def _forward(rows, narrow, wide, sizes):
+def _forward(rows, narrow, wide, begun, sizes):
     # frozen kernels have no gradient, so rows are not kept for it
     kept = rows.value if wide.perturbed else None
     out = checkpoint_name(_product(rows.value, narrow.value, sizes.value), KEPT)
-    return (out, wide.value), (kept, narrow.value, sizes.value)
+    return (out, wide.value, begun.value), (kept, narrow.value, sizes.value)
 
 
 def _backward(kept, cotangents):
-    (rows, narrow, sizes), (cotangent, so_far) = kept, cotangents
+    (rows, narrow, sizes), (cotangent, *of_sums) = kept, cotangents
     if isinstance(cotangent, SymbolicZero):
-        return None, None, None if isinstance(so_far, SymbolicZero) else so_far, None
-    sums = None
+        return None, None, *(None if isinstance(one, SymbolicZero) else one for one in of_sums), None
+    of_rows, sums, begun = _product(cotangent, narrow.swapaxes(1, 2), sizes), None, None
     if rows is not None:
-        if isinstance(so_far, SymbolicZero):
-            so_far = jnp.zeros(narrow.shape, jnp.promote_types(narrow.dtype, jnp.float32))
-        sums = _outer_product(rows, cotangent, sizes, so_far)
-    return _product(cotangent, narrow.swapaxes(1, 2), sizes), None, sums, None
+        _, sums, begun = Kernels(narrow, *of_sums).or_undefined()
+        sums, begun = _outer_product(rows, cotangent, sizes, sums, begun), jnp.ones_like(begun)
+    return of_rows, None, sums, begun, None
 
 
 _multiply.defvjp(_forward, _backward, symbolic_zeros=True)
@@ -102,9 +125,9 @@ def _product(rows, kernels, sizes):
     )
 
 
-def _outer_product(rows, cotangent, sizes, so_far):
+def _outer_product(rows, cotangent, sizes, sums, begun):
     on_gpus = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
-    return lax.platform_dependent(rows, cotangent, sizes, so_far, **on_gpus, default=tiled_outer_product)
+    return lax.platform_dependent(rows, cotangent, sizes, sums, begun, **on_gpus, default=tiled_outer_product)
 
 
 def tile_size(num_rows: int, num_groups: int, most: int = TILE) -> int:
@@ -115,25 +138,27 @@ def tile_size(num_rows: int, num_groups: int, most: int = TILE) -> int:
 class Tiles(NamedTuple):
     """Runs of at most B rows of one group, in the order of the rows.
 
-    group: i32[N]. start, end: i32[N], its rows; the next tile starts where it ends.
-    used: i32[], how many tiles have rows, the first ones.
+    group: i32[N]. start, end: i32[N], its rows; the next tile starts where it ends. is_first: bool[N], of its group.
+    used: i32[], how many tiles have rows, or are a group's only one; the first ones.
     """
 
     group: jax.Array
     start: jax.Array
     end: jax.Array
+    is_first: jax.Array
     used: jax.Array
 
     @classmethod
-    def of(cls, sizes: jax.Array, num_rows: int, size: int) -> Tiles:
-        """Makes tiles for all rows, however they are spread over groups."""
+    def of(cls, sizes: jax.Array, num_rows: int, size: int, least: jax.Array | int = 0) -> Tiles:
+        """Makes tiles for all rows, however they are spread over groups; for a group without rows `least`, 0 or 1."""
         num_groups = sizes.shape[0]
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
-        tiles_of = -(-sizes // size)
+        tiles_of = jnp.maximum(-(-sizes // size), least)
         tile_ends, row_ends = jnp.cumsum(tiles_of), jnp.cumsum(sizes)
         group = jnp.minimum((tile[:, None] >= tile_ends).sum(1, dtype=jnp.int32), num_groups - 1)
-        first = (row_ends - sizes)[group] + (tile - (tile_ends - tiles_of)[group]) * size
-        return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
+        place = tile - (tile_ends - tiles_of)[group]
+        start = (row_ends - sizes)[group] + place * size
+        return cls(group, start, jnp.minimum(start + size, row_ends[group]), place == 0, tile_ends[-1])
 
 
 def tiled_product(rows, kernels, sizes, most=TILE):
@@ -150,21 +175,23 @@ def tiled_product(rows, kernels, sizes, most=TILE):
     return lax.fori_loop(0, tiles.used, multiply, lax.empty((number, kernels.shape[2]), rows.dtype))
 
 
-def tiled_outer_product(rows, cotangent, sizes, so_far, most=TILE):
-    """Adds the gradient of the matrices to `so_far` [L, D, F], in whose dtype it is summed, in a loop over tiles of
-    `most` rows at most.
+def tiled_outer_product(rows, cotangent, sizes, sums, begun, most=TILE):
+    """Adds the gradient of the matrices to `sums` [L, D, F], in whose dtype it is summed, in a loop over tiles of
+    `most` rows at most; where `begun` is 0, the first tile of each group is written in place of what is there.
     """
     number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], most)
-    tiles, wide = Tiles.of(sizes, number, size), so_far.dtype
+    tiles, wide = Tiles.of(sizes, number, size, least=(begun == 0).astype(jnp.int32)), sums.dtype
 
     def add(tile, sums):
         start, there = _place(tiles, tile, number, size)
         left, right = (
             jnp.where(there, _slice(x, start, size), jnp.zeros((), x.dtype)) for x in (rows, cotangent)
         )
-        return sums.at[tiles.group[tile]].add(jnp.matmul(left.T, right, preferred_element_type=wide))
+        product, group = jnp.matmul(left.T, right, preferred_element_type=wide), tiles.group[tile]
+        is_written = (begun == 0) & tiles.is_first[tile]
+        return sums.at[group].set(jnp.where(is_written, 0, sums[group]) + product)
 
-    return lax.fori_loop(0, tiles.used, add, so_far)
+    return lax.fori_loop(0, tiles.used, add, sums)
 
 
 def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -119,13 +119,19 @@ class Experts(nnx.Module):
         if self.has_biases:
             expert_S = _expert_of_row(sizes_L, rows_SD.shape[0])
             gate, up = gate + _of_rows(self.gate_bias, expert_S), up + _of_rows(self.up_bias, expert_S)
-        inner_SF = gated(self.activation, gate, up)
-        inner_SF = (inner_SF.astype(weights_S1.dtype) * weights_S1).astype(inner_SF.dtype)
-        inner_SF = constrain(inner_SF, None, "tensor")
+        inner_SF = constrain(self._weighted(gate, up, weights_S1), None, "tensor")
         out_SD, down_kernel = self._product("down", down_kernel, inner_SF, sizes_L)
         if self.has_biases:
             out_SD += weights_S1.astype(out_SD.dtype) * _of_rows(self.down_bias, expert_S)
         return constrain(out_SD, None, None), (gate_kernel, up_kernel, down_kernel)
+
+    def _weighted(self, gate_SF: jax.Array, up_SF: jax.Array, weights_S1: jax.Array) -> jax.Array:
+        """Returns what the last product multiplies, computed in the dtype of the weights and rounded once.
+
+        So XLA makes its gradients, and itself again, in one pass over gate and up; rounded in between, it made two.
+        """
+        gate, up = (rows.astype(weights_S1.dtype) for rows in (gate_SF, up_SF))
+        return (gated(self.activation, gate, up) * weights_S1).astype(gate_SF.dtype)
 
     def _product(
         self, name: str, kernels: Kernels, rows: jax.Array, sizes_L: jax.Array

@@ -139,6 +139,8 @@ def _dispatch(
     )
     num_slots = min(tokens * copies, num_experts * limit)
     slots, counts = sorted_slots(group.reshape(-1), len(ends) * num_experts, num_slots, limit)
+    if num_devices > 1:
+        x = packed(x)  # each token once, and not once for each of its choices
     rows = Weighted(move(x, slots, copies), move(weights.reshape(-1, 1), slots))
     if num_devices == 1:
         out, _ = run(rows, counts, state)
@@ -146,7 +148,7 @@ def _dispatch(
         room = spaces(tokens, copies, num_experts, num_devices, capacity, shares, buffer)
         counts = counts.reshape(len(ends), num_devices, -1)
         out, beside = _exchanged(run, state, rows, _gathered(counts), room, beside)
-    return collect(out, slots, copies), beside
+    return unpacked(collect(out, slots, copies)), beside
 
 
 def _gathered(counts: jax.Array) -> jax.Array:
@@ -201,14 +203,15 @@ def _exchanged(
     room: Sequence[Space],
     beside: PyTree = (),
 ) -> tuple[jax.Array, PyTree]:
-    """Returns (the experts' answers to `rows` of S, `beside`). In a turn the experts run one window, while the next one
-    is sent and the answers to the one before come back; the next turn begins when all three are over. The first one
-    begins when its rows are here and `beside` is computed.
+    """Returns (the experts' answers to `rows` of S, which are `packed` as these are, `beside`).
+
+    In a turn the experts run one window, while the next one is sent and the answers to the one before come back; the
+    next turn begins when all three are over. The first one begins when its rows are here and `beside` is computed.
 
     What does not fit into the first windows follows them. So FSDP's gathers and scatters have the products of a layer's
     backward beside them, which XLA does not let stand beside a loop that exchanges something.
     """
-    run, rows = run_packed(run), Weighted(packed(rows.values), rows.weights)
+    run = run_packed(run)
     out, last = empty_like(rows.values), len(room) - 1
     of_turns = starts(counts.sum((2, 3), dtype=jnp.int32))  # i32[P, X]
     windows = [Window.of(counts[i], of_turns[i], 0, space.rows) for i, space in enumerate(room)]
@@ -234,7 +237,7 @@ def _exchanged(
         rows, out, state = further_rounds(
             run, state, rows, out, Rounds(counts, of_turns, first), max(room).rows
         )
-    return unpacked(out), beside
+    return out, beside
 
 
 def run_packed(run: RunExperts[State]) -> RunExperts[State]:
@@ -294,15 +297,18 @@ def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) 
 
 @custom_vjp(2)
 def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
-    """Moves rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D]; empty slots are zero."""
-    return take(x, slots.source // copies)
+    """Moves rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D].
+
+    Empty slots get some row of x, which nobody reads; to write zeros there would be a pass over all slots.
+    """
+    return jnp.take(x, slots.source // copies, axis=0, mode="clip")
 
 
 @custom_vjp(2)
 def collect(x: jax.Array, slots: Slots, copies: int) -> jax.Array:
     """Adds up the `copies` slots of each row [S, D] -> [N / copies, D]: the transpose of `move`."""
     back = take(x, slots.target)
-    return back.reshape(-1, copies, back.shape[1]).sum(1)
+    return back.reshape(-1, copies, *back.shape[1:]).sum(1)
 
 
 move.defvjp(

@@ -90,7 +90,7 @@ def _further_backward(run, space, kept, cotangents):
     moving, still, rows, rounds = kept
     of_rows, of_out, of_state = cotangents
     of_rows = Weighted(*map(or_empty, of_rows))
-    of_out, of_state = jax.tree.map(_number, (of_out, _like(of_state, moving[1])))
+    of_out, of_state = jax.tree.map(_number, (of_out, _or_undefined(_like(of_state, moving[1]))))
     of_held = jax.tree.map(jnp.zeros_like, moving[0])
 
     def turn(number, carry):
@@ -128,6 +128,12 @@ def _joined(first, other):
 def _like(tree, other):
     """Returns `tree` with None where `other` has it."""
     return jax.tree.map(lambda one, leaf: None if one is None else leaf, other, tree, is_leaf=_is_none)
+
+
+def _or_undefined(of_state):
+    """Returns gradients of a state; those that need not begin with zeros are undefined where there are none."""
+    may_be = lambda node: hasattr(node, "or_undefined")  # noqa: E731
+    return jax.tree.map(lambda node: node.or_undefined() if may_be(node) else node, of_state, is_leaf=may_be)
 
 
 def _number(leaf: Any) -> jax.Array:

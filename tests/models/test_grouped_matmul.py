@@ -6,7 +6,8 @@ import numpy as np
 import pytest
 from jax import lax
 
-from jaxfb.models.grouped_matmul import Tiles, grouped_matmul
+from jaxfb.models.grouped_matmul import Kernels, Tiles, grouped_matmul
+from jaxfb.platforms.compat import equations
 
 ROWS, GROUPS, BEFORE, AFTER = 40, 3, 4, 6
 SIZES = {
@@ -29,6 +30,54 @@ def plain(rows, kernels, cotangent, sizes):
     return out, of_rows, of_kernels
 
 
+def undefined(shape, dtype):
+    """`lax.empty`, with values that are seen wherever they are used."""
+    return jnp.full(shape, jnp.nan, dtype)
+
+
+def one_after_another(kernels, rows, sizes):
+    """What several products answer, whose matrices' gradients are summed on the way from one to the next."""
+    kernels, out = Kernels.of(kernels), []
+    for each in zip(rows, sizes, strict=True):
+        answer, kernels = kernels.multiply(*each)
+        out.append(answer)
+    return jnp.stack(out)
+
+
+def in_a_loop(kernels, rows, sizes):
+    """The same, whose sums JAX begins with zeros."""
+
+    def turn(kernels, each):
+        answer, kernels = kernels.multiply(*each)
+        return kernels, answer
+
+    return lax.scan(turn, Kernels.of(kernels), (rows, sizes))[1]
+
+
+@pytest.mark.parametrize("products", [one_after_another, in_a_loop])
+def test_the_first_product_writes_the_gradient_and_the_others_add_to_it(products, monkeypatch):
+    """Groups that the first one has no rows of included."""
+    monkeypatch.setattr(lax, "empty", undefined)
+    draw, sizes = np.random.default_rng(0), np.array([[5, 0, 30], [0, 40, 0], [1, 20, 0]], np.int32)
+    shapes = (3, ROWS, BEFORE), (GROUPS, BEFORE, AFTER), (3, ROWS, AFTER)
+    rows, kernels, cotangent = (draw.normal(size=shape) for shape in shapes)
+    got = jax.jit(lambda *args: jax.vjp(lambda kernels: products(kernels, *args), kernels)[1](cotangent))
+    wanted = [plain(*each[:1], kernels, *each[1:])[2] for each in zip(rows, cotangent, sizes, strict=True)]
+    np.testing.assert_allclose(got(rows, sizes)[0], sum(wanted), atol=1e-12)
+
+
+def test_no_zeros_are_written_to_add_a_gradient_to():
+    kernels, rows, sizes = (
+        np.ones((GROUPS, BEFORE, AFTER)),
+        np.ones((2, ROWS, BEFORE)),
+        np.ones((2, GROUPS), int),
+    )
+    gradient = jax.grad(lambda kernels: one_after_another(kernels, rows, sizes).sum())
+    found = equations(jax.make_jaxpr(gradient)(kernels).jaxpr)
+    made = {eqn.primitive.name for eqn in found if kernels.shape in [var.aval.shape for var in eqn.outvars]}
+    assert "empty" in made and "broadcast_in_dim" not in made
+
+
 def test_frozen_matrices_keep_no_rows_and_have_no_gradient():
     rows, kernels = jnp.ones((ROWS, BEFORE)), jnp.ones((GROUPS, BEFORE, AFTER))
     sizes = jnp.array(SIZES["uneven"], jnp.int32)
@@ -44,6 +93,7 @@ def test_equals_a_loop_over_rows(platform, monkeypatch):
         return ways.get(platform, ways["default"])(*args)
 
     monkeypatch.setattr(lax, "platform_dependent", choose)
+    monkeypatch.setattr(lax, "empty", undefined)
     draw = np.random.default_rng(0)
     rows, kernels, cotangent = (
         draw.normal(size=shape) for shape in ((ROWS, BEFORE), (GROUPS, BEFORE, AFTER), (ROWS, AFTER))
@@ -56,8 +106,8 @@ def test_equals_a_loop_over_rows(platform, monkeypatch):
 
     for name, sizes in SIZES.items():
         got, wanted = run(rows, kernels, jnp.array(sizes, jnp.int32)), plain(rows, kernels, cotangent, sizes)
-        for a, b in zip(got, wanted, strict=True):
-            np.testing.assert_allclose(a, b, atol=1e-12, err_msg=name)
+        for a, b, defined in zip(got, wanted, (sum(sizes), sum(sizes), GROUPS), strict=True):
+            np.testing.assert_allclose(a[:defined], b[:defined], atol=1e-12, err_msg=name)
 
 
 def test_the_work_is_that_of_the_rows():

@@ -24,7 +24,7 @@ from jaxfb.models.attention import packed_attention
 from jaxfb.models.balance import balance_sum
 from jaxfb.models.block import Block, rebuilder
 from jaxfb.models.config import TransformerConfig, num_params
-from jaxfb.models.moe import MoE
+from jaxfb.models.moe import Experts, MoE
 from jaxfb.models.transformer import init_params, transformer
 from jaxfb.parallel import expert as expert_axis
 from jaxfb.types import outer_params
@@ -132,6 +132,18 @@ def test_a_layer_equals_a_loop_over_its_tokens(config, capacity):
     wanted = summed(lambda params, x: _plain(config, params, x, chosen, kept))(params, jnp.asarray(x))
     got = summed(ours)(params, x)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-12), got, wanted)
+
+
+def test_what_an_expert_reads_is_weighted_in_float32_and_rounded_once():
+    """Its three matrices are the identity here, so its answer is what the last one multiplies."""
+    config = replace(SOFTMAX, num_experts=1, experts_per_token=1, shared_expert_size=0, mlp_size=8)
+    x = jax.random.normal(jax.random.key(0), (64, 8), jnp.bfloat16)
+    weights = jax.random.uniform(jax.random.key(1), (64, 1), jnp.float32)
+    same = dict.fromkeys(KERNELS, jnp.eye(8, dtype=jnp.bfloat16)[None])
+    experts = rebuilder(Experts, config)(same)
+    answers, _ = experts(expert_axis.Weighted(x, weights), jnp.array([64], jnp.int32), experts.kernels())
+    wanted = jax.nn.silu(x.astype(jnp.float32)) * x.astype(jnp.float32) * weights
+    assert answers.dtype == jnp.bfloat16 and bool((answers == wanted.astype(jnp.bfloat16)).all())
 
 
 def _mixtral():

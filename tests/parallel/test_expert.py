@@ -13,8 +13,9 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
 from jaxfb.hlo import collectives
-from jaxfb.models.grouped_matmul import grouped_matmul
+from jaxfb.models.grouped_matmul import Kernels, grouped_matmul
 from jaxfb.parallel import expert, expert_exchange
+from jaxfb.platforms.compat import equations
 
 ONE, TURNS, OF_NARROW = (1,), expert.SHARES, expert.SHARES_OF_NARROW
 TOKENS, CHOICES, WIDTH, EXPERTS, DEVICES = 12, 2, 3, 8, 4
@@ -193,6 +194,75 @@ def test_rows_of_a_short_dtype_are_exchanged_as_words(shares, is_ragged, monkeyp
     args = x, scales, weights, chosen.astype(np.int32)
     np.testing.assert_array_equal(_over_devices(layer, 4, 1)(*args), layer(*args))
     assert {shape[1:] for shape in seen} == {(2, expert_exchange.LANES), (1,)}
+
+
+def test_rows_become_words_before_each_choice_has_one(monkeypatch):
+    """And answers are rows again after those to a token are added up: a pass over tokens and not over choices."""
+    monkeypatch.setattr(lax, "platform_dependent", lambda *args, default, **_: default(*args))
+    x = jnp.ones((TOKENS, 2 * expert_exchange.LANES), jnp.bfloat16)
+    kernels, weights = jnp.ones((EXPERTS, 1)), jnp.ones((TOKENS, CHOICES))
+
+    def run(rows, sizes, state):
+        return rows.values, state
+
+    def layer(x, kernels, weights, chosen):
+        out, vjp = jax.vjp(
+            lambda x: expert.dispatch(run, kernels, x, chosen, weights, EXPERTS, len(kernels))[0], x
+        )
+        return vjp(out)[0]
+
+    chosen = _routings()["random"].astype(np.int32)
+    traced = jax.make_jaxpr(_over_devices(layer, 4, 1))(x, kernels, weights, chosen)
+    tokens, forms = TOKENS // DEVICES, {x.shape[1:], expert_exchange.packed(x).shape[1:]}
+    changed = [
+        _shape(eqn)[0]
+        for eqn in equations(traced.jaxpr)
+        if eqn.primitive.name == "reshape" and {eqn.invars[0].aval.shape[1:], _shape(eqn)[1:]} == forms
+    ]
+    assert set(changed) == {tokens, DEVICES * tokens * CHOICES}  # space for all that can arrive
+
+
+def test_no_zeros_are_written_for_rounds_that_do_not_turn(monkeypatch):
+    """To add gradients of the experts' matrices to, which the first windows write whether there were rounds or not."""
+    monkeypatch.undo()  # undefined values are to be seen as such
+    monkeypatch.setattr(expert, "TILE", 1)
+    x, kernels, weights = (
+        jnp.ones((TOKENS, WIDTH)),
+        jnp.ones((EXPERTS, WIDTH, WIDTH)),
+        jnp.ones((TOKENS, CHOICES)),
+    )
+
+    def run(rows, sizes, state):
+        return state.multiply(rows.values, sizes)
+
+    def layer(x, kernels, weights, chosen):
+        def of(kernels):
+            state = Kernels.of(kernels)
+            return expert.dispatch(run, state, x, chosen, weights, EXPERTS, len(kernels), buffer=0.5)[0]
+
+        return jax.vjp(of, kernels)[1](x)[0]
+
+    chosen = _routings()["random"].astype(np.int32)
+    traced = jax.make_jaxpr(_over_devices(layer, 4, 1))(x, kernels, weights, chosen)
+    held = EXPERTS // DEVICES, WIDTH, WIDTH
+    made = {eqn.primitive.name for eqn in equations(traced.jaxpr) if _shape(eqn) == held}
+    assert "empty" in made and "broadcast_in_dim" not in made
+
+
+def test_slots_are_filled_without_a_pass_over_them():
+    """Those that are empty hold some row, which nobody reads; a choice without a slot adds nothing."""
+    group, x = jnp.array([1, 2, 0, 2, 1, 1], jnp.int32), jnp.arange(1.0, 7.0)[:, None]  # group 2 is nobody's
+    slots, counts = expert.sorted_slots(group, 2, 6, 2)
+    assert counts.tolist() == [1, 2]
+    moved = expert.move(x, slots)
+    assert moved[:3, 0].tolist() == [3.0, 1.0, 5.0] and jnp.isin(moved, x).all()
+    assert expert.collect(moved, slots, 1)[:, 0].tolist() == [1.0, 0.0, 3.0, 0.0, 5.0, 0.0]
+    filled = [eqn for eqn in equations(jax.make_jaxpr(expert.move)(x, slots).jaxpr) if _shape(eqn) == x.shape]
+    assert "select_n" not in {eqn.primitive.name for eqn in filled} and filled
+
+
+def _shape(eqn):
+    return eqn.outvars[0].aval.shape
 
 
 class _Exchange(NamedTuple):
