@@ -20,7 +20,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -162,7 +162,8 @@ def text_path(folder: str, name: str, side: str) -> Path:
 def numbers(text: str, config: Config, topology_name: str, work: Routed | None = None) -> dict[str, Any]:
     """What a compiled program says of itself. work: of a device's experts, which no program contains."""
     topology = parse_topology(topology_name)
-    cost = hlo_cost.cost_of(text, layout(config, topology), topology.chip, work, taken(config))
+    mesh = layout(config, topology)
+    cost = hlo_cost.cost_of(text, mesh, topology.chip, work, taken(config, mesh))
     tokens = config.batch.rows * config.data.sequence_length
     host, step = {}, cost.seconds
     moved = [row for (axes, _), row in cost.traffic.items() if axes == hlo_cost.HOST]
@@ -196,11 +197,13 @@ def numbers(text: str, config: Config, topology_name: str, work: Routed | None =
     }
 
 
-def taken(config: Config) -> TakenBranches | None:
+def taken(config: Config, mesh: SimpleNamespace) -> TakenBranches | None:
     """How often the ticks of a pipeline of jaxfb take their branches; other programs have no such branches."""
     pipe, pieces = config.mesh.pipe, config.parallel.pieces
     if pipe == 1:
         return None
+    shape = dict(zip(mesh.axis_names, mesh.devices.shape, strict=True))  # an axis of -1 has its size here
+    config = replace(config, mesh=replace(config.mesh, **shape))
     return TakenBranches(
         make(schedule_name(config), pipe, int(num_microbatches(config)), config.chunks, pieces).program
     )

@@ -311,16 +311,23 @@ MUTATIONS = (
     Mutation(
         "gradients_of_experts_added_to_what_was_there",
         "models/grouped_matmul.py",
-        "jnp.where(is_written, 0, sums[group])",
-        "sums[group]",
+        "used=jnp.where(begun == 0, first.used, 0)",
+        "used=0 * first.used",
         "models/test_grouped_matmul.py::test_the_first_product_writes_the_gradient_and_the_others_add_to_it",
     ),
     Mutation(
-        "experts_without_rows_keep_what_was_there",
+        "first_tiles_of_experts_added_again",
         "models/grouped_matmul.py",
-        "least=(begun == 0).astype(jnp.int32)",
-        "least=0",
+        "done=jnp.where(begun == 0, first.end - first.start, 0)",
+        "done=0",
         "models/test_grouped_matmul.py::test_the_first_product_writes_the_gradient_and_the_others_add_to_it",
+    ),
+    Mutation(
+        "first_tiles_of_experts_counted_twice",
+        "hlo/calls.py",
+        "({SELDOM}|{FIRST_TURNS})",
+        "({SELDOM})",
+        "hlo/test_hlo.py::test_a_loop_that_seldom_turns_is_known_where_it_is_in_something_differentiated",
     ),
     Mutation(
         "every_product_writes_its_gradient",

@@ -3,7 +3,7 @@
 No part of a step: tests count with it, and so does the planner.
 """
 
-from jaxfb.hlo.calls import SELDOM, callees
+from jaxfb.hlo.calls import FIRST_TURNS, SELDOM, callees
 from jaxfb.hlo.communication import (
     KINDS,
     Collective,
@@ -20,6 +20,7 @@ from jaxfb.hlo.host import HostTransfer, host_transfer
 from jaxfb.hlo.text import REGIONS, Instruction, bytes_of, operand_names, parse, types
 
 __all__ = [
+    "FIRST_TURNS",
     "KINDS",
     "REGIONS",
     "SELDOM",

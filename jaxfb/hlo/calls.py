@@ -10,6 +10,8 @@ from jaxfb.hlo.text import Instruction, operand_names, searched
 _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations|\w+_computation)=")
 SELDOM = "seldom_loop"
 """The named scope of loops that do not turn in an even run; whatever counts a program takes them not to."""
+FIRST_TURNS = "first_turns"
+"""The named scope of a loop whose turns are counted as those of the loop that goes on behind it."""
 
 _SAME = ("copy", "bitcast", "convert")
 
@@ -64,9 +66,10 @@ def trip_count(loop: Instruction, computations: dict[str, list[Instruction]]) ->
     """Returns XLA's own count of a loop's iterations, else that of a loop that counts up to a constant; None if
     unknown.
 
-    A loop that XLA has unrolled counts by more than one. One in a scope `SELDOM` is taken not to turn.
+    A loop that XLA has unrolled counts by more than one. One in a scope `SELDOM` or `FIRST_TURNS` is taken not to turn.
     """
-    if re.search(rf"[/(]{SELDOM}[/)]", loop.rest):  # `jvp(...)` where what it is in was differentiated
+    # `jvp(...)` where what it is in was differentiated
+    if re.search(rf"[/(]({SELDOM}|{FIRST_TURNS})[/)]", loop.rest):
         return 0
     if known := re.search(r'"known_trip_count":\{"n":"(\d+)"\}', loop.rest):
         return int(known[1])

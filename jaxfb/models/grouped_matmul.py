@@ -18,6 +18,7 @@ from jax import lax
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
+from jaxfb.hlo import FIRST_TURNS
 from jaxfb.platforms.compat import custom_vjp
 
 TILE, TILE_OF_GPUS = 1024, 2048
@@ -138,27 +139,31 @@ def tile_size(num_rows: int, num_groups: int, most: int = TILE) -> int:
 class Tiles(NamedTuple):
     """Runs of at most B rows of one group, in the order of the rows.
 
-    group: i32[N]. start, end: i32[N], its rows; the next tile starts where it ends. is_first: bool[N], of its group.
-    used: i32[], how many tiles have rows, or are a group's only one; the first ones.
+    group: i32[N]. start, end: i32[N], its rows; the next tile of a group starts where it ends.
+    used: i32[], how many there are, the first ones.
     """
 
     group: jax.Array
     start: jax.Array
     end: jax.Array
-    is_first: jax.Array
     used: jax.Array
 
     @classmethod
-    def of(cls, sizes: jax.Array, num_rows: int, size: int, least: jax.Array | int = 0) -> Tiles:
-        """Makes tiles for all rows, however they are spread over groups; for a group without rows `least`, 0 or 1."""
+    def of(cls, sizes: jax.Array, num_rows: int, size: int, done: jax.Array | int = 0) -> Tiles:
+        """Makes tiles for all rows, however they are spread over groups, but the first `done` of each group."""
         num_groups = sizes.shape[0]
         tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
-        tiles_of = jnp.maximum(-(-sizes // size), least)
+        tiles_of = -(-(sizes - done) // size)
         tile_ends, row_ends = jnp.cumsum(tiles_of), jnp.cumsum(sizes)
         group = jnp.minimum((tile[:, None] >= tile_ends).sum(1, dtype=jnp.int32), num_groups - 1)
-        place = tile - (tile_ends - tiles_of)[group]
-        start = (row_ends - sizes)[group] + place * size
-        return cls(group, start, jnp.minimum(start + size, row_ends[group]), place == 0, tile_ends[-1])
+        first = (row_ends - sizes + done)[group] + (tile - (tile_ends - tiles_of)[group]) * size
+        return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
+
+    @classmethod
+    def first(cls, sizes: jax.Array, size: int) -> Tiles:
+        """Makes the first tile of each group, empty where it has no rows."""
+        group, starts = jnp.arange(sizes.shape[0], dtype=jnp.int32), jnp.cumsum(sizes) - sizes
+        return cls(group, starts, starts + jnp.minimum(sizes, size), jnp.array(sizes.shape[0], jnp.int32))
 
 
 def tiled_product(rows, kernels, sizes, most=TILE):
@@ -177,21 +182,31 @@ def tiled_product(rows, kernels, sizes, most=TILE):
 
 def tiled_outer_product(rows, cotangent, sizes, sums, begun, most=TILE):
     """Adds the gradient of the matrices to `sums` [L, D, F], in whose dtype it is summed, in a loop over tiles of
-    `most` rows at most; where `begun` is 0, the first tile of each group is written in place of what is there.
+    `most` rows at most; where `begun` is 0, it writes that of the first tiles in a loop before it.
+
+    In one loop for both, XLA for TPUs read what it adds to in a pass over the matrix, and again in the product.
     """
     number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], most)
-    tiles, wide = Tiles.of(sizes, number, size, least=(begun == 0).astype(jnp.int32)), sums.dtype
+    first = Tiles.first(sizes, size)
+    first = first._replace(used=jnp.where(begun == 0, first.used, 0))
+    others = Tiles.of(sizes, number, size, done=jnp.where(begun == 0, first.end - first.start, 0))
 
-    def add(tile, sums):
+    def product(tiles, tile):
         start, there = _place(tiles, tile, number, size)
         left, right = (
             jnp.where(there, _slice(x, start, size), jnp.zeros((), x.dtype)) for x in (rows, cotangent)
         )
-        product, group = jnp.matmul(left.T, right, preferred_element_type=wide), tiles.group[tile]
-        is_written = (begun == 0) & tiles.is_first[tile]
-        return sums.at[group].set(jnp.where(is_written, 0, sums[group]) + product)
+        return jnp.matmul(left.T, right, preferred_element_type=sums.dtype)
 
-    return lax.fori_loop(0, tiles.used, add, sums)
+    def write(tile, sums):
+        return lax.dynamic_update_index_in_dim(sums, product(first, tile), first.group[tile], 0)
+
+    def add(tile, sums):
+        return sums.at[others.group[tile]].add(product(others, tile))
+
+    with jax.named_scope(FIRST_TURNS):
+        sums = lax.fori_loop(0, first.used, write, sums)
+    return lax.fori_loop(0, others.used, add, sums)
 
 
 def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -188,8 +188,7 @@ def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
 
     Rows of a token's choices, in two bytes a number: cut from tokens and added up to them (2 and 3 times forward, 2 and
     3 backward, 2 in the forward's second run), a sum of two products' gradients (3), and for each way of the exchange
-    read, laid out for it and back, and written (4). Of the matrices' gradient, which a loop over tiles of rows adds up
-    in float32: zeros to begin with, and what is read and written to round it.
+    read, laid out for it and back, and written (4).
     """
     if not sizes.num_experts:
         return 0.0
@@ -197,9 +196,7 @@ def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
     passes = 13 + 2 * again + 4 * ways + (_ROWS_ON_GPUS if topology.platform == "gpu" else 0)
-    of_rows = 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
-    of_layers = turns_of_layers(config)
-    return of_rows + 12 * held_experts(config, sizes) * num_microbatches(config) * of_layers
+    return 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
 
 
 def _expert_runs(config: Config, sizes: TransformerConfig) -> float:

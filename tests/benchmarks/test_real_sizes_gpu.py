@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from page.real_gpu import SECTIONS  # noqa: E402
+from real_sizes import layout, taken  # noqa: E402
 from real_sizes_gpu import JOBS, ROWS, SIDES, config_of  # noqa: E402
 
 from jaxfb.mesh import mesh_sizes  # noqa: E402
@@ -41,6 +42,13 @@ def test_the_layout_divides_the_rows_and_the_hosts(name):
     mesh = mesh_sizes(vars(config.mesh), topology.num_devices, "gpu")
     replicas = mesh["data"] * mesh["fsdp"] * mesh["expert"]
     assert config.batch.rows % (replicas * config.batch.rows_per_microbatch) == 0
+
+
+@pytest.mark.parametrize("name", JOBS)
+def test_the_ticks_of_a_pipeline_are_known_where_an_axis_takes_what_is_left(name):
+    config = config_of(JOBS[name], "jaxfb")
+    ticks = taken(config, layout(config, parse_topology(JOBS[name].topology)))
+    assert (ticks is not None) == (config.mesh.pipe > 1)
 
 
 def test_the_section_counts_steps_over_their_products():

@@ -225,6 +225,12 @@ def test_a_loop_whose_counter_moves_in_an_unknown_way_is_taken_to_count_by_one()
 
 
 def test_a_loop_that_seldom_turns_is_known_where_it_is_in_something_differentiated():
-    for scope, turns in (("layer/seldom_loop", 0), ("jvp(seldom_loop)", 0), ("my_seldom_loop", 3)):
+    scopes = (
+        ("layer/seldom_loop", 0),
+        ("jvp(seldom_loop)", 0),
+        ("my_seldom_loop", 3),
+        ("layer/first_turns", 0),
+    )
+    for scope, turns in scopes:
         rest = f'%x), metadata={{op_name="{scope}/while"}}, backend_config={{"known_trip_count":{{"n":"3"}}}}'
         assert trip_count(Instruction("w", "s32[]", "while", rest), {}) == turns

@@ -119,6 +119,16 @@ def test_the_work_is_that_of_the_rows():
     assert tiles.end[:6].tolist() == [100, 228, 356, 400, 528, 529]
 
 
+def test_rows_that_are_done_have_no_tiles():
+    sizes = jnp.array([100, 0, 300, 129], jnp.int32)
+    first = Tiles.first(sizes, 128)
+    assert first.start.tolist() == [0, 100, 100, 400] and first.end.tolist() == [100, 100, 228, 528]
+    others = Tiles.of(sizes, 4096, 128, first.end - first.start)
+    assert first.used == 4 and others.used == 2 + 1
+    assert others.group[:3].tolist() == [2, 2, 3]
+    assert others.start[:3].tolist() == [228, 356, 528] and others.end[:3].tolist() == [356, 400, 529]
+
+
 @pytest.mark.parametrize("cut", [slice(5, 20), slice(30, None)])
 def test_rows_of_another_group_or_of_none_reach_nothing(cut):
     """NaN in rows that are not a group's is inert for it, in products and in gradients."""

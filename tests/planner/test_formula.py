@@ -119,7 +119,7 @@ def test_memory_is_near_the_compilers(config, topology, gigabytes):
         (f"8b {OF_LENGTH.format(8192, 512)} mesh.fsdp=32 mesh.cp=2", "v5p:4x4x4", 6.09, 10.19),
         (f"8b {OF_LENGTH.format(32768, 128)} mesh.fsdp=8 mesh.cp=8", "v5p:4x4x4", 5.67, 15.24),
         ("400b mesh.fsdp=1024 mesh.tp=1", "v5p:8x8x16", 54.70, 57.56),
-        ("moe-141b parallel.remat=selective", "v5p:4x4x8", 78.07, 43.57),
+        ("moe-141b parallel.remat=selective", "v5p:4x4x8", 77.74, 42.34),
         ("70b", "v5p:8x8x8", 4.06, 12.91),
         ("400b model.sequence_parallel=true", "v5p:8x8x16", 11.75, 67.65),
         ("70b mesh.pp=8 mesh.fsdp=8 mesh.tp=8 batch.rows=512 schedule=1f1b", "v5p:8x8x8", 3.82, 9.21),
@@ -139,7 +139,7 @@ def test_memory_and_time_of_real_sizes_on_tpus_are_near_the_compilers(config, to
 
 @pytest.mark.parametrize(
     "config, topology, gigabytes",
-    [("moe-141b", "v5p:4x4x8", 28.92), (f"moe-141b {LIKE_DEEPSEEK} mesh.expert=16", "v5p:8x8x8", 42.18)],
+    [("moe-141b", "v5p:4x4x8", 28.11), (f"moe-141b {LIKE_DEEPSEEK} mesh.expert=16", "v5p:8x8x8", 41.36)],
 )
 def test_gradients_of_experts_wait_beside_those_that_are_summed(config, topology, gigabytes):
     """Counted once, the layer of experts would be 7% and 10% short."""
@@ -179,9 +179,9 @@ def test_memory_that_full_recomputation_leaves_is_counted_as_it_is_used(config, 
 @pytest.mark.parametrize(
     "config, topology, seconds",
     [("8b-h100", "gpu:h100x8", 35.59), ("8b-h100", "gpu:h100x64", 4.45), ("70b-h100", "gpu:h100x512", 5.00),
-     ("moe-141b-h100", "gpu:h100x128", 32.77),
+     ("moe-141b-h100", "gpu:h100x128", 32.26),
      (f"moe-141b-h100 {LIKE_DEEPSEEK} model.num_layers=64 mesh.expert=64 batch.rows_per_microbatch=1",
-      "gpu:h100x512", 13.05)],
+      "gpu:h100x512", 12.69)],
 )  # fmt: skip
 def test_time_of_real_sizes_on_gpus_is_near_the_compilers(config, topology, seconds):
     """Rows of benchmarks/results/real_sizes_gpu.json."""
@@ -359,22 +359,16 @@ def test_rows_go_to_their_experts_and_back(remat, ways):
     [("mesh.fsdp=16", "v5p:4x4x8", 15 + 4 * 5), ("mesh.expert=1", "v5p:4x4x8", 15),
      ("mesh.fsdp=16", "gpu:h100x128", 15 + 4 * 5 + 50)],
 )  # fmt: skip
-def test_rows_and_gradients_of_experts_are_moved_beside_products(axis, name, passes):
+def test_rows_of_experts_are_moved_beside_products(axis, name, passes):
     """A layer's second run cuts rows from tokens again; without an expert axis nothing is exchanged; GPUs fuse less."""
     config = load_config("configs/moe-141b.yaml", [axis, "mesh.fsdp=16", "optimizer.name=adamw"])
     topology, sizes = parse_topology(name), model_sizes(config)
-    mixed, one_row = (
-        formula_time._expert_bytes(config, one, topology)
-        for one in (sizes, replace(sizes, experts_per_token=1))
-    )
-    microbatches = 2048 / (16 * config.mesh.expert)
-    a_row = 4096 * 6144 * 2 * passes * 56 * microbatches
-    assert mixed - one_row == pytest.approx(a_row)
-    experts = 56 * 3 * 6144 * 16384 * 8 / config.mesh.expert
-    assert one_row - a_row == pytest.approx(12 * experts * microbatches)
+    moved = formula_time._expert_bytes(config, sizes, topology)
+    choices = 2 * 4096 * 2048 / (16 * config.mesh.expert)  # a device's, in an update
+    assert moved == pytest.approx(choices * 6144 * 2 * passes * 56)
     dense = replace(sizes, num_experts=0, mlp_size=16384 * 2)
     assert formula_time._expert_bytes(config, dense, topology) == 0
-    assert work_seconds(config, sizes, topology) > mixed / topology.chip.bandwidth
+    assert work_seconds(config, sizes, topology) > moved / topology.chip.bandwidth
 
 
 def test_an_exchange_waits_for_nothing_but_its_ends_where_halves_of_a_layer_run_beside_it():
