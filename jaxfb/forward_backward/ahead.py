@@ -19,9 +19,9 @@ gradients once:
 | 8B at 32k tokens, v5p:4x4x4, fsdp 16 x context 4 | 8.62 -> 7.91 | 15.65 -> 15.58 |
 | 8B at 128k tokens, v5p:4x4x4, fsdp 4 x context 16 | 10.19 -> 7.98 | 36.01 -> 35.93 |
 | 8B, v5p:4x4x4, fsdp 64 | 5.86 -> 5.61 | 9.30 -> 10.07 |
-| 8B, v6e:8x8, fsdp 64 | 5.90 -> 5.59 | 4.89 -> 5.70 |
-| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 42.18 -> 38.08 | 15.15 -> 15.06 |
-| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.92 -> 27.81 | 51.46 -> 52.83 |
+| 8B, v6e:8x8, fsdp 64 | 5.86 -> 5.59 | 4.87 -> 5.70 |
+| like DeepSeek-V3, v5p:8x8x8, fsdp 32 x expert 16 | 41.36 -> 37.87 | 14.27 -> 14.18 |
+| Mixtral 8x22B, v5p:4x4x8, fsdp 16 x expert 8 | 28.11 -> 26.41 | 50.21 -> 53.05 |
 | 70B, 512 H100, by XLA of jax 0.10.2 | 53.33 -> 48.03 | 5.05 -> 5.20 |
 
 With a tensor axis it is faster as well, since that axis's reduce-scatters no longer wait behind those of FSDP: of 70B's

@@ -23,7 +23,7 @@ from jaxfb.platforms.compat import custom_vjp
 
 TILE, TILE_OF_GPUS = 1024, 2048
 """Rows at most. They must cost more to multiply than it costs to read and write a matrix' gradient, which GPUs do three
-times for a tile: by XLA's compiler a step of Mixtral 8x22B on 128 H100 takes 32.8 s in place of 36.8 s with 1024."""
+times for a tile: by XLA's compiler a step of Mixtral 8x22B on 128 H100 took 32.8 s in place of 36.8 s with 1024."""
 GPUS = ("cuda", "rocm")
 KEPT = "grouped_matmul"
 """The products' name for `remat`, which sees no product inside of a branch by platform."""
