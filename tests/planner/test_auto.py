@@ -16,6 +16,7 @@ from jaxfb.planner.auto import choose, choose_here, fixed_by
 from jaxfb.planner.candidates import candidates, label
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import model_sizes
+from jaxfb.planner.verdict import MARGIN
 from jaxfb.training.open_mesh import with_mesh
 from jaxfb.training.run_dir import RunDirectory
 
@@ -51,6 +52,15 @@ def test_less_memory_is_another_layout_and_too_little_is_told_with_enough_device
     assert estimate(less.config, model_sizes(given), v5e).total < 0.9 * needed
     with pytest.raises(ValueError, match=r"auto finds no layout .* needs .* GB .* use \d+ devices"):
         choose(given, v5e, available=1.2e9)
+
+
+def test_a_slower_layout_is_taken_where_the_fastest_fits_more_closely_than_the_formula_can_tell():
+    given, v5e = config("parallel.remat=full"), parse_topology("v5e:2x2")
+    needed = lambda chosen: estimate(chosen.config, model_sizes(given), v5e).total  # noqa: E731
+    fastest = choose(given, v5e)
+    close = needed(fastest) / (1 - MARGIN / 2)
+    chosen = choose(given, v5e, available=close)
+    assert label(chosen.config) != label(fastest.config) and needed(chosen) <= (1 - MARGIN) * close
 
 
 def test_simulated_devices_have_no_more_memory_where_there_are_more():
