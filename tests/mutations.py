@@ -304,15 +304,15 @@ MUTATIONS = (
     Mutation(
         "gradients_of_experts_added_to_zeros",
         "models/grouped_matmul.py",
-        "wide=lax.empty(shape, dtype)",
-        "wide=jnp.zeros(shape, dtype)",
+        "wide=or_empty(self.wide)",
+        "wide=jnp.zeros(self.wide.shape, self.wide.dtype)",
         "models/test_grouped_matmul.py::test_no_zeros_are_written_to_add_a_gradient_to",
     ),
     Mutation(
         "gradients_of_experts_added_to_what_was_there",
         "models/grouped_matmul.py",
-        "used=jnp.where(begun == 0, first.used, 0)",
-        "used=0 * first.used",
+        "are_done=begun != 0",
+        "are_done=True",
         "models/test_grouped_matmul.py::test_the_first_product_writes_the_gradient_and_the_others_add_to_it",
     ),
     Mutation(
@@ -339,7 +339,7 @@ MUTATIONS = (
     Mutation(
         "rounds_of_experts_begin_with_zeros",
         "parallel/expert_rounds.py",
-        "_or_undefined(_like(of_state, moving[1]))",
+        "_state_or_empty(_like(of_state, moving[1]))",
         "_like(of_state, moving[1])",
         "parallel/test_expert.py::test_no_zeros_are_written_for_rounds_that_do_not_turn",
     ),

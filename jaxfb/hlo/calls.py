@@ -11,7 +11,7 @@ _CALLED = re.compile(r"(?:to_apply|calls|called_computations|branch_computations
 SELDOM = "seldom_loop"
 """The named scope of loops that do not turn in an even run; whatever counts a program takes them not to."""
 FIRST_TURNS = "first_turns"
-"""The named scope of a loop whose turns are counted as those of the loop that goes on behind it."""
+"""The named scope of a loop that a second loop continues; whatever counts a program adds its turns to the second's."""
 
 _SAME = ("copy", "bitcast", "convert")
 

@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.hlo import FIRST_TURNS
+from jaxfb.parallel.expert_exchange import or_empty
 from jaxfb.platforms.compat import custom_vjp
 
 TILE, TILE_OF_GPUS = 1024, 2048
@@ -34,8 +35,8 @@ class Kernels(NamedTuple):
 
     narrow: float[L, D, F], what rows are multiplied by; it has no gradient.
     wide:   the same in float32 at least, which no product reads; its gradient is the matrices'.
-    begun:  float[], which nothing reads; its gradient is 1 where that of `wide` has been written, 0 where it is
-      undefined. So the first product writes it: zeros to add to would be a pass over it.
+    begun:  float[], whose value nothing reads. Its gradient tells the backward whether the gradient of `wide` has been
+      written yet (1) or is still undefined (0). The first product then writes it, and needs no zeros to add to.
     """
 
     narrow: jax.Array
@@ -55,12 +56,11 @@ class Kernels(NamedTuple):
         out, wide, begun = _multiply(rows, *self, sizes)
         return out, Kernels(self.narrow, wide, begun)
 
-    def or_undefined(self) -> Kernels:
-        """Returns these gradients; where `wide` has none, sums that have not begun."""
+    def or_empty(self) -> Kernels:
+        """Returns these gradients; if there is none of `wide`, an undefined one that is yet to be written."""
         if not isinstance(self.wide, SymbolicZero):
             return self
-        shape, dtype = self.wide.shape, self.wide.dtype
-        return self._replace(wide=lax.empty(shape, dtype), begun=jnp.zeros((), dtype))
+        return self._replace(wide=or_empty(self.wide), begun=jnp.zeros((), self.wide.dtype))
 
 
 def grouped_matmul(rows: jax.Array, kernels: jax.Array, sizes: jax.Array) -> jax.Array:
@@ -107,7 +107,7 @@ def _backward(kept, cotangents):
         return None, None, *(None if isinstance(one, SymbolicZero) else one for one in of_sums), None
     of_rows, sums, begun = _product(cotangent, narrow.swapaxes(1, 2), sizes), None, None
     if rows is not None:
-        _, sums, begun = Kernels(narrow, *of_sums).or_undefined()
+        _, sums, begun = Kernels(narrow, *of_sums).or_empty()
         sums, begun = _outer_product(rows, cotangent, sizes, sums, begun), jnp.ones_like(begun)
     return of_rows, None, sums, begun, None
 
@@ -160,10 +160,11 @@ class Tiles(NamedTuple):
         return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
 
     @classmethod
-    def first(cls, sizes: jax.Array, size: int) -> Tiles:
-        """Makes the first tile of each group, empty where it has no rows."""
+    def first(cls, sizes: jax.Array, size: int, are_done: jax.Array | bool = False) -> Tiles:
+        """Makes the first tile of each group, empty where it has no rows; none is used if they `are_done`."""
         group, starts = jnp.arange(sizes.shape[0], dtype=jnp.int32), jnp.cumsum(sizes) - sizes
-        return cls(group, starts, starts + jnp.minimum(sizes, size), jnp.array(sizes.shape[0], jnp.int32))
+        used = jnp.where(are_done, 0, sizes.shape[0]).astype(jnp.int32)
+        return cls(group, starts, starts + jnp.minimum(sizes, size), used)
 
 
 def tiled_product(rows, kernels, sizes, most=TILE):
@@ -182,21 +183,14 @@ def tiled_product(rows, kernels, sizes, most=TILE):
 
 def tiled_outer_product(rows, cotangent, sizes, sums, begun, most=TILE):
     """Adds the gradient of the matrices to `sums` [L, D, F], in whose dtype it is summed, in a loop over tiles of
-    `most` rows at most; where `begun` is 0, it writes that of the first tiles in a loop before it.
+    `most` rows at most. If `begun` is 0, a loop before it writes the gradient of each group's first tile instead.
 
-    In one loop for both, XLA for TPUs read what it adds to in a pass over the matrix, and again in the product.
+    With both in one loop, XLA for TPUs copies a matrix' sum before each product that adds to it.
     """
     number, size = rows.shape[0], tile_size(rows.shape[0], sizes.shape[0], most)
-    first = Tiles.first(sizes, size)
-    first = first._replace(used=jnp.where(begun == 0, first.used, 0))
+    first = Tiles.first(sizes, size, are_done=begun != 0)
     others = Tiles.of(sizes, number, size, done=jnp.where(begun == 0, first.end - first.start, 0))
-
-    def product(tiles, tile):
-        start, there = _place(tiles, tile, number, size)
-        left, right = (
-            jnp.where(there, _slice(x, start, size), jnp.zeros((), x.dtype)) for x in (rows, cotangent)
-        )
-        return jnp.matmul(left.T, right, preferred_element_type=sums.dtype)
+    product = partial(_outer_product_of_tile, rows, cotangent, size, sums.dtype)
 
     def write(tile, sums):
         return lax.dynamic_update_index_in_dim(sums, product(first, tile), first.group[tile], 0)
@@ -207,6 +201,15 @@ def tiled_outer_product(rows, cotangent, sizes, sums, begun, most=TILE):
     with jax.named_scope(FIRST_TURNS):
         sums = lax.fori_loop(0, first.used, write, sums)
     return lax.fori_loop(0, others.used, add, sums)
+
+
+def _outer_product_of_tile(rows, cotangent, size, dtype, tiles, tile):
+    """Returns the sum over a tile's rows of rows[s] times cotangent[s], [D, F]; zeros of an empty one."""
+    start, there = _place(tiles, tile, rows.shape[0], size)
+    left, right = (
+        jnp.where(there, _slice(x, start, size), jnp.zeros((), x.dtype)) for x in (rows, cotangent)
+    )
+    return jnp.matmul(left.T, right, preferred_element_type=dtype)
 
 
 def _place(tiles: Tiles, tile: jax.Array, number: int, size: int) -> tuple[jax.Array, jax.Array]:

@@ -128,7 +128,8 @@ class Experts(nnx.Module):
     def _weighted(self, gate_SF: jax.Array, up_SF: jax.Array, weights_S1: jax.Array) -> jax.Array:
         """Returns what the last product multiplies, computed in the dtype of the weights and rounded once.
 
-        So XLA makes its gradients, and itself again, in one pass over gate and up; rounded in between, it made two.
+        XLA then computes its gradients, and computes it again, in one pass over gate and up; if it were rounded in
+        between, in two.
         """
         gate, up = (rows.astype(weights_S1.dtype) for rows in (gate_SF, up_SF))
         return (gated(self.activation, gate, up) * weights_S1).astype(gate_SF.dtype)

@@ -140,7 +140,7 @@ def _dispatch(
     num_slots = min(tokens * copies, num_experts * limit)
     slots, counts = sorted_slots(group.reshape(-1), len(ends) * num_experts, num_slots, limit)
     if num_devices > 1:
-        x = packed(x)  # each token once, and not once for each of its choices
+        x = packed(x)  # here a token is one row; behind `move` it has one for each of its choices
     rows = Weighted(move(x, slots, copies), move(weights.reshape(-1, 1), slots))
     if num_devices == 1:
         out, _ = run(rows, counts, state)
@@ -203,7 +203,7 @@ def _exchanged(
     room: Sequence[Space],
     beside: PyTree = (),
 ) -> tuple[jax.Array, PyTree]:
-    """Returns (the experts' answers to `rows` of S, which are `packed` as these are, `beside`).
+    """Returns (the experts' answers to the rows of S, both `packed`; `beside`).
 
     In a turn the experts run one window, while the next one is sent and the answers to the one before come back; the
     next turn begins when all three are over. The first one begins when its rows are here and `beside` is computed.
@@ -299,7 +299,7 @@ def sorted_slots(group: jax.Array, num_groups: int, num_slots: int, limit: int) 
 def move(x: jax.Array, slots: Slots, copies: int = 1) -> jax.Array:
     """Moves rows of x [N / copies, D], each repeated `copies` times, to their slots [S, D].
 
-    Empty slots get some row of x, which nobody reads; to write zeros there would be a pass over all slots.
+    An empty slot gets a row of x that is never read; filling it with zeros would take another pass over all slots.
     """
     return jnp.take(x, slots.source // copies, axis=0, mode="clip")
 

@@ -23,7 +23,9 @@ from jaxfb.platforms.compat import custom_vjp
 State = TypeVar("State")
 
 # (rows of C sorted by expert, how many of each of this device's experts i32[L], state)
-# -> (answers times their weights [C, D], state)
+# -> (answers times their weights [C, D], state).
+# Where a state has no gradient yet, the backward of a loop begins with zeros, or with what a method `or_empty` of the
+# state's parts returns (`models.grouped_matmul.Kernels`).
 RunExperts = Callable[[Weighted, jax.Array, State], tuple[jax.Array, State]]
 
 
@@ -90,7 +92,7 @@ def _further_backward(run, space, kept, cotangents):
     moving, still, rows, rounds = kept
     of_rows, of_out, of_state = cotangents
     of_rows = Weighted(*map(or_empty, of_rows))
-    of_out, of_state = jax.tree.map(_number, (of_out, _or_undefined(_like(of_state, moving[1]))))
+    of_out, of_state = jax.tree.map(_number, (of_out, _state_or_empty(_like(of_state, moving[1]))))
     of_held = jax.tree.map(jnp.zeros_like, moving[0])
 
     def turn(number, carry):
@@ -130,10 +132,10 @@ def _like(tree, other):
     return jax.tree.map(lambda one, leaf: None if one is None else leaf, other, tree, is_leaf=_is_none)
 
 
-def _or_undefined(of_state):
-    """Returns gradients of a state; those that need not begin with zeros are undefined where there are none."""
-    may_be = lambda node: hasattr(node, "or_undefined")  # noqa: E731
-    return jax.tree.map(lambda node: node.or_undefined() if may_be(node) else node, of_state, is_leaf=may_be)
+def _state_or_empty(of_state):
+    """Returns the gradients of a state; where its parts have a method `or_empty`, what that returns of theirs."""
+    has_own = lambda node: hasattr(node, "or_empty")  # noqa: E731
+    return jax.tree.map(lambda node: node.or_empty() if has_own(node) else node, of_state, is_leaf=has_own)
 
 
 def _number(leaf: Any) -> jax.Array:

@@ -224,7 +224,7 @@ def test_rows_become_words_before_each_choice_has_one(monkeypatch):
 
 def test_no_zeros_are_written_for_rounds_that_do_not_turn(monkeypatch):
     """To add gradients of the experts' matrices to, which the first windows write whether there were rounds or not."""
-    monkeypatch.undo()  # undefined values are to be seen as such
+    monkeypatch.undo()  # without the NaN that the fixture puts in place of `lax.empty`
     monkeypatch.setattr(expert, "TILE", 1)
     x, kernels, weights = (
         jnp.ones((TOKENS, WIDTH)),

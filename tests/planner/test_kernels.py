@@ -149,16 +149,18 @@ def test_splash_is_refused_for_gpus():
 @pytest.mark.slow
 @pytest.mark.skipif(not tpu.is_installed(), reason="no libtpu here; pip install 'jaxfb[plan]'")
 @pytest.mark.parametrize(
-    "layout, more",
+    "layout, most",
     [
         ("mesh.dp=4", 1.001),
         ("mesh.dp=2 mesh.tp=2", 1.001),
-        # what is multiplied in a layer's backward of inputs is multiplied again in that of its weights
+        # a schedule that splits the backward multiplies 1.12 times as much
         ("mesh.pp=2 mesh.tp=2 schedule=zero_bubble", 1.15),
     ],
 )
-def test_the_tpu_compiler_takes_the_kernels(layout, more):
-    """Its program multiplies what the model needs, and in attention whole blocks, whose scores backward makes twice."""
+def test_the_tpu_compiler_takes_the_kernels(layout, most):
+    """Its program multiplies what the model needs; in attention more, since blocks are computed whole, and scores again
+    in the backward, once for queries and once for keys and values.
+    """
     base = (
         "mesh.dp=1 mesh.fsdp=1 mesh.tp=1 data.tokenizer=bytes batch.rows=16 precision.compute_dtype=bfloat16"
     )
@@ -169,4 +171,4 @@ def test_the_tpu_compiler_takes_the_kernels(layout, more):
     of_a_layer = 2 * model.num_heads * (model.hidden_size // model.num_heads) * config.batch.rows / 4
     whole, needed = (2 + 3 + 4) * visible_pairs(LENGTH), (2 + 4) * LENGTH**2 / 2
     by_hand = verdict.model_flops + model.num_layers * of_a_layer * (whole - needed)
-    assert 0.999 < verdict.compiled.flops / by_hand < more
+    assert 0.999 < verdict.compiled.flops / by_hand < most
