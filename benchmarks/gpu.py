@@ -30,6 +30,7 @@ from pathlib import Path
 import jax
 import loops
 import report
+from gpu_grouped import grouped
 from gpu_profile import profile as profiled
 from gpu_step import Setting, matmul_rate, measure
 from gpu_trainer import trained
@@ -43,7 +44,7 @@ LLAMA_1B = TransformerConfig(
     rope_theta=500_000.0, tied_embeddings=True,
 )  # fmt: skip
 TINY = TransformerConfig(
-    vocab_size=256, num_layers=2, hidden_size=32, num_heads=2, mlp_size=64, tied_embeddings=True
+    vocab_size=256, num_layers=2, hidden_size=128, num_heads=2, mlp_size=256, tied_embeddings=True
 )
 
 
@@ -57,6 +58,7 @@ class Scale:
     square: int
     microbatches: tuple[int, ...]
     contexts: tuple[int, ...]
+    experts: tuple[int, ...]
     flags: dict[str, str]
 
 
@@ -67,9 +69,18 @@ FLAGS = {
     "slices fused": "--xla_gpu_enable_dynamic_slice_fusion=true",
     "no command buffers": "--xla_gpu_enable_command_buffer=",
 }
-FULL = Scale(LLAMA_1B, Setting(16, 4, 4096, "selective", 4096), 5, 8192, (1, 2, 4, 8), (8192, 32768), FLAGS)
+FULL = Scale(
+    LLAMA_1B, Setting(16, 4, 4096, "selective", 4096), 5, 8192, (1, 2, 4, 8), (8192, 32768), (4, 8), FLAGS
+)
 SMALL = Scale(
-    TINY, Setting(16, 4, 32, "selective", 64), 2, 128, (1, 4), (64,), {"apart": FLAGS["as it is, apart"]}
+    TINY,
+    Setting(16, 4, 32, "selective", 64),
+    2,
+    128,
+    (1, 4),
+    (64,),
+    (4,),
+    {"apart": FLAGS["as it is, apart"]},
 )
 
 
@@ -136,6 +147,16 @@ class Bench:
     def rate_of(self, name: str, shape: tuple[int, int, int]) -> dict:
         return self.once("rate", name, lambda: self.run("rate_of", self.best, shape=shape)) or {}
 
+    def conclude(self, part: str, name: str, verdict: Callable[[dict], dict]) -> None:
+        """Writes what follows from the rows of a part so far."""
+        rows = {row: numbers for row, numbers in self._found.get(part, {}).items() if row != name}
+        self._write(part, name, verdict(rows))
+
+    def fastest(self, part: str) -> dict:
+        """The row of a part with the most tokens a second, or {}."""
+        rows = [row for row in self._found.get(part, {}).values() if "tokens_per_second" in row]
+        return max(rows, key=lambda row: row["tokens_per_second"], default={})
+
     def _measured(self, setting: Setting) -> dict | None:
         rows = [row for part in PARTS for row in self._found.get(part, {}).values()]
         return next((row for row in rows if asdict(setting).items() <= row.items()), None)
@@ -171,6 +192,7 @@ def changes(bench: Bench) -> None:
     bench.step("changes", "all logits at once", replace(best, loss_chunk=best.size * best.length))
     bench.step("changes", "state not donated", replace(best, donated=False))
     bench.step("changes", "packed documents", replace(best, segments=8))
+    bench.step("changes", "optimizer's state on the host", replace(best, optimizer_memory="host"))
 
 
 def microbatch(bench: Bench) -> None:
@@ -181,7 +203,7 @@ def microbatch(bench: Bench) -> None:
 
 def remat(bench: Bench) -> None:
     """Memory for time."""
-    for name in ("none", "selective", "full"):
+    for name in ("none", "selective", "full", "offload"):
         bench.step("remat", name, replace(bench.best, remat=name))
 
 
@@ -190,6 +212,14 @@ def context(bench: Bench) -> None:
     for length in bench.scale.contexts:
         rows = max(1, bench.best.tokens // length)
         bench.step("context", str(length), replace(bench.best, rows=rows, size=1, length=length))
+
+
+def experts(bench: Bench) -> None:
+    """A mixture of experts in place of the MLP, with as many operations for a token; and its products alone."""
+    for number in bench.scale.experts:
+        bench.step("experts", str(number), replace(bench.best, experts=number))
+    most = bench.scale.experts[-1]
+    bench.once("experts", f"products of {most}", lambda: bench.run("grouped", bench.best, experts=most))
 
 
 def flags(bench: Bench) -> None:
@@ -216,23 +246,38 @@ def profile(bench: Bench) -> None:
 
 
 def accelerate(bench: Bench) -> None:
-    """The same update by the plain Accelerate loop, eager and compiled, and ours, each with the device to itself."""
+    """The same update by the plain Accelerate loop, eager and compiled, and ours, each with the device to itself.
+
+    Theirs keeps all activations; ours too, unless the part "step" measured recomputation to be faster.
+    """
     if bench.torch_python is None:
         return print("accelerate: asks for --torch-python", file=sys.stderr)
     best, device = bench.best, "cuda" if jax.default_backend() == "gpu" else "cpu"
-    sizes, model = (1, best.size), replace(bench.scale.sizes, loss_chunk=best.loss_chunk)
-    how = {"remat": best.remat, "device": device}
+    sizes, model = (best.size, 1), replace(bench.scale.sizes, loss_chunk=best.loss_chunk)
+    how = {"remat": bench.fastest("step").get("remat", best.remat), "device": device}
     each = loops.on_accelerator(
         bench.torch_python, model, best.length, best.rows, sizes, bench.scale.steps, **how
     )
-    rows = {name: bench.once("accelerate", name, make) for name, make in each.items()}
-    if all(rows.values()):
-        bench.once("accelerate", "the best of each", lambda: loops.verdict(rows))
+    for name, make in each.items():
+        bench.once("accelerate", name, make)
+    bench.conclude("accelerate", "the best of each", loops.verdict)
 
 
 PARTS: dict[str, Callable[[Bench], None]] = {
     part.__name__: part
-    for part in (rate, step, accelerate, profile, changes, training, microbatch, remat, context, flags)
+    for part in (
+        rate,
+        step,
+        accelerate,
+        profile,
+        changes,
+        training,
+        experts,
+        microbatch,
+        remat,
+        context,
+        flags,
+    )
 }  # the most telling first
 ALONE = {"accelerate", "profile", "training", "flags"}  # what these measure starts in processes of its own
 PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
@@ -243,19 +288,26 @@ def rate_of(sizes: TransformerConfig, setting: Setting, shape: tuple[int, int, i
     return {"shape": "x".join(map(str, shape)), "tflops": round(matmul_rate(*shape) / 1e12, 4)}
 
 
-WORK = {"rate_of": rate_of, "measure": measure, "profiled": profiled, "trained": trained}
+WORK = {"rate_of": rate_of, "measure": measure, "grouped": grouped, "profiled": profiled, "trained": trained}
 
 
 def apart(what: str, sizes: TransformerConfig, setting: Setting, **how) -> dict:
     """One of WORK in a process of its own, started with the setting's XLA flags."""
     request = json.dumps({"what": what, "sizes": asdict(sizes), "setting": asdict(setting), "how": how})
-    flags = f"{os.environ.get('XLA_FLAGS', '')} {setting.flags}"
-    environment = {name: value for name, value in os.environ.items() if name != PREALLOCATE}
     command = [sys.executable, __file__, "--one", request]
-    done = subprocess.run(command, env=environment | {"XLA_FLAGS": flags}, capture_output=True, text=True)
+    done = subprocess.run(command, env=environment_with(setting.flags), capture_output=True, text=True)
     if done.returncode:
         return {"result": f"failed: {(done.stderr.strip().splitlines() or ['?'])[-1][:200]}"}
     return json.loads(done.stdout.splitlines()[-1])
+
+
+def environment_with(flags: str) -> dict[str, str]:
+    """This process's environment with further XLA flags; XLA takes a blank XLA_FLAGS for the name of a file."""
+    environment = {
+        name: value for name, value in os.environ.items() if name not in (PREALLOCATE, "XLA_FLAGS")
+    }
+    joined = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+    return environment | ({"XLA_FLAGS": joined} if joined else {})
 
 
 def answer(request: str) -> None:

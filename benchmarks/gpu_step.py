@@ -26,6 +26,8 @@ class Setting:
     rows:    of an update. size: of a microbatch. length: tokens of a row.
     segments: documents packed in each row; 0 gives the model no segments, so a row is one document.
     donated: the update writes its state where it read it.
+    optimizer_memory: where the optimizer's state lies between updates.
+    experts: of each layer, of which a token goes to two, together as wide as the model's MLP; 0 keeps the MLP.
     flags:   further XLA flags, which need a process of their own.
     """
 
@@ -37,6 +39,8 @@ class Setting:
     attention: str = "auto"
     segments: int = 0
     donated: bool = True
+    optimizer_memory: str = "device"
+    experts: int = 0
     flags: str = ""
 
     @property
@@ -64,7 +68,7 @@ def measure(
 
 def compiled_step(sizes: TransformerConfig, setting: Setting):
     """(compiled update, its state, its batch, its number of rows); nothing has run but the initialisation."""
-    step = train_step(sizes, setting)
+    step, sizes = train_step(sizes, setting), model_of(sizes, setting)
     batch = jax.device_put(random_batch(sizes, setting), jax.devices()[0])
     shapes = step.abstract_state(lambda key: init_params(sizes, key))
     if setting.donated:
@@ -79,9 +83,8 @@ def compiled_step(sizes: TransformerConfig, setting: Setting):
 
 def train_step(sizes: TransformerConfig, setting: Setting, devices=None) -> jaxfb.update.train_step.TrainStep:
     """The update as `jaxfb train` would make it, on the first device: bfloat16, AdamW, clipping."""
-    sizes = replace(sizes, attention=setting.attention, loss_chunk=setting.loss_chunk)
     return jaxfb.make_train_step(
-        transformer(sizes),
+        transformer(model_of(sizes, setting)),
         jaxfb.make_optimizer("adamw", learning_rate=1e-4, weight_decay=0.1),
         jaxfb.make_mesh(devices=(devices or jax.devices())[:1]),
         jaxfb.BatchPlan(rows=setting.rows, rows_per_microbatch=setting.size),
@@ -89,6 +92,17 @@ def train_step(sizes: TransformerConfig, setting: Setting, devices=None) -> jaxf
         dropout=False,
         compute_dtype="bfloat16",
         remat=setting.remat,
+        optimizer_memory=setting.optimizer_memory,
+    )
+
+
+def model_of(sizes: TransformerConfig, setting: Setting) -> TransformerConfig:
+    """The setting's model: these sizes, with its attention, blocks of logits and experts."""
+    sizes = replace(sizes, attention=setting.attention, loss_chunk=setting.loss_chunk)
+    if not setting.experts:
+        return sizes
+    return replace(
+        sizes, num_experts=setting.experts, experts_per_token=2, expert_mlp_size=sizes.mlp_size // 2
     )
 
 
@@ -147,7 +161,9 @@ def _measured(sizes, setting, steps, rate) -> dict:
         "seconds_a_step": round(median(seconds[1:]), 4),
         "seconds_a_step_ahead": round(ahead, 4),
         "tokens_per_second": round(tokens, 1),
-        "mfu_of_measured_rate": round(tokens * flops_per_token(sizes, setting.length) / rate, 4),
+        "mfu_of_measured_rate": round(
+            tokens * flops_per_token(model_of(sizes, setting), setting.length) / rate, 4
+        ),
         "compile_seconds": round(compiled_in, 1),
         "peak_gb": round(peak_bytes(compiled) / 1e9, 2),
         "temp_gb": round(compiled.memory_analysis().temp_size_in_bytes / 1e9, 2),

@@ -18,6 +18,7 @@ import jax
 import numpy as np
 
 import jaxfb
+from jaxfb.config.schema import build
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import transformer
 
@@ -37,7 +38,7 @@ class Run:
             )  # fmt: skip
         max_norm = job["optimizer"].pop("max_grad_norm")
         self.step = jaxfb.make_train_step(
-            transformer(TransformerConfig(**job["model"])), adamw(**job["optimizer"]),
+            transformer(build(TransformerConfig, job["model"])), adamw(**job["optimizer"]),
             jaxfb.make_mesh(devices=jax.devices()[:1]), plan, max_grad_norm=max_norm, clip_convention="torch",
             dropout=False, compute_dtype=job["dtype"], remat=job["remat"],
         )  # fmt: skip

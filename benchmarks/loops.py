@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -67,7 +67,7 @@ class Job:
         np.savez(folder / "batches.npz", tokens=tokens, lengths=lengths)
         if not (folder / "weights.npz").exists():  # gigabytes, and the same for every job of one model
             np.savez(folder / "weights.npz", **weights_of(self.model))
-        settings = {**vars(self), "model": vars(self.model), "optimizer": OPTIMIZER}
+        settings = {**asdict(self), "optimizer": OPTIMIZER}
         (folder / "job.json").write_text(json.dumps(settings))
 
 
@@ -129,9 +129,9 @@ def rows_of(job: Job) -> tuple[np.ndarray, np.ndarray]:
 
 def weights_of(model: TransformerConfig) -> dict[str, np.ndarray]:
     """Parameters by dotted name: normal of deviation 0.02 as in transformers, scales of norms 1."""
-    random, key = np.random.default_rng(1), jax.ShapeDtypeStruct((2,), np.uint32)
-    weights = {}
-    for path, leaf in jax.tree.leaves_with_path(jax.eval_shape(partial(init_params, model), key)):
+    random, weights = np.random.default_rng(1), {}
+    shapes = jax.eval_shape(lambda: init_params(model, jax.random.key(0)))
+    for path, leaf in jax.tree.leaves_with_path(shapes):
         name = jax.tree_util.keystr(path, simple=True, separator=".")
         is_scale = name.endswith("scale")
         weights[name] = np.ones(leaf.shape, np.float32) if is_scale else normal(random, leaf.shape)

@@ -1,14 +1,16 @@
 """Rows sorted by group, each group multiplied by its own matrix: what experts are made of.
 
-`jax.lax.ragged_dot` on TPUs. XLA for CPUs and GPUs multiplies every row by every matrix, and so does XLA for TPUs in
-the gradient of the matrices: there, each group's rows are cut in tiles and a loop multiplies a tile at a time,
-so that the work is that of the rows there are, and not of the groups, nor of the space for the worst case.
+`jax.lax.ragged_dot` on TPUs, kernels on NVIDIA GPUs (`grouped_kernels.py`). XLA for CPUs and GPUs multiplies every row
+by every matrix, and so does XLA for TPUs in the gradient of the matrices: there, and where there is no kernel, each
+group's rows are cut in tiles and a loop multiplies a tile at a time, so that the work is that of the rows there are,
+and not of the groups, nor of the space for the worst case.
 
-Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at most, B = rows of a tile.
+Shapes: S = rows, L = groups, D = width before, F = width after, B = rows of a tile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +21,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
 from jaxfb.hlo import FIRST_TURNS
+from jaxfb.mesh import platform_here
+from jaxfb.models.tiles import Tiles
 from jaxfb.parallel.expert_exchange import or_empty
 from jaxfb.platforms.compat import custom_vjp
 
@@ -105,7 +109,7 @@ def _backward(kept, cotangents):
     (rows, narrow, sizes), (cotangent, *of_sums) = kept, cotangents
     if isinstance(cotangent, SymbolicZero):
         return None, None, *(None if isinstance(one, SymbolicZero) else one for one in of_sums), None
-    of_rows, sums, begun = _product(cotangent, narrow.swapaxes(1, 2), sizes), None, None
+    of_rows, sums, begun = _product(cotangent, narrow, sizes, transposed=True), None, None
     if rows is not None:
         _, sums, begun = Kernels(narrow, *of_sums).or_empty()
         sums, begun = _outer_product(rows, cotangent, sizes, sums, begun), jnp.ones_like(begun)
@@ -115,56 +119,41 @@ def _backward(kept, cotangents):
 _multiply.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
-def _product(rows, kernels, sizes):
-    return lax.platform_dependent(
-        rows,
-        kernels,
-        sizes,
-        cpu=tiled_product,
-        **dict.fromkeys(GPUS, partial(tiled_product, most=TILE_OF_GPUS)),
-        default=lax.ragged_dot,
-    )
+def _product(rows, kernels, sizes, transposed=False):
+    def of(multiply, **how):
+        def run(rows, kernels, sizes):
+            return multiply(rows, kernels.swapaxes(1, 2) if transposed else kernels, sizes, **how)
+
+        return run
+
+    on_gpus: dict[str, Callable] = dict.fromkeys(GPUS, of(tiled_product, most=TILE_OF_GPUS))
+    if kernel := _kernels_that_multiply(rows, kernels.shape):
+        on_gpus["cuda"] = partial(kernel.product, transposed=transposed)
+    default = of(lax.ragged_dot)
+    return lax.platform_dependent(rows, kernels, sizes, cpu=of(tiled_product), **on_gpus, default=default)
 
 
 def _outer_product(rows, cotangent, sizes, sums, begun):
-    on_gpus = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
+    on_gpus: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
+    if kernel := _kernels_that_multiply(rows, sums.shape):
+        on_gpus["cuda"] = kernel.outer_product
     return lax.platform_dependent(rows, cotangent, sizes, sums, begun, **on_gpus, default=tiled_outer_product)
+
+
+def _kernels_that_multiply(rows, kernels):
+    """Returns the module of kernels where they can multiply these rows by matrices of that shape, else None."""
+    if platform_here() != "gpu":
+        return None
+    try:
+        from jaxfb.models import grouped_kernels  # Pallas takes a while to import
+    except ImportError:  # a JAX without Pallas for Triton, which will be removed from it one day
+        return None
+    return grouped_kernels if grouped_kernels.can_multiply(rows, kernels) else None
 
 
 def tile_size(num_rows: int, num_groups: int, most: int = TILE) -> int:
     """Returns B; the last tile of each group is part empty, so a group should have several."""
     return min(most, num_rows, max(8, num_rows // (2 * num_groups)))
-
-
-class Tiles(NamedTuple):
-    """Runs of at most B rows of one group, in the order of the rows.
-
-    group: i32[N]. start, end: i32[N], its rows; the next tile of a group starts where it ends.
-    used: i32[], how many there are, the first ones.
-    """
-
-    group: jax.Array
-    start: jax.Array
-    end: jax.Array
-    used: jax.Array
-
-    @classmethod
-    def of(cls, sizes: jax.Array, num_rows: int, size: int, done: jax.Array | int = 0) -> Tiles:
-        """Makes tiles for all rows, however they are spread over groups, but the first `done` of each group."""
-        num_groups = sizes.shape[0]
-        tile = jnp.arange(num_rows // size + num_groups, dtype=jnp.int32)
-        tiles_of = -(-(sizes - done) // size)
-        tile_ends, row_ends = jnp.cumsum(tiles_of), jnp.cumsum(sizes)
-        group = jnp.minimum((tile[:, None] >= tile_ends).sum(1, dtype=jnp.int32), num_groups - 1)
-        first = (row_ends - sizes + done)[group] + (tile - (tile_ends - tiles_of)[group]) * size
-        return cls(group, first, jnp.minimum(first + size, row_ends[group]), tile_ends[-1])
-
-    @classmethod
-    def first(cls, sizes: jax.Array, size: int, are_done: jax.Array | bool = False) -> Tiles:
-        """Makes the first tile of each group, empty where it has no rows; none is used if they `are_done`."""
-        group, starts = jnp.arange(sizes.shape[0], dtype=jnp.int32), jnp.cumsum(sizes) - sizes
-        used = jnp.where(are_done, 0, sizes.shape[0]).astype(jnp.int32)
-        return cls(group, starts, starts + jnp.minimum(sizes, size), used)
 
 
 def tiled_product(rows, kernels, sizes, most=TILE):

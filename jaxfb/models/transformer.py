@@ -180,7 +180,7 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
 
     Args:
       config: the sizes.
-      key: a PRNG key.
+      key: a PRNG key, typed or raw.
       dtype: of every leaf.
     Returns:
       The dict at the top of this file.
@@ -189,7 +189,7 @@ def init_params(config: TransformerConfig, key: jax.Array, dtype: Any = jnp.floa
     params = init_module(Outer, config)(outer_key)
     stack, keys = stack_of(config), jax.random.split(layers_key, config.num_layers)
     first = len(stack.leading)
-    in_periods = keys[first:].reshape(stack.num_periods, len(stack.period))
+    in_periods = keys[first:].reshape(stack.num_periods, -1, *keys.shape[1:])  # a raw key is a row
     params["layers"] = stack.joined(
         [jax.vmap(init_module(Block, one))(in_periods[:, place]) for place, one in enumerate(stack.period)]
     )

@@ -104,6 +104,13 @@ def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array
     return run(*heads, whole)
 
 
+def on_whole(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
+    """Calls `function(*arrays)` where `tensor` has size 1, for kernels that XLA's partitioner cannot cut."""
+    if automatic_axes() != [AXIS]:
+        return function(*arrays)
+    return jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False)(*arrays)
+
+
 def automatic_axes() -> list[str]:
     """Returns the axes of the mesh in context that XLA partitions, those of size 1 among them."""
     types = _axis_types(jax.sharding.get_abstract_mesh())

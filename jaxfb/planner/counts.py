@@ -198,6 +198,16 @@ def dense_width(sizes: TransformerConfig) -> float:
     return of_mlps / sizes.num_layers
 
 
+def inner_width(sizes: TransformerConfig) -> float:
+    """Returns how many numbers the last products of a layer's MLP or experts multiply, a token, in the mean."""
+    of_experts = sum(
+        number * one.experts_per_token * one.expert_mlp_size
+        for one, number in stack_of(sizes).counted()
+        if one.num_experts
+    )
+    return dense_width(sizes) + of_experts / sizes.num_layers
+
+
 def kept_width(config: Config, sizes: TransformerConfig) -> float:
     """Returns how many numbers of a token a layer keeps of its products for the backward, in the mean.
 

@@ -14,12 +14,12 @@ from jaxfb.planner.chips import Chip
 from jaxfb.planner.counts import (
     attention_flops,
     context_method,
-    dense_width,
     gathers_before_use,
     gathers_layers,
     held_experts,
     held_numbers,
     hidden_width,
+    inner_width,
     layers_by_remat,
     layers_here,
     mean_over_layers,
@@ -73,15 +73,12 @@ ahead 0.22 of 8B on both, of whose gradients those of a layer's second half are 
 _EXPOSED_ON_V6E_BESIDE_TENSOR = 0.46
 """Share of communication that nothing hides on v6e with a tensor axis: of FSDP's 0.45 of 70B and 0.47 of 8B, with two
 chips on that axis."""
-_EXPOSED_EXCHANGE = 0.07
-"""Share of what experts exchange that nothing hides where a layer's halves run beside it, on TPUs: 0.03 of Mixtral
-8x22B and 0.10 of a model like DeepSeek-V3 on v5p. On GPUs all of it is counted (but see `_ROWS_ON_GPUS`)."""
+_EXPOSED_EXCHANGE = {"tpu": (1.0, 0.07), "gpu": (0.55, 0.27)}
+"""Share of what experts exchange that nothing hides, and where a layer's halves run beside it: on TPUs all of it, and
+0.03 of Mixtral 8x22B and 0.10 of a model like DeepSeek-V3 on v5p; on H100 0.40 and 0.71 of these, and 0.26 and 0.28."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""
-_ROWS_ON_GPUS = 50
-"""Further reads and writes of the rows that experts are given, none of which XLA for GPUs fuses with others: 67 by the
-work of Mixtral 8x22B, 64 of a model like DeepSeek-V3, less what is hidden there of the exchange."""
 _IN_TWO_STEPS = 0.87
 """Share of FSDP's communication over a whole slice of TPUs that a step cannot be shorter than: collectives are two
 steps, of which one uses links that another leaves free (8B on v6e:8x8, memory used: 5.22 s in a step of 4.52 s)."""
@@ -102,7 +99,7 @@ def _flops_per_token(config: Config, sizes: TransformerConfig, topology: Topolog
     of_layers = turns_of_layers(config) * waits(config, sizes, again)
     head = (6 if lora_of(sizes) is None else 4) * sizes.hidden_size * sizes.vocab_size
     layers = flops_per_token(sizes, config.data.sequence_length) - head
-    left_out = min(again, 1) * 2 * sizes.hidden_size * dense_width(sizes) * sizes.num_layers
+    left_out = min(again, 1) * 2 * sizes.hidden_size * inner_width(sizes) * sizes.num_layers
     layers = layers * (1 + again / 3) - left_out + _flops_of_kernels(config, sizes, topology, again / 3)
     return layers * of_layers * share_of_layers(config, sizes) * config.mesh.pipe, head
 
@@ -161,7 +158,7 @@ def work_seconds(config: Config, sizes: TransformerConfig, topology: Topology) -
         read += _RING_BYTES * turns * sizes.num_heads * sizes.head_size
     beside = (
         _accumulated_bytes(config, sizes, topology)
-        + _expert_bytes(config, sizes, topology)
+        + _expert_bytes(config, sizes)
         + _copied_bytes(config, sizes)
     )
     return step_flops(config, sizes, topology) / chip.flops + (tokens * read + beside) / chip.bandwidth
@@ -183,7 +180,7 @@ def _copied_bytes(config: Config, sizes: TransformerConfig) -> float:
     return 2 * 4 * kept * num_microbatches(config)
 
 
-def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) -> float:
+def _expert_bytes(config: Config, sizes: TransformerConfig) -> float:
     """Counts what layers with experts read and write beside products, which no product hides.
 
     Rows of a token's choices, in two bytes a number: cut from tokens and added up to them (2 and 3 times forward, 2 and
@@ -195,7 +192,7 @@ def _expert_bytes(config: Config, sizes: TransformerConfig, topology: Topology) 
     again = mean_over_layers(config, sizes, lambda remat: 0 if remat == "none" else 1)
     ways = _exchange_ways(config, sizes) if config.mesh.expert > 1 else 0
     rows = tokens_of_microbatch(config) * sizes.experts_per_token
-    passes = 13 + 2 * again + 4 * ways + (_ROWS_ON_GPUS if topology.platform == "gpu" else 0)
+    passes = 13 + 2 * again + 4 * ways
     return 2 * sizes.hidden_size * rows * passes * _expert_runs(config, sizes)
 
 
@@ -246,9 +243,9 @@ def exposed_exchange(config: Config, sizes: TransformerConfig, topology: Topolog
     """Returns the time of `exchange_seconds` that nothing hides."""
     if topology.chip is None:
         return 0.0
-    overlaps = topology.platform == "tpu" and sizes.expert_overlap and "halves" in config.parallel.remat
-    share = _EXPOSED_EXCHANGE if overlaps else 1.0
-    return share * exchange_seconds(config, sizes, topology.chip)
+    overlaps = sizes.expert_overlap and "halves" in config.parallel.remat
+    at_once, in_turns = _EXPOSED_EXCHANGE.get(topology.platform, (1.0, 1.0))
+    return (in_turns if overlaps else at_once) * exchange_seconds(config, sizes, topology.chip)
 
 
 def exchange_seconds(config: Config, sizes: TransformerConfig, chip: Chip) -> float:

@@ -12,6 +12,9 @@ from jaxfb.hlo.text import shape_of
 
 _WORKSPACE = re.compile(r"\b[su]8\[\d+\](?:\{[^}]*\})?")
 _ATTENTION, _PRODUCT = "__cudnn$fmha", "__cublas$"
+_KERNEL = re.compile(
+    r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*?([^"/]*)/pallas_call"', re.DOTALL
+)
 
 
 def flops(call: Instruction, left: str) -> float:
@@ -32,6 +35,12 @@ def flops(call: Instruction, left: str) -> float:
         products = 5 if "Backward" in target[1] else 2
         return 2.0 * products * scores * size * _share_seen(call.rest)
     return 0.0
+
+
+def kernel(call: Instruction) -> str | None:
+    """Returns the name of the Pallas kernel that it calls; None of any other call."""
+    found = _KERNEL.search(call.rest)
+    return found[1] if found else None
 
 
 def result(instruction: Instruction) -> str:

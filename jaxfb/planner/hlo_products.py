@@ -36,7 +36,7 @@ class Products:
         if instruction.opcode == "custom-call":
             shapes = [shape_of(one) for one in operands]
             share, _ = self._routed.of({shape[0] for shape in shapes if len(shape) == 2})
-            of_kernel = kernel_flops(instruction.name, shapes, share)
+            of_kernel = kernel_flops(gpu_calls.kernel(instruction) or instruction.name, shapes, share)
             return of_kernel or gpu_calls.flops(instruction, next(iter(operands), ""))
         return sum(self._of_all(inner) for inner, _ in hlo.callees(instruction, self._computations))
 

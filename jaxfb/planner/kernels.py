@@ -7,9 +7,11 @@ import re
 from collections.abc import Sequence
 
 from jaxfb.models.splash import block_size
+from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT
 
 _RAGGED = "ragged-dot"  # what XLA for TPUs makes of `lax.ragged_dot`
 _GROUPED_TABLES = 5
+_TABLES_ON_GPUS = 3
 _SPLASH = re.compile(r"splash_mha_(fwd|dq|dkv)_")
 # scores and output; scores, their gradient and that of queries; scores, their gradient, those of keys and of values
 _PRODUCTS = {"fwd": 2, "dq": 3, "dkv": 4}
@@ -23,11 +25,14 @@ def kernel_flops(name: str, operands: Sequence[tuple[int, ...]], share: float = 
       operands: their shapes; splash's are the two or three tables of its mask (blocks of queries by blocks of keys),
         then queries [R, H, T, K] and keys [R, G, S, K], or of one row [H, T, K], and others; of a causal mask the
         places of queries, without rows, or with three tables, of which each device has its own, the masks [N, block,
-        block] last. A ragged product's are tables, rows [S, D] and matrices [L, D, F].
+        block] last. A ragged product's are tables, rows [S, D] and matrices [L, D, F]; those of the kernels for GPUs in
+        `jaxfb.models.grouped_kernels` three tables, rows [S, D], and matrices or the other rows [S, F].
       share: of the rows of a ragged or grouped product, those that there are; the others are space for the worst case.
     """
     if name.startswith(_RAGGED):
         return share * _ragged_flops(operands)
+    if name in (PRODUCT, OUTER_PRODUCT):
+        return share * _grouped_flops(*operands[_TABLES_ON_GPUS : _TABLES_ON_GPUS + 2])
     if _is_grouped(operands):
         return share * _grouped_flops(*operands[_GROUPED_TABLES : _GROUPED_TABLES + 2])
     found = _SPLASH.match(name)

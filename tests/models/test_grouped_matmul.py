@@ -1,12 +1,18 @@
 """A matmul of groups equals a loop over rows, and so do its gradients, on the CPU's way and on the others'."""
 
+import sys
+from functools import partial
+from types import SimpleNamespace
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax import lax
 
-from jaxfb.models.grouped_matmul import Kernels, Tiles, grouped_matmul
+from jaxfb.models import grouped_matmul as module
+from jaxfb.models.grouped_matmul import Kernels, grouped_matmul
+from jaxfb.models.tiles import Tiles
 from jaxfb.platforms.compat import equations
 
 ROWS, GROUPS, BEFORE, AFTER = 40, 3, 4, 6
@@ -54,9 +60,13 @@ def in_a_loop(kernels, rows, sizes):
     return lax.scan(turn, Kernels.of(kernels), (rows, sizes))[1]
 
 
+@pytest.mark.parametrize("by", ["loops", "kernels"])
 @pytest.mark.parametrize("products", [one_after_another, in_a_loop])
-def test_the_first_product_writes_the_gradient_and_the_others_add_to_it(products, monkeypatch):
+def test_the_first_product_writes_the_gradient_and_the_others_add_to_it(products, by, monkeypatch, request):
     """Groups that the first one has no rows of included."""
+    if by == "kernels":
+        request.getfixturevalue("kernels_of_gpus")
+        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
     monkeypatch.setattr(lax, "empty", undefined)
     draw, sizes = np.random.default_rng(0), np.array([[5, 0, 30], [0, 40, 0], [1, 20, 0]], np.int32)
     shapes = (3, ROWS, BEFORE), (GROUPS, BEFORE, AFTER), (3, ROWS, AFTER)
@@ -87,8 +97,23 @@ def test_frozen_matrices_keep_no_rows_and_have_no_gradient():
     assert rows.shape in shapes(lambda rows: grouped_matmul(rows, kernels + rows.sum(), sizes))
 
 
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu", "default"])
-def test_equals_a_loop_over_rows(platform, monkeypatch):
+@pytest.fixture
+def kernels_of_gpus(monkeypatch):
+    """The kernels for GPUs wherever products are asked for, run by Pallas' interpreter on blocks that fit the sizes."""
+    grouped_kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
+    monkeypatch.setattr(grouped_kernels, "SMALL", grouped_kernels.Blocks(2, 2, 2, 1, 1, band=3))
+    ways = {
+        name: partial(getattr(grouped_kernels, name), interpret=True) for name in ("product", "outer_product")
+    }
+    monkeypatch.setattr(module, "_kernels_that_multiply", lambda rows, kernels: SimpleNamespace(**ways))
+
+
+@pytest.mark.parametrize("platform", ["cpu", "cuda", "kernels", "tpu", "default"])
+def test_equals_a_loop_over_rows(platform, monkeypatch, request):
+    if platform == "kernels":
+        request.getfixturevalue("kernels_of_gpus")
+        platform = "cuda"
+
     def choose(*args, **ways):
         return ways.get(platform, ways["default"])(*args)
 
@@ -100,14 +125,67 @@ def test_equals_a_loop_over_rows(platform, monkeypatch):
     )
 
     @jax.jit
-    def run(rows, kernels, sizes):
+    def run(rows, kernels, cotangent, sizes):
         out, vjp = jax.vjp(lambda r, k: grouped_matmul(r, k, sizes), rows, kernels)
         return out, *vjp(cotangent)
 
+    if request.node.callspec.id == "kernels":
+        program = jax.make_jaxpr(run)(rows, kernels, cotangent, np.ones(GROUPS, np.int32))
+        assert str(program).count("pallas_call") == 3
     for name, sizes in SIZES.items():
-        got, wanted = run(rows, kernels, jnp.array(sizes, jnp.int32)), plain(rows, kernels, cotangent, sizes)
+        behind = (np.arange(ROWS) >= sum(sizes))[:, None]  # undefined
+        given = (np.where(behind, np.nan, rows), kernels, np.where(behind, np.nan, cotangent))
+        got, wanted = run(*given, jnp.array(sizes, jnp.int32)), plain(*given, sizes)
         for a, b, defined in zip(got, wanted, (sum(sizes), sum(sizes), GROUPS), strict=True):
             np.testing.assert_allclose(a[:defined], b[:defined], atol=1e-12, err_msg=name)
+
+
+@pytest.mark.parametrize(
+    "dtype, rows, kernels, can",
+    [
+        (jnp.bfloat16, (512, 256), (4, 256, 384), True),
+        (jnp.float16, (512, 384), (4, 256, 384), True),  # in the backward
+        (jnp.float32, (512, 256), (4, 256, 384), False),
+        (jnp.bfloat16, (512, 256), (4, 256, 200), False),
+        (jnp.bfloat16, (512, 96), (4, 96, 256), False),
+        (jnp.bfloat16, (1 << 20, 256), (4, 256, 2048), False),  # more numbers than 32 bits address
+        (jnp.bfloat16, (512, 4096), (64, 4096, 8192), False),
+    ],
+)
+def test_kernels_multiply_what_their_blocks_divide(monkeypatch, dtype, rows, kernels, can):
+    grouped_kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
+    rows = jax.ShapeDtypeStruct(rows, dtype)
+    assert module._kernels_that_multiply(rows, kernels) is None, "there is no GPU"
+    monkeypatch.setattr(module, "platform_here", lambda: "gpu")
+    assert module._kernels_that_multiply(rows, kernels) is (grouped_kernels if can else None)
+
+
+def test_a_jax_without_pallas_for_triton_multiplies_in_loops(monkeypatch):
+    monkeypatch.setattr(module, "platform_here", lambda: "gpu")
+    monkeypatch.setitem(sys.modules, "jaxfb.models.grouped_kernels", None)
+    monkeypatch.delattr("jaxfb.models.grouped_kernels", raising=False)
+    rows = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
+    assert module._kernels_that_multiply(rows, (4, 256, 384)) is None
+
+
+@pytest.mark.parametrize(
+    "kind, width, large",
+    [
+        ("NVIDIA H100 80GB HBM3", 4096, True),
+        ("NVIDIA A100-SXM4-80GB", 256, True),
+        ("NVIDIA H200", 384, False),
+        ("NVIDIA GeForce RTX 4090", 4096, False),
+        ("NVIDIA L40S", 4096, False),
+        (None, 4096, False),
+    ],
+)
+def test_blocks_fit_the_shared_memory(monkeypatch, kind, width, large):
+    grouped_kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
+    monkeypatch.setattr(grouped_kernels, "kind_here", lambda: kind)
+    blocks = grouped_kernels.blocks_for(width)
+    assert (blocks is grouped_kernels.LARGE) == large and width % blocks.n == 0
+    used = 2 * blocks.stages * blocks.k * (blocks.m + blocks.n)
+    assert used <= (163 if large else 99) * 1024, "KiB of an A100, and of the smallest"
 
 
 def test_the_work_is_that_of_the_rows():

@@ -130,6 +130,11 @@ def test_cudnn_is_chosen_where_it_can_train(
     assert chosen == [expected]
 
 
+def test_a_raw_key_draws_the_numbers_of_a_typed_one():
+    raw, typed = init_params(CONFIG, jax.random.PRNGKey(3)), init_params(CONFIG, jax.random.key(3))
+    jax.tree.map(np.testing.assert_array_equal, raw, typed)
+
+
 def test_params_born_sharded_are_the_same_bits(params):
     mesh = jax.make_mesh((2,), ("tensor",), devices=jax.devices()[:2], axis_types=(AxisType.Auto,))
     make = lambda key: init_params(CONFIG, key, jnp.float64)  # noqa: E731

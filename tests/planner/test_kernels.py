@@ -15,7 +15,7 @@ from jaxfb.planner.chips import Chip
 from jaxfb.planner.formula import estimate
 from jaxfb.planner.job import abstract_device, abstract_mesh, make_job, model_sizes
 from jaxfb.planner.kernels import kernel_flops
-from jaxfb.planner.routing import equations
+from jaxfb.planner.routing import Routed, equations
 from jaxfb.planner.topology import parse_topology
 from jaxfb.planner.verdict import estimated, plan
 
@@ -172,3 +172,33 @@ def test_the_tpu_compiler_takes_the_kernels(layout, most):
     whole, needed = (2 + 3 + 4) * visible_pairs(LENGTH), (2 + 4) * LENGTH**2 / 2
     by_hand = verdict.model_flops + model.num_layers * of_a_layer * (whole - needed)
     assert 0.999 < verdict.compiled.flops / by_hand < most
+
+
+@pytest.mark.parametrize(
+    "name, operands, flops",
+    [
+        ("grouped_product", [(12,), (12,), (12,), (96, 32), (4, 32, 48)], 2 * 96 * 32 * 48),
+        ("grouped_outer_product", [(4,), (4,), (1,), (96, 32), (96, 48), (4, 32, 48)], 2 * 96 * 32 * 48),
+        ("another", [(12,), (12,), (12,), (96, 32), (4, 32, 48)], 0),
+    ],
+)
+def test_a_kernel_of_gpus_is_known_by_its_name_and_counted_by_its_rows(name, operands, flops):
+    kinds = "".join(f", %p{i}" for i, _ in enumerate(operands))[2:]
+    types = {
+        f"p{i}": f"{'s32' if len(shape) == 1 else 'bf16'}{list(shape)}" for i, shape in enumerate(operands)
+    }
+    parameters = "\n".join(
+        f"  %{p} = {kind.replace(' ', '')} parameter({p[1:]})" for p, kind in types.items()
+    )
+    text = f"""HloModule m
+ENTRY %main (p: f32[]) -> bf16[96,48] {{
+{parameters}
+  ROOT %pallas_call.7 = bf16[96,48]{{1,0}} custom-call({kinds}), custom_call_target="__gpu$xla.gpu.triton", """
+    text += f"""metadata={{op_name="jit(run)/mlp/{name}/pallas_call"}}, backend_config={{grid_x = 3 : i32}}
+}}
+"""
+    chip = Chip("made up", 1.0, 1.0, math.inf, 1.0, source="")
+    (call,) = [one for one in hlo_cost.executed(text, chip) if one.instruction.opcode == "custom-call"]
+    assert call.cost.flops == flops
+    half = hlo_cost.cost_of(text, None, chip, Routed(share=0.5))
+    assert half.flops == flops / 2
