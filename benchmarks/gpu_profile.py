@@ -91,7 +91,13 @@ def _phase(path: str) -> str:
 def _kind(instruction: str, text: str, path: str) -> str:
     if "fmha" in text or "dot_product_attention" in path:
         return "flash attention"
-    if "gemm" in instruction or "cublas" in text or path.endswith("dot_general") or " dot(" in text:
+    if (
+        "/grouped_" in path
+        or "gemm" in instruction
+        or "cublas" in text
+        or path.endswith("dot_general")
+        or " dot(" in text
+    ):
         return "products"
     if "copy" in instruction or "dynamic" in instruction:
         return "copies"

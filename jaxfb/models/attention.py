@@ -26,6 +26,7 @@ from jaxfb.models.rope import rotate
 from jaxfb.parallel.context import within_window
 from jaxfb.parallel.scores import PLAIN, Scores
 from jaxfb.parallel.tensor import constrain, residual_stream
+from jaxfb.platforms.kinds import compute_capability
 from jaxfb.refusal import Refused
 
 # (query_RTHK, key_RTGK, value_RTGK, Scores if they are not plain) -> (context_RTHK, anything to hand back, as a cache)
@@ -184,7 +185,7 @@ def choose_backend(backend: str, query: Any, key: Any, *, packed: bool, plain: b
 
 def _best(query: Any, key: Any, packed: bool, plain: bool) -> str:
     platform, in_engine = platform_here(), not jax.sharding.get_abstract_mesh().empty
-    if platform == "gpu" and _compute_capability() >= 8 and _cudnn_refusal(query, packed, plain) is None:
+    if platform == "gpu" and compute_capability() >= 8 and _cudnn_refusal(query, packed, plain) is None:
         return "cudnn"
     if platform == "tpu" and in_engine and splash.refusal(query, key) is None:
         return "splash"
@@ -209,7 +210,7 @@ def check_backend(config: TransformerConfig, mesh: Mesh, dtype: Any, length: int
 
 def _cudnn_refusal(query: Any, packed: bool, plain: bool) -> str | None:
     """Returns why cuDNN cannot take these queries and what it could take, or None."""
-    limit = 256 if _compute_capability() >= 9 else 128
+    limit = 256 if compute_capability() >= 9 else 128
     _, length, _, size = query.shape
     if not plain:
         return "has neither a soft cap nor sinks; use attention='xla'"
@@ -221,11 +222,3 @@ def _cudnn_refusal(query: Any, packed: bool, plain: bool) -> str | None:
     if packed and length % 2:
         return f"takes packed rows of even length, not {length}; use a sequence length of {length + 1}"
     return None
-
-
-def _compute_capability() -> float:
-    """Returns the compute capability, such as 9.0 for Hopper; 0 where the device is not made by NVIDIA."""
-    try:
-        return float(jax.local_devices()[0].compute_capability)
-    except (AttributeError, ValueError):
-        return 0.0

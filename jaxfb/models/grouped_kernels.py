@@ -22,6 +22,7 @@ from jax.experimental.pallas import triton as tl
 from jaxfb.mesh import kind_here
 from jaxfb.models.tiles import OUTER_PRODUCT, PRODUCT, Tiles
 from jaxfb.parallel.tensor import num_shards, on_whole
+from jaxfb.platforms.kinds import compute_capability
 
 
 class Blocks(NamedTuple):
@@ -40,7 +41,7 @@ class Blocks(NamedTuple):
 
 
 SMALL = Blocks(m=128, n=128, k=64, warps=4, stages=3, band=8)
-"""96 KiB of shared memory, as every GPU with bfloat16 has."""
+"""96 KiB of shared memory, as every GPU from Ampere on has."""
 LARGE = Blocks(m=128, n=256, k=64, warps=8, stages=3, band=16)
 """144 KiB. On an H200, 32,768 rows of 2048 by 8 matrices to 4096: 978 us (dense product 726, a loop over tiles 1893),
 transposed 866 us (758) and the gradient of the matrices 1023 us (730, loop 2160); with `SMALL` 988, 927 and 1075 us."""
@@ -50,11 +51,14 @@ _WITH_LARGE = re.compile(r"\b(A100|A800|G?H100|G?H200|H800|H20|G?B200|B300)\b")
 def can_multiply(rows: jax.Array, kernels: tuple[int, int, int]) -> bool:
     """Returns whether rows of [S, D] or [S, F] by matrices of [L, D, F], and the matrices' gradient, have kernels.
 
-    They address an array by 32 bits, and XLA's partitioner cannot cut them over `tensor`.
+    They address an array by 32 bits, XLA's partitioner cannot cut them over `tensor`, and GPUs before Ampere have too
+    little shared memory. A program that is compiled without a GPU is taken to be for a later one.
     """
     _, *widths = kernels
+    is_old = 0 < compute_capability() < 8
     return (
-        num_shards() == 1
+        not is_old
+        and num_shards() == 1
         and rows.dtype in (jnp.bfloat16, jnp.float16)
         and not any(width % SMALL.n for width in widths)
         and max(rows.shape[0] * max(widths), math.prod(kernels)) < 2**31

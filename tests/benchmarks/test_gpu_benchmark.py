@@ -10,6 +10,7 @@ import pytest
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 import gpu  # noqa: E402
+import gpu_profile  # noqa: E402
 import loops  # noqa: E402
 from loop_of_jaxfb import Run  # noqa: E402
 from page.gpu import SECTIONS  # noqa: E402
@@ -60,3 +61,12 @@ def test_the_section_shows_every_setting_once():
     assert section.facts(result)["ratio"] >= 1.25 and section.facts(result)["mfu"] >= 0.6
     (claim,) = section.claims(result)
     assert claim.ratio == pytest.approx(1 / section.facts(result)["ratio"])
+
+
+def test_a_kernel_of_experts_is_a_product_in_the_profile():
+    text = '%c = custom-call(), metadata={op_name="jit(run)/transpose(jvp(mlp))/cond/grouped_product/pallas_call"}'
+    assert gpu_profile.label("pallas_call.1", text) == "backward mlp: products"
+    assert (
+        gpu_profile.label("fusion.1", text.replace("grouped_product/pallas_call", "mul"))
+        == "backward mlp: elementwise"
+    )

@@ -158,6 +158,9 @@ def test_kernels_multiply_what_their_blocks_divide(monkeypatch, dtype, rows, ker
     assert module._kernels_that_multiply(rows, kernels) is None, "there is no GPU"
     monkeypatch.setattr(module, "platform_here", lambda: "gpu")
     assert module._kernels_that_multiply(rows, kernels) is (grouped_kernels if can else None)
+    for capability, is_new in ((7.5, False), (8.0, True), (9.0, True)):
+        monkeypatch.setattr(grouped_kernels, "compute_capability", lambda one=capability: one)
+        assert (module._kernels_that_multiply(rows, kernels) is grouped_kernels) == (can and is_new)
 
 
 def test_a_jax_without_pallas_for_triton_multiplies_in_loops(monkeypatch):
