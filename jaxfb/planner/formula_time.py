@@ -56,9 +56,9 @@ _MOVED, _MOVED_IN_PIPELINE, _MOVED_WITH_RESIDUALS = 24, 34, 42
 to 38 of a pipeline, 40 to 44 of one that keeps every residual in its slots."""
 _LOGIT_BYTES = 65
 """Read and written a token and entry of the vocabulary: 61 of one stage, 75 of a pipeline."""
-_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.14, "gpu": 0.35}, {"tpu": 0.38}
-"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products; on TPUs
-more of them where every residual is kept (8B on v5p)."""
+_BESIDE_PRODUCTS, _BESIDE_WITH_RESIDUALS = {"tpu": 0.14, "gpu": 0.35}, {"tpu": 0.38, "gpu": 0.52}
+"""Share of these reads and writes that takes time of its own where the compiler fuses the others into products; more of
+them where every residual is kept (8B on v5p, 1B on an H200, where such a step was also timed to be the longer one)."""
 _HIDDEN_OVER_TENSOR = 16
 """Reads and writes of the whole hidden state where `tensor` cuts a layer: of 70B and 405B, whose loops of products add
 up what each turn gives."""

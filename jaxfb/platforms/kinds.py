@@ -1,4 +1,4 @@
-"""Names the kinds of device that choices depend on: of TPUs as `device_kind` has them, of GPUs what they can compute."""
+"""Names the kinds of device that choices depend on: TPUs as `device_kind` has them, GPUs by what they can compute."""
 
 from __future__ import annotations
 
