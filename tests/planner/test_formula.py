@@ -164,7 +164,7 @@ def test_layouts_are_in_the_order_of_the_compiler():
 
 
 def test_what_is_kept_costs_a_gpu_more_than_computing_the_small_parts_of_it_again():
-    """1B on an H200: 0.713, 0.767 and 0.813 s by the work of XLA's program; the first two were timed, 1.11 and 1.16 s."""
+    """1B on an H200: 0.713, 0.767 and 0.813 s by XLA's program; the first two were timed, 1.11 and 1.16 s."""
     machine = parse_topology("gpu:h200x1")
     sizes = "data.sequence_length=4096 batch.rows=16 mesh.fsdp=1 model.loss_chunk=4096".split()
     selective, none, full = (
