@@ -16,7 +16,8 @@ from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import grouped_matmul
 from jaxfb.models.transformer import init_params, transformer
 
-pytestmark = pytest.mark.skipif(jax.default_backend() != "gpu", reason="needs a GPU")
+if jax.default_backend() != "gpu":
+    pytest.skip("needs a GPU", allow_module_level=True)
 
 ROWS, LENGTH = 8, 32
 DENSE = TransformerConfig(
