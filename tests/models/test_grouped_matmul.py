@@ -1,13 +1,12 @@
 """A matmul of groups equals a loop over rows, and so do its gradients, on the CPU's way and on the others'."""
 
 import sys
-from functools import partial
-from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from interpreted import use_kernels_of_gpus
 from jax import lax
 
 from jaxfb.models import grouped_matmul as module
@@ -62,11 +61,10 @@ def in_a_loop(kernels, rows, sizes):
 
 @pytest.mark.parametrize("by", ["loops", "kernels"])
 @pytest.mark.parametrize("products", [one_after_another, in_a_loop])
-def test_the_first_product_writes_the_gradient_and_the_others_add_to_it(products, by, monkeypatch, request):
+def test_the_first_product_writes_the_gradient_and_the_others_add_to_it(products, by, monkeypatch):
     """Groups that the first one has no rows of included."""
     if by == "kernels":
-        request.getfixturevalue("kernels_of_gpus")
-        monkeypatch.setattr(lax, "platform_dependent", lambda *args, cuda, **others: cuda(*args))
+        use_kernels_of_gpus(monkeypatch)
     monkeypatch.setattr(lax, "empty", undefined)
     draw, sizes = np.random.default_rng(0), np.array([[5, 0, 30], [0, 40, 0], [1, 20, 0]], np.int32)
     shapes = (3, ROWS, BEFORE), (GROUPS, BEFORE, AFTER), (3, ROWS, AFTER)
@@ -97,27 +95,15 @@ def test_frozen_matrices_keep_no_rows_and_have_no_gradient():
     assert rows.shape in shapes(lambda rows: grouped_matmul(rows, kernels + rows.sum(), sizes))
 
 
-@pytest.fixture
-def kernels_of_gpus(monkeypatch):
-    """The kernels for GPUs wherever products are asked for, run by Pallas' interpreter on blocks that fit the sizes."""
-    grouped_kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
-    monkeypatch.setattr(grouped_kernels, "SMALL", grouped_kernels.Blocks(2, 2, 2, 1, 1, band=3))
-    ways = {
-        name: partial(getattr(grouped_kernels, name), interpret=True) for name in ("product", "outer_product")
-    }
-    monkeypatch.setattr(module, "_kernels_that_multiply", lambda rows, kernels: SimpleNamespace(**ways))
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "kernels", "tpu", "default"])
-def test_equals_a_loop_over_rows(platform, monkeypatch, request):
-    if platform == "kernels":
-        request.getfixturevalue("kernels_of_gpus")
-        platform = "cuda"
-
+def test_equals_a_loop_over_rows(platform, monkeypatch):
     def choose(*args, **ways):
         return ways.get(platform, ways["default"])(*args)
 
-    monkeypatch.setattr(lax, "platform_dependent", choose)
+    if platform == "kernels":
+        use_kernels_of_gpus(monkeypatch)
+    else:
+        monkeypatch.setattr(lax, "platform_dependent", choose)
     monkeypatch.setattr(lax, "empty", undefined)
     draw = np.random.default_rng(0)
     rows, kernels, cotangent = (
@@ -129,7 +115,7 @@ def test_equals_a_loop_over_rows(platform, monkeypatch, request):
         out, vjp = jax.vjp(lambda r, k: grouped_matmul(r, k, sizes), rows, kernels)
         return out, *vjp(cotangent)
 
-    if request.node.callspec.id == "kernels":
+    if platform == "kernels":
         program = jax.make_jaxpr(run)(rows, kernels, cotangent, np.ones(GROUPS, np.int32))
         assert str(program).count("pallas_call") == 3
     for name, sizes in SIZES.items():

@@ -11,6 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from comparisons import close
+from interpreted import use_kernels_of_gpus
 from safetensors.numpy import load_file
 from whole import apply, logits
 
@@ -332,6 +333,21 @@ def test_a_split_changes_nothing(whole, mesh, num_microbatches, options, monkeyp
     out = fb(transformer(config), params, _batch(), plan, key)
     assert set(terms) == {"cross_entropy", "label_smoothing", "z_loss", "balance", "router_z"}
     close((out.loss, out.terms, out.grads), (loss, terms, grads))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "mesh, num_microbatches, options",
+    [
+        ({"expert": 2, "fsdp": 2}, 2, {"remat": "halves", "gather_ahead": True}),
+        ({"pipe": 2, "expert": 2}, 4, {"remat": "layer", "schedule": "zero_bubble"}),
+    ],
+    ids=_name,
+)
+def test_kernels_for_gpus_change_nothing(whole, mesh, num_microbatches, options, monkeypatch):
+    """With rows from other devices, undefined ones behind them, further rounds, and a backward in two parts."""
+    use_kernels_of_gpus(monkeypatch)
+    test_a_split_changes_nothing(whole, mesh, num_microbatches, options, monkeypatch)
 
 
 def _inside(computations, name):
