@@ -70,17 +70,24 @@ FLAGS = {
     "no command buffers": "--xla_gpu_enable_command_buffer=",
 }
 FULL = Scale(
-    LLAMA_1B, Setting(16, 4, 4096, "selective", 4096), 5, 8192, (1, 2, 4, 8), (8192, 32768), (4, 8), FLAGS
+    sizes=LLAMA_1B,
+    best=Setting(rows=16, size=4, length=4096, remat="selective", loss_chunk=4096),
+    steps=5,
+    square=8192,
+    microbatches=(1, 2, 4, 8),
+    contexts=(8192, 32768),
+    experts=(4, 8),
+    flags=FLAGS,
 )
 SMALL = Scale(
-    TINY,
-    Setting(16, 4, 32, "selective", 64),
-    2,
-    128,
-    (1, 4),
-    (64,),
-    (4,),
-    {"apart": FLAGS["as it is, apart"]},
+    sizes=TINY,
+    best=Setting(rows=16, size=4, length=32, remat="selective", loss_chunk=64),
+    steps=2,
+    square=128,
+    microbatches=(1, 4),
+    contexts=(64,),
+    experts=(4,),
+    flags={"apart": FLAGS["as it is, apart"]},
 )
 
 

@@ -202,7 +202,7 @@ def verdict(rows: dict[str, dict[str, Any]]) -> dict[str, Any]:
     ran = {name: row for name, row in rows.items() if "tokens_per_second" in row}
     ours, theirs = ({k: v for k, v in ran.items() if k.startswith(side)} for side in ("jaxfb", "accelerate"))
     if not ours or not theirs:
-        return {"result": "a side does not fit at any size"}
+        return {"result": "one side was not measured, or does not fit at any size"}
     one, other = (max(rows.values(), key=lambda row: row["tokens_per_second"]) for rows in (ours, theirs))
     apart = max(difference(*(ends(row) for row in pair)) for pair in product(ours.values(), theirs.values()))
     return {
