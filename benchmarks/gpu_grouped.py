@@ -10,7 +10,6 @@ import jax.numpy as jnp
 import numpy as np
 from gpu_step import Setting
 
-from jaxfb.models import grouped_kernels
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.grouped_matmul import TILE_OF_GPUS, tiled_outer_product, tiled_product
 
@@ -40,6 +39,8 @@ def grouped(sizes: TransformerConfig, setting: Setting, experts: int) -> dict[st
 
 def ways(on_gpu: bool) -> dict[str, dict]:
     """What is multiplied, and by what; elsewhere than on a GPU the kernels are interpreted."""
+    from jaxfb.models import grouped_kernels  # which a later JAX may not have; the other parts do not need it
+
     how = {"interpret": not on_gpu}
     kernel, kernel_of_gradient = (
         partial(run, **how) for run in (grouped_kernels.product, grouped_kernels.outer_product)

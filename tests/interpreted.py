@@ -16,7 +16,7 @@ def use_kernels_of_gpus(monkeypatch):
     kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
     monkeypatch.setattr(kernels, "SMALL", kernels.Blocks(2, 2, 2, 1, 1, band=3))
     ways = {name: partial(getattr(kernels, name), interpret=True) for name in ("product", "outer_product")}
-    monkeypatch.setattr(grouped_matmul, "_kernels_that_multiply", lambda *_: SimpleNamespace(**ways))
+    monkeypatch.setattr(grouped_matmul, "_gpu_kernels_for", lambda *_: SimpleNamespace(**ways))
 
     def choose(*arguments, **platforms):
         cuda = platforms.get("cuda")

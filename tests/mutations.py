@@ -353,7 +353,7 @@ MUTATIONS = (
     Mutation(
         "kernels_address_by_too_few_bits",
         "models/grouped_kernels.py",
-        "max(rows.shape[0] * max(widths), math.prod(kernels))",
+        "max(rows.shape[0] * max(widths), math.prod(shape))",
         "rows.shape[0]",
         "models/test_grouped_matmul.py::test_kernels_multiply_what_their_blocks_divide",
     ),

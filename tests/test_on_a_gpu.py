@@ -30,19 +30,17 @@ EXPERTS = TransformerConfig(
 TOLERANCE = {"float64": 1e-12, "float32": 2e-5}
 
 
-def batch_of(rows=ROWS, length=LENGTH, vocab=40, segments=False):
+def batch_of():
     rng = np.random.default_rng(0)
-    batch = {
-        "tokens": rng.integers(0, vocab, (rows, length), np.int32),
-        "targets": rng.integers(0, vocab, (rows, length), np.int32),
-        "loss_mask": (rng.random((rows, length)) > 0.3).astype(np.float32),
+    return {
+        "tokens": rng.integers(0, 40, (ROWS, LENGTH), np.int32),
+        "targets": rng.integers(0, 40, (ROWS, LENGTH), np.int32),
+        "loss_mask": (rng.random((ROWS, LENGTH)) > 0.3).astype(np.float32),
     }
-    if not segments:
-        return batch
-    cut = np.where(np.arange(length) < length // 3, 1, 2)
-    positions = np.where(cut == 1, np.arange(length), np.arange(length) - length // 3)
-    everywhere = {"segments": cut.astype(np.int32), "positions": positions.astype(np.int32)}
-    return batch | {name: np.broadcast_to(leaf, (rows, length)) for name, leaf in everywhere.items()}
+
+
+def memory_of_moments(state):
+    return {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1}
 
 
 def gradients(config, batch, rows_per_microbatch, *, dtype="float64", device=None, **options):
@@ -50,9 +48,8 @@ def gradients(config, batch, rows_per_microbatch, *, dtype="float64", device=Non
     mesh = jaxfb.make_mesh(devices=[device or jax.devices()[0]])
     plan = jaxfb.BatchPlan(rows=len(batch["tokens"]), rows_per_microbatch=rows_per_microbatch)
     run = jaxfb.get_forward_backward_func(mesh, **options)
-    with jax.default_device(
-        jax.devices("cpu")[0]
-    ):  # numbers drawn on another platform differ by their last bits
+    # numbers drawn on another platform differ by their last bits
+    with jax.default_device(jax.devices("cpu")[0]):
         params = jax.device_get(init_params(config, jax.random.key(0), jnp.dtype(dtype)))
     with jax.default_matmul_precision("highest"):
         out = run(transformer(config), params, batch, plan=plan)
@@ -128,12 +125,10 @@ def test_an_optimizer_state_on_the_host_makes_the_same_updates(optimizer):
                 devices=jax.devices()[:1]), plan, dropout=False, optimizer_memory=memory, max_grad_norm=1.0,
         )  # fmt: skip
         state = step.init(lambda key: init_params(DENSE, key, jnp.float64), 0)
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1}
-        assert kinds == {"pinned_host" if memory == "host" else "device"}
+        assert memory_of_moments(state) == {"pinned_host" if memory == "host" else "device"}
         for _ in range(3):
             state, metrics = step(state, batch_of())
-        kinds = {leaf.sharding.memory_kind for leaf in jax.tree.leaves(state.opt_state) if leaf.ndim > 1}
-        assert kinds == {"pinned_host" if memory == "host" else "device"}
+        assert memory_of_moments(state) == {"pinned_host" if memory == "host" else "device"}
         states[memory] = (float(metrics.loss), on_the_host(state.params), on_the_host(state.opt_state))
     close(states["host"], states["device"])
 

@@ -1,7 +1,8 @@
 """Kernels for NVIDIA GPUs that multiply rows sorted by group, written in Pallas for Triton.
 
-A loop over tiles, which is what XLA gets elsewhere, ends when the rows do: for each of its turns the host waits for the
-GPU. A kernel is one launch, its tiles are small, and the gradient of a matrix is summed in registers.
+The alternative, a loop over tiles, turns as often as there are tiles, a number that only the GPU knows: the host waits
+for the GPU at every turn. A kernel is one launch, its tiles are small, and the gradient of a matrix is summed in
+registers. The matrices are the kernels of `grouped_matmul.py`; here that word is kept for programs of a GPU.
 
 Shapes: S = rows, L = groups, D = width before, F = width after, N = tiles at most.
 """
@@ -26,10 +27,10 @@ from jaxfb.platforms.kinds import compute_capability
 
 
 class Blocks(NamedTuple):
-    """Sizes what one program of a kernel computes: [m, n] of a result, k of the contracted dim at a time.
+    """Describes what one program of a kernel computes: [m, n] of a result, over k of the contracted dim at a time.
 
-    warps, stages: threads by 32, and copies of what is read that lie in shared memory at a time.
-    band: blocks of rows that are computed beside each other, so that the columns they share stay in the cache.
+    warps: of 32 threads each. stages: steps over k whose rows and columns are in shared memory at the same time.
+    band: blocks of rows that are computed next to each other, so that the columns they share stay in the cache.
     """
 
     m: int
@@ -48,42 +49,42 @@ transposed 866 us (758) and the gradient of the matrices 1023 us (730, loop 2160
 _WITH_LARGE = re.compile(r"\b(A100|A800|G?H100|G?H200|H800|H20|G?B200|B300)\b")
 
 
-def can_multiply(rows: jax.Array, kernels: tuple[int, int, int]) -> bool:
-    """Returns whether rows of [S, D] or [S, F] by matrices of [L, D, F], and the matrices' gradient, have kernels.
+def can_multiply(rows: jax.Array, shape: tuple[int, int, int]) -> bool:
+    """Returns whether there are kernels for products of rows [S, D] or [S, F] with matrices of a shape [L, D, F].
 
-    They address an array by 32 bits, XLA's partitioner cannot cut them over `tensor`, and GPUs before Ampere have too
-    little shared memory. A program that is compiled without a GPU is taken to be for a later one.
+    Kernels address an array by 32 bits, XLA's partitioner cannot cut them over `tensor`, and GPUs before Ampere have
+    too little shared memory. A program that is compiled without a GPU is taken to be for a later one.
     """
-    _, *widths = kernels
+    _, *widths = shape
     is_old = 0 < compute_capability() < 8
     return (
         not is_old
         and num_shards() == 1
         and rows.dtype in (jnp.bfloat16, jnp.float16)
         and not any(width % SMALL.n for width in widths)
-        and max(rows.shape[0] * max(widths), math.prod(kernels)) < 2**31
+        and max(rows.shape[0] * max(widths), math.prod(shape)) < 2**31
     )
 
 
 def blocks_for(width: int) -> Blocks:
-    """Returns the blocks of a result of this width on the GPU at hand; the small ones of one that is not known."""
+    """Returns the blocks for a result of this width on the GPUs of the mesh in context; `SMALL` if none is known."""
     large = _WITH_LARGE.search(kind_here() or "") and width % LARGE.n == 0
     return LARGE if large else SMALL
 
 
 def product(
     rows: jax.Array,
-    kernels: jax.Array,
+    matrices: jax.Array,
     sizes: jax.Array,
     *,
     transposed: bool = False,
     interpret: bool = False,
 ) -> jax.Array:
-    """Computes `jaxfb.models.grouped_matmul.grouped_matmul`, or with `transposed` that of kernels [L, F, D].
+    """Computes `jaxfb.models.grouped_matmul.grouped_matmul`, with `transposed` for matrices [L, F, D].
 
     interpret: runs it on any device, slowly.
     """
-    (number, before), after = rows.shape, kernels.shape[1 if transposed else 2]
+    (number, before), after = rows.shape, matrices.shape[1 if transposed else 2]
     blocks = blocks_for(after)
     tiles = Tiles.of(sizes, number, blocks.m)
     grid = tiles.group.shape[0], after // blocks.n
@@ -91,7 +92,7 @@ def product(
     body = partial(_product_kernel, blocks=blocks, grid=grid, steps=steps, transposed=transposed)
     out = jax.ShapeDtypeStruct((number, after), rows.dtype)
     call = _call(body, PRODUCT, blocks, grid, out, interpret=interpret)
-    return on_whole(call, tiles.group, tiles.start, tiles.end, rows, kernels)
+    return on_whole(call, tiles.group, tiles.start, tiles.end, rows, matrices)
 
 
 def outer_product(
@@ -119,7 +120,7 @@ def _call(body, name, blocks, grid, out, aliases=None, *, interpret):
     )
 
 
-def _product_kernel(groups, starts, ends, rows, kernels, out, *, blocks, grid, steps, transposed):
+def _product_kernel(groups, starts, ends, rows, matrices, out, *, blocks, grid, steps, transposed):
     """Multiplies one tile's rows by some columns of its group's matrix."""
     num_tiles, num_columns = grid
     tile, column = _place(pl.program_id(0), num_tiles, num_columns, blocks.band)
@@ -134,7 +135,7 @@ def _product_kernel(groups, starts, ends, rows, kernels, out, *, blocks, grid, s
             contracted = pl.ds(k * blocks.k, blocks.k)
             left = tl.load(rows.at[pl.ds(start, blocks.m), contracted], mask=there, other=0)
             where = (group, columns, contracted) if transposed else (group, contracted, columns)
-            return sums + tl.dot(left, tl.load(kernels.at[where]), trans_b=transposed)
+            return sums + tl.dot(left, tl.load(matrices.at[where]), trans_b=transposed)
 
         wide = jnp.promote_types(rows.dtype, jnp.float32)
         sums = lax.fori_loop(0, steps, step, jnp.zeros((blocks.m, blocks.n), wide))

@@ -120,35 +120,36 @@ _multiply.defvjp(_forward, _backward, symbolic_zeros=True)
 
 
 def _product(rows, kernels, sizes, transposed=False):
-    def of(multiply, **how):
-        def run(rows, kernels, sizes):
-            return multiply(rows, kernels.swapaxes(1, 2) if transposed else kernels, sizes, **how)
+    ways: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_product, most=TILE_OF_GPUS))
+    ways |= {"cpu": tiled_product, "default": lax.ragged_dot}
+    if transposed:
+        ways = {platform: _of_transposed(way) for platform, way in ways.items()}
+    if gpu_kernels := _gpu_kernels_for(rows, kernels.shape):
+        ways["cuda"] = partial(gpu_kernels.product, transposed=transposed)
+    return lax.platform_dependent(rows, kernels, sizes, **ways)
 
-        return run
 
-    on_gpus: dict[str, Callable] = dict.fromkeys(GPUS, of(tiled_product, most=TILE_OF_GPUS))
-    if kernel := _kernels_that_multiply(rows, kernels.shape):
-        on_gpus["cuda"] = partial(kernel.product, transposed=transposed)
-    default = of(lax.ragged_dot)
-    return lax.platform_dependent(rows, kernels, sizes, cpu=of(tiled_product), **on_gpus, default=default)
+def _of_transposed(multiply):
+    """Returns the same product for matrices [L, F, D]."""
+    return lambda rows, kernels, sizes: multiply(rows, kernels.swapaxes(1, 2), sizes)
 
 
 def _outer_product(rows, cotangent, sizes, sums, begun):
-    on_gpus: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
-    if kernel := _kernels_that_multiply(rows, sums.shape):
-        on_gpus["cuda"] = kernel.outer_product
-    return lax.platform_dependent(rows, cotangent, sizes, sums, begun, **on_gpus, default=tiled_outer_product)
+    ways: dict[str, Callable] = dict.fromkeys(GPUS, partial(tiled_outer_product, most=TILE_OF_GPUS))
+    if gpu_kernels := _gpu_kernels_for(rows, sums.shape):
+        ways["cuda"] = gpu_kernels.outer_product
+    return lax.platform_dependent(rows, cotangent, sizes, sums, begun, **ways, default=tiled_outer_product)
 
 
-def _kernels_that_multiply(rows, kernels):
-    """Returns the module of kernels where they can multiply these rows by matrices of that shape, else None."""
+def _gpu_kernels_for(rows, shape):
+    """Returns the module `grouped_kernels` if it can multiply these rows by matrices of that shape, otherwise None."""
     if platform_here() != "gpu":
         return None
     try:
         from jaxfb.models import grouped_kernels  # Pallas takes a while to import
     except ImportError:  # a JAX without Pallas for Triton, which will be removed from it one day
         return None
-    return grouped_kernels if grouped_kernels.can_multiply(rows, kernels) else None
+    return grouped_kernels if grouped_kernels.can_multiply(rows, shape) else None
 
 
 def tile_size(num_rows: int, num_groups: int, most: int = TILE) -> int:

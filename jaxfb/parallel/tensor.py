@@ -105,7 +105,7 @@ def on_head_shards(function: Callable[..., jax.Array], heads: Sequence[jax.Array
 
 
 def on_whole(function: Callable[..., jax.Array], *arrays: jax.Array) -> jax.Array:
-    """Calls `function(*arrays)` where `tensor` has size 1, for kernels that XLA's partitioner cannot cut."""
+    """Calls `function(*arrays)` out of reach of XLA's partitioner, for kernels that it cannot cut; `tensor` is 1."""
     if automatic_axes() != [AXIS]:
         return function(*arrays)
     return jax.shard_map(function, in_specs=P(), out_specs=P(), axis_names={AXIS}, check_vma=False)(*arrays)

@@ -74,8 +74,8 @@ _EXPOSED_ON_V6E_BESIDE_TENSOR = 0.46
 """Share of communication that nothing hides on v6e with a tensor axis: of FSDP's 0.45 of 70B and 0.47 of 8B, with two
 chips on that axis."""
 _EXPOSED_EXCHANGE = {"tpu": (1.0, 0.07), "gpu": (0.55, 0.27)}
-"""Share of what experts exchange that nothing hides, and where a layer's halves run beside it: on TPUs all of it, and
-0.03 of Mixtral 8x22B and 0.10 of a model like DeepSeek-V3 on v5p; on H100 0.40 and 0.71 of these, and 0.26 and 0.28."""
+"""Share of what experts exchange that nothing hides, and the same where a layer's halves run beside the exchange. Of
+Mixtral 8x22B and a model like DeepSeek-V3: on v5p all, and 0.03 and 0.10; on H100 0.40 and 0.71, and 0.26 and 0.28."""
 _EXPOSED_BESIDE_LAST = 0.35
 """The same on GPUs where all is gathered before the first microbatch and gradients are reduced beside the last: 0.31 of
 8B on 64 H100."""

@@ -13,7 +13,7 @@ from jaxfb.hlo.text import shape_of
 _WORKSPACE = re.compile(r"\b[su]8\[\d+\](?:\{[^}]*\})?")
 _ATTENTION, _PRODUCT = "__cudnn$fmha", "__cublas$"
 _KERNEL = re.compile(
-    r'custom_call_target="__gpu\$xla\.gpu\.triton".*op_name="[^"]*?([^"/]*)/pallas_call"', re.DOTALL
+    r'custom_call_target="__gpu\$xla\.gpu\.triton".*?op_name="[^"]*?([^"/]*)/pallas_call"', re.DOTALL
 )
 
 

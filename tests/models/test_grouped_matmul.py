@@ -141,12 +141,12 @@ def test_equals_a_loop_over_rows(platform, monkeypatch):
 def test_kernels_multiply_what_their_blocks_divide(monkeypatch, dtype, rows, kernels, can):
     grouped_kernels = pytest.importorskip("jaxfb.models.grouped_kernels")
     rows = jax.ShapeDtypeStruct(rows, dtype)
-    assert module._kernels_that_multiply(rows, kernels) is None, "there is no GPU"
+    assert module._gpu_kernels_for(rows, kernels) is None, "there is no GPU"
     monkeypatch.setattr(module, "platform_here", lambda: "gpu")
-    assert module._kernels_that_multiply(rows, kernels) is (grouped_kernels if can else None)
+    assert module._gpu_kernels_for(rows, kernels) is (grouped_kernels if can else None)
     for capability, is_new in ((7.5, False), (8.0, True), (9.0, True)):
         monkeypatch.setattr(grouped_kernels, "compute_capability", lambda one=capability: one)
-        assert (module._kernels_that_multiply(rows, kernels) is grouped_kernels) == (can and is_new)
+        assert (module._gpu_kernels_for(rows, kernels) is grouped_kernels) == (can and is_new)
 
 
 def test_a_jax_without_pallas_for_triton_multiplies_in_loops(monkeypatch):
@@ -154,7 +154,7 @@ def test_a_jax_without_pallas_for_triton_multiplies_in_loops(monkeypatch):
     monkeypatch.setitem(sys.modules, "jaxfb.models.grouped_kernels", None)
     monkeypatch.delattr("jaxfb.models.grouped_kernels", raising=False)
     rows = jax.ShapeDtypeStruct((512, 256), jnp.bfloat16)
-    assert module._kernels_that_multiply(rows, (4, 256, 384)) is None
+    assert module._gpu_kernels_for(rows, (4, 256, 384)) is None
 
 
 @pytest.mark.parametrize(

@@ -183,7 +183,7 @@ def test_the_tpu_compiler_takes_the_kernels(layout, most):
     ],
 )
 def test_a_kernel_of_gpus_is_known_by_its_name_and_counted_by_its_rows(name, operands, flops):
-    kinds = "".join(f", %p{i}" for i, _ in enumerate(operands))[2:]
+    given = ", ".join(f"%p{i}" for i, _ in enumerate(operands))
     types = {
         f"p{i}": f"{'s32' if len(shape) == 1 else 'bf16'}{list(shape)}" for i, shape in enumerate(operands)
     }
@@ -193,7 +193,7 @@ def test_a_kernel_of_gpus_is_known_by_its_name_and_counted_by_its_rows(name, ope
     text = f"""HloModule m
 ENTRY %main (p: f32[]) -> bf16[96,48] {{
 {parameters}
-  ROOT %pallas_call.7 = bf16[96,48]{{1,0}} custom-call({kinds}), custom_call_target="__gpu$xla.gpu.triton", """
+  ROOT %pallas_call.7 = bf16[96,48]{{1,0}} custom-call({given}), custom_call_target="__gpu$xla.gpu.triton", """
     text += f"""metadata={{op_name="jit(run)/mlp/{name}/pallas_call"}}, backend_config={{grid_x = 3 : i32}}
 }}
 """
