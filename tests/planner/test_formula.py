@@ -91,17 +91,19 @@ def test_a_kind_knows_how_many_microbatches_are_in_flight(name, stages):
     [
         # by the compilers of libtpu 0.0.48 and of jax-cuda13-plugin 0.10.2
         ("400b", "v5p:8x8x16", 30.41),
-        ("8b", "gpu:h100x8", 23.08),
-        ("1b data.sequence_length=4096 batch.rows=16", "gpu:h200x1", 40.85),
-        ("8b mesh.tp=8 mesh.fsdp=2", "gpu:a100x16", 11.43),
+        ("8b", "gpu:h100x8", 20.34),
+        ("8b-h100", "gpu:h100x8", 46.48),
+        ("8b-h100", "gpu:h100x64", 32.36),
+        ("1b data.sequence_length=4096 batch.rows=16", "gpu:h200x1", 38.37),
+        ("8b mesh.tp=8 mesh.fsdp=2", "gpu:a100x16", 10.69),
         ("8b mesh.pp=4 mesh.tp=2 mesh.fsdp=8 schedule=1f1b parallel.remat=selective", "gpu:h100x64", 17.30),
-        ("70b", "gpu:h100x512", 4.68),
+        ("70b", "gpu:h100x512", 4.54),
     ],
 )
 def test_memory_is_near_the_compilers(config, topology, gigabytes):
     name, *layout = config.split()
     found = estimated(load_config(f"configs/{name}.yaml", layout), parse_topology(topology))
-    assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.12 if topology.startswith("v5") else 0.2)
+    assert found.needed / 1e9 == pytest.approx(gigabytes, rel=0.12 if topology.startswith("v5") else 0.05)
 
 
 @pytest.mark.parametrize(

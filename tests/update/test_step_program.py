@@ -10,6 +10,7 @@ import jaxfb
 from jaxfb.hlo import parse
 from jaxfb.models.config import TransformerConfig
 from jaxfb.models.transformer import init_params, transformer
+from jaxfb.update.attempt import count_bad
 
 ROWS, LENGTH = 6, 10
 SIZES = TransformerConfig(
@@ -98,6 +99,14 @@ def test_the_backward_of_a_layer_keeps_products_in_bfloat16_and_nothing_else(pro
 
 
 @pytest.mark.slow
+def test_parameters_that_are_not_finite_are_counted_without_an_array_of_zeros():
+    """XLA for GPUs would share such an array with the sums of gradients and keep it through all microbatches."""
+    leaf = jax.ShapeDtypeStruct((4, 6), jnp.float32)
+    eqns = [eqn for eqn, _ in equations(jax.make_jaxpr(count_bad)(leaf, leaf, leaf).jaxpr)]
+    assert [eqn.outvars[0].aval.dtype for eqn in eqns if eqn.primitive.name == "reduce_sum"] == [jnp.float32]
+    assert not [eqn for eqn in eqns if eqn.primitive.name == "broadcast_in_dim"]
+
+
 def test_the_state_is_updated_where_it_is():
     step, state, batch = traced()
     compiled = step.lower(state, batch).compile()
